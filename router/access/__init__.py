@@ -1,1 +1,1 @@
-"""Who may use the API: keys, the file that holds them, and the guard in front of the API."""
+"""Access to the API: keys, the file that holds them, their limits, and the guard."""

@@ -1,9 +1,9 @@
-"""The file that holds API keys: read with suspicion, changed in one step, watched for changes.
+"""The file that holds API keys: checked on reading, replaced atomically, watched for changes.
 
-A file counts only if this user or root owns it, no other user may read it and nobody but the owner
-may write it. Whoever can write it can let themselves in.
+The file is used only if this user or root owns it, no other user may read it, and only the owner
+may write it. A user who can write it can add keys.
 
-A gateway looks at most once a second whether the file changed, when a request comes. If the new
+When a request comes, a gateway checks at most once a second whether the file changed. If the new
 contents cannot be used, the last good ones stay. If the file is gone, no key is valid.
 """
 
@@ -33,7 +33,7 @@ _Signature = tuple[int, int, int, int, int, int]
 
 
 class KeyFile:
-    """The keys of a gateway, as the file has them now."""
+    """The keys of a gateway, kept up to date with the file."""
 
     def __init__(self, path: Path, clock: Clock, unix_s: Callable[[], float] = unix_time_s) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class KeyFile:
         self.counters: Counter[str] = Counter()  # reloads by outcome, and refused requests
 
     def open(self) -> None:
-        """Reads the file. Raises KeysError for one that cannot be used; there may be none yet."""
+        """Reads the file, which may not exist yet. Raises KeysError if it cannot be used."""
         self._load()
         if self._signature is None:
             log.warning("%s does not exist: every request is refused", self._path)
@@ -70,7 +70,7 @@ class KeyFile:
                 log.error("the keys stay as they were: %s", error)
 
     def _load(self) -> None:
-        """Takes what the file says, if it is another than before. Raises KeysError."""
+        """Reads the file again if it changed. Raises KeysError."""
         try:
             signature = _signature(os.stat(self._path))
         except FileNotFoundError:
@@ -104,7 +104,7 @@ def read_keys(path: Path) -> tuple[KeyRecord, ...]:
 
 
 def change_keys(path: Path, change: Callable[[Sequence[KeyRecord]], Sequence[KeyRecord]]) -> None:
-    """Replaces the keys in a file by what `change` makes of them. Raises KeysError.
+    """Replaces the keys in a file with the result of `change`. Raises KeysError.
 
     Readers see the old file or the new one. Writers wait for each other.
     """
@@ -119,7 +119,7 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyRecord]], Sequence[Key
 
 
 def _replace(path: Path, data: bytes, before: os.stat_result | None) -> None:
-    """Writes a file of the same owner, readable by nobody else, and puts it in its place."""
+    """Writes a file that only its owner can read, and moves it into place."""
     path = path.resolve()
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # 0600
     try:
@@ -159,7 +159,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _read_checked(path: Path) -> bytes:
-    """One byte more than there may be, at most. Never waits, as opening a pipe would."""
+    """Reads at most one byte more than allowed. Never blocks, even on a named pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(descriptor))
@@ -171,7 +171,7 @@ def _read_checked(path: Path) -> bytes:
 
 def _check(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise KeysError("it is no file")
+        raise KeysError("it is not a regular file")
     if status.st_uid not in (os.geteuid(), 0):
         raise KeysError(f"it belongs to another user ({status.st_uid})")
     if status.st_mode & _FORBIDDEN_MODE:
@@ -180,6 +180,6 @@ def _check(status: os.stat_result) -> None:
 
 
 def _signature(status: os.stat_result) -> _Signature:
-    """Differs whenever the file was written, replaced, or given to others."""
+    """Changes whenever the file is written, replaced or given to another owner."""
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return (status.st_dev, status.st_ino, status.st_size, status.st_mode, *times)

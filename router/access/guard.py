@@ -1,7 +1,7 @@
-"""Lets requests with a known key to the API, and says in the scope whose key it was.
+"""Lets requests with a known key pass to the API, and puts the tenant into the scope.
 
-Probes need no key: `/health`, `/ready` and `/version`. Every other path does, also one that does
-not exist. `/metrics` tells of the load that all tenants make, so it needs a key that may debug.
+The probes `/health`, `/ready` and `/version` need no key. Every other path needs one, even if the
+path does not exist. `/metrics` reveals the load of all tenants, so it needs a key that may debug.
 """
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,13 +39,13 @@ class KeyGuard:
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """Whose key opened; the anonymous tenant where no keys are configured."""
+    """The tenant whose key was used; the anonymous tenant if no keys are configured."""
     tenant: Tenant = scope.get(_TENANT, ANONYMOUS)
     return tenant
 
 
 def _fault(tenant: Tenant | None, path: str) -> ApiError | None:
-    """Why a path stays closed, if it does."""
+    """The error if the tenant may not use the path, else None."""
     if tenant is None:
         return ApiError("missing or wrong API key", code="invalid_api_key", status=401)
     if path in DEBUG_PATHS and not tenant.may_debug:
@@ -54,7 +54,7 @@ def _fault(tenant: Tenant | None, path: str) -> ApiError | None:
 
 
 def _bearer(scope: Scope) -> bytes | None:
-    """The key in the first `authorization` header, as the bytes that came."""
+    """The key in the first `authorization` header, as raw bytes."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, key = value.partition(b" ")

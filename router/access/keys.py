@@ -1,8 +1,8 @@
-"""API keys as they are kept: by hash, each with a name, an expiry, a group and limits. Pure.
+"""API keys, stored by hash, each with a name, an expiry, a group and limits. Pure.
 
-A key is 256 random bits. A SHA-256 hides it: no guess can succeed, so a slow hash would protect
-nothing and cost the gateway time. The hash is looked up in a dictionary. How long that takes
-depends on the hash of what came, which a client cannot steer towards a stored one.
+A key is 256 random bits, stored as its SHA-256. No guess can succeed, so a slow hash would protect
+nothing and cost the gateway time. The hash is looked up in a dictionary. The duration of that
+depends on the hash of the client's text, which the client cannot steer towards a stored one.
 """
 
 import secrets
@@ -16,9 +16,9 @@ import msgspec
 from engine.errors import ConfigError
 from router.access.limits import KeyLimits
 
-KEY_PREFIX = "baton-"  # tells what a leaked string is, to people and to secret scanners
+KEY_PREFIX = "baton-"  # lets people and secret scanners recognise a leaked key
 KEY_BYTES = 32
-MAX_KEY_BYTES = 256  # of what a client sends; longer is not hashed
+MAX_KEY_BYTES = 256  # longer input from clients is not hashed
 MAX_KEYS = 10_000
 _FILE_VERSION = 1
 
@@ -36,11 +36,13 @@ class KeyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     expires: Instant | None = None
     group: Name | None = None
     limits: KeyLimits = KeyLimits()
-    debug: bool = False  # may ask for decisions, timelines and metrics: these tell of all tenants
+    debug: bool = (
+        False  # may ask for decisions, timelines and metrics, which reveal other tenants' load
+    )
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """The holder of a key, as the gateway knows it. Equal `sharing` shares cached prefixes."""
+    """The holder of a key. Tenants with equal `sharing` share cached prefixes."""
 
     name: str
     sharing: str
@@ -82,17 +84,17 @@ def new_key() -> str:
 
 
 def hash_of(key: bytes) -> str:
-    """What is kept of a key."""
+    """The stored form of a key."""
     return sha256(key).hexdigest()
 
 
 def with_key(records: Sequence[KeyRecord], record: KeyRecord) -> tuple[KeyRecord, ...]:
-    """All keys and one more. Raises KeysError."""
+    """The keys with one more. Raises KeysError."""
     return _checked((*records, record))
 
 
 def without_key(records: Sequence[KeyRecord], name: str) -> tuple[KeyRecord, ...]:
-    """All keys but the one of that name. Raises KeysError."""
+    """The keys without the one of that name. Raises KeysError."""
     kept = tuple(record for record in records if record.name != name)
     if len(kept) == len(records):
         raise KeysError(f"no key is called {name!r}")
@@ -105,7 +107,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decode_keys(data: bytes) -> tuple[KeyRecord, ...]:
-    """The contents of a keys file. Raises KeysError."""
+    """Decodes the contents of a keys file. Raises KeysError."""
     try:
         file = msgspec.json.decode(data, type=_File)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -116,7 +118,7 @@ def decode_keys(data: bytes) -> tuple[KeyRecord, ...]:
 
 
 def encode_keys(records: Sequence[KeyRecord]) -> bytes:
-    """The contents of a keys file, for people to read too."""
+    """Encodes a keys file in a form that people can read."""
     return msgspec.json.format(msgspec.json.encode(_File(_FILE_VERSION, tuple(records)))) + b"\n"
 
 
@@ -134,7 +136,7 @@ def _checked(records: tuple[KeyRecord, ...]) -> tuple[KeyRecord, ...]:
 
 
 def _tenant_of(record: KeyRecord) -> Tenant:
-    """Without a group a key shares with itself: by hash, since a name can be given again."""
+    """Without a group, the hash is what is shared, since a name can be reused."""
     sharing = f"key:{record.hash}" if record.group is None else f"group:{record.group}"
     return Tenant(record.name, sharing, record.limits, record.debug)
 

@@ -1,11 +1,11 @@
-"""What one API key may use, and what it has used: requests, tokens and requests in flight.
+"""Limits of API keys, and their use: requests, tokens and requests in flight.
 
 Pure: no clock, no HTTP. The gateway asks before it tokenises, and again when the prompt is known.
 
-Requests and tokens each have a bucket. It holds what a key may use at once: the tokens of a minute,
-the requests of a second, or one. It fills at the rate of the limit. A request takes its prompt and
-the longest answer that it may have, and gives back at its end what the answer did not use. One that
-may use more than the bucket holds takes a full one.
+Requests and tokens each have a bucket, which fills at the rate of the limit. Its size is the burst
+that a key may use at once: the tokens of a minute, and the requests of a second but at least one. A
+request takes its prompt and its longest answer, and at its end gives back what it did not use. A
+request larger than the bucket takes a full bucket.
 
 Each gateway process counts by itself.
 """
@@ -18,7 +18,7 @@ import msgspec
 
 from router.inbox.api_errors import ApiError
 
-MAX_ACCOUNTS = 10_000  # keys that are remembered; one with nothing in flight is forgotten first
+MAX_ACCOUNTS = 10_000  # keys without requests in flight are forgotten first
 BUSY_RETRY_S = 1.0  # until a request in flight may have ended
 
 
@@ -36,7 +36,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} must be positive")
 
     def or_else(self, defaults: "KeyLimits") -> "KeyLimits":
-        """These, and the defaults where there is none."""
+        """These limits, with defaults where a limit is missing."""
         if self == UNLIMITED:
             return defaults
         own = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -47,7 +47,7 @@ UNLIMITED = KeyLimits()
 
 
 class LimitExceeded(ApiError):
-    """A key has used up what it may; `headers` say when it may go on."""
+    """A key has reached a limit; `headers` say when it may go on."""
 
     def __init__(self, message: str, retry_after_s: float, headers: dict[str, str]) -> None:
         super().__init__(message, code="rate_limit_exceeded", status=429)
@@ -57,7 +57,7 @@ class LimitExceeded(ApiError):
 
 @dataclass(slots=True)
 class Bucket:
-    """What is left of a limit. `rate` fills it, in units per second."""
+    """The rest of a limit. It fills with `rate` units per second."""
 
     size: float
     rate: float
@@ -65,17 +65,17 @@ class Bucket:
     at_s: float
 
     def fill(self, now_s: float) -> None:
-        """Lets time pass."""
+        """Fills the bucket up to `now_s`."""
         gained = max(now_s - self.at_s, 0.0) * self.rate
         self.level = min(self.level + gained, self.size)
         self.at_s = now_s
 
     def wait_s(self, amount: float) -> float:
-        """Seconds until so much may be taken; 0.0 if it may be now."""
+        """Seconds until this amount may be taken; 0.0 if it may be taken now."""
         return max(min(amount, self.size) - self.level, 0.0) / self.rate
 
     def headers(self, what: str) -> dict[str, str]:
-        """OpenAI's: the limit, what remains, and when all of it will be there again."""
+        """OpenAI's headers: the limit, the rest, and the time until the bucket is full."""
         reset_s = (self.size - self.level) / self.rate
         return {
             f"x-ratelimit-limit-{what}": str(int(self.size)),
@@ -86,7 +86,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Account:
-    """What one key has used."""
+    """The use of one key."""
 
     limits: KeyLimits
     requests: Bucket | None
@@ -94,7 +94,7 @@ class Account:
     num_streams: int = 0
 
     def headers(self, now_s: float) -> dict[str, str]:
-        """What is told of the limits that there are."""
+        """The headers of all limits that the key has."""
         headers: dict[str, str] = {}
         for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None:
@@ -105,7 +105,7 @@ class Account:
 
 @dataclass(slots=True)
 class KeyUse:
-    """One request in flight, and the tokens that it holds."""
+    """One request in flight of a key, and the tokens that it holds."""
 
     account: Account | None  # None: nothing is limited
     held_tokens: float = 0.0
@@ -113,7 +113,7 @@ class KeyUse:
     _is_over: bool = field(default=False, init=False)
 
     def hold_tokens(self, num_tokens: int, now_s: float) -> None:
-        """Takes what the request may use. Raises LimitExceeded."""
+        """Takes the tokens that the request may use. Raises LimitExceeded."""
         account = self.account
         if account is None or account.tokens is None:
             return
@@ -127,7 +127,7 @@ class KeyUse:
         bucket.level -= self.held_tokens
 
     def end(self, now_s: float) -> None:
-        """Gives back what was not used."""
+        """Gives back unused tokens and ends the request."""
         account = self.account
         if account is None:
             return
@@ -140,7 +140,7 @@ class KeyUse:
             account.tokens.level = min(account.tokens.level + left, account.tokens.size)
 
     def headers(self, now_s: float) -> dict[str, str]:
-        """What is told of the key's limits, if it has any."""
+        """The headers of the key's limits, if it has any."""
         return {} if self.account is None else self.account.headers(now_s)
 
 
@@ -156,7 +156,7 @@ class KeyAccounts:
         return len(self._accounts)
 
     def begin(self, name: str, limits: KeyLimits, now_s: float) -> KeyUse:
-        """A request of a key. Raises LimitExceeded."""
+        """Begins a request of a key. Raises LimitExceeded."""
         limits = limits.or_else(self._defaults)
         if limits == UNLIMITED:
             return KeyUse(None)
@@ -199,7 +199,7 @@ class KeyAccounts:
             del self._accounts[oldest]
 
     def validate(self) -> None:
-        """Asserts that no account holds more than there is."""
+        """Asserts that all levels and counts are within their bounds."""
         for account in self._accounts.values():
             assert account.num_streams >= 0
             for bucket in (account.requests, account.tokens):

@@ -1,27 +1,25 @@
-"""One HTTP connection of the server, and the ways past ASGI.
+"""One HTTP connection of the server: uvicorn's, with limits and two extensions of ASGI.
 
-All of HTTP is uvicorn's business: parsing, heads, keep-alive, pipelining, shutdown. Added are the
-limits of `router.edge`, and two things, which an application finds in `scope["extensions"]`, where
-ASGI puts what a server can do beyond it.
+uvicorn does all of HTTP: parsing, heads, keep-alive, pipelining, shutdown. This module adds the
+limits of `router.edge.limits`, and the pipe and the caller of `router.edge.extension`, which an
+application finds in `scope["extensions"]`.
 
-The *pipe*: an application may write parts of a body that it has begun straight to the transport.
-`send` is a coroutine, so a task would have to be woken for each token of each stream, to do what
-amounts to one call of `transport.write`; measured with 64 streams, the task costs more than all
-else that is done for a token, the system call included. What is written so is sent when the loop
-has done what it is at: see `_Outbox`.
+With the *pipe* an application writes parts of a body straight to the transport. `send` is a
+coroutine, so it would need to wake a task for each token of each stream, for one call of
+`transport.write`. Measured with 64 streams, that task costs more than everything else that is done
+for a token, including the system call. Parts are sent at the end of the loop's turn: see `_Outbox`.
 
-It may be used between `http.response.start`, of a head without a length, and the last
-`http.response.body`, by whoever answers the request: uvicorn starts the next request of a
-connection only when that is sent.
+The pipe may be used between `http.response.start`, with a head without a length, and the last
+`http.response.body`. uvicorn starts the next request of a connection only after that.
 
-The *caller*: a body that has come already need not be waited for, and whoever answers is told when
-the client has left, where with `receive` alone a task would have to wait for that all the time.
+With the *caller* an application takes a body that has come already, without waiting. It also gets a
+callback when the client leaves. With `receive` alone, a task would have to wait for that.
 
-The head of a response is sent with what follows it in the same turn, in one piece.
+The head of a response is sent in one piece with what follows in the same turn.
 
-uvicorn has no limit on heads, and a connection that breaks one is refused here, with an answer if
-none is under way. A response to a request whose body has not come whole is the connection's last:
-what comes after it is read and thrown away for a moment, so that the client gets to read it.
+uvicorn has no limit on heads. A connection that breaks our limits is refused, with an answer if no
+other answer has begun. If the body of a request is incomplete, its response is the connection's
+last. Input after it is discarded for a moment, so that the client can read the response.
 """
 
 import asyncio
@@ -45,12 +43,12 @@ CRLF = "\r\n"
 
 
 class _NotParsed(Exception):
-    """Raised to the parser, which hides it."""
+    """Raised inside a callback of the parser, which swallows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeRefusal:
-    """The answer to what is not even a request."""
+    """The answer to input that is not an acceptable request."""
 
     status: int
     phrase: str
@@ -70,36 +68,38 @@ class EdgeRefusal:
         return head.encode() + body
 
 
-NOT_HTTP = EdgeRefusal(400, "Bad Request", "bad_request", "this is no request of HTTP/1.1")
+NOT_HTTP = EdgeRefusal(400, "Bad Request", "bad_request", "this is not an HTTP/1.1 request")
 LONG_HEAD = EdgeRefusal(
     431, "Request Header Fields Too Large", "head_too_large", "the head of the request is too long"
 )
 SLOW_HEAD = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.HEAD)
 SLOW_BODY = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.BODY)
-TOO_MANY = EdgeRefusal(400, "Bad Request", "too_many_requests", "too many requests wait here")
+TOO_MANY = EdgeRefusal(
+    400, "Bad Request", "too_many_requests", "too many requests wait on this connection"
+)
 NO_ROOM = EdgeRefusal(503, "Service Unavailable", "overloaded", "no room for more request bodies")
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection as a `BodyPipe`. What it carries is one chunk of HTTP/1.1's coding."""
+    """uvicorn's connection as a `BodyPipe`. Each part is one chunk of HTTP/1.1's chunked coding."""
 
     is_ready = False
 
     def __init__(self, *args: Any, book: Book | None = None, **options: Any) -> None:
-        """`book` is the listener's; without one the connection is alone within the limits."""
+        """`book` is the listener's. Without it, the connection has limits of its own."""
         super().__init__(*args, **options)
         self._book = book or Book(EdgeLimits())
         self._limits = self._book.limits
-        self._address = ""  # it is counted under
+        self._address = ""  # the address that it is counted under
         self._is_counted = False
-        self._is_last = False  # nothing that comes is parsed any more
+        self._is_last = False  # further input is discarded
         self._is_draining = False
-        self._num_fed = 0  # bytes since the parser last brought something whole, or of a body
-        self._num_body = 0  # bytes of a body that has come in part
-        self._refusal: EdgeRefusal | None = None  # what a callback of the parser raised
+        self._num_fed = 0  # bytes since the parser last completed a part or a piece of a body
+        self._num_body = 0  # bytes of an incomplete body
+        self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came, unless the connection has had its last answer."""
+        """Parses input, unless the last answer was sent."""
         if self._is_last:
             return
         self._unset_keepalive_if_required()
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
         self._num_fed += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # there is nothing to change to
+        except httptools.HttpParserUpgrade:  # no other protocol is offered
             self.cycle.keep_alive = False
         except httptools.HttpParserError:
             self._refuse(self._refusal or NOT_HTTP)
@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(LONG_HEAD)
 
     def on_headers_complete(self) -> None:
-        """A request begins; its task has not run yet."""
+        """Begins a request; its task has not run yet."""
         limits = self._limits
         if len(self.headers) > limits.max_headers or (
             self._num_fed > limits.max_head_bytes and self._head_bytes() > limits.max_head_bytes
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
             self.scope["extensions"] = {EXTENSION: {"pipe": self, "caller": caller}}
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body."""
+        """Takes a part of a body."""
         book = self._book
         self._num_fed = 0
         self._num_body += len(body)
@@ -150,14 +150,14 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request has come whole. Its body counts as the application's from now on."""
+        """Notes a complete request. From now on its body counts as the application's."""
         self._forget_body()
         self._num_fed = 0
         self._pace.end_message()
         super().on_message_complete()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Admits the connection of a client, or refuses it."""
         super().connection_made(transport)
         self._outbox = _outboxes.setdefault(self.loop, _Outbox())
         self._callers: list[Caller] = []  # of requests that are not answered yet
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Notes that the client has left."""
         self.is_ready = False
         self._forget_body()
         self.uncount()
@@ -185,17 +185,17 @@ class Connection(HttpToolsProtocol):
         self._leave_callers()
 
     def count_under(self, address: str) -> None:
-        """It was admitted when it was accepted, before there was anything to read."""
+        """Notes the address of a connection that was admitted when it was accepted."""
         self._address, self._is_counted = address, True
 
     def uncount(self) -> None:
-        """It is over, or comes to nothing."""
+        """Ends the count of this connection."""
         if self._is_counted:
             self._is_counted = False
             self._book.leave(self._address)
 
     def on_response_complete(self) -> None:
-        """A request is answered. They are answered one after the other."""
+        """Notes that the oldest request is answered."""
         if self._callers:
             del self._callers[0]
         self._pace.resume(self.loop.time())
@@ -226,17 +226,17 @@ class Connection(HttpToolsProtocol):
             self._refuse(SLOW_HEAD if why is Overdue.HEAD else SLOW_BODY)
 
     def shutdown(self) -> None:
-        """No request is taken after those that have begun to come."""
+        """Takes no requests after those that have begun to arrive."""
         self._is_draining = True
         if self._callers or not (self._pace.head_s is not None and self._pace.has_begun):
             super().shutdown()
 
     def cut(self) -> None:
-        """Ends the connection, whatever is under way."""
+        """Ends the connection at once."""
         self.transport.abort()
 
     def finish(self) -> None:
-        """A response is sent, and it was the last one."""
+        """Notes that the connection's last response is sent."""
         if self.transport.is_closing():
             return
         self._is_last = True
@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
         return len(self.url) + fields
 
     def _raise(self, refusal: EdgeRefusal) -> None:
-        """Ends the parsing of what came."""
+        """Stops the parser and remembers the refusal."""
         self._refusal = refusal
         raise _NotParsed
 
@@ -258,7 +258,7 @@ class Connection(HttpToolsProtocol):
         log.warning("a connection from %s is ended: %s", self._address, refusal.message)
         cycle = self.cycle
         if len(self._callers) > 1 or (self._callers and cycle.response_started):
-            self.transport.close()  # in the middle of an answer there is no place for another one
+            self.transport.close()  # an answer has begun, so no other one can be sent
             return
         self._answer_last(refusal)
         if self._callers:
@@ -281,32 +281,32 @@ class Connection(HttpToolsProtocol):
         self._num_body = 0
 
     def pause_writing(self) -> None:
-        """The client reads too slowly."""
+        """Notes that the client reads too slowly."""
         self.is_ready = False
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Notes that the client has caught up."""
         self.is_ready = not self.transport.is_closing()
         super().resume_writing()
 
     def write(self, data: bytes) -> None:
-        """Sends a part, which is not empty, when the loop has done what it is at."""
+        """Sends a non-empty part at the end of the loop's turn."""
         outbox = self._outbox
         if not outbox.parts:
             self.loop.call_soon(outbox.send)
         outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
     def flush(self) -> None:
-        """Sends what is to be sent soon, of other connections too."""
+        """Sends all waiting parts now, also those of other connections."""
         self._outbox.send()
 
 
 class _LastOrNot:
     """The transport of one response.
 
-    Its first write, the head, waits for the next one in its turn: each by itself would wake the
-    client. The head says whether the response is the connection's last one.
+    The first write, the head, waits for the next write of the same turn, since each write by itself
+    would wake the client. The head says whether the response is the connection's last.
     """
 
     def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
@@ -330,11 +330,11 @@ class _LastOrNot:
         self._connection.loop.call_soon(self._send_held)
 
     def is_closing(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """True if nothing can be sent any more."""
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """Closes the connection when all is sent."""
+        """Closes the connection when everything is sent."""
         self._send_held()
         if self._cycle.more_body and self._cycle.response_complete:
             self._connection.finish()
@@ -348,25 +348,24 @@ class _LastOrNot:
 
 
 class _Outbox:
-    """Parts of bodies that came in one turn of a loop, to be sent one right after the other.
+    """Parts of bodies from one turn of the loop, sent one right after the other.
 
-    A step of a worker brings a token of each stream. Were each sent where it comes up, with the
-    work for the next one in between, nearly every one would wake its client anew, who takes the
-    processor away.
+    A step of a worker brings a token of each stream. If each token were sent at once, nearly every
+    one would wake its client, which would take the processor from the work for the next token.
     """
 
     def __init__(self) -> None:
         self.parts: list[tuple[asyncio.Transport, bytes]] = []
 
     def send(self) -> None:
-        """Sends all, but to clients that are gone. One that cannot be written to is cut off."""
+        """Sends all parts whose clients are connected. A failing connection is cut."""
         parts, self.parts = self.parts, []
         for transport, data in parts:
             if not transport.is_closing():
                 try:
                     transport.write(data)
-                except Exception:  # of no concern to the other clients
-                    log.exception("a part of a body was not sent: its connection ends")
+                except Exception:  # other clients go on
+                    log.exception("sending a part of a body failed: its connection is cut")
                     transport.abort()
 
 

@@ -13,21 +13,20 @@ EXTENSION = "baton.pipe"
 
 
 class BodyPipe(Protocol):
-    """Carries parts of a body that has begun, past `send`: soon, in order, without waiting for
-    anything. What goes past the pipe is sent after a `flush`.
+    """Carries parts of a body that has begun, in order and without waiting, past `send`.
 
-    Who waits at a server's `send` does so in a task of its own, whose turn comes later: that costs
-    more than all else that is done for a token.
+    Call `flush` before sending anything by other ways. A wait at a server's `send` needs a task,
+    whose turn comes later. That costs more than everything else that is done for a token.
     """
 
-    is_ready: bool  # whether the client is there and reads fast enough
+    is_ready: bool  # the client is connected and reads fast enough
 
     def write(self, data: bytes) -> None:
-        """Sends a part, which is not empty, soon."""
+        """Sends a non-empty part soon."""
         ...
 
     def flush(self) -> None:
-        """Sends what is to be sent soon: before anything goes past the pipe."""
+        """Sends all parts now: needed before sending anything by other ways."""
         ...
 
 
@@ -40,7 +39,7 @@ class Caller:
         self._is_gone = False
 
     def take_body(self) -> bytes | None:
-        """The request's body, if all of it is there and nobody has read any of it."""
+        """The request's body if it has come whole and was not read yet, else None."""
         cycle = self._cycle
         if cycle.more_body or self._is_gone or cycle.waiting_for_100_continue:
             return None
@@ -50,24 +49,24 @@ class Caller:
         return data
 
     def watch(self, on_gone: Callable[[], None] | None) -> bool:
-        """Whoever is to be told when the client leaves, or nobody. False: it has left already."""
+        """Sets the callback for the client's leaving, or none. False: it has left already."""
         self._on_gone = on_gone
         return not self._is_gone
 
     def leave(self) -> None:
-        """The client has left."""
+        """Notes that the client has left."""
         self._is_gone = True
         if self._on_gone is not None:
             self._on_gone()
 
 
 def caller_of(scope: Scope) -> Caller | None:
-    """The client's side of a request, if its server has that."""
+    """The client's side of a request, if its server offers it."""
     caller: Caller | None = scope.get("extensions", {}).get(EXTENSION, {}).get("caller")
     return caller
 
 
 def pipe_of(scope: Scope) -> BodyPipe | None:
-    """The pipe of the connection that a request came over, if its server has one."""
+    """The pipe of a request's connection, if its server offers one."""
     pipe: BodyPipe | None = scope.get("extensions", {}).get(EXTENSION, {}).get("pipe")
     return pipe

@@ -14,22 +14,22 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class EdgeLimits:
-    """What one listener allows."""
+    """The limits of one listener."""
 
-    max_head_bytes: int = 32 * 2**10  # also of what comes between parts of a body, as trailers do
+    max_head_bytes: int = 32 * 2**10  # also of trailers, which come between parts of a body
     max_headers: int = 100
-    max_pipelined: int = 8  # requests of a connection that wait for the answer before theirs
-    max_bodies_bytes: int = 256 * 2**20  # of all bodies that have come in part
+    max_pipelined: int = 8  # requests of a connection that wait for an earlier answer
+    max_bodies_bytes: int = 256 * 2**20  # of all bodies that are incomplete
     max_connections: int = 8192
     max_connections_per_address: int = 2048
-    head_timeout_s: float = 10.0  # a TLS handshake has as long
+    head_timeout_s: float = 10.0  # a TLS handshake has the same time
     body_timeout_s: float = 30.0
-    stall_timeout_s: float = 60.0  # a client that takes nothing of its answer for so long
-    linger_s: float = 2.0  # what comes after a last answer is read and thrown away for so long
+    stall_timeout_s: float = 60.0  # a client that reads nothing of its answer is cut off after this
+    linger_s: float = 2.0  # after a last answer, input is discarded for this long
 
     @property
     def sweep_every_s(self) -> float:
-        """How often a listener looks for connections that are overdue."""
+        """Seconds between two looks for overdue connections."""
         timeouts = (self.head_timeout_s, self.body_timeout_s, self.stall_timeout_s, self.linger_s)
         return min(1.0, min(timeouts) / 4)
 
@@ -45,18 +45,18 @@ class Overdue(StrEnum):
 
 
 class Book:
-    """The one owner of a listener's counts."""
+    """The counts of one listener."""
 
     def __init__(self, limits: EdgeLimits) -> None:
         self.limits = limits
         self.num_connections = 0
-        self.bodies_bytes = 0  # of bodies that have come in part
+        self.bodies_bytes = 0  # of incomplete bodies
         self.refusals: Counter[str] = Counter()  # by reason
         self.tls_events: Counter[str] = Counter()  # reloads of certificates, by outcome
         self._of_address: Counter[str] = Counter()
 
     def admit(self, address: str) -> str | None:
-        """Counts a connection; or returns why it may not stay."""
+        """Counts a connection, or returns the reason why it may not stay."""
         if self.num_connections >= self.limits.max_connections:
             return self.refuse("too many connections")
         if self._of_address[address] >= self.limits.max_connections_per_address:
@@ -66,14 +66,14 @@ class Book:
         return None
 
     def leave(self, address: str) -> None:
-        """An admitted connection is over."""
+        """Notes the end of an admitted connection."""
         self.num_connections -= 1
         self._of_address[address] -= 1
         if not self._of_address[address]:
             del self._of_address[address]
 
     def refuse(self, reason: str) -> str:
-        """Counts a refusal; returns its reason."""
+        """Counts a refusal and returns its reason."""
         self.refusals[reason] += 1
         return reason
 
@@ -86,29 +86,29 @@ class Book:
 
 @dataclass(slots=True)
 class ConnectionPace:
-    """Since when one connection owes what it owes; None: it owes nothing of that kind."""
+    """The times since when one connection owes a head, a body or progress; None: it owes none."""
 
     head_s: float | None  # the head of a request
     body_s: float | None = None  # the rest of a body
-    last_s: float | None = None  # its last answer was sent
-    has_begun: bool = False  # some byte of the head has come
-    num_unsent: int = 0  # bytes of answers, when it was last looked at
-    stall_s: float | None = None  # since when these have not become fewer
+    last_s: float | None = None  # when its last answer was sent
+    has_begun: bool = False  # a byte of the head has come
+    num_unsent: int = 0  # bytes of answers at the last look
+    stall_s: float | None = None  # since when `num_unsent` has not fallen
 
     def await_head(self, now_s: float) -> None:
-        """The next head is due."""
+        """Starts the clock of the next head."""
         self.head_s, self.body_s, self.has_begun = now_s, None, False
 
     def begin_body(self, now_s: float) -> None:
-        """A head is complete."""
+        """Notes a complete head and starts the clock of the body."""
         self.head_s, self.body_s = None, now_s
 
     def end_message(self) -> None:
-        """A request is complete. Until a byte of the next one comes nothing is due."""
+        """Notes a complete request. Nothing is due until a byte of the next one comes."""
         self.head_s = self.body_s = None
 
     def resume(self, now_s: float) -> None:
-        """An answer is sent; what has come of the next request had to wait for that."""
+        """Restarts the clocks after an answer, for which the next request had to wait."""
         if self.head_s is not None:
             self.head_s = now_s
         if self.body_s is not None:
@@ -117,9 +117,9 @@ class ConnectionPace:
     def overdue(
         self, now_s: float, limits: EdgeLimits, *, num_unsent: int, is_answered: bool
     ) -> Overdue | None:
-        """Why the connection has to be closed now, if it has to.
+        """The reason to close the connection now, or None.
 
-        A request may wait for as long as the answer before it takes.
+        A request may wait as long as the answer before it takes.
         """
         if self._has_stalled(now_s, limits.stall_timeout_s, num_unsent):
             return Overdue.STALLED

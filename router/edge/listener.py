@@ -1,10 +1,9 @@
-"""An ASGI application on a socket: uvicorn, within limits, over TLS where that is wanted.
+"""Serves an ASGI application on a socket: uvicorn, within limits, optionally over TLS.
 
-One sweep a second looks for connections that are overdue and for certificate files that changed.
+One sweep a second looks for overdue connections and for changed certificate files.
 
-The end of a listener: it takes no connection any more, and what is under way goes on. `close`
-waits for that, as long as it is told to; whatever is left then is asked to end by itself, and cut
-off if it does not.
+When a listener closes, it takes no more connections, and running answers go on. `close` waits for
+them up to a timeout. Then it asks the rest to end, and cuts connections that do not.
 """
 
 import asyncio
@@ -23,16 +22,16 @@ from router.edge.tls import TlsAcceptor, TlsFiles
 
 log = logging.getLogger(__name__)
 
-CUT_TIMEOUT_S = 2.0  # answers that are ended have been sent, error and all
-END_TIMEOUT_S = 5.0  # connections that are cut off are gone
+CUT_TIMEOUT_S = 2.0  # time to send the errors that end answers
+END_TIMEOUT_S = 5.0  # time for cut connections to end
 BACKLOG = 2048  # connections
 
 
 class Listener:
-    """Serves an application from open to close. To be used on one event loop."""
+    """Serves an application from open to close. Belongs to one event loop."""
 
     def __init__(self, app: ASGIApp, book: Book, tls: TlsFiles | None = None) -> None:
-        """`book` is where it counts; its limits hold. `tls` must be open."""
+        """`book` has the limits and counts. `tls` must be open."""
         self._book = book
         self._tls = tls
         self._acceptor: TlsAcceptor | None = None
@@ -55,9 +54,9 @@ class Listener:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, sock: socket.socket) -> None:
-        """Serves connections of a socket that listens."""
+        """Starts to serve connections of a listening socket."""
         self._loop = asyncio.get_running_loop()
-        self._server.config.load()  # which connections need
+        self._server.config.load()  # connections need it
         sockets = [sock]
         if self._acceptor is not None:
             self._acceptor.open(sockets.pop())
@@ -65,11 +64,11 @@ class Listener:
         self._sweep()
 
     def hurry(self) -> None:
-        """Has `close` wait no longer for what is under way."""
+        """Makes `close` stop waiting for running answers."""
         self._hurried.set()
 
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
-        """Takes no more, and waits so long for what is under way; `cut` ends what is left then."""
+        """Takes no more connections and waits for answers; after the timeout, `cut` ends them."""
         self._server.should_exit = True
         if self._acceptor is not None:
             self._acceptor.close()
@@ -87,14 +86,14 @@ class Listener:
         self._serving.cancel()
 
     def _new_connection(self) -> Connection:
-        """As uvicorn makes one for a connection that it accepted."""
+        """Makes the protocol of an accepted connection, as uvicorn does."""
         server = self._server
         return Connection(
             config=server.config, server_state=server.server_state, app_state={}, book=self._book
         )
 
     async def _ended(self, timeout_s: float) -> None:
-        """Returns when nothing is under way, in so many seconds, or when there is a hurry."""
+        """Returns when all answers have ended, after the timeout, or on `hurry`."""
         hurried = asyncio.create_task(self._hurried.wait())
         await asyncio.wait(
             [self._serving, hurried], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -112,7 +111,7 @@ class Listener:
         for connection in self._connections:
             try:
                 connection.look(now_s)
-            except Exception:  # of no concern to the others
-                log.exception("a connection could not be looked at: it ends")
+            except Exception:  # other connections go on
+                log.exception("checking a connection failed: it is cut")
                 connection.cut()
         self._timer = self._loop.call_later(self._book.limits.sweep_every_s, self._sweep)

@@ -1,7 +1,7 @@
-"""TLS for a listener: certificate files that are followed as they change, and timely handshakes.
+"""TLS for a listener: follows changes of certificate files and bounds handshakes.
 
-New files count for the next handshake. A pair that cannot be used, as one half of which is written
-before the other, leaves the last good one. Connections are counted before their handshake.
+New files are used from the next handshake on. If a pair cannot be used, such as a half-written one,
+the last good pair stays. Connections are counted before their handshake.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from router.edge.limits import Book
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 64  # then others have their turn
-SHUTDOWN_TIMEOUT_S = 5.0  # a client's goodbye is waited for so long
+ACCEPTED_AT_ONCE = 64  # then other events have their turn
+SHUTDOWN_TIMEOUT_S = 5.0  # time to wait for a client's close message
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
 
 _Signature = tuple[tuple[int, int, int], ...]
@@ -32,7 +32,7 @@ class TlsError(ConfigError):
 
 
 class TlsFiles:
-    """A certificate with its key, and whose certificates clients need, if they need any."""
+    """A certificate, its key, and optionally the authority that clients' certificates need."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self._certificate = certificate
@@ -44,8 +44,8 @@ class TlsFiles:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For the next handshake."""
-        assert self._context is not None, "it was not opened"
+        """The context of the next handshake."""
+        assert self._context is not None, "not opened"
         return self._context
 
     def open(self) -> None:
@@ -63,7 +63,7 @@ class TlsFiles:
             self._context = self._load()
         except TlsError as error:
             self.counters["reload failed"] += 1
-            log.error("the certificate stays as it was: %s", error)
+            log.error("the old certificate stays: %s", error)
         else:
             self.counters["reloaded"] += 1
             log.warning("%s was read again", self._certificate)
@@ -82,7 +82,7 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # Without a password: else the prompt for one would block the loop.
+            # Without this, a prompt for the password would block the loop.
             context.load_cert_chain(self._certificate, self._key, password=_no_password)
             if self._client_ca is not None:
                 context.load_verify_locations(self._client_ca)
@@ -94,9 +94,9 @@ class TlsFiles:
 
 
 class TlsAcceptor:
-    """Accepts connections of a listening socket, and makes HTTP connections of them.
+    """Accepts connections of a listening socket and makes HTTP connections of them.
 
-    asyncio's own servers would begin handshakes without a count, and with one certificate for ever.
+    asyncio's own servers would not count handshakes and would never change the certificate.
     """
 
     def __init__(
@@ -109,21 +109,21 @@ class TlsAcceptor:
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def open(self, sock: socket.socket) -> None:
-        """Begins to accept; the socket is the acceptor's from now on."""
+        """Starts to accept. The acceptor owns the socket from now on."""
         self._loop = asyncio.get_running_loop()
         self._sock = sock
         sock.settimeout(0.0)
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accepts no more. Handshakes that are under way go on."""
+        """Stops accepting. Running handshakes go on."""
         sock, self._sock = self._sock, None
         if sock is not None:
             self._loop.remove_reader(sock.fileno())
             sock.close()
 
     def cut(self) -> None:
-        """Ends handshakes that are under way."""
+        """Cancels running handshakes."""
         for handshake in self._handshakes:
             handshake.cancel()
 
@@ -135,7 +135,7 @@ class TlsAcceptor:
                 client, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptor is left
+            except OSError as error:  # no file descriptor is left
                 log.error("no connection can be accepted for a second: %s", error)
                 self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(1.0, self._resume)
@@ -167,11 +167,14 @@ class TlsAcceptor:
                 ssl_handshake_timeout=self._book.limits.head_timeout_s,
                 ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             )
-        except (Exception, asyncio.CancelledError) as error:  # whatever it was, this one ends
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as error:  # whatever the reason, this connection ends
             connection.uncount()
             client.close()
             self._book.refuse("no TLS handshake")
-            log.info("a connection from %s is ended: no TLS handshake: %s", address, error)
+            log.info("a connection from %s was closed in its TLS handshake: %s", address, error)
 
 
 def _no_password() -> str:

@@ -1,17 +1,17 @@
-"""Which version of the model a request is served by, and what the HTTP side knows of each.
+"""Chooses the version of the model that serves a request.
 
-A version has workers, a router, a tokenizer and a fingerprint of its own, so nothing of its KV can
-get to another one. Which of them serves a request is decided once, before anything is computed, and
-stays so: a request is never begun in one and gone on with in another.
+A version has its own workers, router, tokenizer and fingerprint, so none of its KV can get to
+another version. The choice is made once, before anything is computed. A request ends in the version
+that it began in.
 
-1. The header `x-baton-version` names one: that one, or 404.
-2. The model's name is that of versions which are not called like the current one: one of these.
-3. Else any, in proportion to their weights.
+1. If the header `x-baton-version` names a version, it serves the request; unknown names get 404.
+2. If the model's name is not one of the current version's, the versions with that name share it.
+3. Otherwise all versions share it, in proportion to their weights.
 
-Who is leaving takes none, and while nobody else is known the answer is 503, whatever was asked for:
-who comes may well be called so. While one has no workers, those that have some share what would be
-its. Which one it is follows from a key and the weights alone: the same key gets the same version
-until the weights change, and then as few keys as possible get another one.
+A version that is leaving takes no requests. If all known versions are leaving, the answer is 503,
+even for an unknown name: the next version may have that name. If a version has no workers, versions
+with workers share its requests. The choice follows from a key and the weights alone. So the same
+key gets the same version until the weights change, and then as few keys as possible move.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ NOBODY = "no worker is known of a version that takes requests"
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version that requests can be given to. Of its model's names, the first is its own."""
+    """A version that can serve requests. The first of its model's names is its own."""
 
     name: str
     port: RouterPort
@@ -49,22 +49,23 @@ class ServedVersion:
 
     @property
     def max_len(self) -> int:
-        """Tokens that one request may have: as context and workers' KV memory allow just now."""
+        """The most tokens of a request that the context and the KV memory allow now."""
         return min(self.context_len, self.port.capacity_tokens() or self.context_len)
 
 
 def by_weight(weights: Mapping[str, int], key: str) -> str:
-    """One of the names; of many keys each gets its share. Without any weight, the first one.
+    """Returns one of the names; over many keys, each name gets its share.
 
-    Each draws a number that follows from the key and its name, exponentially distributed at the
-    rate of its weight, and the least one wins.
+    Each name draws a number that follows from the key and the name. The number is exponentially
+    distributed with the weight as its rate, and the lowest wins. If all weights are zero, the
+    first name is returned.
     """
     drawn = {name: -math.log(_uniform(key, name)) / w for name, w in weights.items() if w}
     return min(drawn or weights, key=lambda name: drawn.get(name, 0.0))
 
 
 def _uniform(key: str, name: str) -> float:
-    """A number in (0, 1) that follows from both."""
+    """A number in (0, 1) that follows from key and name."""
     digest = blake2b(key.encode(), digest_size=8, key=blake2b(name.encode()).digest()).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
@@ -96,31 +97,33 @@ def _able(
 
 
 def no_model(model: str) -> ApiError:
-    """The error for a name that no model has."""
+    """The error for an unknown model name."""
     message = f"the model {model!r} does not exist"
     return ApiError(message, param="model", code="model_not_found", status=404)
 
 
 class Versions:
-    """All versions of a gateway; read as a router's status, all of them taken together.
+    """All versions of a gateway, and their joint `RouterStatus`.
 
-    The table is replaced as a whole, so that threads may read it. Its first one is current. It is
-    empty until a worker of any version is known.
+    The table is replaced as a whole, so that threads may read it. Its first version is the current
+    one. It is empty until a worker of any version is known.
     """
 
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
         self._num_requests: Counter[str] = Counter()
-        self._counted: Counter[tuple[str, str]] = Counter()  # here, or by routers that are gone
+        self._counted: Counter[tuple[str, str]] = (
+            Counter()
+        )  # by this object, and by routers that are gone
         self._lock = threading.Lock()
         self._is_stopping = False
 
     def stop(self) -> None:
-        """From now on no request is taken."""
+        """Refuses all requests from now on."""
         self._is_stopping = True
 
     def follow(self, table: tuple[ServedVersion, ...]) -> None:
-        """From now on these are the versions. What those that are gone have counted is kept."""
+        """Replaces the versions. Counts of versions that are gone are kept."""
         left = [each.port for each in table]
         for gone in self.table:
             if gone.port not in left:
@@ -130,7 +133,7 @@ class Versions:
     def choose(
         self, *, key: str, model: str | None = None, version: str | None = None
     ) -> ServedVersion:
-        """The version for a request, from any thread. Raises ApiError where there is none."""
+        """Returns the version for a request. Thread-safe. Raises ApiError if there is none."""
         if self._is_stopping:
             raise ApiError(STOPPING, code=SERVER_SHUTDOWN, status=503)
         able = _able(self.table, model, version)
@@ -147,25 +150,25 @@ class Versions:
 
     @property
     def model_name(self) -> str:
-        """Of the current version; empty while none is known."""
+        """The current version's; empty while no version is known."""
         return self.table[0].model_names[0] if self.table else ""
 
     def takes(self, served: ServedVersion) -> bool:
-        """Whether new requests may still be given to what was chosen a moment ago."""
+        """True if a version that was chosen a moment ago still takes new requests."""
         return any(each.port is served.port and not each.is_leaving for each in self.table)
 
     def models(self) -> dict[str, int]:
-        """The most tokens of a request by name: of the version that may answer with the fewest."""
+        """The most tokens of a request, by model name: the minimum over its versions."""
         found: dict[str, int] = {}
         names = dict.fromkeys(chain.from_iterable(each.model_names for each in self.table))
         for name in names:
-            with contextlib.suppress(ApiError):  # who is called so is leaving
+            with contextlib.suppress(ApiError):  # all versions of this name are leaving
                 found[name] = min(each.max_len for each in _able(self.table, name, None))
         return found
 
     @contextlib.contextmanager
     def serving(self, served: ServedVersion) -> Iterator[None]:
-        """Counts a request of a version."""
+        """Counts a request of a version while it runs."""
         self._num_requests[served.name] += 1
         try:
             yield
@@ -173,13 +176,13 @@ class Versions:
             self._num_requests[served.name] -= 1
 
     def num_requests(self, name: str) -> int:
-        """Accepted and not over."""
+        """Requests of a version that are accepted and not over."""
         return self._num_requests[name]
 
     # ------------------------------------------------------------ as RouterStatus
 
     def readiness(self) -> str | None:
-        """None when a version can serve that requests are given to unless they name another."""
+        """None if requests that name no version can be served; otherwise the reason."""
         if self._is_stopping:
             return STOPPING
         try:
@@ -190,31 +193,31 @@ class Versions:
         return None if None in reasons else reasons[0]
 
     def fingerprint(self) -> str:
-        """Of the current version; empty while none is known."""
+        """The current version's; empty while no version is known."""
         return self.table[0].port.fingerprint() if self.table else ""
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
-        """Of all versions."""
+        """The workers of all versions."""
         found: dict[WorkerId, WorkerStatus] = {}
         for each in self.table:
             found.update(each.port.workers())
         return found
 
     def queue_len(self) -> int:
-        """Of all versions."""
+        """Requests that wait, over all versions."""
         return sum(each.port.queue_len() for each in self.table)
 
     def queued_s(self) -> float:
-        """Of all versions."""
+        """Predicted seconds to compute waiting prompts, over all versions."""
         return sum(each.port.queued_s() for each in self.table)
 
     def count(self, event: str, reason: str) -> None:
-        """One more of something that concerns no version alone."""
+        """Counts an event that concerns no single version."""
         with self._lock:
             self._counted[event, reason] += 1
 
     def counters(self) -> Mapping[tuple[str, str], int]:
-        """Of all versions."""
+        """Counts by event and reason, over all versions."""
         total = self._counted.copy()
         for each in self.table:
             total.update(each.port.counters())

@@ -1,1 +1,1 @@
-"""What comes from clients, bounded before it costs anything: JSON, the length of prompts, lanes."""
+"""Bounds on clients' bodies before they cost anything: JSON values, parsing threads, errors."""

@@ -1,4 +1,4 @@
-"""What clients are told about requests that cannot be served, with OpenAI's `code`."""
+"""Errors of the API, with OpenAI's `code`, and their JSON form."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ class ApiError(InvalidRequest):
 
 
 def invalid_value(message: str, param: str | None) -> ApiError:
-    """A field holds what it may not hold."""
+    """The error for a field with a wrong value."""
     return ApiError(message, param=param, code="invalid_value")
 
 
 def context_exceeded(message: str, param: str) -> ApiError:
-    """The prompt, or the prompt and the answer, are longer than the model's context."""
+    """The error for a prompt, or prompt and answer, longer than the model's context."""
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
 def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
-    """The prompt leaves no room for an answer."""
+    """The error for a prompt that leaves no room for an answer."""
     message = (
         f"requests may have {context_len} tokens, and the prompt has {prompt_len}: "
         "no room for an answer"
@@ -38,5 +38,5 @@ def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
 def error_body(
     message: str, *, kind: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """An error as OpenAI shapes it."""
+    """The body of an error answer, in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,8 +1,8 @@
-"""Threads for bodies that take long to parse, and bounds on what waits for them.
+"""Threads for bodies that take long to parse, with bounded queues.
 
-Two lanes, so that a body of a few kilobytes never waits behind one of a mebibyte. Each lane holds
-so many bytes, of bodies that wait or are being parsed, and of one tenant half of that. A body that
-does not fit is refused. Into an empty lane any body fits.
+There are two lanes, so that a body of a few kilobytes never waits behind one of a mebibyte. Each
+lane bounds the bytes of bodies that wait or are being parsed. One tenant may hold half of them. A
+body that does not fit is refused; an empty lane takes any body.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class Lane:
     def __init__(self, name: str, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=name)
-        self._lock = Lock()  # of the numbers below, which threads change
+        self._lock = Lock()  # guards the numbers below, which threads change
         self._num_bytes = 0
         self._bytes_of: Counter[str] = Counter()
 
@@ -39,7 +39,7 @@ class Lane:
         return self._num_bytes
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """What `parse` returns, called in a thread. Raises ApiError if too much waits."""
+        """Calls `parse` in a thread and returns its result. Raises ApiError if the lane is full."""
         self._enter(tenant, num_bytes)
         future = self._threads.submit(parse)
         future.add_done_callback(partial(self._leave, tenant, num_bytes))
@@ -71,7 +71,7 @@ class Lanes:
         self.wide = Lane("parse-long", WIDE_BYTES)
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
-        """As `Lane.run`, in the lane for a body of this size."""
+        """Does `Lane.run` in the lane for a body of this size."""
         lane = self.narrow if num_bytes <= WIDE_BODY_BYTES else self.wide
         return await lane.run(tenant, num_bytes, parse)
 

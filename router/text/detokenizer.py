@@ -1,15 +1,14 @@
-"""From token ids to the text a client may see, one token at a time.
+"""Turns token ids into the text that a client may see, one token at a time.
 
-Decides when text is complete enough to show, which tokens never show, and where a stop string cuts
-the answer. It does not know HTTP, and it cannot tell the router to stop: it says so in `stopped`.
+Decides when text is complete enough to show, which tokens are hidden, and where a stop string cuts
+the answer. After a stop string, `stopped` is set; the caller stops the router.
 
-Everything is done token by token, so an answer does not depend on how its tokens were batched on
-the way here.
+Everything is done token by token, so an answer does not depend on how its tokens were batched.
 
-Of two ways to decode, `TextModel` takes the one that the tokenizer allows. Three reasons not to use
-`tokenizers.decoders.DecodeStream`, measured with 0.23: it cannot be flushed, so an answer cut
-inside a character loses bytes; a run of special tokens or of broken UTF-8 costs quadratic time
-(4,000 tokens: 1.3 s); and on broken byte-fallback runs it raises.
+There are two decoders; `TextModel` takes the one that the tokenizer allows. There are three reasons
+not to use `tokenizers.decoders.DecodeStream`, measured with 0.23. It cannot be flushed, so an
+answer cut inside a character loses bytes. A run of special tokens or of broken UTF-8 costs
+quadratic time (4,000 tokens: 1.3 s). On broken byte-fallback runs it raises.
 """
 
 from codecs import utf_8_decode
@@ -22,7 +21,7 @@ from tokenizers import Tokenizer
 from engine.messages import Limits
 
 REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
-MAX_PENDING_TOKENS = 16  # a character has at most four bytes: more pending tokens are no character
+MAX_PENDING_TOKENS = 16  # a character has at most four bytes, so more pending tokens cannot be one
 OVERLAP_TOKENS = 8  # at least as many bytes as one character has
 CONTEXT_TOKENS = 6
 
@@ -31,19 +30,19 @@ class Detokenizer(Protocol):
     """Incremental decoding of one answer."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes."""
+        """Returns the text that this token completes."""
         ...
 
     def flush(self) -> str:
-        """The text of a character that will never be complete."""
+        """Returns the text of a character that stays incomplete."""
         ...
 
 
 class ByteDetokenizer:
-    """Where a text is its tokens' bytes one after the other, as with ByteLevel tokenizers.
+    """For tokenizers whose text is the bytes of its tokens, as with ByteLevel.
 
-    What is pushed in and flushed equals `Tokenizer.decode` of all tokens at once. Nothing is
-    decoded twice: only the bytes of an incomplete character wait for the next token.
+    The result equals `Tokenizer.decode` of all tokens at once. Nothing is decoded twice: only the
+    bytes of an incomplete character wait for the next token.
     """
 
     def __init__(
@@ -55,12 +54,12 @@ class ByteDetokenizer:
     ) -> None:
         self._bytes_by_id = bytes_by_id
         self._hidden_ids = hidden_ids
-        self._rest = b""  # of a character whose end has not come
+        self._rest = b""  # the beginning of an incomplete character
         for token_id in _visible_end(prompt_ids, hidden_ids):
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes."""
+        """Returns the text that this token completes."""
         if token_id in self._hidden_ids:
             return ""
         data = self._bytes_by_id[token_id]
@@ -71,7 +70,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The text of a character that will never be complete."""
+        """Returns the text of a character that stays incomplete."""
         rest, self._rest = self._rest, b""
         return rest.decode(errors="replace")
 
@@ -79,11 +78,11 @@ class ByteDetokenizer:
 class ContextDetokenizer:
     """For every tokenizer: decodes each token together with those before it.
 
-    `_ids` is the context, tokens already shown that decide how the next ones decode (a space before
-    a word, a character in several tokens), and then the tokens not yet shown. What is pushed in and
-    flushed equals `Tokenizer.decode` of all tokens at once, with one exception that no streaming
-    decoder can avoid: byte-fallback decoders, on meeting a broken byte, also break the good
-    characters of the same run of bytes, and those may have been shown.
+    `_ids` holds the context, then the tokens not yet shown. The context are shown tokens on which
+    the decoding of the next ones depends: a space before a word, a character in several tokens. The
+    result equals `Tokenizer.decode` of all tokens at once, with one exception that no streaming
+    decoder can avoid. On a broken byte, byte-fallback decoders also break the good characters of
+    the same run of bytes, which may have been shown.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ContextDetokenizer:
         self._shown_len = len(self._decode().rstrip(REPLACEMENT))
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes."""
+        """Returns the text that this token completes."""
         if token_id in self._hidden_ids:
             return ""
         self._ids.append(token_id)
@@ -108,13 +107,15 @@ class ContextDetokenizer:
         return self._show_broken(text)
 
     def flush(self) -> str:
-        """The text of a character that will never be complete."""
+        """Returns the text of a character that stays incomplete."""
         text = self._decode()[self._shown_len :]
         self._ids, self._num_context, self._shown_len = [], 0, 0
         return text
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=False)  # none but shown ones
+        return self._tokenizer.decode(
+            self._ids, skip_special_tokens=False
+        )  # hidden tokens are left out already
 
     def _show(self, text: str) -> str:
         shown = text[self._shown_len :]
@@ -126,8 +127,8 @@ class ContextDetokenizer:
     def _show_broken(self, text: str) -> str:
         """Shows all but the last character, which the next bytes may still complete.
 
-        UTF-8 synchronises itself: however the kept tokens are cut out, their last character decodes
-        as it does in the whole.
+        UTF-8 synchronises itself, so the last character of the kept tokens decodes as in the
+        whole text.
         """
         shown = text[self._shown_len : -1]
         del self._ids[:-OVERLAP_TOKENS]
@@ -137,7 +138,7 @@ class ContextDetokenizer:
 
 
 def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[int]:
-    """The last tokens of a prompt that show, in order."""
+    """The last visible tokens of a prompt, in order."""
     visible = (token for token in reversed(prompt_ids) if token not in hidden_ids)
     return list(islice(visible, CONTEXT_TOKENS))[::-1]
 
@@ -145,17 +146,17 @@ def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[
 class StopFinder:
     """Finds the stop string that is complete first, in a text that comes in pieces.
 
-    Of two that end at the same character, the longer.
+    If two end at the same character, the longer one is found.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.found = False
         self._stop = tuple(stop)
         self._max_held = max(map(len, self._stop), default=1) - 1
-        self._held = ""  # could be the beginning of a stop string
+        self._held = ""  # may be the beginning of a stop string
 
     def push(self, text: str) -> str:
-        """The text that is certainly before any stop string. Call no more once `found`."""
+        """Returns text that is certainly before any stop string. Not to be called once `found`."""
         if not self._stop:
             return text
         text = self._held + text
@@ -170,16 +171,16 @@ class StopFinder:
 
     @property
     def held_len(self) -> int:
-        """Characters that are held."""
+        """The number of characters held back."""
         return len(self._held)
 
     def flush(self) -> str:
-        """The held text: nothing follows that could make it a stop string."""
+        """Returns the held text at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _hold_from(self, text: str) -> int:
-        """Where the longest end of `text` begins that a stop string begins with."""
+        """The start of the longest end of `text` that begins a stop string."""
         first = max(0, len(text) - self._max_held)
         for at in range(first, len(text)):
             if any(string.startswith(text[at:]) for string in self._stop):
@@ -196,7 +197,7 @@ class AnswerText:
     def __init__(
         self, detokenizer: Detokenizer, *, prompt_len: int, limits: Limits, stop: Sequence[str]
     ) -> None:
-        self.num_tokens = 0  # the one that ends the answer included
+        self.num_tokens = 0  # including the one that ends the answer
         self._detokenizer = detokenizer
         self._prompt_len = prompt_len
         self._limits = limits
@@ -206,21 +207,21 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the answer."""
+        """True if a stop string has ended the answer."""
         return self._has_stop and self._stop.found
 
     @property
     def held_len(self) -> int:
-        """Characters that are complete and not shown: they could begin a stop string."""
+        """The number of characters held back because they may begin a stop string."""
         return self._stop.held_len
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether this token, if it is the next one, ends the answer and is not shown."""
+        """True if this token, as the next one, would end the answer."""
         length = self._prompt_len + self.num_tokens + 1
         return token_id in self._end_ids and length > self._limits.min_len
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that may be shown now. Tokens after a stop string are neither shown nor counted."""
+        """Returns text to show now. Tokens after a stop string are neither shown nor counted."""
         if len(token_ids) == 1 and not self._has_stop:  # nearly always
             return self._push_one(token_ids[0])
         pieces = []
@@ -231,7 +232,7 @@ class AnswerText:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """The text still held back, when no more tokens come."""
+        """Returns the text still held back, at the end of the answer."""
         if self.stopped:
             return ""
         text = self._stop.push(self._detokenizer.flush())

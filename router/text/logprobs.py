@@ -1,8 +1,8 @@
-"""Log-probabilities as clients get them: kept with the text they belong to, in three shapes.
+"""Log-probabilities in the three shapes that clients get, kept with the text of their tokens.
 
-A token's entry is shown when the text that begins with it is: text may be held back because it
-could begin a stop string or ends inside of a character. What a stop string cuts off takes its
-entries along. The token that ends an answer has no text and no entry.
+A token's entry is shown with the text that it begins. Text may be held back because it could begin
+a stop string or ends inside a character. Text that a stop string cuts off takes its entries along.
+The token that ends an answer has no text and no entry.
 
 Sources: OpenAI API reference, chat completions and completions; `prompt_logprobs`, vLLM's
 OpenAI-compatible server.
@@ -18,7 +18,7 @@ from router.text.detokenizer import AnswerText
 
 SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
-# A token and its place in the distribution; the first token of a prompt has none.
+# A token id and its log-probabilities; the first token of a prompt has none.
 Entry = tuple[int, Logprobs | None]
 BytesOf = Callable[[int], bytes]
 
@@ -34,7 +34,7 @@ class ScoredText:
     def push(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
     ) -> tuple[str, tuple[Entry, ...]]:
-        """Text that may be shown now, and the entries of the tokens that begin in it or before."""
+        """Returns text to show now, and the entries of tokens that begin in it or before."""
         pieces = []
         for token_id, scores in zip(token_ids, logprobs, strict=True):
             if self._text.stopped:
@@ -48,7 +48,7 @@ class ScoredText:
         return "".join(pieces), self._release()
 
     def finish(self) -> tuple[str, tuple[Entry, ...]]:
-        """What is still held back, when no more tokens come."""
+        """Returns the text and entries still held back, at the end of the answer."""
         text = self._text.finish()
         self._shown_len += len(text)
         released = self._release()
@@ -73,7 +73,7 @@ class LogprobsWriter(Protocol):
 
 
 class ChatLogprobs:
-    """As chat completions have them."""
+    """The shape of chat completions."""
 
     def __init__(self, bytes_of: BytesOf, num_top: int) -> None:
         self._bytes_of = bytes_of
@@ -95,7 +95,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """As completions have them: lists side by side. `text_offset` counts characters."""
+    """The shape of completions: parallel lists. `text_offset` counts characters."""
 
     def __init__(self, bytes_of: BytesOf, num_top: int) -> None:
         self._bytes_of = bytes_of
@@ -113,14 +113,14 @@ class CompletionLogprobs:
         }
 
     def _alternatives(self, token_id: int, scores: Logprobs | None) -> dict[str, float] | None:
-        """The likeliest tokens, and the one that was chosen if it is not among them."""
+        """The likeliest tokens, and the chosen one."""
         if scores is None:
             return None
         pairs = [*_top(scores, self._num_top), (token_id, scores.logprob)]
         return {self._name(i): _finite(logprob) for i, logprob in pairs}
 
     def _name(self, token_id: int) -> str:
-        """Its text; bytes that are no text are spelled, so that tokens have different names."""
+        """The token's text. Bytes that are not valid text are spelled, so that names differ."""
         data = self._bytes_of(token_id)
         try:
             return data.decode()
@@ -141,7 +141,7 @@ def prompt_entries(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tu
 def prompt_logprobs(
     entries: Sequence[Entry], bytes_of: BytesOf, num_top: int
 ) -> list[Mapping[str, Any] | None]:
-    """As vLLM has them: for each token of a prompt what could stand there, by token id."""
+    """vLLM's shape: for each token of a prompt, the candidates by token id."""
     return [_candidates(*entry, bytes_of, num_top) for entry in entries]
 
 
@@ -163,7 +163,7 @@ def _candidates(
 
 
 def mean_logprob(scores: Sequence[Logprobs]) -> float:
-    """By what the best of several answers is chosen."""
+    """The mean log-probability, which ranks several answers."""
     return sum(s.logprob for s in scores) / len(scores) if scores else -float("inf")
 
 

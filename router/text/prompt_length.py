@@ -1,12 +1,12 @@
-"""How many characters of a text one token can stand for: a bound that needs no tokenising.
+"""A bound on the characters per token, which needs no tokenising.
 
-Pure: reads the parts of a tokenizer. The bound holds only where no text can vanish, so only these
-parts are known; with any other part there is no bound:
+Pure: reads the parts of a tokenizer. The bound holds only if no text can vanish, so only these
+parts are known. With any other part there is no bound:
 
     normalizer      NFC, NFD, Lowercase, ByteLevel, Prepend, Replace of a string by one as long
     pre-tokenizer   ByteLevel, Metaspace, Digits, Split that keeps its separators
     model           BPE with a token for every byte
-    added tokens    those that take no spaces beside them along
+    added tokens    those that do not swallow spaces beside them
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 
 from router.text.token_bytes import LETTERS
 
-NFC_JOINS = 4  # NFC joins so many characters into one, and no more
+NFC_JOINS = 4  # NFC joins at most this many characters into one
 
 _KEEP_ALL = ("ByteLevel", "Metaspace", "Digits")
 _SHORTEN_NOTHING = ("NFD", "Lowercase", "ByteLevel", "Prepend")
@@ -26,7 +26,7 @@ _Part = Mapping[str, Any]
 
 
 def chars_per_token(tokenizer: Tokenizer) -> int | None:
-    """The most characters that one token stands for; None: there is no bound."""
+    """The most characters that one token stands for; None if there is no bound."""
     normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
     splitters = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
     added = tokenizer.get_added_tokens_decoder().values()
@@ -43,7 +43,7 @@ def chars_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _shortens_little(normalizer: _Part) -> bool:
-    """No more than NFC does."""
+    """True if the normalizer shortens a text no more than NFC does."""
     if normalizer["type"] == "Replace":
         replaced = normalizer["pattern"].get("String")
         return replaced is not None and len(normalizer["content"]) >= len(replaced)
@@ -59,7 +59,7 @@ def _keeps_all(splitter: _Part) -> bool:
 def _knows_all_bytes(
     tokenizer: Tokenizer, parts: Collection[_Part], vocab: Collection[str]
 ) -> bool:
-    """No run of characters becomes one unknown token."""
+    """True if no run of characters becomes a single unknown token."""
     model = tokenizer.model
     if not isinstance(model, models.BPE):
         return False

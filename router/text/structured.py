@@ -1,18 +1,18 @@
-"""What an answer shall look like: the fields that clients send, as one grammar.
+"""Turns the fields about the form of an answer into one grammar.
 
-Pure: fields of a body in, a `Structure` or an InvalidRequest that names the field out. Of OpenAI's
-`response_format`, vLLM's `structured_outputs`, its older `guided_*` fields, and tools that may be
-called, a request may have one.
+Pure: fields of a body in, a `Structure` or an InvalidRequest that names the field out. A request
+may have one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
+fields, or tools that may be called.
 
-Tools are called in the form of Hermes, which the chat templates of most models teach:
+Tool calls have the form of Hermes, which most chat templates use:
 
     text <tool_call>
     {"name": "f", "arguments": {…}}
     </tool_call>
 
-The grammar allows no other form, and no other arguments than those of the tool's schema. With
-`tool_choice` "auto" any text may come before the calls, or instead of them; nothing follows them.
-`router.text.tool_calls` takes such answers apart.
+The grammar allows no other form, and only arguments that fit the tool's schema. With `tool_choice`
+"auto" any text may come before the calls, or instead of them; nothing follows them.
+`router.text.tool_calls` parses such answers.
 
 Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
 NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
@@ -35,7 +35,7 @@ MAX_CHOICES = 10_000
 Json = Any
 Fields = Mapping[str, Json]
 
-# What each field is refused for: an answer without what it asks for would be a wrong answer.
+# vLLM's older fields, and the kind of grammar that each holds.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -48,11 +48,11 @@ _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What the fields come to.
+    """The grammar of an answer and the tools that it may call.
 
-    `param` names the field that the grammar is from, `parts` those of grammars that it is made of,
-    one of which is to blame where it cannot be followed. `tools` are for the chat template, as the
-    client wrote them; `calls` says that the answer may hold calls of them.
+    `param` names the field of the grammar. `parts` are the fields and grammars that it is made of;
+    if it cannot be followed, one of them is the reason. `tools` are for the chat template, as the
+    client wrote them. If `calls` is set, the answer may hold calls of them.
     """
 
     grammar: Grammar | None = None
@@ -167,16 +167,16 @@ def _json_object() -> Grammar:
 
 @dataclass(frozen=True, slots=True)
 class _Calling:
-    """Tools that may be called, and how often."""
+    """The tools that may be called, and how often."""
 
     tools: Sequence[Mapping[str, Json]]
-    functions: Mapping[str, Json]  # schemas of the arguments, of those that may be called
+    functions: Mapping[str, Json]  # schemas of the arguments, by name
     at_least_one: bool
     at_most_one: bool
 
 
 def _tools_of(fields: Fields) -> _Calling | None:
-    """None where nothing is to be called."""
+    """The tools that may be called; None if the answer calls no tools."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -197,7 +197,7 @@ def _tools_of(fields: Fields) -> _Calling | None:
 
 
 def _chosen(choice: Json) -> str | None:
-    """The one function that must be called, if it is named."""
+    """The name of the function that must be called, if there is one."""
     match choice:
         case None | "none" | "auto" | "required":
             return None
@@ -256,7 +256,7 @@ def _calling(calling: _Calling, fields: Fields, token_of: Callable[[str], int | 
 
 
 def _calls_grammar(calling: _Calling, *, marks_are_tokens: bool) -> str:
-    """Lark. A mark that is one token cannot come as text, so it is in the grammar as a token."""
+    """The grammar in Lark. A mark that is one token must be written as a token."""
     begin = CALL_BEGIN if marks_are_tokens else _quoted(CALL_BEGIN)
     end = CALL_END if marks_are_tokens else _quoted(CALL_END)
     more = "" if calling.at_most_one else f" (BLANK {begin} body)*"
@@ -279,7 +279,7 @@ def _calls_grammar(calling: _Calling, *, marks_are_tokens: bool) -> str:
 
 
 def call_head(name: str) -> str:
-    """How a call begins, up to its arguments."""
+    """The beginning of a call, up to its arguments."""
     return f'{{"name": "{name}", "arguments": '
 
 
@@ -302,7 +302,7 @@ def _quoted(text: str) -> str:
 
 
 def _dumped_json(value: Json, param: str) -> str:
-    """What a client sent, as JSON. Raises InvalidRequest if it is nested too deep for that."""
+    """A client's value as JSON. Raises InvalidRequest if it is nested too deeply."""
     _check_nesting(value, param)
     return _dumped(value)
 

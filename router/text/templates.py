@@ -1,8 +1,8 @@
 """Chat templates: the checkpoint's own Jinja source turns messages into one prompt.
 
-Decides nothing about messages; runs the template in a sandbox with the names that templates written
-for transformers expect (`raise_exception`, `strftime_now`, `tojson`, the special tokens, and the
-`generation` tag, which marks text for training and is transparent here).
+The template runs in a sandbox, with the names that templates for transformers expect:
+`raise_exception`, `strftime_now`, `tojson`, the special tokens, and the `generation` tag. That tag
+marks text for training and has no effect here.
 """
 
 import json
@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, InvalidRequest
 
-# What a template, given messages that its author did not think of, may raise.
+# Exceptions that a template may raise for unexpected messages.
 _TEMPLATE_FAULTS = (
     TemplateError,
     TypeError,
@@ -44,7 +44,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt, ready for the assistant's answer. Raises InvalidRequest."""
+        """Renders the prompt up to the assistant's answer. Raises InvalidRequest."""
         try:
             return self._template.render(
                 **self._special_tokens, messages=messages, tools=tools, add_generation_prompt=True
@@ -84,5 +84,5 @@ def _strftime_now(format: str) -> str:
 
 
 def _tojson(value: object, **options: Any) -> str:
-    """Jinja's own filter escapes HTML, which models were not trained on."""
+    """Writes JSON without Jinja's HTML escapes, on which models were not trained."""
     return json.dumps(value, **{"ensure_ascii": False, **options})

@@ -1,12 +1,12 @@
-"""The bytes that a token stands for, which need not be whole characters.
+"""The bytes of each token, which need not be whole characters.
 
-Where logarithms of probabilities are reported token by token, a token must be told from all others,
-and decoding one token alone shows the same replacement character for many of them. What a token's
-name means depends on the tokenizer's decoder:
+Log-probabilities are reported per token, so tokens must have different texts. Decoding a token
+alone gives the same replacement character for many of them. The meaning of a token's name depends
+on the tokenizer's decoder:
 
     ByteLevel     each letter of the name stands for one byte (GPT-2's table)
-    ByteFallback  `<0xE2>` is one byte; other names are text in which spaces are written otherwise
-    others        what decoding the token alone gives
+    ByteFallback  `<0xE2>` is one byte; other names are text with another character for spaces
+    others        the token, decoded alone
 """
 
 import re
@@ -21,7 +21,7 @@ _FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Bytes by token id, for one tokenizer; unknown ids, which pad a vocabulary, have none."""
+    """Bytes by token id, for one tokenizer. Unknown ids, which pad a vocabulary, have no bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class TokenBytes:
         self._spelled = [pair for decoder in decoders for pair in _replacement(decoder)]
 
     def __call__(self, token_id: int) -> bytes:
-        """What the token adds to a text."""
+        """The bytes that the token adds to a text."""
         if (content := self._added.get(token_id)) is not None:
             return content.encode()
         name = self._tokenizer.id_to_token(token_id)
@@ -51,10 +51,10 @@ class TokenBytes:
 
 
 class ByteTable(dict[int, bytes]):
-    """What each token adds to the bytes of a text under a ByteLevel decoder; filled as it is read.
+    """The bytes of each token under a ByteLevel decoder, filled on demand.
 
-    As the decoder has it, and so for added tokens too: letters stand for bytes, unless there is one
-    among them that stands for none; then the name stands for itself.
+    Each letter of a name stands for a byte. If one letter does not, the name stands for itself, as
+    in the decoder. This holds for added tokens too.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -70,14 +70,14 @@ class ByteTable(dict[int, bytes]):
 
 
 def byte_table(tokenizer: Tokenizer) -> ByteTable | None:
-    """For a tokenizer whose texts are the bytes of their tokens, None for any other."""
+    """The table of a tokenizer whose texts are the bytes of their tokens; None for others."""
     decoder = _decoder_of(tokenizer)
     is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
     return ByteTable(tokenizer) if is_byte_level else None
 
 
 def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The decoder as `tokenizer.json` has it. Its pickled state is that, without the vocabulary."""
+    """The decoder as in `tokenizer.json`, from its pickled state, without the vocabulary."""
     decoder = tokenizer.decoder
     return None if decoder is None else msgspec.json.decode(decoder.__getstate__())
 
@@ -93,7 +93,7 @@ def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _replacement(decoder: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """How names spell what text writes otherwise, spaces above all."""
+    """Pairs of a spelling in names and its meaning in text, mostly for spaces."""
     if decoder["type"] == "Metaspace":
         yield decoder["replacement"], " "
     if decoder["type"] == "Replace" and "String" in decoder["pattern"]:
@@ -109,4 +109,4 @@ def _letters() -> Iterator[tuple[str, bytes]]:
 
 
 _BYTE_OF_LETTER = dict(_letters())
-LETTERS = frozenset(_BYTE_OF_LETTER)  # that stand for bytes
+LETTERS = frozenset(_BYTE_OF_LETTER)  # letters that stand for bytes

@@ -1,14 +1,13 @@
 """The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
 
-Reads `tokenizer.json` and `tokenizer_config.json` (both needed), `chat_template.jinja`,
-`generation_config.json` and `config.json` (where present) with the `tokenizers` library alone, so
-the gateway needs neither torch nor transformers. It does not know requests, and does not choose a
-thread.
+Reads `tokenizer.json` and `tokenizer_config.json`, which are needed, and `chat_template.jinja`,
+`generation_config.json` and `config.json`, if present. It uses only `tokenizers`, so the
+gateway needs neither torch nor transformers.
 
-`Tokenizer.encode` keeps the interpreter lock for seconds where a text is long, and every stream of
-the gateway waits. `encode_batch_fast` lets go of it. It would encode in threads of its own, for
-which a short text would wait behind long ones; with TOKENIZERS_PARALLELISM=false it encodes in the
-caller's thread.
+`Tokenizer.encode` holds the interpreter lock for seconds if a text is long, and every stream of the
+gateway waits. `encode_batch_fast` releases it. By default it encodes in threads of its own, where a
+short text would wait behind long ones. With TOKENIZERS_PARALLELISM=false it uses the caller's
+thread.
 """
 
 import os
@@ -44,7 +43,7 @@ class TextModel:
         vocab_size: int | None = None,  # of the model; None: the tokenizer's
         file: Path | None = None,
     ) -> None:
-        """`file` is what the tokenizer was read from: grammars are compiled for it elsewhere."""
+        """`file` is the tokenizer's file, for which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self.vocab_size = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
@@ -59,7 +58,7 @@ class TextModel:
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
     def encode_text(self, text: str, context_len: int) -> list[int]:
-        """A plain prompt, with the special tokens that the tokenizer adds to every text.
+        """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
 
         Raises ApiError if it does not fit the context.
         """
@@ -71,7 +70,7 @@ class TextModel:
         context_len: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """A conversation; the template writes the special tokens. Raises InvalidRequest."""
+        """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         text = self._template.render(messages, tools)
@@ -80,7 +79,7 @@ class TextModel:
     def _encode(
         self, text: str, context_len: int, param: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """A text too long for the context is refused unseen, or before its ids become objects."""
+        """Encodes a text; if too long, refuses it before encoding or before making ids objects."""
         longest = self._chars_per_token
         if longest is not None and len(text) > longest * context_len:
             message = (
@@ -100,7 +99,7 @@ class TextModel:
         return ids
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
-        """All of a text at once, without its special tokens."""
+        """Decodes a whole text, without its special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     @cached_property
@@ -109,11 +108,11 @@ class TextModel:
         return TokenBytes(self._tokenizer)
 
     def added_token_id(self, content: str) -> int | None:
-        """The id of a token that was added for this text, and never comes of other tokens."""
+        """The id of the added token with this text, or None."""
         return self._added_ids.get(content)
 
     def detokenizer(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> Detokenizer:
-        """Decodes one answer to this prompt. Special tokens are hidden, but for those `shown`."""
+        """Returns the decoder of an answer. Special tokens are hidden, except those `shown`."""
         shown_ids = {self._added_ids.get(content) for content in shown}
         hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
         if self._byte_table is None:
@@ -176,7 +175,7 @@ def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tuple[int, ...]:
-    """All ids that any of the checkpoint's files calls the end, in the order found."""
+    """All end-of-text ids in the checkpoint's files, in the order found."""
     ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
         path = directory / name
@@ -187,7 +186,7 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tu
 
 
 def _vocab_size(directory: Path) -> int | None:
-    """How many tokens the model knows, as its configuration says; of several parts, the text's."""
+    """The vocabulary size in the model's configuration, or in that of its text part."""
     path = directory / "config.json"
     config = _load_json(path) if path.is_file() else {}
     text = config.get("text_config")

@@ -1,9 +1,8 @@
-"""Calls of tools in an answer: from text in the form of `router.text.structured` to what clients
-read.
+"""Parses tool calls in an answer, in the form that `router.text.structured` prescribes.
 
-Pure and incremental. Text before the first mark is content, sent as it comes, less what may be the
-beginning of the mark. A call is told in two parts, its name when that is known and its arguments
-when they are complete; where the answer is cut short, the arguments so far are sent at the end.
+Pure and incremental. Text before the first mark is content and is sent as it comes, except an end
+that may be the beginning of the mark. A call is reported in two parts: its name once known, and its
+arguments once complete. If the answer is cut short, the arguments so far are sent at the end.
 """
 
 import random
@@ -46,18 +45,18 @@ Delta = Content | CallBegun | CallArguments
 
 
 class ToolCallParser:
-    """One answer on its way. Ids are drawn from `rng`."""
+    """Parses one answer as it arrives. Ids of calls are drawn from `rng`."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._pending = ""  # not told yet
+        self._pending = ""  # not reported yet
         self._in_calls = False
         self._has_name = False  # of the call that `_pending` is in
         self._arguments = _ValueEnd()  # of that call
         self.num_calls = 0  # begun
 
     def feed(self, text: str) -> list[Delta]:
-        """What more of the answer tells."""
+        """Takes more text of the answer and returns what it completes."""
         self._pending += text
         deltas = [] if self._in_calls else self._content()
         if self._in_calls:
@@ -65,7 +64,7 @@ class ToolCallParser:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """What the end of the answer tells: what was held back."""
+        """Returns what was held back, at the end of the answer."""
         rest, self._pending = self._pending, ""
         if not self._in_calls:
             return [Content(rest)] if rest else []
@@ -104,19 +103,19 @@ class ToolCallParser:
 
 
 def _length_of_partial_mark(text: str) -> int:
-    """How much of the end of `text` may be the beginning of a mark."""
+    """The length of the longest end of `text` that may begin a mark."""
     lengths = range(min(len(text), len(CALL_BEGIN) - 1), 0, -1)
     return next((n for n in lengths if CALL_BEGIN.startswith(text[-n:])), 0)
 
 
 class _ValueEnd:
-    """Finds where the JSON value ends that a growing text begins with. Looks at each part once.
+    """Finds the end of the JSON value that a growing text begins with; reads each part once.
 
-    The grammar of the call makes the text valid, so braces and quotes are all that counts.
+    The grammar of the call makes the text valid, so only braces and quotes matter.
     """
 
     def __init__(self) -> None:
-        self._at = 0  # what is before has been looked at
+        self._at = 0  # text before it was read
         self._depth = 0
         self._in_string = False
         self._end: int | None = None
@@ -125,7 +124,7 @@ class _ValueEnd:
         """The length of the value; None while it has no end."""
         while self._end is None and (mark := _STRUCTURE.search(text, self._at)) is not None:
             if mark[0] == "\\" and mark.end() == len(text):
-                return None  # what it escapes has not come
+                return None  # the escaped character has not come
             self._at = mark.end()
             self._take(mark[0])
         if self._end is None:
@@ -143,5 +142,5 @@ class _ValueEnd:
         else:
             self._depth += 1 if mark in "[{" else -1
         if not self._in_string and self._depth <= 0:
-            # Of a number, or the like, only the brace tells that closes what it is in.
+            # The end of a number, true, false or null shows only in the closing brace around it.
             self._end = self._at + min(self._depth, 0)

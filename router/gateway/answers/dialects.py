@@ -16,9 +16,9 @@ from router.text.tool_calls import CallArguments, CallBegun
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one endpoint writes an answer: the pieces of a chunk's only choice around what varies.
+    """The form of one endpoint's answers, with the constant parts of a chunk.
 
-    A choice's chunk is `[{"index":` index `text_start` text `text_end` logprobs and so on.
+    The choice of a chunk is `[{"index":` index `text_start` text `text_end` logprobs and so on.
     """
 
     id_prefix: str
@@ -36,7 +36,7 @@ class Dialect:
         finish_reason: str,
         logprobs: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """A choice of an answer that is sent at once, without its index."""
+        """A choice of an answer that is not streamed, without its index."""
         choice: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
         if not self.is_chat:
             return choice | {"text": text}
@@ -46,7 +46,7 @@ class Dialect:
         return choice | {"message": message}
 
     def logprobs_writer(self, bytes_of: BytesOf, num_top: int) -> LogprobsWriter:
-        """For one choice."""
+        """Returns the writer of one choice's log-probabilities."""
         return (ChatLogprobs if self.is_chat else CompletionLogprobs)(bytes_of, num_top)
 
 
@@ -63,7 +63,7 @@ def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
 
 
 def call_delta(delta: CallDelta) -> dict[str, Any]:
-    """As streams have it: the name comes first, with no arguments yet."""
+    """A tool call's part of a chunk. The name comes first, without arguments."""
     if isinstance(delta, CallArguments):
         return {"index": delta.index, "function": {"arguments": delta.text}}
     function = {"name": delta.name, "arguments": ""}

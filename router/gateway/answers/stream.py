@@ -35,13 +35,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 class StreamedAnswer:
-    """Sends an answer as events: parts of it through `pipe` where there is one and it is ready."""
+    """Sends an answer as events, through `pipe` when there is one and it is ready."""
 
     def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
         self._heading = heading
         self._send = send
         self._pipe = pipe
-        self._turn = asyncio.Lock()  # choices of one answer wait for one another
+        self._turn = asyncio.Lock()  # choices of one answer write one at a time
         self._is_open = False  # the head is sent, and nothing waits to be
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
         self._unfinished = heading.num_choices
@@ -49,12 +49,12 @@ class StreamedAnswer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the head is sent and nothing waits to be."""
+        """True if the head is sent and nothing waits to be sent."""
         return self._is_open and self._pipe is not None and self._pipe.is_ready
 
     @property
     def shows_text_alone(self) -> bool:
-        """Unless each chunk says how many tokens there are by then."""
+        """False if each chunk reports the number of tokens so far."""
         return not self._heading.call.options.usage_in_every_chunk
 
     def write_at_once(self, piece: AnswerPiece) -> None:
@@ -94,7 +94,7 @@ class StreamedAnswer:
             await self._send_body(data, more_body=True)
 
     async def end(self, ending: Ending) -> None:
-        """Sends the last chunks. A stream that breaks off has no [DONE]."""
+        """Sends the last chunks. A failed stream has no [DONE]."""
         outcome = ending.outcome
         if self._chunk is None and not isinstance(outcome, Finished):
             await send_failure(self._send, outcome)
@@ -115,7 +115,7 @@ class StreamedAnswer:
         return data
 
     async def _open(self) -> tuple[bytes, "_ChunkEncoder"]:
-        """Sends the head if it is not sent yet; the first chunks and the encoder of the others."""
+        """Sends the head unless it is sent; returns the first chunks and the encoder."""
         if self._chunk is not None:
             return b"", self._chunk
         self._chunk = _ChunkEncoder(self._heading)
@@ -134,7 +134,7 @@ class StreamedAnswer:
 
 
 class _ChunkEncoder:
-    """Events of one stream; what they share is encoded once."""
+    """Encodes the events of one stream; their common parts are encoded once."""
 
     def __init__(self, heading: Heading) -> None:
         dialect, options = heading.dialect, heading.call.options
@@ -155,7 +155,7 @@ class _ChunkEncoder:
         ]
 
     def first(self) -> bytes:
-        """What each choice begins with."""
+        """The chunks that each choice begins with."""
         data = b""
         for before, before_text in zip(self._before_index, self._before_text, strict=True):
             if self._dialect.is_chat:
@@ -165,11 +165,11 @@ class _ChunkEncoder:
         return data
 
     def of_text(self, choice: int, text: str) -> bytes:
-        """Text alone, where nobody wants to know more."""
+        """A chunk that holds only text."""
         return self._before_text[choice] + _encode(text) + self._after_text
 
     def of(self, piece: AnswerPiece) -> bytes:
-        """All that is to be shown of a piece, perhaps nothing."""
+        """The chunks of a piece; empty if there is nothing to show."""
         text = piece.text
         if self._is_plain and not piece.calls:
             return self.of_text(piece.choice, text) if text else b""
@@ -181,7 +181,7 @@ class _ChunkEncoder:
         return text + self._dialect.text_end + self._scores(piece) + self._counted(piece)
 
     def _calls(self, piece: AnswerPiece) -> bytes:
-        """One chunk for each part of a call."""
+        """One chunk for each part of a tool call."""
         before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
         deltas = (_encode(call_delta(delta)) for delta in piece.calls)
         return b"".join(before + delta + after + self._after for delta in deltas)
@@ -201,7 +201,7 @@ class _ChunkEncoder:
         return b',"logprobs":' + _encode(scores) + _UNFINISHED
 
     def _counted(self, piece: AnswerPiece) -> bytes:
-        """The end of a chunk, with the usage of its choice so far where that is wanted."""
+        """The end of a chunk, with its choice's usage so far if the client wants that."""
         if not self._options.usage_in_every_chunk:
             return self._after
         return b',"usage":' + _encode(usage_of(self._prompt_tokens, piece.num_tokens)) + b"}\n\n"

@@ -21,7 +21,7 @@ from router.text.logprobs import (
     prompt_logprobs,
 )
 
-LONG_PROMPT_TOKENS = 256  # more take milliseconds to tell of, with twenty alternatives each
+LONG_PROMPT_TOKENS = 256  # with twenty alternatives each, more take milliseconds to encode
 
 _encode = msgspec.json.Encoder().encode
 
@@ -36,12 +36,12 @@ class WholeAnswer:
 
     @property
     def is_ready(self) -> bool:
-        """Nothing is ever waited for."""
+        """Always true: pieces are only kept."""
         return True
 
     @property
     def shows_text_alone(self) -> bool:
-        """Where there is nothing else, nothing is lost."""
+        """Always true: text alone can be kept as a piece."""
         return True
 
     def write_at_once(self, piece: AnswerPiece) -> None:
@@ -72,7 +72,7 @@ class WholeAnswer:
         body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
         body["usage"] = ending.usage()
         if heading.call.options.num_prompt_top is not None:
-            self._tell_prompt_logprobs(
+            self._add_prompt_logprobs(
                 body, ending.prompt_entries, heading.call.options.num_prompt_top
             )
         if heading.call.options.timeline:
@@ -100,10 +100,10 @@ class WholeAnswer:
         calls = [delta for piece in pieces for delta in piece.calls]
         return dialect.whole_choice(text, calls, finish, logprobs)
 
-    def _tell_prompt_logprobs(
+    def _add_prompt_logprobs(
         self, body: dict[str, Any], entries: tuple[Entry, ...], num_top: int
     ) -> None:
-        """vLLM has them once in a chat's answer, and in each choice of a completion."""
+        """Adds them as vLLM does: once to a chat's answer, to each choice of a completion."""
         scores = prompt_logprobs(entries, self._heading.call.served.text.bytes_of, num_top)
         for place in [body] if self._heading.dialect.is_chat else body["choices"]:
             place["prompt_logprobs"] = scores

@@ -1,9 +1,9 @@
-"""Gateway processes that share a port, and what each tells the others that it has counted.
+"""Shares metrics between gateway processes on one port.
 
-The port gives a connection to any of them, and so a scrape of /metrics: that one asks all others.
-Each listens on a Unix socket of its own, `<directory>/<process>`, in a directory that only their
-user can enter, and tells whoever connects, and nothing else. One that is gone, or takes too long,
-is left out; a scrape never fails of it.
+The kernel gives a scrape of /metrics to any of them, and that process asks all others. Each listens
+on a Unix socket of its own, `<directory>/<process>`, in a directory that only their user can enter.
+It sends its metrics to each connection and reads nothing. A process that is gone or too slow is
+left out, and the scrape goes on.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ ASK_TIMEOUT_S = 1.0
 
 
 class Siblings:
-    """One process among those whose sockets are in `directory`."""
+    """One gateway process; all sockets are in `directory`."""
 
     def __init__(self, directory: Path, process: str) -> None:
         self.process = process
-        self.own: Callable[[], list[Metric]] = list  # what this one has counted
+        self.own: Callable[[], list[Metric]] = list  # returns the metrics of this process
         self._directory = directory
 
     async def open(self) -> None:
-        """Begins to tell the others."""
+        """Starts to serve this process's metrics."""
         path = self._directory / self.process
         path.unlink(missing_ok=True)  # of one that died
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
-        """Tells no more."""
+        """Stops serving metrics."""
         self._server.close()
         (self._directory / self.process).unlink(missing_ok=True)
 
     async def ask(self) -> list[list[Metric]]:
-        """What each of the others has counted, of those that answer."""
+        """The metrics of all other processes that answer in time."""
         names = sorted(path.name for path in self._directory.iterdir())
         others = [self._directory / name for name in names if name != self.process]
         answers = await asyncio.gather(*map(_ask, others))
@@ -61,5 +61,7 @@ async def _ask(path: Path) -> list[Metric] | None:
             finally:
                 writer.close()
     except (OSError, TimeoutError, msgspec.DecodeError) as error:
-        log.info("gateway process %s does not tell: %s", path.name, error or type(error).__name__)
+        log.info(
+            "gateway process %s sends no metrics: %s", path.name, error or type(error).__name__
+        )
         return None

@@ -1,10 +1,10 @@
-"""Has every grammar compiled in a process of its own before a worker hears of it.
+"""Compiles each grammar in a separate process before a worker receives it.
 
-`engine.grammar.child` compiles, and this is its only client. The child starts with the first
-grammar. It compiles one grammar at a time; tenants that wait take turns. Its verdicts are kept by
-the digest of the grammar and of the tenant's salt, so a grammar in use costs a look, and no tenant
-learns by time what another one used. A child that does not answer in time is
-killed, and the next grammar starts another one.
+`engine.grammar.child` compiles, and this module is its only client. The child starts with the first
+grammar. It compiles one grammar at a time; waiting tenants take turns. Verdicts are kept by the
+digest of the grammar and of the tenant's salt. So a known grammar costs a look-up, and no tenant
+learns from response times which grammars others use. A child that does not answer in time is
+killed, and the next grammar starts a new one.
 """
 
 import asyncio
@@ -41,37 +41,37 @@ from router.text.structured import Structure
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S = 10.0  # of one request, for its turn and its verdict
+MAX_WAIT_S = 10.0  # a request waits this long for its turn and its verdict
 MAX_WAITING = 256  # grammars, each of at most MAX_SOURCE_LEN
-MAX_VERDICTS = 4096  # kept, of some 500 bytes
+MAX_VERDICTS = 4096  # kept, some 500 bytes each
 ANSWER_TIMEOUT_S = 30.0  # the child kills what takes MAX_WALL_S; it may have to load a tokenizer
 BLAME_TIMEOUT_S = 1.0  # to find which of many tools is to blame
 CLOSE_TIMEOUT_S = 2.0
 LOG_EVERY_S = 10.0
-# The child handles what strangers write: it gets no more of this environment than it needs.
+# The child handles untrusted input, so it gets only these variables.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "HOME")
 
 assert MAX_WALL_S < ANSWER_TIMEOUT_S
 
 
 class GrammarBusy(BatonError):
-    """There is no time to check a grammar now."""
+    """The grammar could not be checked in time."""
 
 
 class Asker(NamedTuple):
-    """Who wants a grammar followed: whose turn it takes, and who shares its verdict."""
+    """The tenant whose turn a grammar takes, and the salt of those that share its verdict."""
 
     tenant: str
     salt: bytes
 
 
 class GrammarCheck(Protocol):
-    """Says whether grammars can be followed. `counters` has how many, by verdict."""
+    """Decides whether grammars can be followed. `counters` counts them by verdict."""
 
     counters: Counter[str]
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
-        """Raises GrammarError if it cannot be followed, GrammarBusy if that cannot be said now."""
+        """Raises GrammarError if it cannot be followed, GrammarBusy if undecided in time."""
         ...
 
 
@@ -111,7 +111,7 @@ def _refusal(param: str | None, error: GrammarError) -> ApiError:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A grammar that nothing is known of yet, and the requests that wait for its verdict."""
+    """A grammar without a verdict, and the number of requests that wait for it."""
 
     asked: GrammarToCompile
     key: bytes
@@ -121,7 +121,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Turns:
-    """What waits, by tenant; the tenant whose turn is next comes first."""
+    """Waiting grammars by tenant; the tenant whose turn is next comes first."""
 
     queues: "OrderedDict[str, deque[_Waiting]]" = field(default_factory=OrderedDict)
 
@@ -129,7 +129,7 @@ class _Turns:
         self.queues.setdefault(tenant, deque()).append(waiting)
 
     def take(self) -> _Waiting | None:
-        """The next grammar that a request still waits for."""
+        """Removes and returns the next grammar that a request still waits for."""
         while self.queues:
             tenant, queue = next(iter(self.queues.items()))
             waiting = queue.popleft()
@@ -143,7 +143,7 @@ class _Turns:
 
 
 class GrammarChecker:
-    """Asks a child process; belongs to one event loop. `counters` are for /metrics."""
+    """Checks grammars in a child process. Belongs to one event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -157,7 +157,7 @@ class GrammarChecker:
         self.counters: Counter[str] = Counter(dict.fromkeys(GrammarVerdict, 0))
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
-        """Raises GrammarError if workers cannot follow it, GrammarBusy if there is no time."""
+        """Raises GrammarError if workers cannot follow it, GrammarBusy if undecided in time."""
         if vocabulary is None:
             raise GrammarError("this model's tokenizer cannot guide answers")
         if len(grammar.source) > MAX_SOURCE_LEN:
@@ -174,7 +174,7 @@ class GrammarChecker:
             raise GrammarError(answered.message)
 
     async def close(self) -> None:
-        """Ends the child. Requests that wait are refused."""
+        """Ends the child. Waiting requests are refused."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -204,7 +204,7 @@ class GrammarChecker:
                 self._waiting.pop(key, None)
 
     async def _run(self) -> None:
-        """Asks the child about one grammar after the other, while any wait."""
+        """Sends waiting grammars to the child, one after the other."""
         loop = asyncio.get_running_loop()
         while (waiting := self._turns.take()) is not None:
             answered = await loop.run_in_executor(self._thread, self._child.ask, waiting.asked)
@@ -235,7 +235,7 @@ class GrammarChecker:
 
 
 def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
-    """Raises GrammarError for text that is none."""
+    """The key of a verdict. Raises GrammarError if the text is not valid Unicode."""
     try:
         return blake2b(msgspec.msgpack.encode((asked, salt)), digest_size=16).digest()
     except UnicodeEncodeError as error:
@@ -243,7 +243,7 @@ def _digest(asked: GrammarToCompile, salt: bytes) -> bytes:
 
 
 class GrammarChild:
-    """The process, started when it is asked; used by one thread at a time. It never raises."""
+    """The child process, started on first use. Used by one thread at a time; never raises."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -251,12 +251,12 @@ class GrammarChild:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """The id of the running process."""
         assert self._process is not None
         return self._process.pid
 
     def ask(self, asked: GrammarToCompile) -> GrammarResult:
-        """The verdict on one grammar; BUSY where the process ended or said nothing."""
+        """Returns the verdict on a grammar; BUSY if the process ended or did not answer."""
         try:
             sock = self._opened()
             send_frame(sock, asked)
@@ -273,7 +273,7 @@ class GrammarChild:
         )
 
     def kill(self) -> None:
-        """Ends the process, from any thread. An `ask` that waits sees the socket end."""
+        """Kills the process. Thread-safe. A waiting `ask` sees the socket end."""
         if (process := self._process) is not None:
             process.kill()
 

@@ -1,9 +1,9 @@
-"""The fields of a JSON body, decoded so that no call keeps the interpreter for long.
+"""Decodes the fields of a JSON body in short steps, so that no step holds the interpreter for long.
 
-Decoding keeps the interpreter lock, and what takes time is the objects that it makes: 8 MiB of `[]`
-take a second, and 0.04 s where they are skipped. So of a long body only known fields are decoded,
-each by itself: the prompt and the messages as what they must be, where the first wrong item ends
-it, and all others after a look at their size. Short bodies are decoded at once.
+Decoding holds the interpreter lock, and most of its time goes into making objects: 8 MiB of `[]`
+take a second, or 0.04 s if they are skipped. So in a long body only known fields are decoded, each
+separately. The prompt and the messages are decoded with their types, and the first wrong item ends
+that. All other fields are decoded after a check of their size. Short bodies are decoded at once.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ MAX_PROMPT_IDS = 2**20
 
 
 class _Message(msgspec.Struct):
-    """A ChatMessage whose calls are not decoded yet."""
+    """A ChatMessage whose tool calls are not decoded yet."""
 
     role: Speaker
     content: str | list[ContentPart] | None = None
@@ -32,10 +32,7 @@ class _Message(msgspec.Struct):
 
 
 def decode_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
-    """The fields of a request's body as they came; of a long one, those that are known.
-
-    Raises ApiError.
-    """
+    """Returns the fields of a body; of a long body, only the known fields. Raises ApiError."""
     try:
         if len(data) > SHORT_BODY_BYTES:
             return _long_fields(data, body_type)
@@ -58,7 +55,7 @@ def _long_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
 
 @cache
 def _undecoded(body_type: type[Body]) -> type[msgspec.Struct]:
-    """A body whose known fields are not decoded, and whose unknown ones are skipped."""
+    """A body type that leaves known fields undecoded and skips unknown ones."""
     fields = [(name, Raw, Raw()) for name in known_fields(body_type)]
     return msgspec.defstruct("UndecodedBody", fields)
 
@@ -75,7 +72,7 @@ def _decode(name: str, data: bytes) -> Any:
 
 
 def _prompt(data: bytes) -> Any:
-    """A text, token ids, or a list of one of these."""
+    """Decodes a text, token ids, or a list of one of these."""
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
     first = data[1:].lstrip()[:1]
@@ -86,7 +83,7 @@ def _prompt(data: bytes) -> Any:
     try:
         return list(msgspec.json.decode(data, type=tuple[str | list[int]]))
     except msgspec.ValidationError as error:
-        if "$" in str(error):  # it names the place
+        if "$" in str(error):  # the error names the place
             raise
         raise unsupported("prompt", "as a batch of prompts") from error
 

@@ -18,7 +18,7 @@ class ContentPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """One message. Of the tool calls of earlier turns, only the template knows what to expect."""
+    """One message. The chat template interprets tool calls of earlier turns."""
 
     role: Speaker
     content: str | list[ContentPart] | None = None
@@ -28,7 +28,7 @@ class ChatMessage(msgspec.Struct):
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """The message as chat templates know it; absent fields are left out."""
+    """Converts a message to the form of chat templates; absent fields are left out."""
     role = "system" if message.role == "developer" else message.role
     fields = {
         "role": role,
@@ -41,7 +41,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _template_calls(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Clients write the arguments as JSON in a string, templates expect what it says."""
+    """Decodes the arguments, which clients write as JSON in a string."""
     return None if calls is None else [_template_call(call) for call in calls]
 
 
@@ -51,7 +51,7 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
             try:
                 decoded = decode_value(arguments.encode(), "messages")
             except (ValueError, RecursionError):
-                return call  # text that an answer was cut short in
+                return call  # the answer was cut short inside the arguments
             return {**call, "function": {**function, "arguments": decoded}}
     return call
 

@@ -1,15 +1,14 @@
-"""What clients may ask: the OpenAI chat and completion bodies, and what each field must be.
+"""The bodies of OpenAI's chat completions and completions, with the range of each field.
 
-Pure: bytes in, a checked body or an error out. What Baton cannot do is refused by name instead of
-being ignored, since an answer without the asked-for penalty or schema is a wrong answer; fields
-that nobody knows are ignored, since clients send their own. It does not know the router or HTTP;
-what the fields about schemas, grammars and tools ask for is `router.text.structured`'s business.
+Pure: fields in, a checked body or an error out. A field that Baton cannot honour is refused by
+name, since an answer without the asked-for penalty or schema is a wrong answer. Unknown fields are
+ignored, since clients send their own. `router.text.structured` reads the fields about schemas,
+grammars and tools.
 
 Sources: OpenAI API reference, chat completions and completions; for `top_k`, `min_p`, `min_tokens`,
 `ignore_eos`, `stop_token_ids`, `repetition_penalty`, `prompt_logprobs`, `priority` and
-`cache_salt`, vLLM's OpenAI-compatible server; `slo_ttft_ms` and `slo_tpot_ms` are what llm-d's
-endpoint picker takes as headers, as fields here: so they are checked, and refused, as all others
-are.
+`cache_salt`, vLLM's OpenAI-compatible server; `slo_ttft_ms` and `slo_tpot_ms` are headers of
+llm-d's endpoint picker. Here they are fields, so that they are checked like all others.
 """
 
 import re
@@ -44,8 +43,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 
-# The values of each refused field that ask for nothing. Compared with their types: `1` is not
-# `true`.
+# The values of each refused field that ask for nothing. Types are compared too: `1` is not `true`.
 Refused = dict[str, tuple[object, ...]]
 _REFUSED: Refused = {
     "suffix": ("",),
@@ -68,17 +66,17 @@ _REFUSED: Refused = {
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides text."""
+    """OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Fields that both endpoints share; null means absent everywhere."""
+    """The fields that both endpoints share. In all fields, null means absent."""
 
     prompt_field: ClassVar[str]
-    refused: ClassVar[Refused]  # what only the other endpoint can do
+    refused: ClassVar[Refused]  # fields of the other endpoint only
 
     model: str | None = None
     stream: bool | None = None
@@ -100,7 +98,7 @@ class Body(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: TopCount | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
-    # Requests share cached prefixes only with those of the same salt, within what their keys share.
+    # Only requests with equal salts share cached prefixes, within the limits of their keys.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     slo_ttft_ms: BoundMs | None = None  # from when the request came in
@@ -114,27 +112,27 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The longest answer that the client asked for, if it said."""
+        """The longest answer that the client asked for, in tokens; None if it did not say."""
         return self.max_tokens
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each one; None: nothing is."""
+        """How many of the likeliest tokens are reported per token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_choices(self) -> int:
-        """Answers that are shown."""
+        """The number of answers shown."""
         return self.n or 1
 
     @property
     def num_candidates(self) -> int:
-        """Answers that are generated: the best are shown."""
+        """The number of answers generated, of which the best are shown."""
         return self.num_choices
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, which may be one string, several or none."""
+        """`stop` as a tuple; the field may be one string, several or none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
@@ -152,7 +150,7 @@ class ChatBody(Body, kw_only=True):
     def encode(
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The messages, and the tools that may be called, through the chat template."""
+        """The token ids of messages and tools, rendered by the chat template."""
         if not self.messages:
             raise invalid_value("messages must not be empty", "messages")
         if len(self.messages) > MAX_MESSAGES:
@@ -190,7 +188,7 @@ class CompletionBody(Body, kw_only=True):
     def encode(
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The prompt, which may be text or token ids. There are no tools here."""
+        """The token ids of the prompt, which is text or token ids."""
         prompt = _single_prompt(self.prompt)
         if not prompt:
             raise invalid_value("prompt must not be empty", "prompt")
@@ -200,7 +198,7 @@ class CompletionBody(Body, kw_only=True):
         return prompt
 
     def prompt_text(self, token_ids: Sequence[int], text: TextModel) -> str:
-        """What `echo` puts before the answer."""
+        """The text that `echo` puts before the answer."""
         prompt = _single_prompt(self.prompt)
         return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
 
@@ -219,13 +217,13 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 
 def known_fields(body_type: type[Body]) -> tuple[str, ...]:
-    """Every field that means something, also if it is refused."""
+    """All fields that have a meaning, including refused ones."""
     names = (*body_type.__struct_fields__, *_REFUSED, *body_type.refused, *STRUCTURE_FIELDS)
     return tuple(dict.fromkeys(names))
 
 
 def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
-    """The body with these fields, which are checked one by one. Raises ApiError."""
+    """Converts fields to a body and checks each. Raises ApiError."""
     _refuse_unsupported(fields, _REFUSED | body_type.refused)
     try:
         body = msgspec.convert(fields, body_type)
@@ -273,7 +271,7 @@ def _check_completion(body: CompletionBody) -> None:
 
 
 def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | list[int] | None:
-    """`prompt` is text, token ids, or a list of one of these."""
+    """Returns the only prompt: text or token ids. Raises ApiError for a batch."""
     if prompt is None or isinstance(prompt, str):
         return prompt
     ids = [item for item in prompt if isinstance(item, int)]
@@ -296,9 +294,9 @@ def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -
 
 
 def from_validation(error: msgspec.ValidationError, field: str = "") -> ApiError:
-    """msgspec says for example: Expected `int` >= 1 - at `$.max_tokens`.
+    """Converts msgspec's error, such as: Expected `int` >= 1 - at `$.max_tokens`.
 
-    `field` is the one that was decoded by itself.
+    `field` is the name of a field that was decoded separately.
     """
     text, _, path = str(error).partition(" - at `$")
     param = (field + path.rstrip("`")).lstrip(".") or None
@@ -307,6 +305,6 @@ def from_validation(error: msgspec.ValidationError, field: str = "") -> ApiError
 
 
 def unsupported(name: str, circumstance: str = "") -> ApiError:
-    """What Baton cannot do."""
+    """The error for a field that Baton cannot honour."""
     message = f"{name} is not supported {circumstance}".rstrip()
     return ApiError(message, param=name, code="unsupported_parameter")

@@ -20,9 +20,9 @@ MAX_ID_DIGITS = 10
 
 
 def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | None]) -> Structure:
-    """What the answer shall look like, as far as fields tell. Raises ApiError.
+    """Returns the structure of the answer that the fields ask for. Raises ApiError.
 
-    `router.gateway.requests.grammar_checker` tells whether its grammar can be followed.
+    `router.gateway.requests.grammar_checker` decides whether its grammar can be followed.
     """
     try:
         structure = structure_of(fields, token_of=token_of)
@@ -35,7 +35,7 @@ def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | No
 def sampling_of(
     body: Body, *, vocab_size: int, random_seed: int, grammar: Grammar | None = None
 ) -> Sampling:
-    """How tokens are chosen; `random_seed` serves where the client gave none."""
+    """The sampling parameters. `random_seed` is used if the client gave no seed."""
     seed = random_seed if body.seed is None else body.seed
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -53,12 +53,12 @@ def sampling_of(
 
 
 def nth_seed(sampling: Sampling, index: int) -> Sampling:
-    """How the tokens of one choice of several are chosen: the first one's as if it were alone."""
+    """The sampling of one of several choices. Choice 0 equals a request with one choice."""
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
 
 
 def prompt_logprobs_of(body: Body) -> int | None:
-    """How many of the likeliest tokens are wanted for each token of the prompt; None: nothing."""
+    """How many of the likeliest tokens to report per token of the prompt; None: none."""
     wanted = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
         wanted.append(body.num_top_logprobs)
@@ -66,15 +66,17 @@ def prompt_logprobs_of(body: Body) -> int | None:
 
 
 def check_num_choices(body: Body, max_choices: int) -> None:
-    """Raises ApiError if more answers are asked for than the operator allows."""
+    """Raises ApiError if the request asks for more answers than the operator allows."""
     for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
         if count > max_choices:
             raise invalid_value(f"{name} is {count}; at most {max_choices} are allowed", name)
 
 
 def priority_of(body: Body, min_priority: int) -> int:
-    """Lower is served earlier; who says nothing gets 0, or the lowest that the operator allows.
-    Raises ApiError if it is lower than that.
+    """The priority of a request; lower is served earlier.
+
+    Without the field it is 0, or `min_priority` if that is higher. Raises ApiError if the field is
+    below `min_priority`.
     """
     priority = max(0, min_priority) if body.priority is None else body.priority
     if priority < min_priority:
@@ -92,7 +94,7 @@ def limits_of(
     default_max_tokens: int | None,
     stop_token_ids: Sequence[int],
 ) -> Limits:
-    """When the answer ends; `stop_token_ids` end it besides the client's own. Raises ApiError."""
+    """The limits of the answer, with the client's and these stop tokens. Raises ApiError."""
     max_tokens = _max_tokens(body, default_max_tokens, prompt_len, context_len)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -107,7 +109,7 @@ def limits_of(
 
 
 def check_stop_token_ids(body: Body, vocab_size: int) -> None:
-    """Raises ApiError for an id that no token has."""
+    """Raises ApiError if a stop token is not in the vocabulary."""
     check_in_vocabulary(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
@@ -127,7 +129,7 @@ def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: i
 
 
 def _scored(body: Body) -> int | None:
-    """Candidates are compared by their log-probabilities, whether these are shown or not."""
+    """The number of top log-probabilities to compute; to rank candidates, at least 0."""
     if body.num_candidates > body.num_choices:
         return body.num_top_logprobs or 0
     return body.num_top_logprobs

@@ -134,7 +134,7 @@ def test_one_that_cannot_be_written_to_is_cut_off_and_others_get_all(caplog):
         assert cut == ["b"]
 
     asyncio.run(run())
-    assert "its connection ends" in caplog.text
+    assert "its connection is cut" in caplog.text
 
 
 def test_a_loop_that_is_over_is_forgotten():
