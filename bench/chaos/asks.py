@@ -1,9 +1,8 @@
 """The requests of `bench chaos`: a function of the seed. Pure.
 
-They cover everything that must survive a fault: greedy and sampled answers, several choices of one
-request, penalties and biases, grammars, log-probabilities, stop strings, both endpoints. Every
-request names its seed, so its answer is decided before it is sent. Prompts share prefixes, as those
-of an application do, so workers find parts of them in their caches.
+They cover what must survive a fault: greedy and sampled answers, several choices, penalties and
+biases, grammars, log-probabilities, stop strings, both endpoints. Each request has a seed, so that
+its answer is fixed. Prompts share prefixes, as those of an application do, so caches are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ class ChaosRequest:
 
 
 def chaos_requests(num: int, *, vocab: Sequence[int], model: str, seed: int) -> list[ChaosRequest]:
-    """So many requests, of all kinds."""
+    """Returns `num` requests, of all kinds."""
     rng = Random(f"{seed}/asks")
     prefixes = [_tokens(rng, vocab, PREFIX_LEN) for _ in range(NUM_PREFIXES)]
     preambles = [_words(rng, PREFIX_LEN) for _ in range(NUM_PREFIXES)]

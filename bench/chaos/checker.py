@@ -1,13 +1,13 @@
-"""Compares each answer with the one of the undisturbed run, and measures clients' waits. Pure.
+"""Compares each request's answer with the undisturbed one, and measures clients' waits. Pure.
 
-A request is *lost* if its last stream does not end as it must: every choice has exactly one finish
-reason and no text after it, usage comes once, then one mark of the end, and nothing else. It is
-*changed* if it ends so, but text, finish reasons, log-probabilities or usage differ from the
-undisturbed run. It is also changed if the part before a broken connection does not begin that
-answer.
+A request is *lost* if its last stream does not end correctly. Correct is: each choice has exactly
+one finish reason and nothing after it, usage comes once, then one end mark, and nothing else. A
+request is *changed* if it ends correctly, but text, finish reasons, log-probabilities or usage
+differ from the undisturbed run. It is changed too if the part before a broken connection does not
+begin that answer.
 
 A connection may break only if a gateway process was killed, or stood still until it was replaced.
-Otherwise the request counts as lost, even if the client asked again.
+Otherwise the request counts as lost, even if the client repeated it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from bench.chaos.streams import ReceivedStream, ReceivedUsage
 
 NOTICED_S = 0.5  # a fault may have caused a gap that begins this long before its report
 SILENCE_S = 0.5  # a fault affects a stream that is silent for this long across it
-BREAKS_WITHIN_S = 1.0  # of a gateway's end: its clients are on the same machine
+BREAKS_WITHIN_S = 1.0  # after a gateway's end: its clients are on the same machine
 REPLACED_AFTER_S = 10.0  # of silence of a gateway: after 5 it is missed, after 5 more ended
 QUIET_BEFORE_S = (
     1.0  # a longer silence means that it stood still: it sends something twice a second
@@ -29,7 +29,7 @@ QUIET_BEFORE_S = (
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSaid:
-    """All that one choice said."""
+    """The whole content of one choice."""
 
     text: str
     finish: str
@@ -54,7 +54,7 @@ class RequestEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestVerdict:
-    """An end, and what is wrong with it."""
+    """The result of a request, and what is wrong with it."""
 
     end: RequestEnd
     reason: str = ""
@@ -62,19 +62,19 @@ class RequestVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Injected:
-    """A fault that took place. `begun_s` and `ended_s` are of the clock of the streams."""
+    """A fault that happened; its times are on the clock of the streams."""
 
     kind: FaultKind
     victim: str
     begun_s: float
     ended_s: float
     detail: str = ""
-    failure: str | None = None  # what kept it from being what it was to be
+    failure: str | None = None  # why the fault was not carried out fully
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The longest silence in the middle of a request, and the fault that came with it."""
+    """The longest silence inside an answer, and the fault at that time."""
 
     seconds: float
     fault: Injected | None = None
@@ -183,7 +183,7 @@ def _difference(expected: Reply, found: Reply) -> str | None:
 
 
 def gaps(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
-    """When the silences between a request's pieces began and ended, lost connections included."""
+    """Returns begin and end of the silences between a request's pieces, across connections."""
     times_s = [piece.at_s for stream in streams for piece in stream.pieces]
     return list(pairwise(times_s))
 
@@ -229,13 +229,13 @@ def _is_hit(streams: Sequence[ReceivedStream], fault: Injected) -> bool:
 
 
 def _waits(streams: Sequence[ReceivedStream]) -> list[tuple[float, float]]:
-    """From when a request was first sent to its first piece."""
+    """Returns the time from first sending a request to its first piece."""
     first = next((piece.at_s for stream in streams for piece in stream.pieces), None)
     return [] if first is None else [(streams[0].sent_s, first)]
 
 
 def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | None:
-    """The first fault that began in a gap, or shortly before it; else one that went on then."""
+    """Returns the first fault that began in a gap or shortly before, else one that lasted then."""
     begun_s, ended_s = gap
     began = [f for f in faults if begun_s - NOTICED_S <= f.begun_s <= ended_s]
     went_on = [f for f in faults if f.begun_s <= ended_s and begun_s <= f.ended_s]
@@ -255,8 +255,9 @@ class Books:
 
 
 def leaked(books: Sequence[Books]) -> tuple[int, int]:
-    """Blocks that are neither free nor cached, and leases that are open. More free blocks than
-    there are is as wrong as fewer.
+    """Returns blocks that are neither free nor cached, and open leases.
+
+    More free blocks than there are count as leaks too.
     """
     blocks = sum(abs(one.num_blocks - one.num_free) for one in books)
     return blocks, sum(one.open_leases for one in books)

@@ -1,4 +1,4 @@
-"""`baton bench chaos`: its options, and what is printed and written."""
+"""The command `baton bench chaos`: its options and its report."""
 
 from typing import Annotated
 
@@ -27,8 +27,8 @@ WITHOUT_ROOT = ",".join(kind for kind in FaultKind if kind is not FaultKind.PART
 def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
     *,
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 1000,
-    rate: Annotated[float, typer.Option(help="Requests/s, whatever happens.")] = 4.0,
-    kill_every: Annotated[float, typer.Option(help="Seconds from kill to kill.")] = 5.0,
+    rate: Annotated[float, typer.Option(help="Requests/s, kept up during faults.")] = 4.0,
+    kill_every: Annotated[float, typer.Option(help="Seconds between kills.")] = 5.0,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
     gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 2,
@@ -44,7 +44,7 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
     json: JsonOption = None,
 ) -> None:
     """Kill, stop, slow down and cut off services under load; exit 1 if a request or a block is
-    lost, or a fault that was to come did not.
+    lost, or if a planned kind of fault did not happen.
     """
     with printed_errors():
         plan = check(

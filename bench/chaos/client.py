@@ -1,9 +1,9 @@
-"""A client that asks again for what a broken connection lost.
+"""A client that repeats a request if its connection breaks.
 
-A gateway process that dies takes its connections with it. The client connects again, which leads to
-another process, and sends the same request with the same seed. The answer is the same, so the part
-that was read before is skipped. Nothing else is ever repeated: a refusal, an error or an early end
-of a stream is the server's answer.
+A gateway process that dies takes its connections with it. The client then connects again, which
+leads to another process, and sends the same request with the same seed. The answer is the same, so
+the part that was read before is skipped. Nothing else is repeated: a refusal, an error or a stream
+that ends early is the server's answer.
 """
 
 import aiohttp
@@ -25,7 +25,7 @@ class ReconnectingClient:
         self._clock = clock
 
     async def ask(self, ask: ChaosRequest) -> list[ReceivedStream]:
-        """All streams of a request: only the last can be whole."""
+        """Returns all streams of a request; only the last can be complete."""
         streams = [await self._send(ask)]
         while streams[-1].is_broken and len(streams) < MAX_SENDS:
             streams.append(await self._send(ask))

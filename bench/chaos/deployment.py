@@ -1,4 +1,4 @@
-"""The deployment under chaos as its operator sees it: the admin API, and a list of processes."""
+"""The deployment under chaos, seen through its admin API and its list of processes."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ ORDER_TIMEOUT_S = 5.0
 
 
 class OrderFailed(BatonError):
-    """The controller did not take an order, with its reason."""
+    """The controller refused an order; the message has its reason."""
 
 
 class SeenWorker(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class SeenGateway(msgspec.Struct, frozen=True):
 
 
 class SeenPools(msgspec.Struct, frozen=True):
-    """The pools."""
+    """The pools in the admin API."""
 
     settled: bool
     version: int
@@ -76,7 +76,7 @@ class SeenPools(msgspec.Struct, frozen=True):
 
     @property
     def by_name(self) -> dict[str, SeenWorker]:
-        """Workers."""
+        """Workers by their id."""
         return {worker.worker_id: worker for worker in self.workers}
 
 
@@ -93,11 +93,11 @@ class Mark:
     """A variable in the environment of all processes of one deployment."""
 
     value: str
-    run_dir: Path  # where it says how its operator reaches it
+    run_dir: Path  # holds the address of the admin API
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """To start it with."""
+        """The variables to start the deployment with."""
         return {
             MARK: self.value,
             STARTED_BY: str(os.getpid()),
@@ -127,31 +127,31 @@ class DisturbedDeployment:
         return self._served.pid
 
     def open(self) -> None:
-        """Learns how the admin API is reached."""
+        """Reads the address of the admin API."""
         (path,) = self._mark.run_dir.glob("*.json")
         self._access = msgspec.json.decode(path.read_bytes(), type=_Access)
 
     async def look(self) -> SeenPools:
-        """The pools as the controller knows them now; nothing of them where it does not answer."""
+        """Returns the pools as the controller sees them; `NOTHING` if it does not answer."""
         try:
             return msgspec.json.decode(await self._call("GET", "/v1/pools"), type=SeenPools)
         except OrderFailed:
             return NOTHING
 
     async def flip(self, worker: str, role: Role) -> None:
-        """Orders it. Raises OrderFailed."""
+        """Sends the order for a worker. Raises OrderFailed."""
         await self._call("POST", f"/v1/workers/{worker}/flip", {"role": str(role)})
 
     async def drain(self, worker: str) -> None:
-        """Orders it. Raises OrderFailed."""
+        """Sends the order for a worker. Raises OrderFailed."""
         await self._call("POST", f"/v1/workers/{worker}/drain")
 
     async def set_pools(self, prefill: int, decode: int) -> None:
-        """Orders so many workers of each. Raises OrderFailed."""
+        """Orders the sizes of the pools. Raises OrderFailed."""
         await self._call("POST", "/v1/pools", {"prefill": prefill, "decode": decode})
 
     async def set_planner(self, mode: PlannerMode) -> None:
-        """Orders what becomes of the planner's proposals. Raises OrderFailed."""
+        """Sets the planner's mode. Raises OrderFailed."""
         await self._call("POST", "/v1/planner", {"mode": mode})
 
     async def _call(self, method: str, path: str, body: object = None) -> bytes:
@@ -190,7 +190,7 @@ class DisturbedDeployment:
             return True
 
     def marked(self, proc: Path = PROC) -> dict[int, str]:
-        """Command lines of all that descends from it and lives, by process id."""
+        """Returns the command lines of the deployment's live processes, by process id."""
         found = {}
         mark = f"{MARK}={self._mark.value}".encode()
         for path in proc.glob("[0-9]*"):
@@ -198,12 +198,12 @@ class DisturbedDeployment:
                 if mark in (path / "environ").read_bytes().split(b"\0"):
                     command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                     found[int(path.name)] = command.strip()
-            except OSError:  # it has ended, or is not ours
+            except OSError:  # it has ended, or belongs to another user
                 continue
         return found
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Interrupts the command, as Ctrl-C does."""
         os.kill(self._served.pid, signal.SIGINT)
 
     def has_ended(self) -> bool:

@@ -1,7 +1,7 @@
-"""Injects faults into a deployment, one after the other, and records their outcomes.
+"""Injects faults into a deployment, one after the other, and keeps their results.
 
-The possible victims are a pure function of what the controller knows (`candidates`). Signals go to
-services of the deployment only. Orders go to its controller, like those of an operator.
+The possible victims of a fault are a pure function of the controller's view (`candidates`). Signals
+go only to processes of the deployment. Orders go to its controller, as an operator's do.
 """
 
 import asyncio
@@ -23,19 +23,19 @@ from engine.messages import Role
 RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
 ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
-CONTROLLER = "controller"  # its name among victims
+CONTROLLER = "controller"  # the controller's name among victims
 RAREST_FIRST = 0.5  # share of its time for which a fault waits until the rarest kind is possible
 
 
 class FaultFailed(BatonError):
-    """A fault could not be injected, or not be undone."""
+    """A fault could not be injected or undone."""
 
 
 class Injector(Protocol):
-    """Does some kinds of things to a victim, and undoes what is to be undone."""
+    """Injects some kinds of faults into a victim, and undoes them."""
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Returns when it is over, with what is to be told of it. Raises FaultFailed."""
+        """Returns a detail for the report, when the fault is over. Raises FaultFailed."""
         ...
 
 
@@ -70,14 +70,14 @@ def pid_of(name: str, seen: SeenPools) -> int | None:
 
 
 class Signals:
-    """Faults that need no more than a signal."""
+    """Faults by signals."""
 
     def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Kills, stops or slows."""
+        """Kills, stops or slows down a process."""
         if fault.kind is FaultKind.SLOW:
             await self._slow(pid, fault.seconds)
         elif fault.kind in STOPS:
@@ -98,7 +98,9 @@ class Signals:
             return self._deployment.is_gone(pid)
 
         if not await holds_within(is_gone, GONE_WITHIN_S, self._clock):
-            raise FaultFailed(f"process {pid} was killed and is there after {GONE_WITHIN_S:g} s")
+            raise FaultFailed(
+                f"process {pid} was killed but still exists after {GONE_WITHIN_S:g} s"
+            )
 
     async def _stop(self, pid: int, lasts_s: float) -> None:
         self._send(pid, signal.SIGSTOP)
@@ -119,7 +121,7 @@ class Signals:
 
 
 class Cuts:
-    """Faults of the network around a worker that is in a place of its own."""
+    """Faults of the network around a worker in its own network place."""
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
         """Cuts off a worker, and any worker that takes its place meanwhile.
@@ -130,12 +132,12 @@ class Cuts:
             with netns.cut_off(victim, pid):
                 await pause(fault.seconds)
         except (OSError, netns.CommandFailed) as error:
-            raise FaultFailed(f"its network was not cut, or not healed: {error}") from error
+            raise FaultFailed(f"the network was not cut or not healed: {error}") from error
         return ""
 
 
 class Orders:
-    """Faults that an operator could ask for: of roles."""
+    """Faults by orders of an operator: changes of roles."""
 
     def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
@@ -151,7 +153,7 @@ class Orders:
         try:
             seen = (await self._deployment.look()).by_name.get(victim)
             if seen is None or seen.role is None:
-                raise FaultFailed("nobody knows its role")
+                raise FaultFailed("its role is unknown")
             try:
                 await self._order(fault.kind, victim, seen.role)
                 took_s = self._clock.now_s() - begun_s
@@ -164,7 +166,7 @@ class Orders:
         return f"took {took_s:.1f} s"
 
     async def _order(self, kind: FaultKind, victim: str, role: Role) -> None:
-        """Takes its role from it, and waits until that is done. Raises OrderFailed, FaultFailed."""
+        """Changes the role and waits for it. Raises OrderFailed, FaultFailed."""
         if kind is FaultKind.FLIP:
             other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
             await self._deployment.flip(victim, other)
@@ -193,7 +195,7 @@ class Orders:
             await self._deployment.flip(victim, role)
 
     async def _until(self, victim: str, state: str, role: Role) -> None:
-        """Waits until it has the role and holds nothing of another. Raises FaultFailed."""
+        """Waits until the worker is in this state and role. Raises FaultFailed."""
 
         async def has_come() -> bool:
             worker = (await self._deployment.look()).by_name.get(victim)
@@ -222,7 +224,7 @@ class Director:
         self._counts: Counter[FaultKind] = Counter()
         self._waiting: list[Fault] = []  # faults that wait for a victim
         self._held: set[str] = set()
-        self._killed: dict[str, int] = {}  # process ids of those that are to come back as others
+        self._killed: dict[str, int] = {}  # old process ids of services that are being replaced
         self.injected: list[Injected] = []
         self.skipped: list[Fault] = []
 
@@ -287,7 +289,7 @@ class Director:
     async def _inject(self, fault: Fault, victim: str, pid: int) -> None:
         begun_s, failure = self._clock.now_s(), None
         if fault.kind in (FaultKind.KILL, FaultKind.GATEWAY):
-            self._killed[victim] = pid  # until it is known of: it is listed for a moment yet
+            self._killed[victim] = pid  # until the controller notices; it is still listed
         detail = ""
         try:
             detail = await self._injectors[fault.kind].inject(fault, victim, pid)

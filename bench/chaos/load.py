@@ -1,4 +1,4 @@
-"""Sends what is asked: undisturbed, to learn the answers, and at a pace that nothing changes."""
+"""Sends requests: undisturbed, to learn the answers, and at a fixed rate."""
 
 import asyncio
 from collections import deque
@@ -22,7 +22,7 @@ class NotUndisturbed(BatonError):
 async def undisturbed(
     client: ReconnectingClient, asked: Sequence[ChaosRequest]
 ) -> list[ReceivedStream]:
-    """Every answer. Raises NotUndisturbed if there is one that is not whole."""
+    """Returns every answer. Raises NotUndisturbed if an answer is not complete."""
     waiting = deque(enumerate(asked))
     found: dict[int, ReceivedStream] = {}
 
@@ -43,7 +43,7 @@ async def undisturbed(
 async def open_loop(
     client: ReconnectingClient, asked: Sequence[ChaosRequest], due_s: Sequence[float], clock: Clock
 ) -> list[list[ReceivedStream]]:
-    """All streams of each request, sent when it is due, whatever came of those before."""
+    """Sends each request when it is due, whatever happened to earlier ones; returns all streams."""
     start_s = clock.now_s()
     async with asyncio.TaskGroup() as group:
         tasks = []

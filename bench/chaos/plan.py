@@ -30,8 +30,8 @@ from engine.config import Transport
 from engine.errors import ConfigError
 
 QUICK_REQUESTS = 60
-LASTS_S = (1.5, 4.0)  # a fault that ends by itself
-LONG_SILENCE_S = 12.0  # longer than a silent peer is believed to be alive
+LASTS_S = (1.5, 4.0)  # of a fault that ends by itself
+LONG_SILENCE_S = 12.0  # longer than a silent peer counts as alive
 LONG_SILENCES = 0.25  # share of all stops and partitions
 FIRST_AT = 0.5  # of `every_s`: after the first requests have begun
 MARGIN = (0.3, 0.7)  # where between two kills another fault comes
@@ -74,7 +74,7 @@ class Fault:
 
     @property
     def seconds(self) -> float:
-        """For how long it lasts."""
+        """Seconds that the fault lasts."""
         if self.kind in SILENCES:
             return self.silent_s
         return self.lasts_s if self.kind in LASTING else 0.0
@@ -82,7 +82,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ChaosPlan:
-    """All that is to be done."""
+    """The load, the deployment and the kinds of faults."""
 
     num_requests: int = 1000
     rate_per_s: float = 4.0
@@ -111,36 +111,36 @@ class ChaosPlan:
 
 
 def check(plan: ChaosPlan) -> ChaosPlan:
-    """The plan itself. Raises ConfigError where nothing could be learned from it."""
+    """Returns the plan. Raises ConfigError if it could show nothing."""
     if not plan.kinds:
         raise ConfigError("chaos needs at least one kind of fault")
     if OF_GATEWAYS & set(plan.kinds) and plan.gateways < 2:
-        raise ConfigError("a gateway process can only be hit where there is another one")
+        raise ConfigError("a gateway process can be hit only if there is another one")
     if not min(plan.rate_per_s, plan.every_s) > 0:
         raise ConfigError("the rate and the time between faults must be above 0")
     if min(plan.prefill, plan.decode) < 1 or max(plan.prefill, plan.decode) < 2:
-        raise ConfigError("no worker may fail where each is the only one of its pool")
+        raise ConfigError("one pool needs at least two workers, or no worker may fail")
     return plan
 
 
 def quick(plan: ChaosPlan) -> ChaosPlan:
-    """So few requests that all is over in 50 s."""
+    """Returns a plan with few requests, which takes under 50 s."""
     return replace(plan, num_requests=min(plan.num_requests, QUICK_REQUESTS))
 
 
 def due_times_s(plan: ChaosPlan) -> list[float]:
-    """When each request is due, from the begin of the load."""
+    """Returns when each request is due, in seconds from the begin of the load."""
     rng = Random(f"{plan.seed}/arrivals")
     return arrival_times_s(plan.rate_per_s, plan.num_requests, burstiness=1.0, rng=rng)
 
 
 def faults_of(plan: ChaosPlan) -> tuple[Fault, ...]:
-    """Every fault in the order in which it comes: a function of the plan."""
+    """Returns all faults in order: a function of the plan."""
     rng = Random(f"{plan.seed}/faults")
     others = [kind for kind in plan.kinds if kind is not FaultKind.KILL]
     kills = FaultKind.KILL in plan.kinds
     faults = []
-    deck: list[FaultKind] = []  # all other kinds come before one comes again
+    deck: list[FaultKind] = []  # each kind comes once before any repeats
     at_s = FIRST_AT * plan.every_s
     while at_s < plan.duration_s:
         if kills:
@@ -182,7 +182,7 @@ def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
 
 
 def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """Returns the plan flat, as a report records it."""
     return {
         "num_requests": plan.num_requests,
         "rate_per_s": plan.rate_per_s,

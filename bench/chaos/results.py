@@ -1,21 +1,21 @@
-"""What a run of `bench chaos` amounts to. Pure.
+"""The figures of a run of `bench chaos`. Pure.
 
 | result                       | unit |                                                           |
 |------------------------------|------|-----------------------------------------------------------|
 | lost, changed                | req  | see `bench.chaos.checker`                                 |
-| leaked_blocks, leaked_leases |      | that workers hold when nobody asks for anything any more  |
+| leaked_blocks, leaked_leases |      | that idle workers still hold after the load               |
 | leaked_processes             |      | alive after the deployment was ended                      |
 | unsettled                    |      | 1: the pools did not become what they were before         |
-| missing                      |      | kinds of faults that had their turn and hit nobody        |
+| missing                      |      | planned kinds of faults that hit no service               |
 | longest_stall_s              | s    | longest time between two chunks of any stream             |
 | longest_first_s              | s    | longest time to a first chunk                             |
 | calm_stall_s                 | s    | as longest_stall_s, undisturbed                           |
 | mean_e2e_s                   | s    | of an answer, from when it was first asked for            |
 | retried                      | req  | that the router placed more than once                     |
-| reconnected                  | req  | whose clients had to ask again: a gateway was killed      |
+| reconnected                  | req  | that were sent again, since a gateway was killed          |
 | injected/KIND                |      | faults                                                    |
-| skipped                      |      | faults that could hit nobody without taking the last      |
-| unfinished                   |      | faults that failed: an order that was not carried out     |
+| skipped                      |      | faults without a possible victim                          |
+| unfinished                   |      | faults that failed, such as orders not carried out        |
 | affected/KIND                | req  | that were silent across a fault, placed or sent again     |
 | outage_mean_s, outage_max_s  | s    | how long a worker was gone, as the controller saw         |
 """
@@ -46,7 +46,7 @@ NEAR_S = 20.0  # faults this close to a request are reported with it
 
 
 def figures_of(run: ChaosRun) -> dict[str, Figure]:
-    """Every figure of one run."""
+    """Returns all figures of one run."""
     kinds = Counter(fault.kind for fault in run.injected)
     hit = affected(run.streams, run.injected)
     firsts_s = [s[0].at_s - t for s, t in ((_pieces(r), r[0].sent_s) for r in run.streams) if s]
@@ -85,7 +85,7 @@ def figures_of(run: ChaosRun) -> dict[str, Figure]:
 
 
 def results(run: ChaosRun) -> tuple[Result, ...]:
-    """The figures as a report has them."""
+    """Returns the figures as results of a report."""
     return results_of([figures_of(run)])
 
 
@@ -106,7 +106,7 @@ def has_passed(found: Sequence[Result]) -> bool:
 
 def complaints(run: ChaosRun) -> list[str]:
     """Describes what went wrong, with enough of it to look for the reason."""
-    lines = [f"{kind}: asked for, and hit nobody" for kind in missing(run)]
+    lines = [f"{kind}: requested, but hit no service" for kind in missing(run)]
     for end in (RequestEnd.LOST, RequestEnd.CHANGED):
         numbers = run.requests_of(end)
         lines += [
@@ -129,7 +129,7 @@ def complaints(run: ChaosRun) -> list[str]:
 
 
 def _faults_of(run: ChaosRun, number: int) -> str:
-    """When its streams were sent and ended, and what befell gateways about then: seconds."""
+    """Returns the times of a request's streams and of gateways' faults near them, in seconds."""
     streams = run.streams[number]
     begun_s = streams[0].sent_s
     told = [f"sent {s.sent_s - begun_s:.1f}..{s.ended_s - begun_s:.1f}" for s in streams]
@@ -142,8 +142,9 @@ def _faults_of(run: ChaosRun, number: int) -> str:
 
 
 def story(run: ChaosRun) -> list[str]:
-    """The longest stall, the fault that came with it, and whether that is good enough; of a run
-    that is too short to judge by, which kinds of faults it did without.
+    """Returns lines on the longest stall, its fault and its goal.
+
+    A run that is too short to judge names the kinds of faults that it lacked.
     """
     stall = longest_stall(run.streams, run.injected)
     cause = "no fault" if stall.fault is None else f"{stall.fault.kind} of {stall.fault.victim}"
@@ -151,7 +152,7 @@ def story(run: ChaosRun) -> list[str]:
     if is_full(run.plan):
         verdict = "met" if stall.seconds <= STALL_GOAL_S else "MISSED"
         return [f"{line}; goal of {STALL_GOAL_S:g} s {verdict}"]
-    return [line, f"too short for all kinds of faults; did without: {', '.join(_absent(run))}"]
+    return [line, f"too short for all kinds of faults; missing: {', '.join(_absent(run))}"]
 
 
 def _absent(run: ChaosRun) -> list[FaultKind]:

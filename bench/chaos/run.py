@@ -1,4 +1,4 @@
-"""The shell of `bench chaos`: a real deployment, the requests undisturbed, then among faults."""
+"""Runs `bench chaos`: a real deployment plays requests undisturbed, then with faults."""
 
 import asyncio
 import secrets
@@ -47,13 +47,13 @@ WHOLE_WITHIN_S = 60.0  # all workers are back and idle
 STEADY_S = 2.5  # workers report once a second
 STEADY_AFTER_S = 5.0  # of work; a service killed later does not count as one that cannot start
 GONE_WITHIN_S = 60.0
-GONE_AFTER_S = 5.0  # what the end of the command does not wait for
+GONE_AFTER_S = 5.0  # for processes that the command does not wait for
 WATCH_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A worker that was not there, as the controller saw it."""
+    """An absence of a worker, as the controller saw it."""
 
     worker: str
     seconds: float
@@ -65,14 +65,14 @@ class LeftBehind:
 
     blocks: int
     leases: int
-    is_whole: bool = True  # all workers are there again, and nothing is under way
+    is_whole: bool = True  # all workers are back and idle
     processes: tuple[str, ...] = ()
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosRun:
-    """All that happened."""
+    """The result of a run."""
 
     plan: ChaosPlan
     asked: tuple[ChaosRequest, ...]
@@ -184,7 +184,7 @@ async def _measure(
 
 
 async def _end(deployment: DisturbedDeployment, clock: Clock) -> list[str]:
-    """Ends the deployment as a user does; processes that outlive it."""
+    """Ends the deployment as a user does; returns the processes that outlive it."""
 
     async def ended() -> bool:
         return deployment.has_ended()
@@ -199,7 +199,7 @@ async def _end(deployment: DisturbedDeployment, clock: Clock) -> list[str]:
 
 
 class _Bookkeeper:
-    """Waits for the pools to be as they are wanted, and finds what is missing."""
+    """Waits until the pools are complete and idle, and finds leaks."""
 
     def __init__(self, deployment: DisturbedDeployment, plan: ChaosPlan, clock: Clock) -> None:
         self._deployment = deployment
@@ -207,9 +207,7 @@ class _Bookkeeper:
         self._clock = clock
 
     async def settle(self, steady_s: float = 0.0) -> None:
-        """Waits until all is there and nothing is held, and has been so for `steady_s`; no longer
-        than that may take at most.
-        """
+        """Waits until the pools have been complete and idle for `steady_s`, up to a limit."""
         since_s: float | None = None
 
         async def is_steady() -> bool:
@@ -232,7 +230,7 @@ class _Bookkeeper:
 
 
 def books_of(worker: SeenWorker) -> Books:
-    """Its blocks and leases."""
+    """Returns a worker's blocks and leases."""
     return Books(worker.num_blocks, worker.free_blocks, worker.open_leases)
 
 
@@ -249,7 +247,7 @@ def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
 
 
 class _Watch:
-    """Looks which workers do what they are there for, again and again, until it is cancelled."""
+    """Watches for absent workers until it is cancelled."""
 
     def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
         self._deployment = deployment
@@ -258,7 +256,7 @@ class _Watch:
         self.outages: list[Outage] = []
 
     async def run(self) -> None:
-        """Never returns."""
+        """Polls the pools for ever."""
         while True:
             now_s = self._clock.now_s()
             for worker in (await self._deployment.look()).workers:

@@ -16,7 +16,7 @@ from bench.client.sse import SseParser
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPiece:
-    """A part of one choice that came at once. `logprobs` are of its tokens, where asked for."""
+    """A part of one choice from one event; `logprobs` are of its tokens, if requested."""
 
     at_s: float
     choice: int
@@ -27,7 +27,7 @@ class ReceivedPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedUsage:
-    """Tokens as the server counted them. Cached ones depend on earlier requests: left out."""
+    """Tokens as the server counted them, without cached ones, which depend on earlier requests."""
 
     prompt_tokens: int | None
     completion_tokens: int | None
@@ -35,21 +35,21 @@ class ReceivedUsage:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStream:
-    """An answer, or as much of it as came. `failure` says why there is no more."""
+    """An answer, or the part that arrived; `failure` says why the rest is missing."""
 
     sent_s: float
     ended_s: float
     pieces: tuple[ReceivedPiece, ...] = ()
     usages: tuple[ReceivedUsage, ...] = ()
-    num_done: int = 0  # marks of the end
-    num_after_done: int = 0  # events after it
-    num_attempts: int = 1  # that the router needed
+    num_done: int = 0  # end marks
+    num_after_done: int = 0  # events after the end mark
+    num_attempts: int = 1  # placements by the router
     failure: str | None = None
     is_broken: bool = False  # the connection ended before the answer did
 
 
 class StreamReader:
-    """Reads one answer: `feed` for every piece of the body, then one of the others, once."""
+    """Reads one answer: call `feed` for each piece of the body, then one other method once."""
 
     def __init__(self, sent_s: float) -> None:
         self._sent_s = sent_s
@@ -67,15 +67,15 @@ class StreamReader:
             self._take(event.data, now_s)
 
     def finish(self, now_s: float) -> ReceivedStream:
-        """The connection ended as it should."""
+        """Returns the stream after the connection ended normally."""
         return self._stream(now_s, self._failure, is_broken=False)
 
     def refuse(self, why: str, now_s: float) -> ReceivedStream:
-        """There is no answer, or no more of it."""
+        """Returns the stream after the server refused or the request timed out."""
         return self._stream(now_s, self._failure or why, is_broken=False)
 
     def fail(self, why: str, now_s: float) -> ReceivedStream:
-        """The connection broke."""
+        """Returns the stream after the connection broke."""
         return self._stream(now_s, self._failure or why, is_broken=True)
 
     def _stream(self, now_s: float, failure: str | None, *, is_broken: bool) -> ReceivedStream:

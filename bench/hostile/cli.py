@@ -1,4 +1,4 @@
-"""`baton bench hostile`: its options, and what is printed and written."""
+"""The command `baton bench hostile`: its options and its report."""
 
 from typing import Annotated
 

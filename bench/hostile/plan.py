@@ -27,7 +27,7 @@ MAX_PAUSE_S = 0.25  # of an honest stream, on a machine that does nothing else
 
 @dataclass(frozen=True, slots=True)
 class HostilePlan:
-    """All that is to be done."""
+    """The sizes of the waves, and the honest streams."""
 
     num_bodies: int = 50_000
     num_slow: int = 2_000

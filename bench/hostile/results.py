@@ -1,4 +1,4 @@
-"""What a storm of hostile clients amounts to. Pure.
+"""The figures of `bench hostile`. Pure.
 
 | result                 | unit |                                                                |
 |------------------------|------|----------------------------------------------------------------|
@@ -54,7 +54,7 @@ def results(run: HostileRun) -> tuple[Result, ...]:
 
 
 def growth(run: HostileRun, kind: str) -> float:
-    """By what share memory has grown; negative where it shrank."""
+    """Returns the growth of memory as a share; negative if it shrank."""
     return run.memory.after[kind] / run.memory.before[kind] - 1
 
 

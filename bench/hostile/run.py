@@ -1,4 +1,4 @@
-"""The shell of `bench hostile`: a real deployment, honest streams, and three hostile waves."""
+"""Runs `bench hostile`: a real deployment, honest streams, and three hostile waves."""
 
 import os
 import secrets
@@ -58,7 +58,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Private memory, before what is measured and after it. Bytes."""
+    """Private memory in bytes, before and after the measured waves."""
 
     before: dict[str, int]
     after: dict[str, int]
@@ -66,7 +66,7 @@ class MemorySample:
 
 @dataclass(frozen=True, slots=True)
 class HostileRun:
-    """All that happened."""
+    """The result of a run."""
 
     phases: tuple[Phase, ...]
     heard: Heard
@@ -203,7 +203,7 @@ class _Timed:
 
 @contextmanager
 def _honest(url: str, num_streams: int, heard: Heard) -> Iterator[None]:
-    """Honest streams run inside; what they tell is heard when they have ended."""
+    """Runs honest streams inside the block; their reports are read at its end."""
     child = ChildProcess(
         [sys.executable, "-m", HONEST, url, str(num_streams)],
         on_stdout=lambda line: _hear(line, heard),
@@ -229,7 +229,7 @@ def _memory(served: ServedDeployment) -> dict[str, int]:
 
 
 async def _settle(deployment: DisturbedDeployment, clock: Clock) -> None:
-    """Waits until no worker has held anything for a while; at most so long."""
+    """Waits until all workers have been idle for a while, up to a limit."""
     since_s: float | None = None
 
     async def is_steady() -> bool:

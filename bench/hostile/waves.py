@@ -1,4 +1,4 @@
-"""The hostile clients of `bench hostile`: what they send, and what becomes of it."""
+"""The hostile clients of `bench hostile`, and the results of their requests."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ class Outcomes:
 
 
 def is_wrong(status: Status) -> bool:
-    """A server may be busy, and a client may leave; nothing else excuses it."""
+    """Whether a status is a server error other than 503, or a broken connection."""
     if isinstance(status, str):
         return status == "broken"
     return status >= 500 and status != 503
@@ -125,7 +125,7 @@ class Slow:
 async def drip(
     session: aiohttp.ClientSession, url: str, num: int, *, lasting_s: float, clock: Clock
 ) -> Slow:
-    """Opens connections that say little for so long, and asks honestly meanwhile."""
+    """Keeps slow connections open, and sends honest requests meanwhile."""
     slow = Slow()
     host, port = _place(url)
     end_s = clock.now_s() + lasting_s

@@ -1,4 +1,4 @@
-"""What the measured streams of `bench interference` amount to. Pure.
+"""The figures of `bench interference`. Pure.
 
 | result                    | unit      |                                                       |
 |---------------------------|-----------|-------------------------------------------------------|
@@ -66,7 +66,7 @@ class InterferenceRun:
 
     @property
     def loaded_share(self) -> float:
-        """For how much of the window any prompt was under way."""
+        """Share of the window in which any prompt was open."""
         begin_s, end_s = self.window_s
         under_way_s, until_s = 0.0, begin_s
         for prompt in sorted(self.prompts, key=lambda prompt: prompt.sent_s):

@@ -1,4 +1,4 @@
-"""The shell of `bench interference`: real deployments, streams through their gateways, a load.
+"""Runs `bench interference`: real deployments, streams through their gateways, and a load.
 
 Times are taken at the client. It shares the cores with what it measures, and so do the gateways, so
 the CPU time of both is reported. Each worker has one compute thread.
@@ -49,7 +49,7 @@ Send = Callable[[bytes], Awaitable[Answer | Failure]]
 
 
 class RunBroken(BatonError):
-    """A run of which nothing can be told, with what went wrong in it."""
+    """A run without usable figures; holds its failures."""
 
     def __init__(self, what: str, failures: Sequence[Failure]) -> None:
         kinds = kinds_with_example(failures)
@@ -60,7 +60,7 @@ class RunBroken(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """A deployment, and how it is asked."""
+    """A deployment and its client."""
 
     served: ServedDeployment
     send: Send
@@ -178,7 +178,7 @@ async def run_beside(
     async def loader() -> None:
         while not ended.is_set():
             others.append(result := await send(next(load)))
-            if isinstance(result, Failure):  # else who is refused would ask without a pause
+            if isinstance(result, Failure):  # or a refused loader would repeat without a pause
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), FAILED_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""`baton bench moves`: its options, and what is printed and written."""
+"""The command `baton bench moves`: its options and its report."""
 
 from typing import Annotated
 

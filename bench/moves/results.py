@@ -1,4 +1,4 @@
-"""What moves amount to. Pure.
+"""The figures of `bench moves`. Pure.
 
 | result        | unit |                                                                       |
 |---------------|------|-----------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""The shell of `bench moves`: a real deployment, streams through its gateway, and an operator."""
+"""Runs `bench moves`: a real deployment, streams through its gateway, and an operator."""
 
 import asyncio
 import secrets
@@ -33,7 +33,7 @@ DECODERS = ("decode-0", "decode-1")
 
 
 class NotFlipped(BatonError):
-    """A worker did not become what it was ordered to be."""
+    """A worker did not take the ordered role."""
 
 
 def measure(plan: MovesPlan, say: Say = say_nothing) -> list[MovesRun]:

@@ -104,7 +104,7 @@ def test_a_victim_is_drawn_from_all_who_may_be_hit():
         ({"kinds": ()}, "at least one kind"),
         ({"gateways": 1}, "another one"),
         ({"rate_per_s": 0.0}, "above 0"),
-        ({"prefill": 1, "decode": 1}, "the only one of its pool"),
+        ({"prefill": 1, "decode": 1}, "at least two workers"),
     ],
 )
 def test_a_plan_that_can_show_nothing_is_refused(changes, message):

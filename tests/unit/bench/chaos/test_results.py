@@ -60,14 +60,14 @@ def test_a_fault_that_failed_is_told_of_and_fails_the_run():
 def test_a_kind_that_had_its_turn_and_hit_nobody_is_named_and_fails_the_run():
     run = replace(RUN, injected=RUN.injected[:2])
     assert not has_passed(results(run))
-    assert complaints(run) == ["drain: asked for, and hit nobody"]
+    assert complaints(run) == ["drain: requested, but hit no service"]
 
 
 def test_a_run_too_short_for_all_kinds_needs_one_fault_and_says_what_it_did_without():
     plan = quick(replace(RUN.plan, num_requests=20))
     run = replace(RUN, plan=plan, injected=RUN.injected[:1])
     assert has_passed(results(run))
-    assert story(run)[1] == "too short for all kinds of faults; did without: flip, drain"
+    assert story(run)[1] == "too short for all kinds of faults; missing: flip, drain"
     idle = replace(run, injected=())
     assert not has_passed(results(idle))
     assert len(complaints(idle)) == len(KINDS)
