@@ -175,9 +175,9 @@ class DraftPlanner:
 
     def row_draft(self, seq: Sequence) -> RowDraft:
         """Returns the drafting fields of the sequence's row in the planned step."""
-        draft = self._drafts.get(seq.seq_id)
-        if draft is None:
+        if self.speculator is None:
             return NO_DRAFT
+        draft = self._drafts[seq.seq_id]
         unseen = seq.token_ids[seq.num_draft_tokens :] if draft.is_seen else ()
         if draft.proposal is None:
             return RowDraft(draft_token_ids=unseen)
@@ -205,10 +205,11 @@ class DraftPlanner:
 
     def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
         """Learns from a verified draft; `num_accepted` is cut at the answer's end."""
-        draft = self._drafts.get(seq_id)
-        if draft is None or draft.proposal is None or self.speculator is None:
+        if self.speculator is None:
             return
-        proposal = draft.proposal
+        proposal = self._drafts[seq_id].proposal
+        if proposal is None:
+            return
         self._counters[f"drafted:{proposal.proposer}"] += result.num_drafted
         self._counters[f"accepted:{proposal.proposer}"] += num_accepted
         self._counters[f"accepted_len:{num_accepted}"] += 1

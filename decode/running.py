@@ -101,8 +101,9 @@ class RunningBatch:
         sequence is given back, which may be the one that needs the block.
         """
         effects: list[Effect] = []
-        for seq_id in list(self._members):
-            effects += self._give_blocks(seq_id, drop_copy)
+        for seq in self.seqs():
+            if len(seq.block_table) < seq.num_blocks:
+                effects += self._give_blocks(seq.seq_id, drop_copy)
         return effects
 
     def _give_blocks(self, seq_id: SeqId, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
