@@ -1,9 +1,9 @@
-"""Log lines that clients cannot flood, forge or stretch.
+"""Logging that clients cannot flood, forge or stretch.
 
-A *kind* of record is its logger, its level and its message before arguments are put in. So many of
-a kind are written in a period. How many others there were is said with the next record of any kind,
-or at the end. A record is one line: control characters are escaped, and what is long is cut. The
-lines of a traceback are indented, so that none looks like a record.
+The *kind* of a record is its logger, its level and its message without arguments. Only so many
+records of a kind are written in a period; the next record, or the end, tells how many were left
+out. A record is one line: control characters are escaped, and long texts are cut. Lines of a
+traceback are indented, so that none looks like a record.
 """
 
 import logging
@@ -15,7 +15,7 @@ from engine.clock import Clock
 
 MOST_OF_A_KIND = 10
 PERIOD_S = 10.0
-MAX_KINDS = 256  # those beyond are one kind
+MAX_KINDS = 256  # further kinds share one
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 20_000
 LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -23,7 +23,7 @@ LINE = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 Kind = tuple[str, int, str]
 OTHERS: Kind = ("", 0, "of other kinds")
 
-# What ends a line for some reader, moves a cursor, or cannot be encoded.
+# Characters that end a line, move a cursor, or cannot be encoded.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -41,7 +41,7 @@ class LogBound:
         self._periods: dict[Kind, _Period] = {}
 
     def admits(self, kind: Kind, now_s: float) -> bool:
-        """Counts a record; whether it is to be written."""
+        """Counts a record. Returns true if it is to be written."""
         if kind not in self._periods and len(self._periods) >= MAX_KINDS:
             kind = OTHERS
         period = self._periods.setdefault(kind, _Period(now_s))
@@ -52,12 +52,12 @@ class LogBound:
         return False
 
     def ended(self, now_s: float) -> list[tuple[Kind, int]]:
-        """Forgets periods that are over; of which kinds records were left out, and how many."""
+        """Ends periods that are over. Returns how many records were left out, by kind."""
         over = [kind for kind, p in self._periods.items() if now_s - p.begin_s >= PERIOD_S]
         return self._take(over)
 
     def rest(self) -> list[tuple[Kind, int]]:
-        """The same of all periods."""
+        """Ends all periods, with the same result."""
         return self._take(list(self._periods))
 
     def _take(self, kinds: list[Kind]) -> list[tuple[Kind, int]]:
@@ -80,14 +80,14 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
             now_s = self._clock.now_s()
             self._tell(self._bound.ended(now_s))
             is_admitted = self._bound.admits(_kind_of(record), now_s)
-        except Exception:  # as `StreamHandler` does: a log line harms nobody
+        except Exception:  # as in `StreamHandler`: a log line must not break its caller
             self.handleError(record)
             return
         if is_admitted:
             super().emit(record)
 
     def close(self) -> None:
-        """Says what was left out."""
+        """Writes how many records were left out."""
         self.acquire()
         try:
             self._tell(self._bound.rest())
@@ -103,26 +103,26 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class OneLineFormatter(logging.Formatter):
-    """Escapes and cuts what records hold."""
+    """Escapes and cuts the text of records."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Returns the line of a record."""
         record.message = _cut(escaped(record.message), MAX_MESSAGE_CHARS)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
-        """A traceback's lines, each indented."""
+        """Returns the lines of a traceback, indented."""
         text = _cut(super().formatException(ei), MAX_TRACEBACK_CHARS)  # type: ignore[arg-type]
         return "\n".join(f"    {escaped(line)}" for line in text.split("\n"))
 
 
 def escaped(text: str) -> str:
-    """Without characters that a terminal or a reader of lines would act upon."""
+    """Escapes the characters that a terminal or a line reader would act upon."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def configure_logging(level: str, clock: Clock) -> None:
-    """One line a record, to standard error."""
+    """Makes all loggers write one line a record to standard error."""
     logging.basicConfig(level=level.upper(), handlers=[BoundedHandler(clock)], force=True)
 
 

@@ -1,23 +1,20 @@
-"""Where a model comes from: a directory, a model hub or an object store; ends as a directory.
+"""Finds a model in a directory, a model hub or an object store, and returns a local directory.
 
-    /models/llama            here, or on a file system that all nodes share: used where it is
-    hf://org/name@revision   a hub as huggingface_hub knows it; without a revision, `main`
-    s3://…, gs://…           a folder that fsspec can list; any other of its schemes, too
+    /models/llama            a directory, perhaps shared by all nodes: used in place
+    hf://org/name@revision   a repository of a hub, by huggingface_hub; default revision: `main`
+    s3://…, gs://…           a folder that fsspec can list; its other schemes work too
 
-What is remote is stored under `cache` in a folder that its contents name: a hub's commit, else a
+A remote model is stored under `cache`, in a folder named after its contents: a hub's commit, or a
 hash of the names, sizes and versions of its files. So a folder never changes, a new version never
-touches one that somebody serves from, and two processes that want the same one end up with the
-same. How it comes about:
+touches one that is being served, and two processes that want the same version share it:
 
-1. ask which version it is, and which files it has: this needs the network, except for a commit of
-   a hub, which is named by its own contents
-2. under a lock on that version (others wait): is it there by now? then that is all
-3. download to `….partial`, where what is whole is kept for the next attempt if the source can tell
-4. rename it to its name
+1. Ask for the version and its files. This needs the network, except for a commit of a hub.
+2. Take a lock on that version. If the folder exists by now, use it.
+3. Download to `….partial`. Complete files are kept for the next attempt if the source can tell.
+4. Rename it to its final name.
 
-Only files at the top are taken, and of those what Baton reads: weights as safetensors,
-configuration, tokenizer. Nothing that could be run. huggingface_hub, fsspec and what fsspec needs
-for a scheme are imported when such a source is given, never before.
+Only top-level files that Baton reads are taken: safetensors, configuration, tokenizer. None of them
+can be run as code. huggingface_hub and fsspec are imported only when such a source is given.
 """
 
 import contextlib
@@ -41,9 +38,9 @@ from engine.ownership import make_folder, require_trusted_files
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors",)
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
-UNUSED = ("consolidated*.safetensors", "adapter_*")  # a second copy, in its author's own format
+UNUSED = ("consolidated*.safetensors", "adapter_*")  # second copies in the author's own format
 SPARE_BYTES = 64 * 2**20  # left free on the disk
-FETCH_TIMEOUT_S = 4 * 3600.0  # who waits for a model to be downloaded waits so long
+FETCH_TIMEOUT_S = 4 * 3600.0  # deadline of a download
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -53,7 +50,7 @@ Report = Callable[[str], None]
 
 
 class Parts(Enum):
-    """What of a model is wanted: a gateway has no use for weights."""
+    """Which files of a model are wanted. A gateway needs no weights."""
 
     ALL = auto()
     TEXT = auto()
@@ -61,7 +58,7 @@ class Parts(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """A model that is there already."""
+    """A model in a local directory."""
 
     path: Path
 
@@ -79,7 +76,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A folder of something that fsspec reads."""
+    """A folder that fsspec can read."""
 
     url: str
 
@@ -88,25 +85,25 @@ class StoredModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """A version of a remote model: what names it, and its files with their sizes in bytes."""
+class RemoteVersion:
+    """A version of a remote model: its name, and its files with their sizes in bytes."""
 
     name: str
     files: Mapping[str, int]
 
-    def of(self, parts: Parts) -> "Version":
-        """Only the files that are wanted of it."""
+    def of(self, parts: Parts) -> "RemoteVersion":
+        """Returns the version with only the wanted files."""
         files = {name: size for name, size in self.files.items() if is_wanted(name, parts)}
-        return Version(self.name, files)
+        return RemoteVersion(self.name, files)
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(self.files.values())
 
 
 def parse_source(text: str) -> Directory | HubModel | StoredModel:
-    """What a model's name means. Raises ConfigError."""
+    """Parses the name of a model. Raises ConfigError."""
     found = _SCHEME.fullmatch(text)
     if found is None:
         return Directory(Path(text))
@@ -122,12 +119,12 @@ def parse_source(text: str) -> Directory | HubModel | StoredModel:
 
 
 def is_remote(text: str) -> bool:
-    """Whether it must be fetched, which may take hours. A directory is used where it is."""
+    """Returns true if the model must be fetched, which may take hours."""
     return _SCHEME.fullmatch(text) is not None
 
 
 def is_wanted(name: str, parts: Parts) -> bool:
-    """Whether Baton reads this file of a model's folder."""
+    """Returns true if Baton reads this file of a model's folder."""
     patterns = TEXT if parts is Parts.TEXT else WEIGHTS + TEXT
     return (
         "/" not in name
@@ -137,7 +134,7 @@ def is_wanted(name: str, parts: Parts) -> bool:
 
 
 def default_cache(environment: Mapping[str, str]) -> Path:
-    """BATON_CACHE, or where the user's caches are."""
+    """Returns BATON_CACHE, or a folder in the user's cache directory."""
     chosen = environment.get("BATON_CACHE")
     if chosen:
         return Path(chosen)
@@ -147,10 +144,10 @@ def default_cache(environment: Mapping[str, str]) -> Path:
 def local_model(
     source: str, *, cache: Path, parts: Parts = Parts.ALL, report: Report = lambda _: None
 ) -> Path:
-    """The directory that holds the model, downloaded if need be. Takes as long as that takes.
+    """Returns the model's directory after downloading it if necessary. Has no deadline.
 
-    Raises ConfigError: nothing there, no such revision, the hub or the store cannot be reached, a
-    package is missing, no config.json, no space, a cache that others can write to.
+    Raises ConfigError if the model or revision does not exist, the source cannot be reached, a
+    package or config.json is missing, space runs out, or other users can write to the cache.
     """
     match parse_source(source):
         case Directory(path):
@@ -166,9 +163,9 @@ def local_model(
 
 
 def pinned(source: str) -> str:
-    """The same model, whatever its authors do next: a commit where a branch or a tag was named.
+    """Returns a name that later changes do not affect: a branch or tag becomes its commit.
 
-    Directories become absolute. What else is stored somewhere has no versions to name.
+    Directories become absolute. Models in object stores have no versions and stay as they are.
     Raises ConfigError.
     """
     match parse_source(source):
@@ -183,7 +180,7 @@ def pinned(source: str) -> str:
 
 
 def name_of(source: str) -> str:
-    """What clients call it if nobody says otherwise."""
+    """Returns the default name of the model in the API."""
     match parse_source(source):
         case Directory(path):
             return path.name
@@ -200,7 +197,7 @@ def _directory(path: Path) -> Path:
 
 
 class _Hub:
-    """Downloads from a hub: $HF_ENDPOINT, with $HF_TOKEN or what `hf auth login` left."""
+    """Downloads from a hub: $HF_ENDPOINT, with $HF_TOKEN or the token of `hf auth login`."""
 
     def __init__(self, model: HubModel) -> None:
         self._model = model
@@ -216,8 +213,8 @@ class _Hub:
         version = self.version(folder).of(parts)
         return _stored(str(self._model), version, folder, parts, report, download=self._download)
 
-    def version(self, folder: Path | None) -> Version:
-        """What the revision is now; `folder` is where other versions of the model may be."""
+    def version(self, folder: Path | None) -> RemoteVersion:
+        """Asks for the revision's commit. `folder` may hold other versions of the model."""
         library, model = self._library, self._model
         try:
             info = library.HfApi(endpoint=self._endpoint).model_info(
@@ -231,16 +228,15 @@ class _Hub:
             raise ConfigError(f"{model}: there is no revision {model.revision!r}") from error
         except library.errors.RepositoryNotFoundError as error:
             raise ConfigError(
-                f"{model}: the hub has no such model, or not for everybody (then set HF_TOKEN)"
+                f"{model}: the hub has no such public model; set HF_TOKEN if it is private"
             ) from error
-        # What else goes wrong is raised in the types of its HTTP library, which is another one in
-        # each major version.
+        # Other failures have the types of its HTTP library, which differs between major versions.
         except Exception as error:
             why = f"{_one_line(error)}{_cached_commits(folder, model)}"
             raise ConfigError(f"{model}: the hub cannot be asked: {why}") from error
-        return Version(info.sha, {file.rfilename: file.size or 0 for file in info.siblings})
+        return RemoteVersion(info.sha, {file.rfilename: file.size or 0 for file in info.siblings})
 
-    def _download(self, version: Version, to: Path) -> None:
+    def _download(self, version: RemoteVersion, to: Path) -> None:
         self._library.snapshot_download(
             self._model.name,
             revision=version.name,
@@ -248,11 +244,11 @@ class _Hub:
             allow_patterns=[_literal(name) for name in version.files],
             endpoint=self._endpoint,
         )
-        shutil.rmtree(to / ".cache", ignore_errors=True)  # its own notes on what is whole
+        shutil.rmtree(to / ".cache", ignore_errors=True)  # its notes on complete files
 
 
 class _Store:
-    """Downloads from what fsspec reads. Credentials are those of the store's own tools."""
+    """Downloads through fsspec, with the credentials of the store's own tools."""
 
     def __init__(self, model: StoredModel) -> None:
         self._model = model
@@ -265,7 +261,7 @@ class _Store:
             raise _missing(str(model), str(error), extra) from error
         except ValueError as error:
             raise ConfigError(f"{model}: {_one_line(error)}") from error
-        except Exception as error:  # of whatever the store's library is made of
+        except Exception as error:  # a type of the store's library
             self._refuse(error)
 
     def fetch(self, cache: Path, parts: Parts, report: Report) -> Path:
@@ -275,22 +271,22 @@ class _Store:
             str(self._model), version.of(parts), folder, parts, report, download=self._download
         )
 
-    def _version(self) -> Version:
+    def _version(self) -> RemoteVersion:
         try:
             self._files.invalidate_cache()
             found = self._files.ls(self._root, detail=True)
         except FileNotFoundError as error:
             raise ConfigError(f"{self._model}: there is no such folder") from error
-        except Exception as error:  # of whatever the store's library is made of
+        except Exception as error:  # a type of the store's library
             self._refuse(error)
         entries = [entry for entry in found if entry["type"] == "file"]
         files = {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries}
         wanted = {name: size for name, size in files.items() if is_wanted(name, Parts.ALL)}
         told = sorted((e["name"], e["size"], _version_of(e)) for e in entries)
         seen = [each for each in told if each[0].rpartition("/")[2] in wanted]
-        return Version(hashlib.sha256(repr(seen).encode()).hexdigest()[:40], wanted)
+        return RemoteVersion(hashlib.sha256(repr(seen).encode()).hexdigest()[:40], wanted)
 
-    def _download(self, version: Version, to: Path) -> None:
+    def _download(self, version: RemoteVersion, to: Path) -> None:
         for name in version.files:
             self._files.get_file(f"{self._root.rstrip('/')}/{name}", str(to / name))
 
@@ -300,14 +296,14 @@ class _Store:
 
 def _stored(
     source: str,
-    version: Version,
+    version: RemoteVersion,
     folder: Path,
     parts: Parts,
     report: Report,
     *,
-    download: Callable[[Version, Path], None],
+    download: Callable[[RemoteVersion, Path], None],
 ) -> Path:
-    """The folder of that version, downloaded if need be; `folder` is cache/kind/name."""
+    """Returns the folder of that version, downloaded if necessary. `folder` is cache/kind/name."""
     _require_config(source, version.files)
     there = folder / _folder_name(version.name, parts)
     if there.is_dir():
@@ -323,25 +319,25 @@ def _stored(
         report(f"downloading {source}, {version.num_bytes / 2**20:.0f} MiB")
         try:
             download(version, partial)
-        except Exception as error:  # of whatever the source's library is made of
+        except Exception as error:  # a type of the source's library
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise
             raise ConfigError(f"{source}: the download failed: {_one_line(error)}") from error
         if odd := [name for name in version.files if not _is_whole(partial / name, version)]:
-            raise ConfigError(f"{source}: {odd[0]} did not come, or is not as long as it was said")
+            raise ConfigError(f"{source}: {odd[0]} is missing or has another size than announced")
         for name in version.files:
-            (partial / name).chmod(0o644)  # whatever the umask is, others do not write to it
+            (partial / name).chmod(0o644)  # not writable by others, whatever the umask
         partial.rename(there)
     return there
 
 
-def _is_whole(path: Path, version: Version) -> bool:
+def _is_whole(path: Path, version: RemoteVersion) -> bool:
     return path.is_file() and path.stat().st_size == version.files[path.name]
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone, among all processes that share the cache; a lock ends with the process."""
+    """Holds a lock among all processes that share the cache. It ends with the process."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -349,7 +345,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _storing(source: str, folder: Path) -> Iterator[None]:
-    """A cache that cannot be written to is the operator's to mend."""
+    """Turns an OSError of the cache into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -360,8 +356,8 @@ def _require_space(source: str, num_bytes: int, folder: Path) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free_bytes:
         raise ConfigError(
-            f"{source}: {num_bytes / 2**30:.1f} GiB are still to come, and {folder} has"
-            f" {free_bytes / 2**30:.1f} GiB left (BATON_CACHE names another place)"
+            f"{source}: {num_bytes / 2**30:.1f} GiB are missing, and {folder} has"
+            f" {free_bytes / 2**30:.1f} GiB left (BATON_CACHE sets another folder)"
         )
 
 
@@ -379,19 +375,19 @@ def _folder_name(version: str, parts: Parts) -> str:
 
 
 def _slug(url: str) -> str:
-    """Readable, and as distinct as the URL."""
+    """Returns a readable folder name that is unique for the URL."""
     digest = hashlib.sha256(url.encode()).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9.-]+', '-', url)[-80:].strip('-.')}-{digest}"
 
 
 def _version_of(entry: Mapping[str, Any]) -> str:
-    """What a store says that changes with a file's contents; each calls it another name."""
+    """Returns the field that changes with a file's contents. Its name differs among stores."""
     keys = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
     return next((f"{key}={entry[key]}" for key in keys if entry.get(key) is not None), "")
 
 
 def _cached_commits(folder: Path | None, model: HubModel) -> str:
-    """What can be had without the hub."""
+    """Names the commits that are available without the hub."""
     if folder is None:
         return ""
     commits = [path.name for path in sorted(folder.glob("*")) if _COMMIT.fullmatch(path.name)]
@@ -401,7 +397,7 @@ def _cached_commits(folder: Path | None, model: HubModel) -> str:
 
 
 def _literal(name: str) -> str:
-    """A pattern that matches this name only."""
+    """Returns a pattern that matches this name only."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 

@@ -1,17 +1,17 @@
 """Keeps the places of workers on the nodes of a Ray cluster.
 
-Each worker has a placement group of its own, detached and called by the worker's name, so
+Each worker has a placement group of its own, detached and named after the worker:
 
-    it dies                 the group stays, and nobody takes its GPU before the next one is there
-    it is flipped           the group stays as it is: see `deploy.pools.placement`
-    its node dies           the group is given up, and another one is made where there is room
-    its role has no room    the group takes, after a while, what another role has left
-    it does not start       the group is given up: another node may do better
-    it is stopped           the group is removed
-    the controller dies     the next one finds the groups by their names
+    worker dies               the group stays, so its GPU is free for the next worker of that name
+    worker is flipped         the group stays as it is: see `deploy.pools.placement`
+    node dies                 the group is given up, and another is made where there is room
+    role has no room          after a while the group takes what another role has left
+    worker does not start     the group is given up: another node may do better
+    worker is stopped         the group is removed
+    controller dies           the next controller finds the groups by their names
 
-A start takes some milliseconds longer so. `NodePlacement.choose` says which node. If programs other
-than Baton took what it counts on, Ray finds a node, or an autoscaler makes one.
+A start takes some milliseconds longer this way. `NodePlacement.choose` picks the node. If programs
+other than Baton took what it counts on, Ray finds a node, or an autoscaler makes one.
 """
 
 import logging
@@ -35,48 +35,48 @@ from engine.messages import Role
 
 log = logging.getLogger(__name__)
 
-PLACE_TIMEOUT_S = 60.0  # then another role's will do; else the start is tried again, as every one
-CHOSEN_TIMEOUT_S = 2.0  # what was freed just now is free by then; else others have it
+PLACE_TIMEOUT_S = 60.0  # then another role's place will do, or the start fails and is retried
+CHOSEN_TIMEOUT_S = 2.0  # after this, what was just freed has been taken by others
 WAIT_EVERY_S = 0.5
-PREFIX = "baton"  # of names of groups: PREFIX:ROLE:WORKER
-NODE_LABEL = "ray.io/node-id"  # every node has it
+PREFIX = "baton"  # group names are PREFIX:ROLE:WORKER
+NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """One reservation: another one of the same name is not this one."""
+    """One reservation, compared by identity: a later one may have the same name."""
 
     worker: str
-    role: Role  # that whose resource it takes
-    group: PlacementGroup | None = None  # None: it is being made, or nobody has asked for it yet
+    role: Role  # the role whose resource it takes
+    group: PlacementGroup | None = None  # None: being made, or adopted and not used yet
 
     @property
     def name(self) -> str:
-        """Of the group."""
+        """Name of the placement group."""
         return f"{PREFIX}:{self.role}:{self.worker}"
 
 
 class RayPlaces:
-    """What is reserved for each worker. Asked from several threads at once.
+    """The reservation of each worker. Safe to use from several threads.
 
-    Groups are made and removed one after the other, so each choice sees the one before it, and a
-    name is free before it is used again. That waits for Ray. The books have a lock of their own,
-    and never do: who only writes in them goes on while a cluster gives no answer.
+    Groups are made and removed one after the other, so that each choice sees the one before it and
+    a name is free before it is used again. This waits for Ray. The books have a lock of their own
+    that never waits for Ray, so noting an event works while the cluster does not answer.
     """
 
     def __init__(self, placement: NodePlacement) -> None:
         self.placement = placement
         self._held: dict[str, Held] = {}  # by worker
-        self._in_use: set[str] = set()  # workers that run, or are being started
-        self.num_stand_ins = 0  # places that were taken for want of the role's own
-        self._books = threading.Lock()  # of these two; taken for moments
-        self._groups = threading.Lock()  # taken before the other one
+        self._in_use: set[str] = set()  # workers that run or start
+        self.num_stand_ins = 0  # places of another role that were taken
+        self._books = threading.Lock()  # guards these two; held briefly
+        self._groups = threading.Lock()  # always taken before `_books`
 
     def take(self, worker: str, role: Role) -> Held:
-        """The place that is kept for a worker, or a new one. Raises NoPlace; then it has none.
+        """Returns the place kept for a worker, or a new one. Raises NoPlace; then it has none.
 
-        It waits while there is no room: Ray's autoscaler sees who waits. If none comes it takes
-        what another role has left, since a worker may become anything wherever it is.
+        Waits while there is no room; Ray's autoscaler sees the wait. After a timeout it takes what
+        another role has left, since a worker can take any role on any node.
         """
         with self._groups:
             with self._books:
@@ -95,45 +95,45 @@ class RayPlaces:
         return held
 
     def adopt(self) -> None:
-        """Learns of what was reserved before; who uses it is told by `use`."""
+        """Adds the reservations of earlier controllers. `use` marks those in use."""
         there = reserved()
         with self._books:
             for place in there:
                 self._held.setdefault(place.worker, Held(place.worker, place.role))
 
     def use(self, worker: str) -> None:
-        """That worker was found running."""
+        """Marks the place of a worker that was found running."""
         with self._books:
             self._in_use.add(worker)
 
     def leave(self, worker: str) -> None:
-        """It died: its place is kept for the next one of that name."""
+        """Marks a worker as dead. Its place is kept for the next worker of that name."""
         with self._books:
             self._in_use.discard(worker)
 
     def keep(self, workers: Collection[str]) -> None:
-        """Gives up the places of those that died and are not among these."""
+        """Gives up the places of dead workers that are not among `workers`."""
         with self._books:
             unused = self._held.keys() - self._in_use - set(workers)
         for worker in unused:
             self._free(worker, lambda held: held.worker not in self._in_use)
 
     def give_up(self, worker: str) -> None:
-        """Frees what is reserved for it, and ends a wait for that."""
+        """Frees a worker's place and ends a wait for it."""
         self._free(worker, lambda _: True)
 
     def give_back(self, held: Held) -> None:
-        """Frees this one, if that was not done: the worker may have another one by now."""
+        """Frees this reservation, unless it is gone: the worker may have a new one by now."""
         self._free(held.worker, lambda there: there is held)
 
     def give_up_all(self) -> None:
-        """Also what launchers before this one reserved."""
+        """Frees all places, those of earlier controllers included."""
         self.adopt()
         for worker in list(self._held):
             self.give_up(worker)
 
     def roles(self) -> list[Role]:
-        """Whose resources those who have places take."""
+        """Returns the role whose resource each reservation takes."""
         with self._books:
             return [held.role for held in self._held.values()]
 
@@ -149,7 +149,7 @@ class RayPlaces:
                 _remove(held.name)
 
     def _is_kept(self, held: Held) -> bool:
-        """Whether it still has a node and is what a worker needs; else it is removed."""
+        """True if the group has a live node and the right size. Otherwise removes it."""
         alive = {node.node_id for node in nodes()}
         takes = self.placement.needs(held.role)
         places = [place for place in reserved() if place.worker == held.worker]
@@ -160,7 +160,7 @@ class RayPlaces:
         return False
 
     def _make(self, held: Held) -> None:
-        """On the node that is chosen; else where Ray finds room, sooner or later."""
+        """Makes the group on the chosen node, or else where Ray finds room."""
         with self._books:
             self._held[held.worker] = held
         takes = self.placement.needs(held.role)
@@ -169,12 +169,12 @@ class RayPlaces:
             held.group = _reserve(held.name, takes, {NODE_LABEL: chosen})
             if held.group.wait(CHOSEN_TIMEOUT_S):
                 return
-            log.warning("%s: node %s has no room left, Ray is to find one", held.worker, chosen)
+            log.warning("%s: node %s has no room left, Ray chooses another", held.worker, chosen)
             _remove(held.name)
         held.group = _reserve(held.name, takes, {})
 
     def _comes(self, held: Held) -> bool:
-        """Whether it has a node in time. Raises ConfigError once it is given up."""
+        """True if the group gets a node in time. Raises ConfigError if it was given up."""
         assert held.group is not None
         clock = MonotonicClock()
         end_s = clock.now_s() + PLACE_TIMEOUT_S
@@ -185,14 +185,14 @@ class RayPlaces:
         return True
 
     def _stand_in(self, held: Held) -> None:
-        """Has it take what another role has left. Raises NoPlace."""
+        """Takes what another role has left. Raises NoPlace."""
         wanted = self.placement.needs(held.role)
         with self._groups:
             self._check_wanted(held)
             other = self.placement.stand_in(held.role, nodes(), reserved())
             if other is not None:
                 log.warning(
-                    "%s: no room for a %s worker, it takes that of a %s worker",
+                    "%s: no room for a %s worker, it takes the place of a %s worker",
                     *(held.worker, held.role, other),
                 )
                 _remove(held.name)
@@ -208,11 +208,11 @@ class RayPlaces:
         """Raises ConfigError."""
         with self._books:
             if self._held.get(held.worker) is not held:
-                raise ConfigError(f"{held.worker} is not wanted any more")
+                raise ConfigError(f"{held.worker} was stopped while it waited for a place")
 
 
 def nodes() -> list[Node]:
-    """Those that live."""
+    """Returns the live nodes."""
     return [
         Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
         for node in ray.nodes()
@@ -221,7 +221,7 @@ def nodes() -> list[Node]:
 
 
 def _reserve(name: str, takes: Mapping[str, float], labels: dict[str, str]) -> PlacementGroup:
-    """Of a node with these labels; it may take a while."""
+    """Requests a group on a node with these labels. Placing it may take a while."""
     return placement_group(
         [dict(takes)], "STRICT_PACK", name, lifetime="detached", bundle_label_selector=[labels]
     )
@@ -230,13 +230,13 @@ def _reserve(name: str, takes: Mapping[str, float], labels: dict[str, str]) -> P
 def _remove(name: str) -> None:
     try:
         group = get_placement_group(name)
-    except ValueError:  # it is gone
+    except ValueError:  # it is gone already
         return
     remove_placement_group(group)
 
 
 def reserved() -> list[Place]:
-    """All that is reserved in this cluster, by whomever."""
+    """Returns all of Baton's reservations in this cluster."""
     places = []
     for group in placement_group_table().values():
         prefix, _, rest = group["name"].partition(":")

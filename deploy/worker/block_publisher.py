@@ -1,8 +1,8 @@
-"""Publishes a worker's block events, and answers those who missed some.
+"""Publishes a worker's block events, and resends batches that subscribers missed.
 
-Lives on the worker's event loop, beside the sessions of gateways. Nobody is waited for: what a slow
-subscriber has no room for is lost to it, which it will see. An answer goes out a few pieces at a
-time, between which the loop does other things; one that nobody reads is dropped.
+It runs on the worker's event loop, beside the sessions of gateways. It waits for no subscriber: a
+slow one loses batches, and notices the gap. An answer goes out in turns of a few pieces, between
+which the loop does other work. An answer that is not read is dropped.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from engine.worker.blocks import CacheNews
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD_BATCHES = 10_000  # of one subscriber
-MAX_UNREAD_PIECES = 256  # of one answer
-MAX_ASK_BYTES = 256  # and of a subscription
-MAX_ANSWERS = 64  # under way; others ask again
+MAX_UNREAD_BATCHES = 10_000  # kept for one subscriber
+MAX_UNREAD_PIECES = 256  # kept of one answer
+MAX_ASK_BYTES = 256  # also the limit of a subscription
+MAX_ANSWERS = 64  # in progress; further requests are refused
 PIECES_PER_TURN = 8  # of one answer, before the loop does other things
 ANSWER_TIMEOUT_S = 10.0
-FULL_WAIT_S = 0.02  # before one who has no room is tried again
+FULL_WAIT_S = 0.02  # until a full peer is tried again
 
 
 @dataclass(slots=True)
 class _Answer:
-    """Frames for one peer, and the one that found it without room."""
+    """The pieces of an answer to one peer. `unsent` is the piece that found the peer full."""
 
     peer: bytes
-    ask: bytes  # the frame that comes back
+    ask: bytes  # the request frame, returned with each piece
     pieces: Iterator[Numbered]
     due_s: float
     unsent: Sequence[bytes] | None = None
@@ -78,7 +78,7 @@ class BlockPublisher:
 
     @property
     def num_batches(self) -> int:
-        """Published so far. Safe from any thread."""
+        """Number of batches published so far. Safe to read from any thread."""
         return self._log.num_batches
 
     def open(self) -> EventsAddress:
@@ -89,7 +89,9 @@ class BlockPublisher:
         self._published = self._context.socket(zmq.PUB)
         self._published.set(zmq.SNDHWM, self._max_unread_batches)
         self._asked = self._context.socket(zmq.ROUTER)
-        self._asked.set(zmq.ROUTER_MANDATORY, 1)  # a peer without room is an error, not silence
+        self._asked.set(
+            zmq.ROUTER_MANDATORY, 1
+        )  # a full peer raises zmq.Again instead of losing frames
         self._asked.set(zmq.SNDHWM, MAX_UNREAD_PIECES)
         for socket in (self._published, self._asked):
             secure_server(
@@ -100,13 +102,13 @@ class BlockPublisher:
             for socket in (self._published, self._asked)
         ]
         self._loop.add_reader(self._asked.FD, self._take_asks)
-        self._loop.call_soon(self._take_asks)  # binding may have used up the descriptor's news
+        self._loop.call_soon(self._take_asks)  # binding may have consumed the descriptor's event
         address = EventsAddress(*(f"tcp://{self._host}:{port}" for port in ports))
         log.info("block events: %s under %s", address, self._topic.decode())
         return address
 
     def close(self) -> None:
-        """Closes the sockets; what was not sent is dropped."""
+        """Closes the sockets. Unsent frames are dropped."""
         self._is_closed = True
         self._loop.remove_reader(self._asked.FD)
         self._answers.clear()
@@ -114,11 +116,11 @@ class BlockPublisher:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Connections refused so far. Safe from any thread."""
+        """Counts refused connections. Safe to read from any thread."""
         return dict(self._doorkeeper.counters)
 
     def publish(self, news: Sequence[CacheNews]) -> None:
-        """Tells all subscribers that have room."""
+        """Sends news to all subscribers that have room."""
         if self._is_closed:
             return
         for number, batch in self._log.append(news, unix_time_s()):
@@ -127,7 +129,7 @@ class BlockPublisher:
     # ------------------------------------------------------------ answers
 
     def _take_asks(self) -> None:
-        """Reads all asks: the socket's descriptor does not tell twice of the same."""
+        """Reads all requests: the socket's descriptor signals each event only once."""
         if self._is_closed:
             return
         is_idle = not self._answers
@@ -139,18 +141,18 @@ class BlockPublisher:
             try:
                 self._take_ask(frames)
             except ProtocolError as error:
-                log.warning("asked for block events: %s", error)
+                log.warning("a request for block events was refused: %s", error)
         if is_idle and self._answers:
             self._send_answers()
 
     def _take_ask(self, frames: Sequence[bytes]) -> None:
         if len(frames) != 3:
-            raise ProtocolError(f"an ask of {len(frames)} frames")
+            raise ProtocolError(f"a request of {len(frames)} frames")
         peer, ask, wanted = frames
         if ask and not ask.startswith(self._incarnation):
-            raise ProtocolError("another life of this worker was meant")
+            raise ProtocolError("the request is for an earlier incarnation of this worker")
         if len(self._answers) >= MAX_ANSWERS:
-            raise ProtocolError("too many answers are under way")
+            raise ProtocolError("too many answers are in progress")
         if wanted == SNAPSHOT:
             pieces = self._log.snapshot(unix_time_s())
         else:
@@ -158,7 +160,7 @@ class BlockPublisher:
         self._answers.append(_Answer(peer, ask, pieces, self._clock.now_s() + ANSWER_TIMEOUT_S))
 
     def _send_answers(self) -> None:
-        """A turn of the oldest answer; then the next one's, soon."""
+        """Sends some pieces of the oldest answer, and schedules the next turn."""
         if self._is_closed or not self._answers:
             return
         answer = self._answers.popleft()
@@ -171,15 +173,15 @@ class BlockPublisher:
             if self._clock.now_s() < answer.due_s:
                 self._answers.append(answer)
             else:
-                log.warning("who asked for block events does not read the answer")
+                log.warning("a subscriber does not read the block events that it asked for")
         except zmq.ZMQError as error:
-            log.info("who asked for block events is gone: %s", error)
-        self._loop.call_soon(self._take_asks)  # sending may have used up the descriptor's news
+            log.info("a subscriber that asked for block events is gone: %s", error)
+        self._loop.call_soon(self._take_asks)  # sending may have consumed the descriptor's event
         if self._answers:
             self._loop.call_later(wait_s, self._send_answers)
 
     def _send_some(self, answer: _Answer) -> bool:
-        """True at the end. Raises zmq.Again where the peer has no room."""
+        """Returns true at the end of the answer. Raises zmq.Again if the peer is full."""
         for _ in range(PIECES_PER_TURN):
             if answer.unsent is None:
                 number, batch = next(answer.pieces, (END_NUMBER, b""))

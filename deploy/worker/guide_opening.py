@@ -1,8 +1,8 @@
-"""Opens the guides of one gateway's sequences beside its session.
+"""Opens the grammar guides of one gateway's sequences beside its session.
 
-A guide takes a compile and the replay of an answer: up to a second of a thread. Neither the step
-loop waits for that nor the session's reader, which goes on with the messages of other sequences.
-The messages of one sequence stay in order: those behind the one that brings its grammar wait here.
+Opening a guide means a compile and a replay of the answer so far: up to a second of a thread.
+Neither the step loop nor the session's reader waits for it; messages of other sequences pass. The
+messages of one sequence stay in order: they wait here behind the one that brings its grammar.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ OfGateway = Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | Ha
 
 
 class GuideOpening:
-    """What one session's messages become. Belongs to the event loop that `take` is called on.
+    """Turns messages of one session into events. `take` runs on one event loop.
 
-    `put` gets every message as an event, with its guide where it has one. `on_crash` gets bugs.
+    `put` gets every message as an event, with its guide if it has one. `on_crash` gets bugs.
     """
 
     def __init__(
@@ -50,11 +50,13 @@ class GuideOpening:
         self._executor = executor
         self._put = put
         self._on_crash = on_crash
-        self._behind: dict[SeqId, list[OfGateway]] = {}  # each guide that is being opened
+        self._behind: dict[
+            SeqId, list[OfGateway]
+        ] = {}  # messages waiting behind each guide that is being opened
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, message: OfGateway) -> None:
-        """Passes the message on now, or behind the guide that its sequence waits for."""
+        """Passes the message on, now or once its sequence's guide is open."""
         if not isinstance(message, SetRole) and message.seq_id in self._behind:
             self._behind[message.seq_id].append(message)
         elif not isinstance(message, Prefill | Generate | Decode) or not message.sampling.grammar:
@@ -69,7 +71,7 @@ class GuideOpening:
             task.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Forgets what waits: the session is over, and no event of it may come any more."""
+        """Forgets waiting messages: the session is over, and no event of it may follow."""
         for task in self._tasks:
             task.cancel()
         self._behind.clear()

@@ -1,13 +1,13 @@
 """One worker: the threads around a `WorkerCore`.
 
-    asyncio thread   gRPC sessions of gateways and of who sets roles; who follows the block events
-    guides thread    compiles the grammars of sequences before the step thread hears of them
+    asyncio thread   gRPC sessions of gateways and of the controller; subscribers of block events
+    guides thread    compiles the grammars of sequences before the step thread gets them
     step thread      owns core, pool and runner: takes events, runs plans, performs effects
     transfer thread  the endpoint: leases and pulls
 
-Everything reaches the step thread through one inbox. A thread that dies takes the worker with it,
-so that others see it gone instead of silent. The asyncio thread watches the step thread: of a step
-that takes long it tells all who listen, and one that does not end ends the worker.
+Everything reaches the step thread through one inbox. If a thread dies, the worker ends, so that
+peers see it gone instead of silent. The asyncio thread watches the step thread: it reports a long
+step to all gateways, and ends the worker if a step never ends.
 """
 
 import asyncio
@@ -67,14 +67,14 @@ from prefill.scheduler import PrefillScheduler
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
-_WHY_NOT = "KV of those is in another format"
+_WHY_NOT = "workers of that role hold KV in another format"
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_FRAMES = 4096  # of one gateway; one that reads more slowly is cut off
+MAX_UNSENT_FRAMES = 4096  # of one gateway, which is cut off if it has more
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who a worker is to others."""
+    """How peers know a worker."""
 
     worker_id: WorkerId
     role: Role
@@ -85,7 +85,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What schedulers know of the model."""
+    """The facts of the model that schedulers need."""
 
     vocab_size: int
     context_len: int
@@ -94,7 +94,7 @@ class ModelFacts:
 
 
 class WorkerHost:
-    """A worker from open to close. `on_crash` ends the process."""
+    """Runs a worker from open to close. `on_crash` must end the process."""
 
     def __init__(  # noqa: PLR0913 - the parts of a worker
         self,
@@ -116,12 +116,12 @@ class WorkerHost:
         self._on_crash = on_crash
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        # Of each session, until it is over and the step thread hears of that; None: it is cut off.
+        # Outbox of each session until the step thread knows of its end; None: it is cut off.
         self._gateways: dict[GatewayId, asyncio.Queue[bytes | None] | None] = {}
         self._duties = Duties(
             identity.role, roles_of(identity.role, config), config.prefills_locally
         )
-        self._refused: Counter[str] = Counter()  # sessions that could not begin, by reason
+        self._refused: Counter[str] = Counter()  # refused sessions, by reason
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
         self._long_step: StillStepping | None = None  # the present one, if it is to be told of
@@ -219,7 +219,7 @@ class WorkerHost:
         if gateway_id is None:
             return
         outbox: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNSENT_FRAMES)
-        outbox.put_nowait(encode_frame([self._welcome()]))  # and whatever it is from now on
+        outbox.put_nowait(encode_frame([self._welcome()]))  # role changes follow it in order
         self._gateways[gateway_id] = outbox
         sender = asyncio.create_task(_send_all(outbox, send))
         opening = GuideOpening(
@@ -237,7 +237,9 @@ class WorkerHost:
             reader.cancel()
             await asyncio.gather(sender, reader, return_exceptions=True)
             opening.close()
-            self._inbox.put(GatewayLost(gateway_id))  # before the next session of this gateway
+            self._inbox.put(
+                GatewayLost(gateway_id)
+            )  # must precede the next session of this gateway
             del self._gateways[gateway_id]
             log.info("gateway %s is gone", gateway_id)
 
@@ -246,7 +248,7 @@ class WorkerHost:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 messages = decode_to_worker(await anext(frames))
         except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
-            log.warning("refused a gateway: %s", error)
+            log.warning("a gateway was refused: %s", error)
             return None
         match messages:
             case [Hello(version=version)] if version != PROTOCOL_VERSION:
@@ -257,7 +259,7 @@ class WorkerHost:
                 return gateway_id
             case _:
                 reason = "the first frame must be one Hello"
-        log.warning("refused a gateway: %s", reason)
+        log.warning("a gateway was refused: %s", reason)
         await send(encode_frame([Refused(reason)]))
         return None
 
@@ -278,7 +280,7 @@ class WorkerHost:
         )
 
     async def _watch_steps(self) -> None:
-        """Tells of steps that take long; one that does not end ends the worker."""
+        """Reports steps that take long. Ends the worker if a step does not end."""
         never = self._loop.create_future()
         try:
             while True:
@@ -286,7 +288,7 @@ class WorkerHost:
                 self._long_step = self._watch.look(self._clock.now_s())
                 if self._long_step is not None:
                     self._post_all(encode_frame([self._long_step]))
-        except Exception as error:  # StepStuck, or a bug: nobody else would notice a stuck step
+        except Exception as error:  # StepStuck, or a bug: no other part notices a stuck step
             self._on_crash(error)
 
     async def _read_all(
@@ -300,9 +302,9 @@ class WorkerHost:
                 return
             for message in messages:
                 if isinstance(message, Hello):
-                    continue  # a second one means nothing
+                    continue  # a second Hello has no meaning
                 if isinstance(message, SetRole) and message.role not in self._duties.possible:
-                    log.warning("it cannot be a %s worker: %s", message.role, _WHY_NOT)
+                    log.warning("this worker cannot become a %s worker: %s", message.role, _WHY_NOT)
                 opening.take(message)
 
     # ------------------------------------------------------------ steps (step thread)
@@ -325,14 +327,14 @@ class WorkerHost:
             raise
 
     def _idle_s(self) -> float:
-        """How long an event is waited for when no step was run."""
+        """Time to wait for an event when no step was run, s."""
         held_until_s = self._core.held_until_s
         if held_until_s is None:
             return REPORT_EVERY_S
         return max(held_until_s - self._clock.now_s(), 0.0)
 
     def _take_events(self, wait_s: float | None) -> None:
-        """Handles all events that are there; waits for one if there is nothing to compute."""
+        """Handles all queued events. Waits for one if `wait_s` is given."""
         effects: list[Effect] = []
         try:
             event = self._inbox.get(block=wait_s is not None, timeout=wait_s)
@@ -350,7 +352,7 @@ class WorkerHost:
         self._perform(effects)
 
     def _step(self) -> bool:
-        """Runs one plan; False if there was nothing to run."""
+        """Runs one plan. Returns false if there was none."""
         plan, effects = self._core.plan(self._clock.now_s())
         self._perform(effects)
         if plan is None:
@@ -366,7 +368,7 @@ class WorkerHost:
             if isinstance(effect, Emit):
                 frames.setdefault(effect.gateway_id, []).append(effect.message)
             elif isinstance(effect, EmitToAll):
-                self._send(frames)  # what was said before comes before
+                self._send(frames)  # keeps the order
                 frames = {}
                 self._loop.call_soon_threadsafe(self._change_role, effect.message)
             else:
@@ -379,7 +381,7 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(self._post, gateway_id, frame)
 
     def _publish(self) -> None:
-        """Tells what became cached, and what is no longer, in the step and before it."""
+        """Publishes which blocks became cached or left the cache since the last step."""
         news = self._pool.take_news()
         if news:
             self._loop.call_soon_threadsafe(self._publisher.publish, news)
@@ -394,9 +396,9 @@ class WorkerHost:
         self._loop.call_soon_threadsafe(self._post_all, frame)
 
     def _change_role(self, message: RoleChanged) -> None:
-        """Gateways that are here are told; those that come later are welcomed so."""
+        """Tells present gateways. Later ones learn the role from Welcome."""
         if message.role is not self._duties.role:
-            log.info("it is a %s worker now", message.role)
+            log.info("this worker is a %s worker now", message.role)
         self._duties = replace(self._duties, role=message.role)
         self._post_all(encode_frame([message]))
 
@@ -407,7 +409,7 @@ class WorkerHost:
     def _post(self, gateway_id: GatewayId, frame: bytes) -> None:
         outbox = self._gateways.get(gateway_id)
         if outbox is None:
-            return  # it left, or is cut off; its sequences are being cancelled
+            return  # it left or is cut off: its sequences are being cancelled
         try:
             outbox.put_nowait(frame)
         except asyncio.QueueFull:
@@ -419,10 +421,10 @@ class WorkerHost:
 
 
 def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
-    """The roles that a worker started so may be given.
+    """Returns the roles that a worker may take after it started with `role`.
 
-    Where decode workers hold KV in a format of their own, one cannot become another: its pool is
-    made.
+    If decode workers hold KV in a format of their own, a worker cannot enter or leave that role,
+    because its pool is made already.
     """
     if config.decode_kv_dtype is None:
         return frozenset(Role)
@@ -434,7 +436,7 @@ def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
 
 
 def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:
-    """What a gateway is told: answers change also with what KV is converted to for the way."""
+    """Returns the fingerprint for gateways. The wire format of KV changes answers too."""
     return fingerprint if kv_wire_dtype is None else f"{fingerprint}-wire_{kv_wire_dtype}"
 
 

@@ -1,11 +1,11 @@
-"""How much memory a worker takes for KV where the operator does not say.
+"""The default size of a worker's KV memory.
 
-A worker's share of the machine is what was available before any worker started, divided by the
-number of workers. Weights and head-room come off it, and KV gets half of the rest: the other half
-is for later workers, a second version during an update, and other programs. More than a few whole
-contexts is no use by default, and memory that is never written is never taken from the system.
+A worker's share of the machine is the memory that was available before any worker started, divided
+by the number of workers. Weights and head-room come off it, and KV gets half of the rest. The other
+half is for later workers, a second version during an update, and other programs. More than a few
+whole contexts is of no use by default. Memory that is never written is never taken from the system.
 
-Available memory is the least of the system's and of each control group that this process is in.
+Available memory is the minimum of the system's and of each control group that this process is in.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ KV_SHARE = 0.5  # of what is left after weights and head-room
 HEAD_ROOM_BYTES = 512 * 2**20  # interpreter, libraries, activations, logits
 LEAST_BYTES = 256 * 2**20
 PLENTY_BYTES = 512 * 2**20  # enough whatever the context
-NUM_CONTEXTS = 8  # whole ones, also enough
+NUM_CONTEXTS = 8  # so many whole contexts are also enough
 PAGE_BYTES = 64 * 2**20  # sizes are multiples of it
 
 
@@ -27,7 +27,7 @@ def kv_bytes(
     block_bytes: int,
     num_context_blocks: int,
 ) -> int:
-    """Bytes for the KV of one of `num_workers` workers that have `available_bytes` in all.
+    """Returns the bytes of KV for one of `num_workers` workers that share `available_bytes`.
 
     `num_context_blocks` blocks hold one whole context.
     """
@@ -39,7 +39,7 @@ def kv_bytes(
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process and others like it may still take here."""
+    """Returns the bytes that this process and its like may still allocate."""
     found = [_meminfo((root / "proc/meminfo").read_text())]
     found += _group_rooms(root)
     return max(min(found), 0)
@@ -51,7 +51,7 @@ def _meminfo(text: str) -> int:
 
 
 def _group_rooms(root: Path) -> Iterator[int]:
-    """What each control group with a limit has left, cgroup v2 and v1."""
+    """Yields the bytes left in each control group with a limit, cgroup v2 and v1."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -76,12 +76,12 @@ def _group_rooms(root: Path) -> Iterator[int]:
 
 
 def _group_room(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
-    """Bytes up to the limit of one group; None where it sets none or cannot be read."""
+    """Returns the bytes left in one group; None if it has no limit or cannot be read."""
     try:
         most = (folder / limit).read_text().strip()
         used_bytes = int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:  # not a group, or of a container whose groups are not shown here
+    except OSError:  # no group, or a container that hides its groups
         return None
     if most == "max":
         return None
