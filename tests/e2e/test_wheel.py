@@ -30,7 +30,7 @@ def files(*folders: str) -> set[str]:
     return {str(path.relative_to(TREE)) for path in found}
 
 
-def test_the_wheel_holds_every_module_but_the_trainers(names):
+def test_wheel_holds_every_module_but_the_trainers(names):
     floors = ("engine", "kvtransfer", "prefill", "decode", "router", "deploy", "bench")
     modules = {
         str(path.relative_to(TREE)) for floor in floors for path in (TREE / floor).rglob("*.py")
@@ -40,7 +40,7 @@ def test_the_wheel_holds_every_module_but_the_trainers(names):
     assert {name for name in names if name.endswith(".py")} == modules - bundled
 
 
-def test_the_wheel_holds_the_model_the_cpp_sources_and_the_cluster_files(names):
+def test_wheel_holds_model_cpp_sources_and_cluster_files(names):
     native = files("engine/model/native/src", "kvtransfer/native/src", "router/native/src")
     assert any(name.endswith(".cpp") for name in native)
     model = files("engine/model/bundled/target", "engine/model/bundled/draft")
@@ -49,21 +49,21 @@ def test_the_wheel_holds_the_model_the_cpp_sources_and_the_cluster_files(names):
     assert "engine/model/bundled/MODEL_CARD.md" in names
 
 
-def test_the_wheel_holds_no_test_no_result_and_no_compiled_file(names):
+def test_wheel_holds_no_tests_results_or_compiled_files(names):
     folders = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert folders == {"engine", "kvtransfer", "prefill", "decode", "router", "deploy", "bench"}
     assert not [name for name in names if name.startswith("bench/results/")]
     assert not [name for name in names if name.endswith((".pyc", ".so"))]
 
 
-def test_the_wheel_names_the_baton_command(wheel):
+def test_wheel_names_the_baton_command(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (path,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
         assert "baton = deploy.commands.main:main" in archive.read(path).decode()
 
 
 @pytest.mark.torch
-def test_an_installed_wheel_serves_the_bundled_model(wheel, tmp_path, monkeypatch):
+def test_installed_wheel_serves_the_bundled_model(wheel, tmp_path, monkeypatch):
     pytest.importorskip("torch", reason="torch is not installed")
     commands = install(wheel, tmp_path / "environment")
     monkeypatch.chdir(tmp_path)

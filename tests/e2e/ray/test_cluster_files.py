@@ -66,13 +66,13 @@ def test_ray_accepts_the_cluster_file(name):
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_every_command_is_a_shells(name):
+def test_every_command_parses_as_shell(name):
     for command in commands(read(name)):
         subprocess.run(["bash", "-n", "-c", command], check=True, timeout=10)
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_the_gcs_keeps_what_it_knows_in_redis_and_nodes_wait_for_it(name):
+def test_gcs_stores_its_state_in_redis_and_nodes_wait_for_it(name):
     config = read(name)
     (head,) = (c for c in config["head_start_ray_commands"] if "ray start" in c)
     (worker,) = (c for c in config["worker_start_ray_commands"] if "ray start" in c)
@@ -90,7 +90,7 @@ def test_no_password_is_on_a_command_line(name):
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_ray_asks_for_the_token_that_every_node_gets(name):
+def test_ray_requires_the_token_that_every_node_gets(name):
     config = read(name)
     path = "~/.baton/ray_auth_token"
     assert config["file_mounts"][path] == path
@@ -117,7 +117,7 @@ def test_nodes_install_exact_versions(name):
     assert f"baton-serve[serve]=={version}" in shlex.split(" ".join(installs))
 
 
-def test_what_nodes_install_is_what_the_tests_ran_with():
+def test_nodes_install_the_versions_of_the_tests():
     import ray
 
     pins = CONSTRAINTS.read_text().splitlines()
@@ -131,12 +131,12 @@ def test_what_nodes_install_is_what_the_tests_ran_with():
     assert re.fullmatch(r"redis:\d+\.\d+\.\d+", redis["image"])
 
 
-def test_ray_asks_for_a_token_on_kubernetes():
+def test_ray_requires_a_token_on_kubernetes():
     assert kubernetes()["RayCluster"]["spec"]["authOptions"] == {"mode": "token"}
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_shells_on_the_head_find_ray_and_what_the_controller_says_of_itself(name, tmp_path):
+def test_shells_on_the_head_find_ray_and_the_run_directory(name, tmp_path):
     (command,) = (c for c in commands(read(name)) if ".bashrc" in c)
     environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     for _ in range(2):
@@ -164,7 +164,7 @@ def node_types(name: str) -> list[Node]:
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp", "kuberay"])
-def test_nodes_of_a_cloud_hold_what_baton_yaml_asks_for(name):
+def test_cloud_nodes_hold_the_pools_of_baton_yaml(name):
     given = read("baton")["pools"]
     pools = msgspec.convert({**given, "num_gpus": 1}, PoolsConfig)
     usable = nodes_to_start_on(node_types(name), pools, Pools(4, 4))
@@ -173,7 +173,7 @@ def test_nodes_of_a_cloud_hold_what_baton_yaml_asks_for(name):
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
-def test_a_cloud_has_nodes_for_both_pools_and_a_head_without_workers(name):
+def test_cloud_has_nodes_for_both_pools_and_a_head_without_workers(name):
     types = read(name)["available_node_types"]
     assert types["prefill"]["resources"]["prefill_node"] > 0
     assert types["decode"]["resources"]["decode_node"] > 0
@@ -181,13 +181,13 @@ def test_a_cloud_has_nodes_for_both_pools_and_a_head_without_workers(name):
     assert "NOT RUN" in (FOLDER / f"{name}.yaml").read_text()
 
 
-def test_machines_of_ones_own_offer_both_resources_unless_they_say_otherwise():
+def test_own_machines_offer_both_resources_by_default():
     (start,) = (c for c in read("onprem")["worker_start_ray_commands"] if "ray start" in c)
     assert "/etc/baton-node.json" in start
     assert '{"prefill_node": 1000, "decode_node": 1000}' in start
 
 
-def test_the_kuberay_manifest_uses_fields_that_there_are():
+def test_kuberay_manifest_uses_existing_fields():
     cluster = kubernetes()["RayCluster"]
     spec = cluster["spec"]
     assert cluster["apiVersion"] == "ray.io/v1"
@@ -200,7 +200,7 @@ def test_the_kuberay_manifest_uses_fields_that_there_are():
     assert "decode_node" in groups["decode"]["resources"]
 
 
-def test_the_kuberay_manifests_redis_is_the_one_that_the_gcs_is_told():
+def test_kuberay_manifest_points_the_gcs_to_its_redis():
     documents = kubernetes()
     options = documents["RayCluster"]["spec"]["gcsFaultToleranceOptions"]
     (port,) = documents["Service"]["spec"]["ports"]

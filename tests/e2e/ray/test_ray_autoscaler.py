@@ -97,6 +97,6 @@ def machine(tmp_path_factory) -> Iterator[Island]:
         yield running
 
 
-def test_nodes_come_for_as_many_workers_as_are_asked_for_and_go_when_none_are(machine):
+def test_autoscaler_adds_nodes_for_asked_workers_and_removes_them(machine):
     done = machine.python("-c", SCRIPT, timeout_s=150)
     assert "rooms 0 4 0 2" in done.stdout

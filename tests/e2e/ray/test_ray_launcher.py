@@ -44,7 +44,7 @@ def actors(monkeypatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_start_that_was_stopped_leaves_the_next_one_of_its_name_alone(monkeypatch, actors, fails):
+def test_stopped_start_leaves_the_next_actor_of_its_name_alone(monkeypatch, actors, fails):
     import ray
 
     from deploy.ray.launcher import OwnRayLauncher
@@ -68,7 +68,7 @@ def test_a_start_that_was_stopped_leaves_the_next_one_of_its_name_alone(monkeypa
     assert launcher.running() == {SPEC.name: READY}
 
 
-def test_nodes_are_not_asked_for_any_more_when_all_is_stopped(monkeypatch):
+def test_stop_all_withdraws_the_request_for_nodes(monkeypatch):
     from deploy.ray import launcher as ray_launcher
     from deploy.ray import places as ray_places
 
@@ -79,7 +79,7 @@ def test_nodes_are_not_asked_for_any_more_when_all_is_stopped(monkeypatch):
     assert asked == [[]]
 
 
-def test_that_somebody_died_is_noted_while_ray_gives_no_answer(monkeypatch):
+def test_death_is_noted_while_ray_does_not_answer(monkeypatch):
     from deploy.ray import places as ray_places
 
     is_asked, is_answered = threading.Event(), threading.Event()

@@ -115,14 +115,14 @@ def take(places: Any, *workers: tuple[str, Role]) -> None:
         places.take(worker, role)
 
 
-def test_workers_are_put_where_their_role_may_be_started(places):
+def test_workers_start_on_nodes_of_their_role(places):
     take(places(BY_ROLE), ("p0", P), ("d0", D), ("p1", P), ("d1", D))
     where = reserved()
     assert all("prefill_node" in offers(where[name]) for name in ("p0", "p1"))
     assert all("decode_node" in offers(where[name]) for name in ("d0", "d1"))
 
 
-def test_workers_are_packed_on_few_nodes_or_spread_over_all(places):
+def test_workers_are_packed_or_spread(places):
     pack = places(NodePlacement(1))
     take(pack, ("p0", P), ("d0", D))
     assert len(set(reserved().values())) == 1
@@ -131,7 +131,7 @@ def test_workers_are_packed_on_few_nodes_or_spread_over_all(places):
     assert len(set(reserved().values())) == 2
 
 
-def test_the_gpu_of_a_worker_that_died_is_its_next_ones_until_nobody_wants_it(places):
+def test_gpu_of_a_dead_worker_is_kept_until_given_up(places):
     mine = places(NodePlacement(1))
     first = mine.take("d0", D)
     before = reserved()
@@ -145,7 +145,7 @@ def test_the_gpu_of_a_worker_that_died_is_its_next_ones_until_nobody_wants_it(pl
     assert not reserved()
 
 
-def test_a_start_that_was_given_up_does_not_take_the_place_of_the_next_one_along(places):
+def test_abandoned_start_does_not_free_the_next_place(places):
     mine = places(NodePlacement(1))
     first = mine.take("d0", D)
     mine.give_up("d0")
@@ -156,7 +156,7 @@ def test_a_start_that_was_given_up_does_not_take_the_place_of_the_next_one_along
     assert not reserved()
 
 
-def test_another_controller_finds_what_was_reserved(places):
+def test_next_controller_finds_the_reservations(places):
     take(places(NodePlacement(1)), ("p0", P), ("d0", D), ("d1", D))
     before = reserved()
     other = places(NodePlacement(1))
@@ -167,9 +167,7 @@ def test_another_controller_finds_what_was_reserved(places):
     assert reserved() == {name: node for name, node in before.items() if name != "d1"}
 
 
-def test_what_no_node_has_left_is_named_and_whoever_waits_for_it_can_be_told_not_to(
-    places, monkeypatch
-):
+def test_missing_resource_is_named_and_the_wait_can_be_cancelled(places, monkeypatch):
     mine = places(BY_ROLE)
     take(mine, ("p0", P), ("p1", P), ("d0", D), ("d1", D))
     monkeypatch.setattr("deploy.ray.places.PLACE_TIMEOUT_S", 0.5)
@@ -185,7 +183,7 @@ def test_what_no_node_has_left_is_named_and_whoever_waits_for_it_can_be_told_not
             waits.result(10)
 
 
-def test_where_a_role_has_no_room_a_worker_takes_what_another_has_left(places, monkeypatch):
+def test_worker_takes_the_place_of_another_role(places, monkeypatch):
     mine = places(BY_ROLE)
     take(mine, ("p0", P), ("p1", P))
     monkeypatch.setattr("deploy.ray.places.PLACE_TIMEOUT_S", 0.5)
@@ -195,7 +193,7 @@ def test_where_a_role_has_no_room_a_worker_takes_what_another_has_left(places, m
     assert mine.take("p2", P).role is D  # it is kept
 
 
-def test_a_node_that_others_have_taken_is_left_to_them(places):
+def test_node_taken_by_others_is_avoided(places):
     from ray.util.placement_group import placement_group, remove_placement_group
 
     mine = places(NodePlacement(2))
@@ -209,7 +207,7 @@ def test_a_node_that_others_have_taken_is_left_to_them(places):
         remove_placement_group(theirs)
 
 
-def test_a_node_goes_and_who_was_there_is_put_elsewhere(nodes, places):
+def test_workers_of_a_lost_node_are_placed_elsewhere(nodes, places):
     mine = places(NodePlacement(1, "spare_node", "spare_node", Spread.SPREAD))
     lost = nodes.add(spare_node=1)
     take(mine, ("d0", D), ("d1", D))

@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.timeout(300)]
 
 
-def test_the_controller_is_killed_and_the_next_one_goes_on(tmp_path, monkeypatch):
+def test_requests_survive_a_killed_controller(tmp_path, monkeypatch):
     import ray
 
     from deploy.ray.controller import find_controller, start_controller, stop_deployment

@@ -131,14 +131,14 @@ def of(machine: Island, program: str) -> dict[int, str]:
     return {pid: line for pid, line in machine.processes().items() if program in line}
 
 
-def test_up_brings_the_cluster_and_baton_and_says_where(machine, up, key):
+def test_up_brings_up_cluster_and_baton_and_prints_urls(machine, up, key):
     assert f"serving at {URL}" in up.stderr
     assert "prefill-0" in up.stderr
     assert "all as wanted" in up.stderr
     assert ask(machine, key, 8)
 
 
-def test_nobody_else_may_read_the_keys_on_the_head(machine, key):
+def test_keys_on_the_head_are_private(machine, key):
     for name in ("baton.yaml", "keys.json", "redis.key", "ray_auth_token"):
         assert (machine.home / ".baton" / name).stat().st_mode & 0o077 == 0
     assert (machine.home / ".baton").stat().st_mode & 0o777 == 0o700
@@ -152,7 +152,7 @@ def test_no_secret_is_on_a_command_line(machine, up):
     assert ray_token(machine) not in lines
 
 
-def test_redis_serves_only_who_shows_the_key(machine, up):
+def test_redis_refuses_clients_without_the_key(machine, up):
     redis_cli = ("redis-cli", "-p", "6380", "--tls", "--insecure")
     refused = machine.run(*redis_cli, "keys", "*", check=False)
     assert refused.returncode != 0
@@ -162,7 +162,7 @@ def test_redis_serves_only_who_shows_the_key(machine, up):
     assert "baton" in machine.run(*redis_cli, *proof, "keys", "*").stdout.lower()
 
 
-def test_ray_runs_nothing_for_who_lacks_the_token(machine, up):
+def test_ray_refuses_jobs_without_the_token(machine, up):
     refused = machine.run("env", *environment_of_a_driver("0" * 64), *RUN, check=False)
     assert refused.returncode != 0
     assert "InvalidAuthToken" in refused.stderr or "UNAUTHENTICATED" in refused.stderr
@@ -170,7 +170,7 @@ def test_ray_runs_nothing_for_who_lacks_the_token(machine, up):
     assert "ran" in machine.run("env", *environment_of_a_driver(token), *RUN).stdout
 
 
-def test_up_again_leaves_everything_as_it_is(machine, config, up):
+def test_second_up_changes_nothing(machine, config, up):
     before = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
     again = baton(machine, "up", config)
     assert f"serving at {URL}" in again.stderr
@@ -179,7 +179,7 @@ def test_up_again_leaves_everything_as_it_is(machine, config, up):
     assert len(of(machine, "ray::_Actor")) == 4  # two workers, two gateways
 
 
-def test_requests_go_on_while_the_gcs_is_dead_and_it_comes_back_knowing_everything(machine, key):
+def test_requests_go_on_while_the_gcs_restarts_from_redis(machine, key):
     expected = ask(machine, key, 40)
     (gcs,), (keeper,) = of(machine, "gcs/gcs_server"), of(machine, "deploy.ray.gcs_keeper")
     actors = set(of(machine, "ray::_"))
@@ -210,7 +210,7 @@ def test_status_shows_nodes_and_workers(machine, config, up):
     assert f"serving at {URL}" in shown
 
 
-def test_pools_are_changed_on_the_head_while_it_serves(machine, config, key):
+def test_pools_change_on_the_head_while_it_serves(machine, config, key):
     expected = ask(machine, key, 8)
     command = ("-m", "deploy.commands.main", "pools", "set", "decode=2")
     assert "done" in machine.python(*command, timeout_s=UP_TIMEOUT_S).stdout
@@ -218,7 +218,7 @@ def test_pools_are_changed_on_the_head_while_it_serves(machine, config, key):
     assert ask(machine, key, 8) == expected
 
 
-def test_another_controller_takes_over_when_it_is_killed(machine, config, key):
+def test_next_controller_takes_over_from_a_killed_one(machine, config, key):
     services = of(machine, "ray::_Actor")
     (controller,) = of(machine, "ray::_ControllerActor")
     send(machine, signal.SIGKILL, controller)
@@ -232,7 +232,7 @@ def test_another_controller_takes_over_when_it_is_killed(machine, config, key):
     assert ask(machine, key, 8)
 
 
-def test_down_leaves_nothing_even_where_ray_down_cannot_find_ray(machine, config, up):
+def test_down_leaves_nothing_even_if_ray_down_fails(machine, config, up):
     profile = machine.home / ".bashrc"
     kept = profile.read_text()
     profile.write_text("")  # as where nobody put it into the PATH
@@ -247,7 +247,7 @@ def test_down_leaves_nothing_even_where_ray_down_cannot_find_ray(machine, config
     assert not list((machine.home / ".baton").glob("append*"))
 
 
-def test_down_names_what_it_does_not_know_to_be_its_own(machine, config):
+def test_down_lists_processes_of_unknown_sessions(machine, config):
     name = "/somewhere/ray/core/src/ray/raylet/raylet"
     other = subprocess.Popen(machine.command("bash", "-c", f"exec -a {name} sleep 300"))
     try:

@@ -286,7 +286,7 @@ def test_another_life_of_the_worker_at_the_same_address_is_not_believed(caplog):
 
     with caplog.at_level(logging.WARNING):
         run(test)
-    assert "another life of this worker was meant" in caplog.text
+    assert "the request is for an earlier incarnation of this worker" in caplog.text
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -11,7 +11,7 @@ from bench.chaos.netns import MAX_PLACES, Unavailable, hub, place
 from bench.cli import app
 
 
-def test_without_root_or_its_tool_there_is_no_hub_and_the_reason_is_told(monkeypatch):
+def test_hub_without_root_or_ip_names_the_reason(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(Unavailable, match="need root"), hub():
         pass
@@ -21,7 +21,7 @@ def test_without_root_or_its_tool_there_is_no_hub_and_the_reason_is_told(monkeyp
         pass
 
 
-def test_the_bench_says_in_one_line_why_nothing_can_be_partitioned(monkeypatch):
+def test_bench_names_in_one_line_why_it_cannot_partition(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = CliRunner().invoke(app, ["chaos", "--faults", "kill,partition"])
     assert done.exit_code == 1
@@ -29,6 +29,6 @@ def test_the_bench_says_in_one_line_why_nothing_can_be_partitioned(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [0, MAX_PLACES + 1])
-def test_a_hub_has_addresses_for_so_many_places(number):
+def test_number_of_places_is_bounded(number):
     with pytest.raises(ValueError, match=f"{number} is not a place's number"):
         place("p0", number)

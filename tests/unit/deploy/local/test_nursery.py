@@ -52,7 +52,7 @@ def cats() -> Iterator[Nursery]:
         yield nursery
 
 
-def test_a_child_has_pipes_and_a_session_of_its_own_and_its_end_is_told(cats):
+def test_child_has_its_own_pipes_and_session_and_reports_its_status(cats):
     with child_of(cats) as one, child_of(cats) as other:
         one.stdin.write(b"7\nto one\n")
         one.stdin.flush()
@@ -68,24 +68,24 @@ def test_a_child_has_pipes_and_a_session_of_its_own_and_its_end_is_told(cats):
         assert other.exit_status == -signal.SIGKILL
 
 
-def test_a_child_that_ends_late_is_waited_for_only_so_long(cats):
+def test_waiting_for_a_child_has_a_deadline(cats):
     with child_of(cats) as child, pytest.raises(TimeoutError):
         child.wait(0.01)
 
 
-def test_a_child_has_nothing_of_the_nursery_nor_of_other_children():
+def test_child_inherits_no_descriptor_of_the_nursery_or_its_siblings():
     lists = "print(*os.listdir('/proc/self/fd'), flush=True); sys.stdin.read()"
     with opened(nursery_of(lists)) as nursery, child_of(nursery):
         assert line_of(nursery).split() == [b"0", b"1", b"2", b"3"]  # the last one is the list
 
 
-def test_what_one_child_draws_another_does_not():
+def test_children_draw_different_random_numbers():
     draws = "print(random.random(), os.urandom(8), flush=True); sys.stdin.read()"
     with opened(nursery_of(draws, prepare="import random; random.random()")) as nursery:
         assert line_of(nursery) != line_of(nursery)
 
 
-def test_children_of_a_nursery_that_ended_go_on_and_others_come_from_a_new_one(caplog):
+def test_children_outlive_their_nursery_and_a_new_one_is_started(caplog):
     with opened(nursery_of_shells("read line; exit 3")) as nursery, child_of(nursery) as old:
         os.kill(nursery._process.pid, signal.SIGKILL)
         nursery._process.wait()
@@ -99,7 +99,7 @@ def test_children_of_a_nursery_that_ended_go_on_and_others_come_from_a_new_one(c
             assert (old.exit_status, new.exit_status) == (None, 3)
 
 
-def test_children_of_whoever_is_killed_end_and_so_does_the_nursery():
+def test_nursery_and_children_end_with_a_killed_parent():
     """The nursery's own standard error shows when it is gone."""
     program = (
         "import os, signal; from tests.kits.nurseries import nursery_of_shells\n"
@@ -139,7 +139,7 @@ def test_children_of_whoever_is_killed_end_and_so_does_the_nursery():
         ),
     ],
 )
-def test_a_nursery_that_must_not_fork_says_why(prepare, why):
+def test_nursery_refuses_an_unsafe_fork_with_the_reason(prepare, why):
     with opened(nursery_of("pass", prepare)) as nursery:
         child = nursery.fork("worker")
         with pytest.raises(NoChild, match=why):
@@ -149,7 +149,7 @@ def test_a_nursery_that_must_not_fork_says_why(prepare, why):
         child.close()
 
 
-def test_who_is_killed_before_it_starts_is_not_waited_for(cats):
+def test_child_killed_before_its_start_is_not_awaited(cats):
     os.kill(cats._process.pid, signal.SIGSTOP)
     try:
         child = cats.fork("worker")
@@ -163,7 +163,7 @@ def test_who_is_killed_before_it_starts_is_not_waited_for(cats):
         assert next_one.is_running()
 
 
-def test_a_nursery_that_ends_while_it_is_asked_is_no_child(caplog):
+def test_nursery_that_ends_during_a_request_gives_no_child(caplog):
     with opened(nursery_of("pass", "def prepare(kind):\n    sys.exit(4)")) as nursery:
         child = nursery.fork("worker")
         with caplog.at_level(logging.ERROR), pytest.raises(NoChild, match="the nursery ended"):
@@ -171,7 +171,7 @@ def test_a_nursery_that_ends_while_it_is_asked_is_no_child(caplog):
         child.close()
 
 
-def test_a_child_whose_descriptor_did_not_come_is_no_child():
+def test_child_without_a_descriptor_is_refused():
     news, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with told:
         child = Child(stdin=io.BytesIO(), stdout=io.BytesIO(), news=news)
@@ -183,7 +183,7 @@ def test_a_child_whose_descriptor_did_not_come_is_no_child():
 
 
 @pytest.mark.parametrize("unread", [b"", b"which makes it a reset"])
-def test_news_that_nobody_wants_any_more_end_no_nursery(unread):
+def test_nursery_survives_news_to_a_closed_parent(unread):
     news, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with news:
         news.sendall(unread)

@@ -6,7 +6,7 @@ from deploy.ray.files import CONSTRAINTS, write_files
 from engine.errors import ConfigError
 
 
-def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path):
+def test_token_is_made_once_and_readable_by_its_owner_only(tmp_path):
     write_files(tmp_path)
     token = tmp_path / ".baton" / "ray_auth_token"
     first = token.read_text()
@@ -20,14 +20,14 @@ def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "complaint"), [(0o644, "read by others"), (0o666, "write to it")])
-def test_a_token_that_others_know_or_could_have_written_is_refused(tmp_path, mode, complaint):
+def test_token_open_to_other_users_is_refused(tmp_path, mode, complaint):
     write_files(tmp_path)
     (tmp_path / ".baton" / "ray_auth_token").chmod(mode)
     with pytest.raises(ConfigError, match=complaint):
         write_files(tmp_path)
 
 
-def test_a_folder_that_others_write_to_is_refused(tmp_path):
+def test_folder_writable_by_others_is_refused(tmp_path):
     (tmp_path / ".baton").mkdir(mode=0o777)
     (tmp_path / ".baton").chmod(0o777)
     with pytest.raises(ConfigError, match="is not to be trusted"):

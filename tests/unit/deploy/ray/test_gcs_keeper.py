@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 ARGUMENTS = ("/x/gcs/gcs_server", "--session-name=session_7", "--redis_address=127.0.0.1")
 
 
-def test_a_session_is_named_in_the_arguments_of_gcs_and_raylet_alike():
+def test_session_name_is_read_from_gcs_and_raylet_arguments():
     assert Command(1, ARGUMENTS, {}).session == "session_7"
     assert Command(1, ("/x/raylet/raylet", "--session-name=session_7"), {}).session == "session_7"
     assert Command(1, ("/x/raylet/raylet",), {}).session == ""
@@ -30,7 +30,7 @@ def test_one_gcs_with_redis_is_found(monkeypatch):
         ([Command(7, ARGUMENTS[:2], {})], "stores nothing in Redis"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(monkeypatch, there, complaint):
+def test_unsuitable_gcs_is_refused(monkeypatch, there, complaint):
     monkeypatch.setattr(gcs_keeper, "running", lambda _: there)
     with pytest.raises(ConfigError, match=complaint):
         find()
@@ -43,7 +43,7 @@ def test_a_running_process_shows_its_arguments_and_environment():
     assert any("PATH" in each.environment for each in mine)
 
 
-def test_a_gcs_that_ended_before_its_raylet_when_ray_was_stopped_is_not_started_again(monkeypatch):
+def test_gcs_is_not_restarted_after_ray_was_stopped(monkeypatch):
     there = [Command(8, ("/x/raylet/raylet", "--session-name=session_7"), {})]
     waits: list[float] = []
 

@@ -4,7 +4,7 @@ from deploy.ray import own_ray
 from engine.config import forget_environment
 
 
-def test_a_ray_of_our_own_is_told_to_stay_on_loopback_and_to_ask_for_a_new_token():
+def test_own_ray_is_set_to_loopback_and_a_new_token():
     one: dict[str, str] = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known to others"}
     another: dict[str, str] = {}
     own_ray.prepare(one)
@@ -15,7 +15,7 @@ def test_a_ray_of_our_own_is_told_to_stay_on_loopback_and_to_ask_for_a_new_token
     assert one["RAY_AUTH_TOKEN"] != another["RAY_AUTH_TOKEN"]
 
 
-def test_keys_leave_the_environment_and_all_else_stays():
+def test_only_keys_are_removed_from_the_environment():
     environment = {
         "BATON_GATEWAY__PORT": "8000",
         "BATON_ADMIN__KEY": "secret",

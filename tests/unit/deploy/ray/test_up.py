@@ -22,7 +22,7 @@ def file(tmp_path) -> Path:
     return tmp_path / "baton.yaml"
 
 
-def test_the_file_holds_cluster_model_pools_and_batons_configuration(file):
+def test_file_is_read_into_cluster_model_pools_and_configuration(file):
     file.write_text(
         "cluster: onprem.yaml\nmodel: hf://org/name@v1\npools: {prefill: 3, decode: 5}\n"
         "gateway: {host: 0.0.0.0, keys_file: ~/k}\nworker: {kv_mib: 64}\n"
@@ -36,7 +36,7 @@ def test_the_file_holds_cluster_model_pools_and_batons_configuration(file):
     assert isinstance(cluster_of(config), RayUp)
 
 
-def test_a_cluster_that_runs_is_named_by_its_address(file):
+def test_running_cluster_is_named_by_its_address(file):
     file.write_text("address: auto\n")
     config = load_up_config(file)
     assert (config.address, pools_of(config.config.pools)) == ("auto", Pools(1, 1))
@@ -56,24 +56,24 @@ def test_a_cluster_that_runs_is_named_by_its_address(file):
         ("a: [b\n", "while parsing"),
     ],
 )
-def test_a_mistake_in_the_file_is_named(file, text, complaint):
+def test_error_in_the_file_is_named(file, text, complaint):
     file.write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         load_up_config(file)
 
 
-def test_a_file_that_is_not_there_is_named(file):
+def test_missing_file_is_named(file):
     with pytest.raises(ConfigError, match=r"baton\.yaml: No such file"):
         load_up_config(file)
 
 
 @pytest.mark.parametrize("name", ["onprem", "aws", "gcp"])
-def test_a_cluster_file_that_is_not_filled_in_is_refused_with_what_is_missing(name):
+def test_cluster_file_with_a_placeholder_is_refused(name):
     with pytest.raises(ConfigError, match=r"<.*> is not filled in"):
         read_cluster(FOLDER / f"{name}.yaml")
 
 
-def test_the_example_puts_each_pool_on_its_own_nodes():
+def test_example_puts_each_pool_on_its_own_nodes():
     config = load_up_config(FOLDER / "baton.yaml")
     pools = config.config.pools
     assert (pools.prefill_resource, pools.decode_resource) == ("prefill_node", "decode_node")
@@ -95,7 +95,7 @@ def test_the_example_puts_each_pool_on_its_own_nodes():
         ),
     ],
 )
-def test_up_waits_for_the_nodes_that_the_file_asks_for(cluster, num_nodes):
+def test_up_waits_for_all_nodes_of_the_file(cluster, num_nodes):
     assert num_nodes_of(cluster) == num_nodes
 
 
@@ -125,7 +125,7 @@ class FakeCluster:
         return self._left
 
 
-def test_up_makes_the_cluster_only_where_there_is_none(file):
+def test_up_makes_the_cluster_only_if_there_is_none(file):
     there, absent = FakeCluster(), FakeCluster(is_up=False)
     assert bring_up(there, file, lambda _: None) == STATUS
     assert there.asked == ["start baton.yaml"]
@@ -133,7 +133,7 @@ def test_up_makes_the_cluster_only_where_there_is_none(file):
     assert absent.asked == ["up", "start baton.yaml"]
 
 
-def test_down_stops_baton_first_and_ends_the_cluster_also_when_nobody_answers():
+def test_down_stops_baton_first_and_ends_even_a_silent_cluster():
     told: list[str] = []
     left = [LeftProcess("10.0.0.1", "process 7: raylet", 7)]
     cluster = FakeCluster(left=left, error="no answer")
@@ -142,7 +142,7 @@ def test_down_stops_baton_first_and_ends_the_cluster_also_when_nobody_answers():
     assert "no answer; the cluster is ended all the same" in told
 
 
-def test_an_answer_is_found_behind_what_shells_and_ray_print():
+def test_answer_is_found_behind_lines_of_shells_and_ray():
     printed = 'Welcome!\r\nINFO x\r\nBATON-ANSWER {"status":{"session":"s","nodes":[]}}\r\nShared'
     with pytest.raises(ConfigError, match=r"another version of Baton: .*`pools`"):
         up._status(printed)
@@ -150,23 +150,23 @@ def test_an_answer_is_found_behind_what_shells_and_ray_print():
     assert up._status(whole) == Status("s", (), None)
 
 
-def test_an_error_of_the_head_is_the_error():
+def test_error_of_the_head_is_raised():
     with pytest.raises(ConfigError, match=r"^no such model$"):
         up._status('BATON-ANSWER {"error":"no such model"}')
 
 
-def test_a_head_without_an_answer_is_told_with_its_last_words():
+def test_head_without_an_answer_is_reported_with_its_last_lines():
     with pytest.raises(ConfigError, match=r"no answer: bash: python: command not found$"):
         up._status("bash: python: command not found\r\nShared connection to 10.0.0.1 closed.\r\n")
 
 
-def test_only_machines_of_ones_own_are_looked_at_afterwards():
+def test_only_own_machines_are_searched_afterwards():
     local = {"provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2"]}}
     assert leftovers.nodes_of(local) == ["10.0.0.1", "10.0.0.2"]
     assert leftovers.nodes_of({"provider": {"type": "aws"}}) == []
 
 
-def test_ssh_is_called_as_the_cluster_file_says():
+def test_ssh_uses_the_settings_of_the_cluster_file():
     command = leftovers.ssh_command(
         {"ssh_user": "me", "ssh_private_key": "/keys/one", "ssh_proxy_command": "nc %h %p"}
     )
@@ -192,9 +192,7 @@ def ray_up(tmp_path, monkeypatch) -> RayUp:
 
 
 @pytest.mark.parametrize("what", ["process 7: raylet", "cannot be searched: no route"])
-def test_a_cluster_that_may_run_although_its_head_is_silent_is_not_made_anew(
-    ray_up, monkeypatch, what
-):
+def test_cluster_that_may_still_run_is_not_made_again(ray_up, monkeypatch, what):
     monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: [LeftProcess(node, what)])
     assert not ray_up.is_up()  # nothing was ever seen of it
     ray_up._write_note("session_1")
@@ -204,13 +202,13 @@ def test_a_cluster_that_may_run_although_its_head_is_silent_is_not_made_anew(
     assert not ray_up.is_up()
 
 
-def test_a_head_of_another_version_is_never_made_anew(ray_up, monkeypatch):
+def test_cluster_of_another_version_is_not_made_again(ray_up, monkeypatch):
     monkeypatch.setattr(up, "_ray", lambda *_, **__: 'BATON-ANSWER {"status":{"session":"s"}}')
     with pytest.raises(ConfigError, match="another version"):
         ray_up.is_up()
 
 
-def test_a_note_that_was_not_written_to_its_end_ends_no_process(ray_up, monkeypatch):
+def test_incomplete_note_ends_no_process(ray_up, monkeypatch):
     scripts: list[str] = []
     monkeypatch.setattr(leftovers, "_ask", lambda _, node, script: scripts.append(script) or [])
     ray_up._write_note("\n")

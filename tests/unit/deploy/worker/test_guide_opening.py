@@ -92,7 +92,7 @@ def run(scene):
     asyncio.run(main())
 
 
-def test_other_sequences_pass_one_whose_grammar_is_compiled():
+def test_other_sequences_pass_while_a_grammar_is_compiled():
     async def scene(session):
         for message in (
             asked("a", SLOW),
@@ -113,7 +113,7 @@ def test_other_sequences_pass_one_whose_grammar_is_compiled():
     run(scene)
 
 
-def test_a_guide_is_opened_where_the_answer_stands_and_a_refusal_is_passed_on():
+def test_guide_replays_the_answer_and_a_refusal_is_passed_on():
     async def scene(session):
         session.opening.take(asked("a", BAD, tokens=(1, 2, 7, 8), prompt_len=2))
         await session.until(1)
@@ -123,7 +123,7 @@ def test_a_guide_is_opened_where_the_answer_stands_and_a_refusal_is_passed_on():
     run(scene)
 
 
-def test_nothing_comes_of_a_session_that_is_over():
+def test_ended_session_emits_no_event():
     async def scene(session):
         session.opening.take(asked("a", SLOW))
         session.opening.close()
@@ -135,7 +135,7 @@ def test_nothing_comes_of_a_session_that_is_over():
     run(scene)
 
 
-def test_what_waits_is_bounded(monkeypatch):
+def test_number_of_waiting_grammars_is_bounded(monkeypatch):
     monkeypatch.setattr(guide_opening, "MAX_OPENING", 2)
 
     async def scene(session):
@@ -147,7 +147,7 @@ def test_what_waits_is_bounded(monkeypatch):
     run(scene)
 
 
-def test_a_bug_in_opening_ends_the_worker():
+def test_bug_in_opening_a_guide_ends_the_worker():
     async def scene(session):
         session.guides.open = None
         session.opening.take(asked("a", BAD))

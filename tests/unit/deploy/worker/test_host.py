@@ -70,7 +70,7 @@ def step(core: WorkerCore) -> list[tuple[str, int]]:
         (Role.MIXED, False, {"prefill", "generate", "decode"}),
     ],
 )
-def test_a_worker_takes_what_it_says_it_does(role, prefills_locally, takes):
+def test_worker_accepts_the_work_of_its_announced_role(role, prefills_locally, takes):
     for name, event in EVENTS.items():
         worker = host(role, prefills_locally=prefills_locally)
         worker._events = None
@@ -80,7 +80,7 @@ def test_a_worker_takes_what_it_says_it_does(role, prefills_locally, takes):
         assert worker._welcome().generates == ("generate" in takes)
 
 
-def test_a_decode_worker_computes_prompts_in_chunks_behind_what_it_decodes():
+def test_decode_worker_computes_prompts_in_chunks_after_decodes():
     config = {"max_batch_tokens": 64, "chunk_tokens": 32, "max_running": 4}
     core = host(Role.DECODE, **config)._open_core(HERE)
     core.handle(generate("a", 3), 0.0)
@@ -93,7 +93,7 @@ def test_a_decode_worker_computes_prompts_in_chunks_behind_what_it_decodes():
     assert step(core) == [("a", 1), ("c", 1), ("b", 4)]
 
 
-def test_a_step_that_is_held_begins_in_time_where_nothing_comes():
+def test_held_step_begins_in_time_without_events():
     clock = SetClock()
     worker = host(Role.DECODE)
     core = worker._core = worker._open_core(HERE)
@@ -112,7 +112,7 @@ def test_a_step_that_is_held_begins_in_time_where_nothing_comes():
 # ---------------------------------------------------------------- the asyncio thread
 
 
-def test_a_watch_that_fails_ends_the_worker(monkeypatch):
+def test_failed_watch_ends_the_worker(monkeypatch):
     """A step that hangs would be noticed by nobody."""
     crashes: list[BaseException] = []
     monkeypatch.setattr(worker_host, "REPORT_EVERY_S", 0.0)
@@ -147,7 +147,7 @@ class FakeGateway:
         self.heard += decode_to_gateway(frame)
 
 
-def test_a_gateway_that_is_cut_off_comes_back_when_its_old_sequences_are_given_up():
+def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
     """Sooner, and what it sent in its new session would be given up with them."""
 
     async def test() -> None:

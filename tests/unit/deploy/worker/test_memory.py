@@ -24,25 +24,25 @@ def sized(available: int, *, workers: int = 2, weights: int = 0, context_blocks:
     )
 
 
-def test_a_long_context_gets_half_of_what_weights_and_head_room_leave():
+def test_long_context_gets_half_of_the_memory_after_weights():
     # (24 GiB / 2 - 1.5 GiB - 0.5 GiB) / 2
     assert sized(24 * GIB, weights=3 * GIB // 2) == 5 * GIB
 
 
-def test_a_small_context_gets_no_more_than_before_on_any_machine():
+def test_small_context_gets_no_more_than_plenty():
     assert sized(1024 * GIB, context_blocks=32) == PLENTY_BYTES
 
 
-def test_a_huge_machine_holds_a_few_whole_contexts_and_not_more():
+def test_huge_machine_gives_a_few_whole_contexts():
     assert sized(1024 * GIB) == 8 * 8192 * LLAMA_1B
 
 
 @pytest.mark.parametrize("available", [0, GIB, 2 * GIB])
-def test_a_machine_without_memory_gives_little_and_not_less(available):
+def test_machine_without_memory_gives_the_minimum(available):
     assert sized(available, weights=8 * GIB) == LEAST_BYTES
 
 
-def test_a_block_always_fits():
+def test_one_block_always_fits():
     assert (
         kv_bytes(
             0,
@@ -79,18 +79,18 @@ def group(most: str, used: int, inactive: int) -> dict[str, str]:
     return {"memory.max": most, "memory.current": str(used), "memory.stat": stat}
 
 
-def test_without_limits_the_system_says_what_is_available(tmp_path):
+def test_without_limits_the_available_memory_of_the_system_counts(tmp_path):
     root = machine(tmp_path, available_kib=2048, groups={}, mine="0::/\n")
     assert available_bytes(root) == 2 * MIB
 
 
-def test_the_tightest_group_counts_and_file_pages_can_be_reclaimed(tmp_path):
+def test_tightest_group_counts_and_file_pages_are_reclaimable(tmp_path):
     groups = {"pod": group("1000", 700, 100), "pod/worker": group("max", 5, 0), "": {}}
     root = machine(tmp_path, available_kib=2048, groups=groups, mine="0::/pod/worker\n")
     assert available_bytes(root) == 400
 
 
-def test_groups_of_version_1_count_too(tmp_path):
+def test_cgroups_of_version_1_count_too(tmp_path):
     limits = {
         "memory.limit_in_bytes": "900",
         "memory.usage_in_bytes": "300",
@@ -105,6 +105,6 @@ def test_groups_of_version_1_count_too(tmp_path):
     assert available_bytes(root) == 650
 
 
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path):
+def test_group_over_its_limit_leaves_nothing(tmp_path):
     root = machine(tmp_path, available_kib=2048, groups={"a": group("10", 700, 0)}, mine="0::/a\n")
     assert available_bytes(root) == 0

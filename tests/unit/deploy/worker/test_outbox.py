@@ -34,7 +34,7 @@ class Stream:
         await asyncio.sleep(0)
 
 
-def test_a_frame_that_need_not_wait_is_sent_when_post_returns():
+def test_post_sends_at_once_if_nothing_waits():
     async def run():
         stream = Stream()
         outbox = Outbox(stream.send)
@@ -45,7 +45,7 @@ def test_a_frame_that_need_not_wait_is_sent_when_post_returns():
     asyncio.run(run())
 
 
-def test_frames_wait_for_the_one_before_and_keep_their_order():
+def test_frames_keep_their_order():
     async def run():
         stream = Stream(paused=True)
         outbox = Outbox(stream.send)
@@ -60,7 +60,7 @@ def test_frames_wait_for_the_one_before_and_keep_their_order():
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_nothing_is_sent_after_a_frame_that_could_not_be(paused):
+def test_nothing_is_sent_after_a_failed_frame(paused):
     async def run():
         stream = Stream(paused=paused)
         stream.error = ConnectionError("gone")
@@ -77,7 +77,7 @@ def test_nothing_is_sent_after_a_frame_that_could_not_be(paused):
     asyncio.run(run())
 
 
-def test_a_closed_outbox_gives_up_what_is_on_its_way():
+def test_closed_outbox_cancels_a_frame_in_flight():
     async def run():
         stream = Stream(paused=True)
         outbox = Outbox(stream.send)

@@ -51,7 +51,7 @@ class Worker:
         return [self.look() for _ in range(seconds)]
 
 
-def test_only_steps_that_last_are_told_of():
+def test_only_long_steps_are_reported():
     worker = Worker(60.0)
     worker.warm_up(DECODE)
     for _ in range(5):
@@ -63,7 +63,7 @@ def test_only_steps_that_last_are_told_of():
     assert worker.look() is None
 
 
-def test_a_step_that_does_not_end_is_stuck():
+def test_endless_step_is_stuck():
     worker = Worker(10.0)
     worker.warm_up(DECODE)
     worker.look()
@@ -75,11 +75,11 @@ def test_a_step_that_does_not_end_is_stuck():
     assert caught.value.seconds == 11.0
 
 
-def test_it_may_last_for_ever_where_that_is_wanted():
+def test_without_a_timeout_no_step_is_stuck():
     assert Worker(None).hang(1000)[-1] == StillStepping(1000.0, is_early=True)
 
 
-def test_first_steps_may_compile_and_are_told_of_as_such():
+def test_first_steps_get_more_time_and_are_reported_as_early():
     worker = Worker(10.0)
     worker.begin(DECODE)
     worker.look()
@@ -93,7 +93,7 @@ def test_first_steps_may_compile_and_are_told_of_as_such():
     ("usual", "new"),
     [(DECODE, CHUNK), (DECODE, VERIFY), (CHUNK, DECODE), (VERIFY, DECODE), (CHUNK, MIXED)],
 )
-def test_every_kind_of_step_has_first_ones(usual, new):
+def test_each_kind_of_step_has_first_steps(usual, new):
     worker = Worker(60.0)
     worker.warm_up(usual)
     for step, is_early in ((usual, False), (new, True), (usual, False)):
@@ -106,7 +106,7 @@ def test_every_kind_of_step_has_first_ones(usual, new):
     assert worker.hang(3)[-1] == StillStepping(3.0)
 
 
-def test_a_process_that_was_stopped_as_a_whole_is_not_stuck():
+def test_stopped_process_is_not_stuck():
     worker = Worker(10.0)
     worker.begin(DECODE)
     worker.look()
