@@ -85,7 +85,7 @@ def test_headlines_stand_beside_their_peer_or_limit():
     )
     text = fill_in("<!-- headline -->\n<!-- end -->", REPORTS, rows)
     assert "| load | 1.50 s | vllm 3 | 0.50 |" in text
-    assert "| prefill | 2,048 tokens/s | this machine's limit 4,096 | 0.50 |" in text
+    assert "| prefill | 2,048 tokens/s | this machine's limit 4,096 | 50% |" in text
     assert "unmeasured" not in text
 
 

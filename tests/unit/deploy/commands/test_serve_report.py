@@ -1,4 +1,4 @@
-"""What `baton serve` prints of its workers when they run."""
+"""What `baton serve` prints about its workers and gateway once they run."""
 
 from io import StringIO
 from types import SimpleNamespace
@@ -29,16 +29,16 @@ def report(*, needs_key=False, **says) -> str:
     return console.file.getvalue()
 
 
-def test_the_report_says_how_long_a_request_may_be():
+def test_printed_lines_give_the_longest_request():
     assert "5120 KV blocks, 5120 MiB, up to 81,920 tokens a request" in report()
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_the_report_says_where_bits_depend_on_the_batch(holds):
+def test_worker_that_is_not_batch_invariant_is_marked(holds):
     found = report(is_batch_invariant=holds)
-    assert ("depend on what is computed beside it" in found) is not holds
+    assert ("depend on the other sequences in its batch" in found) is not holds
 
 
 @pytest.mark.parametrize("needs_key", [True, False])
-def test_the_command_to_try_has_a_key_where_one_is_needed(needs_key):
+def test_example_command_has_a_key_if_one_is_needed(needs_key):
     assert ("Bearer $BATON_API_KEY" in report(needs_key=needs_key)) is needs_key
