@@ -128,7 +128,7 @@ def row_of(headline: Headline, report: Report) -> Row:
     elif result.limit is not None and result.of_limit is not None:
         beside, ratio = (
             f"this machine's limit {number_text(result.limit)}",
-            f"{result.of_limit:.2f}",
+            f"{result.of_limit:.0%}",
         )
     value = f"{number_text(result.value)} {result.unit}".rstrip()
     return [headline.label, value, beside, ratio, f"`{report.command}`"]

@@ -7,7 +7,7 @@ from bench.gateway.results import results
 from bench.gateway.run import measure
 
 
-def test_all_servers_of_one_machine_are_measured_alike():
+def test_all_servers_are_measured_with_all_loads():
     plan = quick(plan_of(prompt_words=4, num_tokens=8, num_repeats=1, peers=(), seed=0))
     loads = tuple(replace(load, num_streams=8) for load in plan.loads)
     plan = replace(plan, loads=loads)

@@ -121,7 +121,7 @@ def test_requests_ask_for_exact_streams_and_for_the_timeline():
     assert (body["model"], body["max_tokens"], body["ignore_eos"]) == ("mine", 5, True)
 
 
-def test_chat_is_asked_on_its_own_endpoint():
+def test_chat_requests_go_to_the_chat_endpoint():
     server, measured = measure_against(endpoint=Endpoint.CHAT)
     assert {path for path, _, _ in server.bodies} == {"/v1/chat/completions"}
     assert len(measured.runs[0].answers) == 6
@@ -172,13 +172,13 @@ def test_some_failures_are_counted_and_the_rest_is_measured():
     ("fault", "kind"),
     [("busy", "http_429"), ("dies", "truncated"), ("errs", "stream_error"), ("hangs", "timeout")],
 )
-def test_each_way_of_failing_has_its_kind(fault, kind):
+def test_each_failure_has_its_kind(fault, kind):
     with pytest.raises(NothingCompleted, match="all 2 warm-up requests failed") as caught:
         measure_against(fault, timeout_s=0.3)
     assert {failure.kind for failure in caught.value.failures} == {kind}
 
 
-def test_a_server_that_is_not_there_is_a_clear_error():
+def test_missing_server_is_reported_by_its_url():
     async def go():
         async with serving() as (_, url):
             pass
@@ -287,7 +287,7 @@ def test_the_command_ends_with_one_line_when_no_server_is_there():
     assert done.stderr.count("\n") == 1
 
 
-def test_the_command_refuses_what_it_cannot_do_before_it_sends_anything():
+def test_command_refuses_wrong_options_before_sending():
     done = CliRunner().invoke(cli.app, ["serve", "--rate", "0"])
     assert done.exit_code == 1
     assert done.stderr == "error: --rate must be above 0, not 0.0\n"

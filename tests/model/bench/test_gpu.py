@@ -68,20 +68,20 @@ def test_everything_runs_on_a_cpu_and_is_reported(tmp_path, capsys):
     assert "goals" not in printed  # what a CPU reaches is no matter
 
 
-def test_what_there_is_no_time_for_is_listed(capsys):
+def test_sections_without_time_are_listed_as_skipped(capsys):
     assert gpu.main([*ON_A_CPU, "--budget-s", "0"]) == 0
     assert "skipped ceilings: no time" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(capsys):
+def test_missing_gpu_is_reported_in_one_line(capsys):
     assert gpu.main([]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "bench.gpu: no CUDA device here; --device cpu --shape tiny tries out the bench itself"
     ]
 
 
-def test_what_is_not_installed_is_named_in_one_line(capsys, monkeypatch):
+def test_missing_packages_are_named_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "NEEDED", ("torch", "no_such_package", "nor_this"))
     assert gpu.main(ON_A_CPU) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -89,7 +89,7 @@ def test_what_is_not_installed_is_named_in_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_what_it_should():
+def test_gpu_run_has_no_failures():
     assert gpu.main(["--shape", "tiny", "--quick"]) == 0
 
 
@@ -112,14 +112,14 @@ def careless(query, key, value, cache, layer, batch, scoring):
 @pytest.mark.parametrize(
     ("attend", "complaint"), [(wrong, "error"), (careless, "belong to others")]
 )
-def test_kernels_that_are_wrong_are_found_out(monkeypatch, attend, complaint):
+def test_wrong_kernel_is_detected(monkeypatch, attend, complaint):
     case = AttentionCase(KVFormat.INT8, 128, num_heads=2, num_kv_heads=1)
     assert check_attention(case, "cpu") == []
     monkeypatch.setattr(gpu_kernels, "_attend_of", lambda device: attend)
     assert any(complaint in line for line in check_attention(case, "cpu"))
 
 
-def test_a_model_that_is_wrong_is_found_out(monkeypatch):
+def test_wrong_model_is_detected(monkeypatch):
     bf16 = (WeightFormat.BF16, KVFormat.BF16, "cpu")
     assert gpu_models.check_model(*bf16) == []
     compute = gpu_models.CudaForward._compute
@@ -129,7 +129,7 @@ def test_a_model_that_is_wrong_is_found_out(monkeypatch):
     assert gpu_models.check_model(*bf16)
 
 
-def test_complaints_make_it_fail_and_the_rest_goes_on(monkeypatch, capsys):
+def test_complaint_fails_the_run_and_other_sections_continue(monkeypatch, capsys):
     monkeypatch.setattr(gpu_run, "check_matmul", lambda device: ["that product is wrong"])
     monkeypatch.setattr(gpu_run, "measure_attention", lambda *_: 1 / 0)
     monkeypatch.setattr(gpu_run, "attention_cases", lambda *, is_quick: [])
@@ -141,7 +141,7 @@ def test_complaints_make_it_fail_and_the_rest_goes_on(monkeypatch, capsys):
     assert "decode_b3_ctx40/fp8-bf16" in printed
 
 
-def test_a_check_in_a_process_of_its_own_tells_what_it_found(monkeypatch):
+def test_check_in_its_own_process_reports_complaints(monkeypatch):
     bench = GpuBench(session(), TINY, "cpu", is_quick=True)
     case = AttentionCase(KVFormat.INT8, 64)
     assert bench._check_apart(case, end_s=60.0) == []
@@ -151,7 +151,7 @@ def test_a_check_in_a_process_of_its_own_tells_what_it_found(monkeypatch):
     assert line.startswith(f"{case.name}: ended with 1: ")
 
 
-def test_a_case_survives_the_way_to_its_process(capsys, monkeypatch):
+def test_case_is_equal_after_passing_through_arguments(capsys, monkeypatch):
     seen = []
     monkeypatch.setattr(
         gpu_kernels, "check_attention", lambda case, device: seen.append((case, device)) or ["so"]
@@ -167,7 +167,7 @@ def test_a_case_survives_the_way_to_its_process(capsys, monkeypatch):
 # ------------------------------------------------------------ what it adds up to
 
 
-def test_goals_are_judged_by_the_median_and_do_not_fail():
+def test_goals_are_judged_by_medians_and_fail_nothing():
     found = session()
     found.add("fast", [1.0, 80.0, 100.0], "GB/s", limit=100.0, goal=0.8)
     found.add("slow", [79.0], "GB/s", limit=100.0, goal=0.8)
@@ -180,7 +180,7 @@ def test_goals_are_judged_by_the_median_and_do_not_fail():
     assert [result.of_limit for result in found.results] == [0.8, 0.79, None]
 
 
-def test_a_section_is_left_out_once_its_time_is_gone():
+def test_section_without_time_left_is_skipped():
     found = session(budget_s=10.0)
     done = []
     found.section("first", lambda: done.append(1), needs_s=9.0)
@@ -209,7 +209,7 @@ def test_limits_are_bytes_for_decoding_and_products_for_prompts():
     assert in_bf16 - ceilings.least_time_s(prompt, WeightFormat.FP8) == pytest.approx(matrices_s)
 
 
-def test_tables_share_no_block_and_leave_none_out():
+def test_block_tables_use_each_block_once():
     tables = scattered_tables([1, 16, 17, 40], 16, seed=3)
     assert [len(table) for table in tables] == [1, 1, 2, 3]
     assert sorted(block for table in tables for block in table) == list(range(7))

@@ -59,7 +59,7 @@ def test_prefill_and_decode_are_timed_apart(ours):
     assert 0 < both["outside_forward_s"] < both["decode_s"]
 
 
-def test_decoding_behind_copied_contexts_is_decoding_behind_computed_ones(ours):
+def test_copied_contexts_decode_like_computed_ones(ours):
     prompt = PROMPTS[2]  # ends inside a block
     copied = ours.decode_at(prompt=prompt, num_sequences=3, num_steps=NUM_STEPS)
     computed = ours.generate([prompt] * 3, NUM_STEPS)
@@ -68,7 +68,7 @@ def test_decoding_behind_copied_contexts_is_decoding_behind_computed_ones(ours):
 
 
 @pytest.mark.skipif(kernels() is None, reason="the CPU kernels cannot be built here")
-def test_int8_weights_are_a_quarter_and_say_so(ours, checkpoint):
+def test_int8_weights_take_a_quarter_of_the_memory(ours, checkpoint):
     small = open_engine(checkpoint, "int8", "int8")
     matrices = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 128) + 512 * 64
     assert matrices <= small.facts["weights_bytes"] < 1.3 * matrices

@@ -86,7 +86,7 @@ def test_capacity_counts_whole_blocks(checkpoint):
         assert capacities(checkpoint)[f"capacity/kv_{form}"].value == expected
 
 
-def test_changes_are_told_against_fp32():
+def test_changes_are_relative_to_fp32():
     exact = Scores(-2.0, torch.tensor([1, 2, 3, 4]))
     worse = Scores(-2.1, torch.tensor([1, 2, 3, 0]))
     setting = QualitySetting(WeightFormat.INT8, KVFormat.INT8)

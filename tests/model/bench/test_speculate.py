@@ -77,7 +77,7 @@ def test_passes_are_timed_by_themselves(loaded):
     assert nothing < min(drafts)
 
 
-def test_all_modes_answer_alike(worker):
+def test_all_modes_give_the_same_answers(worker):
     asks = identity_asks(PROMPTS, 12, end_token_ids=(2,), seed=0)
     plain, *others = (worker.ask("generate", mode=mode, asks=asks)["answers"] for mode in Speculate)
     assert [len(answer) <= ask.num_tokens for answer, ask in zip(plain, asks, strict=True)]
@@ -85,7 +85,7 @@ def test_all_modes_answer_alike(worker):
 
 
 @pytest.mark.parametrize("mode", Speculate)
-def test_a_batch_is_timed_until_one_of_it_is_complete(worker, mode):
+def test_batch_is_timed_until_its_first_answer_is_complete(worker, mode):
     found = worker.ask("decode", mode=mode, asks=GREEDY[:3])
     lens = [len(answer) for answer in found["answers"]]
     assert NUM_TOKENS <= max(lens) <= NUM_TOKENS + MAX_DRAFT_TOKENS
@@ -131,7 +131,7 @@ def test_a_sequence_that_is_given_back_is_an_error(pair):
         small.ask("generate", mode="off", asks=GREEDY[:1])
 
 
-def test_the_whole_measurement_has_all_that_is_promised(pair, monkeypatch):
+def test_measurement_holds_every_promised_result(pair, monkeypatch):
     plan = SpeculatePlan(
         shape="tiny",
         setups=("bundled", "shape"),

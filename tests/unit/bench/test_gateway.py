@@ -36,14 +36,14 @@ def by_name(of):
     return {result.name: result for result in results(PLAN, of)}
 
 
-def test_tokens_are_held_against_peers_and_the_writes_alone():
+def test_tokens_per_cpu_second_have_writes_as_limit_and_peers():
     speed = by_name(measured())["gateway/tok_per_cpu_s"]
     assert speed.value == 2 * 64 * 100 / 2.0
     assert speed.of_limit == 0.25
     assert {name: peer.ratio for name, peer in speed.peers.items()} == {BARE: 0.5, "fastapi": 2.0}
 
 
-def test_what_is_added_to_a_first_token_is_beyond_the_bare_server_in_the_same_repetition():
+def test_added_ttft_subtracts_the_bare_server_of_the_same_repetition():
     added = by_name(measured())["gateway/added_ttft_ms"]
     assert added.runs == pytest.approx((0.4, 0.4))
     assert added.peers["fastapi"].ratio == pytest.approx(0.5)
@@ -58,7 +58,7 @@ def test_every_load_has_its_percentiles():
     assert found["background/cpu"].runs == (1, 2)
 
 
-def test_a_clean_measurement_warns_of_nothing():
+def test_clean_measurement_has_no_warning():
     assert warnings(PLAN, measured()) == []
 
 
@@ -70,31 +70,31 @@ def test_a_clean_measurement_warns_of_nothing():
         ({"cpu_s": 9.9}, "baton was saturated at 64"),
     ],
 )
-def test_what_spoils_a_measurement_is_told(rest, told):
+def test_saturation_and_a_busy_client_give_warnings(rest, told):
     spoilt = [run(OURS, PLAN.loads[0], **rest)]
     [line] = warnings(PLAN, GatewayMeasured(tuple(spoilt)))
     assert line.startswith(told)
 
 
-def test_a_busy_machine_is_told():
+def test_busy_machine_gives_a_warning():
     [line] = warnings(PLAN, measured(background=(0.2,)))
     assert line == "other processes used up to 20% of the CPU"
 
 
-def test_servers_come_in_another_order_in_each_repetition_and_in_the_same_for_a_seed():
+def test_order_of_servers_changes_by_repetition_and_follows_the_seed():
     orders = [order_of(PLAN, repeat) for repeat in range(10)]
     assert all(sorted(order) == sorted(PLAN.servers) for order in orders)
     assert len({tuple(order) for order in orders}) > 1
     assert orders == [order_of(replace(PLAN), repeat) for repeat in range(10)]
 
 
-def test_a_request_tells_each_server_its_pace_in_the_way_it_knows():
+def test_request_holds_the_pace_for_workers_and_peers():
     body = body_of(PLAN, PLAN.loads[1])
     assert (body["user"], body["top_k"], body["max_tokens"]) == ("0.05", 5, 25)
     assert body["messages"][0]["content"].split() == ["word"] * 3
 
 
-def test_a_quick_plan_asks_everything_once():
+def test_quick_plan_runs_every_load_once():
     plan = quick(PLAN)
     assert plan.num_repeats == 1
     assert [load.num_streams for load in plan.loads] == [64, 512]

@@ -30,7 +30,7 @@ def by_name():
     return {result.name: result for result in results([MAIN, OTHER], INGEST)}
 
 
-def test_decisions_stand_beside_the_peer_and_the_goal():
+def test_decisions_have_a_peer_and_a_goal():
     found = by_name()["decisions/1000"]
     assert (found.value, found.unit) == (pytest.approx(200e3), "1/s")
     assert found.peers[PEER].ratio == pytest.approx(2)
@@ -39,7 +39,7 @@ def test_decisions_stand_beside_the_peer_and_the_goal():
     assert is_met(by_name()["decisions/10000/1e7"]) is None
 
 
-def test_requests_have_in_them_what_the_router_does_beside_deciding():
+def test_requests_include_claims_and_their_return():
     assert by_name()["requests/1000"].value == pytest.approx(50e3)
 
 
@@ -51,20 +51,20 @@ def test_latencies_are_percentiles_of_single_decisions():
     assert is_met(found["latency_p99/1000"])
 
 
-def test_ingest_and_memory_are_told_at_a_million_blocks():
+def test_ingest_and_memory_are_results_at_a_million_blocks():
     found = by_name()
     assert (found["ingest"].value, found["ingest"].peers[PEER].ratio) == (5e6, 5)
     assert found["bytes_per_block"].runs == (34.0,)
     assert is_met(found["bytes_per_block"])
 
 
-def test_a_busy_machine_is_warned_of():
+def test_busy_machine_gives_a_warning():
     assert warnings([MAIN]) == []
     [line] = warnings([RouterMeasured(RouterCase(10, 100), background=[0.4])])
     assert "40%" in line
 
 
-def test_what_cannot_be_done_is_refused_by_name():
+def test_invalid_case_is_refused_by_option():
     with pytest.raises(ConfigError, match="--workers"):
         check(RouterPlan((RouterCase(5, 1000),), 1))
     with pytest.raises(ConfigError, match="--blocks"):
@@ -85,7 +85,7 @@ def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():
         assert cached == sorted(cached, reverse=True)
 
 
-def test_a_small_run_measures_both(monkeypatch):
+def test_small_run_measures_the_fleet_and_its_peer(monkeypatch):
     plan = RouterPlan((RouterCase(16, 480),), num_repeats=2, num_decisions=20)
     [measured] = measure(plan)
     assert [len(run) for run in (*measured.ours, *measured.peer)] == [20] * 4
@@ -96,7 +96,7 @@ def test_a_small_run_measures_both(monkeypatch):
     assert min(*ours, *theirs) > 0
 
 
-def test_the_peer_prefers_a_holder_until_another_is_sooner_and_spreads_decoding():
+def test_peer_prefers_holders_until_another_worker_is_sooner():
     peer = BitmaskRouter([True, True, False, False], 1000, COSTS)
     blocks = World(RouterCase(10, 240), random.Random(0)).chain(0)[:PROMPT_BLOCKS]
     peer.stored(1, blocks)
@@ -107,7 +107,7 @@ def test_the_peer_prefers_a_holder_until_another_is_sooner_and_spreads_decoding(
     assert {prefill for prefill, _ in placed} == {0, 1}
 
 
-def test_the_peer_has_no_more_room_than_there_is():
+def test_peer_refuses_when_no_decode_worker_has_room():
     peer = BitmaskRouter([True, False], 2, COSTS)
     ask = {"num_tokens": 600, "end_tokens": 1000, "now_s": 0.0}
     assert peer.decide(1, [], **ask) == (0, 1)

@@ -93,7 +93,7 @@ def drafting_run(drafted, kept, *, seconds):
 # The plan
 
 
-def test_every_setup_is_asked_what_its_models_can_show():
+def test_each_setup_has_the_workloads_of_its_models():
     cells = {s.name: [c.thing for c in cells_of(PLAN, s)[::3]] for s in setups_of(PLAN)}
     assert cells == {
         "bundled": ["bundled_text", "bundled_text_sampled", "bundled_repeat"],
@@ -112,7 +112,7 @@ def test_setups_can_be_left_out():
     ]
 
 
-def test_a_quick_plan_is_smaller_and_shows_all_that_is_promised_of_speed():
+def test_quick_plan_is_smaller_and_keeps_all_promised_speeds():
     small = quick(PLAN)
     assert small.num_repeats == 1
     assert small.num_tokens < PLAN.num_tokens
@@ -142,13 +142,13 @@ def test_a_batch_larger_than_the_prompts_has_some_of_them_twice():
     assert prompts_for(cell, 3, repeat=0, round_=0) == [0, 1, 2, 0, 1]
 
 
-def test_modes_turn_round_with_each_repetition():
+def test_order_of_modes_rotates_with_each_repetition():
     modes = [*Speculate]
     assert order_of(modes, 0) == modes
     assert order_of(modes, 1) == modes[::-1]
 
 
-def test_kv_suits_the_weights():
+def test_kv_format_follows_the_weights():
     assert PLAN.kv_format is KVFormat.INT8
     assert replace(PLAN, weights=WeightFormat.FP32).kv_format is KVFormat.FP32
 
@@ -237,7 +237,7 @@ def test_the_mean_acceptance_counts_tokens_behind_accepted_ones_only():
     assert mean_acceptance([(0, 0, 9)]) is None
 
 
-def test_a_place_is_accepted_if_all_up_to_it_were():
+def test_place_is_accepted_if_all_places_before_it_are():
     assert acceptance_by_place([(2, 2, 1), (2, 0, 1), (1, 1, 2)]) == [(3 / 4, 4), (1 / 2, 2)]
 
 
@@ -250,7 +250,7 @@ def test_expected_tokens_are_a_geometric_sum(acceptance, drafted):
     assert expected_tokens(1.0, drafted) == drafted + 1
 
 
-def test_where_every_token_has_the_same_chance_the_model_expects_what_is_measured():
+def test_expectation_matches_tokens_of_equal_acceptance():
     """Drafts of two, of 27 tokens two in three kept: 9 rows lose the first, 6 the second."""
     drafts = [(2, 0, 9), (2, 1, 6), (2, 2, 12)]
     acceptance = mean_acceptance(drafts)
@@ -267,7 +267,7 @@ def test_the_predicted_speed_up_is_expected_tokens_over_the_time_of_single_passe
     assert predicted_speedup(between, PASSES) == pytest.approx(4 / (1.15 + 0.3))
 
 
-def test_nothing_drafted_is_predicted_to_change_nothing():
+def test_no_drafts_predict_no_speed_up():
     assert predicted_speedup(run_of(), PASSES) == 1
 
 
@@ -279,7 +279,7 @@ def test_batches_one_after_the_other_are_one_run():
     assert both.speed == 1
 
 
-def test_answers_are_compared_as_far_as_both_go():
+def test_answers_are_compared_up_to_the_shorter_length():
     assert is_same([1, 2, 3], [1, 2])
     assert not is_same([1, 2, 3], [1, 3])
 
@@ -309,7 +309,7 @@ def by_name(measured):
     return {result.name: result for result in results(PLAN, measured)}
 
 
-def test_a_promise_is_told_by_the_lowest_of_its_cells():
+def test_promised_result_is_the_lowest_of_its_cells():
     slow = {("tiny_random_sampled", 1): 0.5, ("bundled_text", 8): 0.8, ("tiny_bad_random", 32): 2.0}
 
     def seconds(cell, mode):
@@ -326,14 +326,14 @@ def test_a_promise_is_told_by_the_lowest_of_its_cells():
     assert found["identical_share/fp32"].value == 0.9
 
 
-def test_a_speed_up_is_told_within_each_repetition():
+def test_speed_up_compares_runs_of_one_repetition():
     found = by_name(measured_with(lambda cell, mode: 1.0 if mode is Speculate.OFF else 0.5))
     assert found["speedup/tiny_repeat/auto_b8"].runs == (2.0, 2.0, 2.0)
     assert found["decode/tiny_repeat/auto_b8"].runs == (2.0, 1.0, 0.5)
     assert "speedup/tiny_repeat/off_b8" not in found
 
 
-def test_acceptance_is_told_by_place_beside_what_is_expected():
+def test_acceptance_by_place_has_its_expectation():
     measured = measured_with(lambda cell, mode: 1.0)
     for key, runs in measured.runs.items():
         if (key.thing, key.mode) == ("tiny_random", Speculate.DRAFT):
@@ -353,7 +353,7 @@ def test_a_plan_of_one_setup_promises_only_what_it_can_show():
     assert "speedup/draft_b1" not in names
 
 
-def test_a_reader_is_warned_of_others_and_of_answers_that_differ():
+def test_busy_machine_and_differing_answers_give_warnings():
     quiet = SpeculateMeasured(background=[0.01], num_compared=4, num_same=4)
     assert warnings(quiet) == []
     [busy, differ] = warnings(SpeculateMeasured(background=[0.5], num_compared=4, num_same=3))
@@ -375,7 +375,7 @@ def test_workloads_are_named_by_kind_and_noise():
         (["--weights", "fp8"], "--weights must be fp32, bf16 or int8"),
     ],
 )
-def test_a_wrong_option_is_told_in_one_line(arguments, said):
+def test_wrong_option_is_reported_in_one_line(arguments, said):
     result = CliRunner().invoke(app, ["speculate", *arguments])
     assert result.exit_code == 1
     assert said in result.stderr

@@ -99,7 +99,7 @@ def test_one_token_meets_any_bound_on_tpot():
     assert meets_by_longest_gaps(answer(5.0), slo)
 
 
-def test_a_bound_itself_is_met():
+def test_latency_equal_to_its_bound_meets_it():
     assert meets(answer(1.0, 1.5), SloBounds(ttft_s=1.0, tpot_s=0.5))
 
 
@@ -117,7 +117,7 @@ def test_measures_of_the_kv_transfer_are_not_stages():
     assert {name for name in figures if name.startswith("timeline/")} == {"timeline/kv_wait"}
 
 
-def test_a_run_as_asked_for_has_nothing_to_warn_of():
+def test_run_that_matches_its_plan_has_no_warning():
     assert warnings([run(answer(1.0, 2.0))], input_len=10, output_len=2) == []
 
 
@@ -132,7 +132,7 @@ def test_a_run_as_asked_for_has_nothing_to_warn_of():
         (run(answer(1.0, 2.0, num_cached=9)), "90% of prompt tokens cached"),
     ],
 )
-def test_what_makes_figures_mean_less_is_said(odd, said):
+def test_run_that_differs_from_its_plan_has_a_warning(odd, said):
     [line] = warnings([odd], input_len=10, output_len=2)
     assert said in line
 

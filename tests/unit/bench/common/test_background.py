@@ -19,7 +19,7 @@ def write_proc(proc, cpu, processes):
         (proc / str(pid) / "stat").write_text(process(pid, session, ticks))
 
 
-def test_others_are_what_was_busy_less_what_is_ours(tmp_path):
+def test_share_of_others_is_busy_time_minus_our_own(tmp_path):
     write_proc(tmp_path, (100, 0, 100, 700, 100, 0, 0, 0, 5, 0), [(7, 7, (1, 1, 0, 0))])
     before = background.read({7}, tmp_path)
     write_proc(
@@ -32,12 +32,12 @@ def test_others_are_what_was_busy_less_what_is_ours(tmp_path):
     assert background.share_of_others(before, before) is None
 
 
-def test_a_process_may_be_named_anything():
+def test_process_name_may_contain_spaces_and_brackets():
     odd = process(3, 7, (1, 2, 3, 4), name="a) S 1 (b")
     assert background.session_ticks([odd], frozenset({7})) == 10
     assert background.session_ticks([odd], frozenset({8})) == 0
 
 
-def test_where_there_is_no_proc_nothing_is_known_of_others(tmp_path):
+def test_share_of_others_is_unknown_without_proc(tmp_path):
     assert background.read({7}, tmp_path / "none") is None
     assert background.share_of_others(None, None) is None

@@ -34,7 +34,7 @@ ECHO = """
 """
 
 
-def test_commands_go_in_and_answers_come_out():
+def test_each_command_gets_its_answer():
     with started(ECHO) as engine:
         assert engine.ready(10) == {"version": "1.0"}
         for number in range(3):
@@ -53,7 +53,7 @@ def test_a_process_ends_when_it_is_closed():
         engine.ask("count", timeout_s=10)
 
 
-def test_an_error_in_one_command_leaves_the_process_as_it_is():
+def test_process_survives_an_error_in_one_command():
     script = 'say(ready={}); hear(); say(error="ValueError: no"); hear(); say(fine=1)'
     with started(script) as engine:
         engine.ready(10)
@@ -62,7 +62,7 @@ def test_an_error_in_one_command_leaves_the_process_as_it_is():
         assert engine.ask("b", timeout_s=10) == {"fine": 1}
 
 
-def test_a_process_that_dies_is_told_with_its_status_and_its_last_words():
+def test_death_of_a_process_is_reported_with_status_and_last_lines():
     with started('sys.stderr.write("out of\\nmemory\\n"); sys.exit(3)') as engine:
         with pytest.raises(DrivenFailed, match="ended with status 3") as caught:
             engine.ready(10)
@@ -78,14 +78,14 @@ def test_a_process_that_hangs_is_ended():
         assert process.returncode is not None
 
 
-def test_a_process_that_does_not_read_is_ended_too():
+def test_process_that_does_not_read_is_ended():
     with started("say(ready={}); time.sleep(60)") as engine:
         engine.ready(10)
         with pytest.raises(DrivenFailed, match="no answer"):
             engine.ask("a", timeout_s=0.05, prompt="x" * 2**20)  # more than a pipe holds
 
 
-def test_a_process_that_ignores_its_end_is_killed_with_what_it_started(monkeypatch):
+def test_process_that_ignores_closing_is_killed_with_its_children(monkeypatch):
     monkeypatch.setattr("bench.common.driven.CLOSE_TIMEOUT_S", 0.1)
     script = """
         import subprocess
@@ -104,7 +104,7 @@ def test_a_process_that_ignores_its_end_is_killed_with_what_it_started(monkeypat
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[1]", '{"other": 1}'])
-def test_a_process_that_says_what_is_not_an_answer_is_ended(line):
+def test_process_that_prints_no_valid_answer_is_ended(line):
     with (
         started(f"print({line!r}, flush=True); time.sleep(60)") as engine,
         pytest.raises(DrivenFailed, match="it said"),
@@ -112,7 +112,7 @@ def test_a_process_that_says_what_is_not_an_answer_is_ended(line):
         engine.ready(10)
 
 
-def test_a_command_that_does_not_exist_is_told_when_an_answer_is_waited_for():
+def test_missing_command_is_reported_when_waiting_for_ready():
     engine = Driven("peer", ["/no/such/python"])
     engine.start()
     with pytest.raises(DrivenFailed, match="could not be started") as caught:

@@ -28,7 +28,7 @@ def test_a_copy_that_its_repository_does_not_track_has_no_commit(outputs):
     assert machine.commit() is None
 
 
-def test_gpus_are_listed_where_there_are_any(outputs):
+def test_hardware_lists_the_gpus_of_the_machine(outputs):
     assert machine.hardware().gpus == ()
     outputs["nvidia-smi", "--query-gpu=name"] = "one\ntwo"
     assert machine.hardware().gpus == ("one", "two")

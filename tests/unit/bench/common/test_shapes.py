@@ -90,7 +90,7 @@ def test_another_seed_or_shape_is_another_checkpoint(tmp_path, monkeypatch):
     assert len(set(paths)) == 3
 
 
-def test_making_a_checkpoint_that_another_process_has_made_meanwhile_keeps_theirs(tmp_path):
+def test_checkpoint_made_meanwhile_by_another_process_is_kept(tmp_path):
     make_checkpoint(tmp_path / "model", TINY, seed=0)
     (tmp_path / "model" / "mark").touch()
     make_checkpoint(tmp_path / "model", TINY, seed=0)
@@ -98,7 +98,7 @@ def test_making_a_checkpoint_that_another_process_has_made_meanwhile_keeps_their
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_cannot_be_finished_leaves_nothing_behind(tmp_path):
+def test_unfinished_checkpoint_leaves_no_files(tmp_path):
     with pytest.raises(ConfigError, match="vocabulary of 100"):
         make_checkpoint(tmp_path / "model", replace(TINY, vocab_size=100), seed=0)
     assert list(tmp_path.iterdir()) == []
@@ -133,12 +133,12 @@ def as_fp32(bits):
     return (bits.astype("<u4") << 16).view("<f4")
 
 
-def test_the_cache_is_where_the_user_wants_it(tmp_path):
+def test_cache_folder_follows_xdg_cache_home(tmp_path):
     assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "baton" / "bench"
     assert cache_dir({}).parts[-3:] == (".cache", "baton", "bench")
 
 
-def test_an_unknown_shape_is_told_with_those_that_there_are():
+def test_unknown_shape_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match="'9b' is none of 88m, tiny"):
         shape_named("9b")
 

@@ -55,12 +55,12 @@ def test_the_jobs_for_peers_are_those_that_the_goals_name():
     assert [job.num_tokens for job in named] == [4096, 1024, 32]
 
 
-def test_the_grid_is_ours_alone():
+def test_peers_do_not_run_the_decode_grid():
     names = [job.name for job in jobs_of(PLAN) if not job.for_peers]
     assert names == ["prefill_len2048", "decode_b8_ctx2048", "decode_b8_ctx128"]
 
 
-def test_a_quick_plan_keeps_the_named_jobs_as_they_are():
+def test_quick_plan_keeps_the_jobs_for_peers():
     few = quick(PLAN)
     assert few.num_repeats == 1
     assert jobs_of(few)[:3] == jobs_of(PLAN)[:3]
@@ -71,11 +71,11 @@ def test_a_quick_plan_keeps_the_named_jobs_as_they_are():
     assert work[0] < work[1] / 10
 
 
-def test_peers_are_always_warmed_up_with_all_that_they_will_do():
+def test_peers_warm_up_with_all_of_their_jobs():
     assert warm_up_jobs(quick(PLAN)) == [job for job in jobs_of(PLAN) if job.for_peers]
 
 
-def test_kv_is_held_as_suits_the_weights_unless_it_is_asked_for():
+def test_kv_format_follows_the_weights_unless_given():
     assert kv_format_of(PLAN, WeightFormat.INT8) is KVFormat.INT8
     assert kv_format_of(PLAN, WeightFormat.FP32) is KVFormat.FP32
     asked = replace(PLAN, kv_format=KVFormat.INT4)
@@ -83,14 +83,14 @@ def test_kv_is_held_as_suits_the_weights_unless_it_is_asked_for():
     assert config_of(PLAN)["kv_of_int8"] == "int8"
 
 
-def test_fp32_is_compared_with_fp32_and_int8_with_all():
+def test_fp32_is_compared_with_fp32_peers_and_int8_with_all():
     assert is_comparable("fp32", "f32")
     assert not is_comparable("fp32", "q8_0")
     assert is_comparable("int8", "f32")
     assert is_comparable("int8", "q8_0")
 
 
-def test_every_engine_gets_the_same_prompts_and_every_repetition_others():
+def test_prompts_are_equal_for_all_engines_and_new_in_each_repetition():
     job = EngineJob("decode_b32", 32, 8, 32, for_peers=True)
     prompts = prompts_of(job, 512, seed=0, repeat=0)
     assert prompts == prompts_of(job, 512, seed=0, repeat=0)
@@ -101,7 +101,7 @@ def test_every_engine_gets_the_same_prompts_and_every_repetition_others():
     assert all(0 <= token < 512 for prompt in prompts for token in prompt)
 
 
-def test_drivers_are_told_the_most_that_will_come():
+def test_drivers_get_the_largest_sizes_of_their_jobs():
     jobs = [EngineJob("a", 8, 512, 0, for_peers=True), EngineJob("b", 32, 8, 32, for_peers=True)]
     assert limits_of(jobs) == {"--max-sequences": 32, "--max-len": 513, "--max-tokens": 8 * 513}
 
@@ -136,7 +136,7 @@ def test_a_plan_that_cannot_be_carried_out_says_why(change, said):
         check(replace(PLAN, **change))
 
 
-def test_a_plan_that_can_be_carried_out_is_left_as_it_is():
+def test_valid_plan_is_returned_unchanged():
     assert check(PLAN) is PLAN
 
 
@@ -149,7 +149,7 @@ def test_a_plan_that_can_be_carried_out_is_left_as_it_is():
         (["--shape", "9b"], "9b"),
     ],
 )
-def test_a_wrong_option_is_told_in_one_line(arguments, said):
+def test_wrong_option_is_reported_in_one_line(arguments, said):
     result = CliRunner().invoke(app, ["engine", *arguments])
     assert result.exit_code == 1
     assert said in result.stderr

@@ -89,7 +89,7 @@ def test_speeds_are_medians_in_tokens_a_second():
     }
 
 
-def test_each_speed_stands_beside_what_the_machine_allows():
+def test_each_speed_has_the_roofline_as_its_limit():
     found = by_name(results(PLAN, measured()))
     for job in jobs_of(PLAN):
         result = found[f"{job.name}/int8"]
@@ -117,7 +117,7 @@ def test_rates_say_how_much_of_each_resource_was_used():
     assert found["decode_b32_compute/fp32"].limit == pytest.approx(1e7 / 1e9)
 
 
-def test_peers_are_compared_by_medians_where_they_are_comparable():
+def test_comparable_peers_are_compared_by_medians():
     found = by_name(results(PLAN, measured()))
     assert set(found["prefill/fp32"].peers) == {"transformers"}
     assert set(found["prefill/int8"].peers) == {"transformers", "llamacpp_q8_0"}
@@ -127,7 +127,7 @@ def test_peers_are_compared_by_medians_where_they_are_comparable():
     assert found["decode_b8_ctx128/fp32"].peers == {}
 
 
-def test_a_peer_that_failed_midway_is_compared_by_what_it_did():
+def test_peer_that_failed_midway_is_compared_by_its_finished_jobs():
     complete = measured()
     first, second = complete.repetitions
     rest = {key: s for key, s in second.samples.items() if key[0] != "transformers"}
@@ -156,7 +156,7 @@ def test_engines_are_checked_to_choose_the_same_tokens():
     assert "same_tokens/fp32" not in found
 
 
-def test_a_report_says_what_was_not_measured_and_that_others_were_busy():
+def test_warnings_name_failed_peers_and_a_busy_machine():
     assert warnings(measured()) == []
     failed = FailedPeer("vllm", "no answer in 300 s", ("last words",))
     busy = tuple(replace(r, background=0.2) for r in measured().repetitions)
@@ -165,7 +165,7 @@ def test_a_report_says_what_was_not_measured_and_that_others_were_busy():
     assert "20% of the CPU" in lines[1]
 
 
-def test_without_a_reading_of_the_cpu_nothing_is_claimed_of_it():
+def test_background_cpu_is_left_out_without_a_reading():
     blind = tuple(replace(r, background=None) for r in measured().repetitions)
     found = by_name(results(PLAN, measured(repetitions=blind)))
     assert "background/cpu" not in found

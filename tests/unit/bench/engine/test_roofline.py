@@ -46,7 +46,7 @@ def test_a_prefill_does_the_attention_of_its_tokens_one_by_one(length):
     assert together.attention_flops == sum(work.attention_flops for work in one_by_one)
 
 
-def test_the_least_time_is_that_of_the_scarcer_resource():
+def test_least_time_is_that_of_the_bottleneck():
     by_memory = Work(matrix_flops=1e6, attention_flops=1e6, read_bytes=1e6)
     by_compute = replace(by_memory, matrix_flops=1e8)
     assert least_time_s(by_memory, CEILINGS, "fp32") == 1.0
@@ -74,7 +74,7 @@ def test_the_size_of_a_model_comes_from_its_files(tmp_path):
     )
 
 
-def test_no_limit_is_claimed_for_a_model_with_experts(tmp_path):
+def test_model_with_experts_has_no_size(tmp_path):
     make_checkpoint(tmp_path / "model", SHAPES["tiny"], seed=0)
     rewrite_config(tmp_path / "model", num_local_experts=8)
     assert model_size(tmp_path / "model") is None

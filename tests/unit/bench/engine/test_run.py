@@ -105,19 +105,19 @@ def run_round(contest, monkeypatch, *, job=JOB, repeat=0):
             engine.close()
 
 
-def test_a_job_goes_round_all_engines_and_turns_round_the_next_time(monkeypatch):
+def test_order_of_engines_is_reversed_in_the_next_repetition(monkeypatch):
     for repeat, order in ((0, ["fp32", "other", "last"]), (1, ["last", "other", "fp32"])):
         samples = run_round(contest_of(WORKS), monkeypatch, repeat=repeat)
         assert [engine for engine, _ in samples] == order
         assert set(samples.values()) == {JobTime(0.5, (7,))}
 
 
-def test_a_job_that_is_ours_alone_is_not_asked_of_peers(monkeypatch):
+def test_grid_job_is_not_given_to_peers(monkeypatch):
     job = replace(JOB, for_peers=False)
     assert list(run_round(contest_of(WORKS), monkeypatch, job=job)) == [("fp32", "prefill")]
 
 
-def test_a_peer_that_dies_is_named_and_the_rest_goes_on(monkeypatch):
+def test_dead_peer_is_reported_and_the_others_continue(monkeypatch):
     contest = contest_of('say(ready={}); hear(); sys.stderr.write("bad luck\\n"); sys.exit(1)')
     samples = run_round(contest, monkeypatch)
     assert [engine for engine, _ in samples] == ["fp32", "last"]
@@ -125,6 +125,6 @@ def test_a_peer_that_dies_is_named_and_the_rest_goes_on(monkeypatch):
     assert list(contest.peers) == ["last"]
 
 
-def test_our_own_engine_may_not_fail(monkeypatch):
+def test_failure_of_our_own_engine_ends_the_benchmark(monkeypatch):
     with pytest.raises(DrivenFailed, match="fp32: it ended"):
         run_round(contest_of(WORKS, our_script="say(ready={}); hear()"), monkeypatch)

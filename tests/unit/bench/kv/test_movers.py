@@ -121,7 +121,7 @@ def test_every_way_of_every_mover_moves_every_case_in_every_repetition(monkeypat
         ("dies", "it died"),
     ],
 )
-def test_a_mover_that_fails_is_named_and_the_rest_goes_on(monkeypatch, fault, reason):
+def test_failed_mover_is_reported_and_the_others_continue(monkeypatch, fault, reason):
     made = fakes(monkeypatch, nixl=fault)
     measured = measure(PLAN)
     assert [(missing.name, missing.reason) for missing in measured.missing] == [("nixl", reason)]
@@ -131,14 +131,14 @@ def test_a_mover_that_fails_is_named_and_the_rest_goes_on(monkeypatch, fault, re
 
 
 @pytest.mark.parametrize("name", ["shm", "zmq", "memcpy", "tcp"])
-def test_what_works_wherever_baton_does_may_not_fail(monkeypatch, name):
+def test_failure_of_a_required_mover_ends_the_benchmark(monkeypatch, name):
     made = fakes(monkeypatch, **{name: "lies"})
     with pytest.raises(WrongBytes, match=f"{name}.*wrong bytes"):
         measure(PLAN)
     assert not any(end.is_open for end in made)
 
 
-def test_each_process_is_our_python_but_for_peers(monkeypatch, tmp_path):
+def test_only_peers_run_in_another_python(monkeypatch, tmp_path):
     plan = replace(PLAN, peers=(KvPeer("mooncake", tmp_path / "python"),))
     monkeypatch.setenv("PYTHONPATH", "ours")
     ours, theirs = mover_of("zmq", plan), mover_of("mooncake", plan)
@@ -149,7 +149,7 @@ def test_each_process_is_our_python_but_for_peers(monkeypatch, tmp_path):
     assert len(mover_of("memcpy", plan).processes) == 1
 
 
-def test_bare_nixl_runs_where_nixl_is(monkeypatch, tmp_path):
+def test_bare_nixl_runs_in_the_python_that_has_nixl(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_movers, "find_spec", lambda name: None)
     with pytest.raises(NotMovable, match="not installed"):
         mover_of("bare_nixl", PLAN)
@@ -160,7 +160,7 @@ def test_bare_nixl_runs_where_nixl_is(monkeypatch, tmp_path):
 # Memory and buffers
 
 
-def test_no_two_blocks_of_filled_memory_are_alike():
+def test_blocks_of_filled_memory_differ():
     memory = PoolMemory(64 * KIB)
     fill(memory.array, 1)
     rows = memory.blocks(4 * KIB)
@@ -174,7 +174,7 @@ def test_memory_shows_whole_blocks_only():
 
 @FEW
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
-def test_calls_hold_all_bytes_in_order_and_not_more_than_they_may(num_blocks, size, num_bytes):
+def test_calls_hold_all_bytes_in_order_within_their_size(num_blocks, size, num_bytes):
     blocks = [memoryview(os.urandom(size)) for _ in range(num_blocks)]
     calls = [*calls_of(blocks, num_bytes)]
     assert b"".join(view for views in calls for view in views) == b"".join(blocks)
@@ -183,7 +183,7 @@ def test_calls_hold_all_bytes_in_order_and_not_more_than_they_may(num_blocks, si
 
 @FEW
 @given(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_size=5), st.data())
-def test_what_a_call_left_undone_is_done_by_the_next(blocks, data):
+def test_unfinished_bytes_go_to_the_next_call(blocks, data):
     whole = b"".join(blocks)
     num_done = data.draw(st.integers(0, len(whole)))
     rest = unfinished([memoryview(block) for block in blocks], num_done)

@@ -52,7 +52,7 @@ def test_cases_go_up_to_64_mib_and_no_further():
     assert all(case.num_bytes == 64 * MIB for case in cases_of(PLAN) if case.is_whole)
 
 
-def test_one_block_that_is_all_there_is_to_move_counts_as_bandwidth():
+def test_single_block_of_the_whole_size_counts_as_bandwidth():
     [case] = cases_of(replace(PLAN, block_sizes=(MIB,), total_bytes=MIB))
     assert (case.name, case.is_latency) == ("1MiB", False)
 
@@ -93,7 +93,7 @@ def test_a_layout_has_blocks_of_the_wanted_size(size):
     assert bytes_of(size_name(size)) == size
 
 
-def test_the_quick_plan_asks_for_less_of_everything_but_names_the_same_results():
+def test_quick_plan_is_smaller_with_the_same_result_names():
     plan = quick(PLAN)
     assert check(plan).num_repeats == 3
     assert plan.handoff.transports == ("zmq",)
@@ -101,7 +101,7 @@ def test_the_quick_plan_asks_for_less_of_everything_but_names_the_same_results()
     assert quick(replace(PLAN, handoff=None)).handoff is None
 
 
-def test_the_configuration_tells_what_was_asked_for():
+def test_config_holds_the_plan():
     config = config_of(PLAN)
     assert config["block_sizes"] == "16KiB,64KiB,256KiB,1MiB"
     assert config["handoff_prompt_len"] == 2048
@@ -143,7 +143,7 @@ def test_a_peer_is_named_with_its_python():
         (["--shape", "9b"], "9b"),
     ],
 )
-def test_a_wrong_option_is_told_in_one_line(arguments, said):
+def test_wrong_option_is_reported_in_one_line(arguments, said):
     result = CliRunner().invoke(app, ["kv", *arguments])
     assert result.exit_code == 1
     assert said in result.stderr

@@ -63,7 +63,7 @@ def without(*movers):
     return replace(MEASURED, seconds=kept)
 
 
-def test_a_backend_stands_beside_its_limit_and_all_peers():
+def test_backend_has_its_limit_and_all_peers():
     shm = by_name()["shm/64KiB"]
     assert shm.runs == pytest.approx((2, 4, 3))
     assert (shm.value, shm.unit) == (pytest.approx(3), "GiB/s")
@@ -74,13 +74,13 @@ def test_a_backend_stands_beside_its_limit_and_all_peers():
     assert (zmq.limit, zmq.of_limit) == (pytest.approx(2), pytest.approx(0.5))
 
 
-def test_limits_are_results_of_their_own_beside_nothing():
+def test_limits_are_results_without_limit_or_peer():
     memcpy = by_name()["memcpy/64KiB"]
     assert memcpy.value == pytest.approx(4)
     assert (memcpy.limit, memcpy.of_limit, memcpy.peers) == (None, None, {})
 
 
-def test_fewer_blocks_count_by_the_bytes_that_they_have():
+def test_bandwidth_counts_the_bytes_of_the_moved_blocks():
     shm = by_name()["shm/64KiB/16"]
     assert shm.value == pytest.approx(3 / 64)
     assert shm.of_limit == pytest.approx(0.75)
@@ -93,7 +93,7 @@ def test_one_block_is_a_latency_in_microseconds():
     assert shm.peers["mooncake"].ratio == pytest.approx(1 / 6)  # less is better
 
 
-def test_what_was_not_measured_is_left_out_of_everything():
+def test_missing_mover_is_left_out_of_all_results():
     names = by_name(without("mooncake", "tcp", "zmq"))
     assert not [name for name in names if name.startswith(("tcp", "zmq", "mooncake"))]
     assert names["shm/64KiB"].peers == {}
@@ -101,7 +101,7 @@ def test_what_was_not_measured_is_left_out_of_everything():
     assert (alone.limit, alone.of_limit) == (None, None)
 
 
-def test_the_hidden_share_is_that_of_all_transfer_time_of_a_repetition():
+def test_hidden_share_counts_all_transfer_time_of_a_repetition():
     found = by_name(handoffs=[HANDOFFS])
     assert found["hidden_share/zmq"].runs == pytest.approx((0.9, 0.9))
     assert found["hidden_share/zmq"].unit == "share"
@@ -119,7 +119,7 @@ def test_phases_after_the_handoff_are_means_in_milliseconds():
     }
 
 
-def test_a_timeline_without_transfer_times_is_told_and_gives_no_share():
+def test_timeline_without_transfer_times_gives_a_warning_and_no_share():
     plain = {name: TIMELINES[0][name] for name in ("kv_wait", "decode_queue", "first_step")}
     handoffs = [Handoffs("shm", ((plain,),), num_failed=2)]
     found = by_name(handoffs=handoffs)
@@ -136,7 +136,7 @@ def test_a_pull_that_took_no_time_hides_nothing():
     assert "hidden_share/shm" not in by_name(handoffs=[Handoffs("shm", ((nothing,),))])
 
 
-def test_what_is_missing_and_a_busy_machine_are_warned_of():
+def test_warnings_name_missing_movers_and_a_busy_machine():
     measured = replace(
         MEASURED, missing=(Missing("nixl", "not installed"),), background=(0.01, 0.3)
     )
@@ -146,7 +146,7 @@ def test_what_is_missing_and_a_busy_machine_are_warned_of():
     assert warnings(MEASURED, [HANDOFFS]) == []
 
 
-def test_a_memcpy_that_python_slows_down_is_warned_of():
+def test_memcpy_without_c_compiler_gives_a_warning():
     kept = {key: runs for key, runs in MEASURED.seconds.items() if key.way != "c"}
     [line] = warnings(replace(MEASURED, seconds=kept))
     assert "no C compiler" in line

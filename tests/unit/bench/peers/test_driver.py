@@ -53,7 +53,7 @@ def test_a_driver_survives_a_command_that_fails():
     assert fine["answers"] == []
 
 
-def test_a_driver_that_cannot_load_says_so_and_ends():
+def test_driver_that_cannot_load_reports_the_error_and_ends():
     def load():
         raise ValueError("no variant x")
 

@@ -33,7 +33,7 @@ PLAN = ServePlan(
 )
 
 
-def test_the_parts_of_a_plan_have_prompts_of_their_own():
+def test_warm_up_and_repetitions_have_different_prompts():
     warmup, repeats = prompts(PLAN, None)
     assert (len(warmup), [len(own) for own in repeats]) == (2, [6, 6, 6])
     everything = [*warmup, *(prompt for own in repeats for prompt in own)]
@@ -96,5 +96,5 @@ def test_a_plan_that_cannot_be_carried_out_names_the_option(plan, option):
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
-def test_an_address_may_end_as_people_paste_it(url):
+def test_url_may_end_with_a_slash_or_v1(url):
     assert base_url(url) == "http://h:1"
