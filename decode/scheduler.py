@@ -10,9 +10,9 @@ The life of a sequence, and the part that owns it:
     running   has a row in every step                                `decode.running`
 
 A sequence that was prefilled in this worker (`Adopted`) begins as a running one. A running sequence
-that is to go on elsewhere (`HandOver`) leaves between two steps with its blocks (`Leaving`), and
-arrives at the other worker like any sequence. The draft model there may not have seen its last
-tokens.
+may have to go on elsewhere (`HandOver`). Then it leaves between two steps with its blocks
+(`Leaving`), and arrives at the other worker like any sequence. The draft model there may not have
+seen its last tokens.
 
 A row has one token, or more where drafts are verified (`decode.drafts`). Room for admission
 includes the growth of the sequences admitted before (`decode.memory`). A step may be held for

@@ -22,8 +22,8 @@ Findings with nixl 1.5.1 on a 2-core host, with its UCX backend and the UCX that
   RDMA a source on another host is unreachable, and `connect` says so. UCX_TLS in the environment
   overrides this.
 * Error handling `peer` needs tcp or RDMA underneath. Without RDMA the mode is `none`. Then a
-  connection costs less (14 us a block, not 35), a killed source is noticed at the next read (within
-  milliseconds), and a stopped source can still be read.
+  connection costs less (14 us a block, not 35). A killed source is noticed at the next read, within
+  milliseconds. A stopped source can still be read.
 * Releasing a READ in flight cancels nothing: over tcp, 58 of 64 MiB were written after it was
   released and its source removed. Writing ends only when the read is DONE, or when the agent is
   destroyed with its sockets and queue pairs. So if a read fails, or is cancelled and does not end
@@ -472,9 +472,9 @@ def _load() -> Any:
 def _bind_system_libnl() -> None:
     """Loads the host's own libnl-route, if it has one, before NIXL loads its copy.
 
-    UCX loads the host's libibverbs, and with it this library. If it were loaded after the copy, it
-    would use the copy's functions, and at the end of the process unregister from lists that it was
-    never in. That is a segmentation fault on hosts with RDMA.
+    UCX loads the host's libibverbs, and with it this library. If it came after the copy, it would
+    use the copy's functions. At the end of the process it would then unregister from lists that it
+    was never in: a segmentation fault on hosts with RDMA.
     """
     with suppress(OSError):
         ctypes.CDLL("libnl-route-3.so.200", mode=os.RTLD_NOW)
