@@ -2,13 +2,13 @@
 
     python -m bench.gpu [--quick] [--json FILE]
 
-Needs torch, transformers, msgspec and, on a GPU, triton; no checkpoint and no network. Under nine
-minutes on a Hopper GPU with the shape of an 8 B Llama; what does not fit its memory or the time is
-listed as skipped. With `--device cpu --shape tiny` it only tries itself out. What is checked and
-timed, and in which order: `bench.gpu.run`.
+Needs torch, transformers, msgspec and, on a GPU, triton, but no checkpoint and no network. Takes
+under nine minutes on a Hopper GPU with the shape of an 8 B Llama. Jobs for which memory or time is
+short are listed as skipped. `--device cpu --shape tiny` tests the benchmark itself.
+`bench.gpu.run` lists the checks and measurements in their order.
 
-Exit status: 0; 1 if anything failed (a goal that is missed is printed, and fails nothing); 2 if it
-cannot run here, with one line that says why.
+Exit status: 0; 1 if a check failed (missed goals are printed and fail nothing); 2 if it cannot run
+here, with the reason in one line.
 """
 
 import argparse
@@ -23,13 +23,13 @@ BUDGET_S = 500.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs everything: the exit status."""
+    """Runs everything and returns the exit status."""
     options = _options(arguments)
     reason = _why_not(options.device)
     if reason is not None:
         sys.stderr.write(f"bench.gpu: {reason}\n")
         return 2
-    from bench.gpu.run import run  # not before it is known to be possible
+    from bench.gpu.run import run  # after the check: it imports torch
 
     return run(
         shape_name=options.shape,
@@ -53,7 +53,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _why_not(device: str) -> str | None:
-    """Why this cannot run here, or None."""
+    """The reason why the benchmark cannot run here, or None."""
     absent = _absent(NEEDED)
     if absent is not None or device == "cpu":
         return absent
@@ -65,7 +65,7 @@ def _why_not(device: str) -> str | None:
 
 
 def _absent(needed: Sequence[str]) -> str | None:
-    """Which of these packages are not installed, as a reason; None if all are."""
+    """Names the missing packages as a reason; None if all are installed."""
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if not absent:
         return None

@@ -1,11 +1,11 @@
-"""What `bench.gpu` makes sure of before it times kernels: that they compute what they should.
+"""Checks that GPU kernels compute correctly, before `bench.gpu` times them.
 
-    check_attention   the kernels against torch's attention in fp32 over the very record they left,
+    check_attention   the kernels against torch's attention in fp32 over the record that they left,
                       and that record against `KVCache.write`
     check_matmul      products of fp8 matrices against plain numbers
 
-Each returns complaints, one line each; none is what is hoped for. Memory that a row may not touch
-holds not-a-number. On a CPU, where there are no kernels, torch's attention is what is checked.
+Each returns complaints, one line each, or none. Memory that a row may not touch holds NaN. A CPU
+has no kernels, so there torch's attention is checked.
 
     python -m bench.gpu.kernels KV_FORMAT HEAD_DIM DTYPE DEVICE
 
@@ -37,17 +37,17 @@ from engine.worker.batch import Row
 
 BLOCK_SIZE = 16
 LAYER = 1
-NOT_A_NUMBER = 0xFF  # a byte of which floats of every format, repeated, are NaN
+NOT_A_NUMBER = 0xFF  # floats of every format are NaN if all their bytes are this
 NUM_PADS = 3
 
-# (tokens before, tokens now) of each row: decode, verification, prefill and all of it at once
+# (tokens before, tokens now) of each row: decode, verification, prefill, and all of them mixed
 LENGTHS = (
     ((700, 1), (5, 1), (1030, 1), (0, 1), (15, 1), (16, 1)),
     ((300, 4), (511, 4), (64, 3)),
     ((0, 300), (500, 70), (40, 1), (64, 16)),
     ((9000, 1), (0, 2048)),
 )
-USUAL_HEAD_DIM = 128  # with windows and softcaps, too: each takes kernels of its own
+USUAL_HEAD_DIM = 128  # checked with windows and softcaps too: each compiles its own kernels
 HEAD_DIMS = (USUAL_HEAD_DIM, 256, 96, 80, 64)
 
 # Of the largest element of a query's result. bf16 has 8 bits; a token that is left out of a context
@@ -59,7 +59,7 @@ MATMUL_TOLERANCE = 2**-7
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One kind of record and model."""
+    """One KV format, head size and dtype."""
 
     kv_format: KVFormat
     head_dim: int
@@ -69,13 +69,13 @@ class AttentionCase:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The case's name in messages."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"attention, KV {self.kv_format}, head size {self.head_dim}, queries {dtype}"
 
     @property
     def scorings(self) -> tuple[Scoring, ...]:
-        """How scores are made."""
+        """The kinds of scores to check."""
         scaling = self.head_dim**-0.5
         if self.head_dim != USUAL_HEAD_DIM:
             return (Scoring(scaling),)
@@ -84,7 +84,7 @@ class AttentionCase:
 
 
 def attention_cases(*, is_quick: bool) -> list[AttentionCase]:
-    """Every format and head size; with `is_quick` every format. Those that take longest first."""
+    """All formats and head sizes, or only all formats if `is_quick`; the slowest cases first."""
     head_dims = (USUAL_HEAD_DIM,) if is_quick else HEAD_DIMS
     cases = [AttentionCase(kv_format, d) for d in head_dims for kv_format in KVFormat]
     return [AttentionCase(KVFormat.INT8, USUAL_HEAD_DIM, torch.float32), *cases]
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def check_attention(case: AttentionCase, device: str) -> list[str]:
-    """All kinds of batches, windows, softcaps, and rows that only fill up."""
+    """Complaints over all kinds of batches, windows, softcaps and padding rows."""
     found = []
     with torch.inference_mode():
         for lengths in LENGTHS if device != "cpu" else LENGTHS[:-1]:
@@ -119,7 +119,10 @@ def check_attention(case: AttentionCase, device: str) -> list[str]:
 
 
 def check_matmul(device: str) -> list[str]:
-    """Products as many rows as decode, verification and prefill have; a GPU that can."""
+    """Complaints over products with the row counts of decode, verification and prefill.
+
+    Needs a GPU with fp8.
+    """
     rng = torch.Generator(device).manual_seed(0)
     weight, weight_scales = quantise_rows(torch.randn(1024, 512, generator=rng, device=device))
     found = []
@@ -136,7 +139,7 @@ def check_matmul(device: str) -> list[str]:
 
 
 class _Problem:
-    """Rows over a record that holds their earlier tokens and else not-a-number."""
+    """Rows over a record that holds their earlier tokens, and NaN everywhere else."""
 
     def __init__(
         self, case: AttentionCase, lengths: Sequence[tuple[int, int]], device: str
@@ -164,7 +167,7 @@ class _Problem:
         self.key, self.value = self._kv(num_tokens)
 
     def complaints(self, scoring: Scoring) -> Iterator[str]:
-        """What is wrong with the result and the record after it."""
+        """Complaints about the result and about the record after it."""
         before = self.cache.buffer.clone()
         batch = build_batch(self.rows, self.cache)
         found = _attend_of(self.device)(
@@ -179,7 +182,7 @@ class _Problem:
         yield from _complaints_of_result(found, truth, TOLERANCE[self.case.dtype])
 
     def _complaints_of_record(self, before: torch.Tensor, slots: torch.Tensor) -> Iterator[str]:
-        """K and V are in their slots as well as the format can; every other byte is as before."""
+        """Checks that K and V are in their slots, rounded, and that no other byte changed."""
         after = self.cache
         twin = KVCache(after.layout, before.clone())
         twin.write(LAYER, slots, self.key, self.value)
@@ -210,7 +213,7 @@ class _Problem:
 
 
 def _complaints_of_padding(case: AttentionCase, device: str) -> Iterator[str]:
-    """Rows that fill a decode step up store nothing, get zeros and leave the others alone."""
+    """Checks that padding rows store nothing, get zeros and do not change other rows."""
     problem = _Problem(case, LENGTHS[0], device)
     scoring = Scoring(case.head_dim**-0.5)
     arguments = (problem.query, problem.key, problem.value)
@@ -237,7 +240,7 @@ def _complaints_of_padding(case: AttentionCase, device: str) -> Iterator[str]:
 def _complaints_of_result(
     found: torch.Tensor, truth: torch.Tensor, tolerance: float
 ) -> Iterator[str]:
-    """`found` against `truth` [num_tokens, num_heads, head_dim], each query and head by itself."""
+    """Compares `found` with `truth` [num_tokens, num_heads, head_dim] for each query and head."""
     error = (found.float() - truth).abs().amax(-1) / truth.abs().amax(-1)
     if not truth.isfinite().all():
         yield "the reference itself is not finite"

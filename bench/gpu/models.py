@@ -1,7 +1,7 @@
-"""Models with random weights, made where they are used without a file, and whether they compute.
+"""Makes models with random weights without a file, and checks that they compute correctly.
 
-check_model   CudaForward, captured steps and all, against the hook over torch's attention:
-              complaints, one line each
+check_model   compares CudaForward, with captured steps, with the hook over torch's attention;
+              returns complaints, one line each
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ MODEL_TOLERANCE = {  # of the spread of the logits
 def random_llama(
     shape: GpuShape, kv_format: KVFormat, device: str, *, dtype: torch.dtype
 ) -> LoadedModel:
-    """A Llama of that shape, as `engine.model.loading.checkpoint` would load it."""
+    """A Llama of that shape, in the form in which `engine.model.loading.checkpoint` loads one."""
     config = AutoConfig.for_model(
         "llama",
         hidden_size=shape.hidden_size,
@@ -69,7 +69,7 @@ def random_llama(
 
 
 def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list[str]:
-    """A small model's logits over prompts in chunks and decode steps of changing size."""
+    """Complaints about a small model's logits over prompts in chunks and varied decode steps."""
     shape = SHAPES["tiny"]
     dtype = torch.float32 if weights is WeightFormat.FP32 else torch.bfloat16
     loaded = random_llama(shape, kv_format, device, dtype=dtype)
@@ -93,7 +93,7 @@ def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list
         if not error <= MODEL_TOLERANCE[weights]:
             found.append(f"{len(rows)} rows, {sum(len(r.token_ids) for r in rows)} tokens: {error}")
     ours.close()
-    torch._dynamo.reset()  # else what was compiled for this model is tried first for the next
+    torch._dynamo.reset()  # otherwise the next model first tries what was compiled for this one
     return [f"model, weights {weights}, KV {kv_format}: {line}" for line in found]
 
 

@@ -1,9 +1,9 @@
-"""What `bench.gpu` does, section by section.
+"""Runs `bench.gpu`, section by section.
 
-ceilings    bandwidth and matrix rates of this GPU: the limits of all else, in the same run
-kernels     every kernel against torch, in processes of their own: compilers run side by side,
-            and a kernel that breaks its process breaks no other
-models      small models, captured steps and all, against torch's attention
+ceilings    bandwidth and matrix rates of this GPU: the limits of all other figures
+kernels     every kernel against torch, each in its own process: compilers run in parallel, and a
+            kernel that crashes its process affects no other
+models      small models, with captured steps, against torch's attention
 attention   one layer of decode steps, for each KV format
 8b          a model's prefill and decode, for weights × KV formats
 """
@@ -52,7 +52,7 @@ ATTENTION_KV = (KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8, KVFormat.INT4)
 
 
 def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: Path | None) -> int:
-    """Everything, as far as time allows: the exit status."""
+    """Runs everything for which there is time; returns the exit status."""
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
     with torch.inference_mode():
         GpuBench(session, SHAPES[shape_name], device, is_quick=is_quick).run(shape_name)
@@ -83,7 +83,7 @@ class GpuBench:
         self._ceilings: GpuCeilings | None = None
 
     def run(self, shape_name: str) -> None:
-        """All sections."""
+        """Runs all sections."""
         session = self._session
         session.section("ceilings", self._measure_ceilings)
         session.section("kernels", self._check_kernels)
@@ -122,7 +122,7 @@ class GpuBench:
                 self._complain(found)
 
     def _check_apart(self, case: AttentionCase, end_s: float) -> list[str] | None:
-        """What a process of its own complains of; None if it is not done at `end_s`."""
+        """Complaints of a check in its own process; None if it is not done at `end_s`."""
         left_s = end_s - self._session.clock.now_s()
         if left_s <= 0:
             return None
@@ -150,7 +150,7 @@ class GpuBench:
                 )
 
     def _measure_model(self) -> None:
-        """One model for everything: from its bf16 weights come, last, its fp8 weights."""
+        """Measures one model with all weights and KV formats; fp8 weights are made last of bf16."""
         assert self._ceilings is not None
         loaded = random_llama(self._shape, KVFormat.BF16, self._device, dtype=torch.bfloat16)
         for weights in MEASURED_WEIGHTS:

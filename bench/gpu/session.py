@@ -1,8 +1,7 @@
-"""How a run of `bench.gpu` goes on when parts of it fail or take too long, and what it adds up to.
+"""Runs the sections of `bench.gpu` within a time budget, and collects results and failures.
 
-Sections are run one by one; an exception in one is printed, counted, and the rest goes on. Before a
-measurement it is asked whether there is time for it; what is left out is listed. Does not know what
-is measured.
+Sections run one by one. An exception in one is printed and counted, and the next section runs. A
+measurement for which there is no time is listed as skipped. Knows nothing about the measurements.
 """
 
 import statistics
@@ -17,14 +16,14 @@ from engine.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A share of its limit that a result is to reach."""
+    """The share of its limit that a result should reach."""
 
     result: Result
     share: float
 
     @property
     def is_met(self) -> bool:
-        """Whether it does."""
+        """True if the result reaches it."""
         return (self.result.of_limit or 0.0) >= self.share
 
 
@@ -46,7 +45,7 @@ class GpuSession:
 
     @property
     def left_s(self) -> float:
-        """What is left of the budget."""
+        """Seconds left of the budget."""
         return self.budget_s - (self.clock.now_s() - self.begin_s)
 
     def say(self, line: str) -> None:
@@ -55,32 +54,32 @@ class GpuSession:
         self.out.flush()
 
     def section(self, name: str, work: Callable[[], None], *, needs_s: float = 0.0) -> None:
-        """Does `work` if there is time for it, come what may."""
+        """Runs `work` if there is time. Counts any exception as a failure."""
         if not self.has_time(name, needs_s):
             return
         begin_s = self.clock.now_s()
         self.say(f"== {name}")
         try:
             work()
-        except Exception as error:  # whatever it is, the other sections can still be told
+        except Exception as error:  # of any kind: other sections still run
             self.fail(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
             self.say(traceback.format_exc())
         self.say(f"   {self.clock.now_s() - begin_s:.1f} s")
 
     def has_time(self, what: str, needs_s: float) -> bool:
-        """Whether `what` may take `needs_s` seconds; if not, it is listed as skipped."""
+        """True if there are `needs_s` seconds for `what`; otherwise lists it as skipped."""
         if self.left_s > needs_s:
             return True
         self.skip(what, "no time")
         return False
 
     def skip(self, what: str, why: str) -> None:
-        """Lists what is not done."""
+        """Lists `what` as skipped."""
         self.skipped.append(f"{what}: {why}")
         self.say(f"   skipped {what}: {why}")
 
     def fail(self, line: str) -> None:
-        """Counts a failure."""
+        """Adds a failure."""
         self.failures.append(line)
         self.say(f"   FAILED {line}")
 
@@ -93,7 +92,7 @@ class GpuSession:
         limit: float | None = None,
         goal: float | None = None,
     ) -> None:
-        """Notes a result, the median of its runs, beside what the machine allows."""
+        """Adds a result, the median of its runs, with its limit and its goal."""
         value = statistics.median(runs)
         of_limit = None if limit is None else value / limit
         result = Result(name, value, unit, tuple(runs), limit, of_limit)
@@ -103,7 +102,7 @@ class GpuSession:
         self.say("   " + line_of(result))
 
     def conclude(self, *, judges_goals: bool) -> None:
-        """Prints all results, goals, what was skipped and what failed."""
+        """Prints all results, goals, skipped parts and failures."""
         self.say("== results")
         for result in self.results:
             self.say("   " + line_of(result))

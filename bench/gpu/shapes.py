@@ -1,4 +1,4 @@
-"""What `bench.gpu` runs: the model's shape, the jobs on it, and blocks for their KV. Pure."""
+"""Shapes of models for `bench.gpu`, their jobs, and blocks for their KV. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """A Llama with random weights, and how much is asked of it and of the machine."""
+    """A Llama with random weights, and the sizes of its jobs and of the ceilings' inputs."""
 
     hidden_size: int
     num_layers: int
@@ -32,13 +32,13 @@ class GpuShape:
 
     @property
     def context_len(self) -> int:
-        """The longest that any job needs."""
+        """The longest context of any job."""
         longest = max(*self.contexts, *(context for _, context in self.attention_jobs))
         return max(self.prefill_len, longest + 4 * self.num_steps)
 
     @property
     def size(self) -> ModelSize:
-        """The model, as far as its speed depends on it."""
+        """The sizes on which the model's speed depends."""
         attention_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         layer = self.hidden_size * (2 * attention_size + 2 * kv_size + 3 * self.ffn_size)
@@ -50,7 +50,7 @@ class GpuShape:
         )
 
     def section(self, num_layers: int | None = None) -> KVSection:
-        """Its KV, or that of a few layers of it."""
+        """The layout of its KV, or of that of its first `num_layers` layers."""
         return KVSection(num_layers or self.num_layers, self.num_kv_heads, self.head_dim)
 
 
@@ -91,7 +91,7 @@ SHAPES = {
 
 
 def scattered_tables(lens: Sequence[int], block_size: int, *, seed: int) -> list[list[BlockId]]:
-    """Blocks of sequences of these lengths, in random order over as few blocks as hold them."""
+    """Block tables of sequences of these lengths, in random order over as few blocks as needed."""
     counts = [-(-length // block_size) for length in lens]
     blocks = [BlockId(i) for i in range(sum(counts))]
     Random(seed).shuffle(blocks)

@@ -1,14 +1,14 @@
-"""What `bench.gpu` times: the GPU's own ceilings, attention alone, and a whole model's steps.
+"""Times the GPU's ceilings, attention alone, and the steps of a whole model.
 
-Everything is timed by the host's clock from an idle GPU to an idle GPU, over as many calls as take
-a while. A decode job takes the steps that a worker takes, one behind the other: inputs are packed,
-copied, the captured step replayed, tokens chosen and copied to the host. `…_queued` is the same
-step launched again and again without waiting: what is left when the host is out of the way.
+The host's clock times everything from an idle GPU to an idle GPU, over enough calls. A decode job
+takes the steps of a worker, one after the other: it packs and copies inputs, replays the captured
+step, chooses tokens and copies them to the host. `…_queued` launches the same step repeatedly
+without waiting, which leaves out the host's time.
 
-A step reads the weights and the KV of all contexts, scales and padding of the record included. The
-limit of its speed is the least time for these bytes, or for its products, on this GPU as measured.
+A step reads the weights and the KV of all contexts, with the record's scales and padding. Its limit
+is the least time for these bytes, or for its products, at this GPU's measured ceilings.
 
-To be called in torch's inference mode.
+Call it in torch's inference mode.
 """
 
 import statistics
@@ -37,9 +37,9 @@ from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
 NUM_RUNS = 3
-RUN_S = 0.1  # that the calls of one run should take at least
+RUN_S = 0.1  # the least time of one run's calls
 MAX_CALLS = 200
-LARGEST_BYTE = 64  # of random KV, exclusive: numbers below two, never not-a-number
+LARGEST_BYTE = 64  # of random KV, exclusive: numbers below 2 and never NaN
 RESERVE_BYTES = 6 * 2**30  # of GPU memory, for activations and captured steps
 WARM_UP_STEPS = 3
 
@@ -52,14 +52,14 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class GpuCeilings:
-    """What this GPU was measured to do."""
+    """Measured peaks of this GPU."""
 
     bytes_per_s: float
     bf16_flops_per_s: float
-    fp8_flops_per_s: float | None  # None where it has no fp8
+    fp8_flops_per_s: float | None  # None if it has no fp8
 
     def least_time_s(self, work: Work, weights: WeightFormat) -> float:
-        """The time below which it cannot do the work."""
+        """The least seconds that this GPU needs for the work."""
         matrices = self.bf16_flops_per_s
         if weights is WeightFormat.FP8 and self.fp8_flops_per_s is not None:
             matrices = self.fp8_flops_per_s
@@ -75,7 +75,7 @@ class GpuStopwatch:
         self._clock = clock
 
     def once(self, call: Call, *, times: int = 1) -> float:
-        """Seconds that one of `times` calls takes, from and to an idle device."""
+        """Mean seconds of one of `times` calls, from an idle device to an idle device."""
         self._wait()
         begin_s = self._clock.now_s()
         for _ in range(times):
@@ -84,7 +84,7 @@ class GpuStopwatch:
         return (self._clock.now_s() - begin_s) / times
 
     def runs(self, call: Call) -> list[float]:
-        """Seconds a call takes, NUM_RUNS times, after a call that does not count."""
+        """Seconds of a call in NUM_RUNS runs, after one call that does not count."""
         self.once(call)
         times = max(1, min(MAX_CALLS, int(RUN_S / max(self.once(call), 1e-6))))
         return [self.once(call, times=times) for _ in range(NUM_RUNS)]
@@ -95,7 +95,7 @@ class GpuStopwatch:
 
 
 def measure_ceilings(session: GpuSession, shape: GpuShape, device: str) -> GpuCeilings:
-    """Bandwidth and matrix rates; of several ways to read the fastest counts."""
+    """Measures bandwidth and matrix rates. The fastest of several ways to read counts."""
     watch = GpuStopwatch(device, session.clock)
     source = torch.randn(shape.read_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -131,9 +131,9 @@ def measure_ceilings(session: GpuSession, shape: GpuShape, device: str) -> GpuCe
 def measure_attention(
     session: GpuSession, shape: GpuShape, ceilings: GpuCeilings, kv_format: KVFormat, device: str
 ) -> None:
-    """One layer's attention of decode steps, storing K and V included, as a captured step runs it.
+    """Times one layer's attention in decode steps, including storing K and V, in a captured step.
 
-    The first of the shape's jobs has a goal: the others may be too small for this GPU.
+    Only the first of the shape's jobs has a goal, because others may be too small for this GPU.
     """
     layout = KVLayout(BLOCK_SIZE, kv_format, (shape.section(num_layers=1),))
     for num_rows, context_len in shape.attention_jobs:
@@ -161,7 +161,7 @@ def measure_attention(
 
 
 class ModelSpeeds:
-    """A model with some weights over KV of some format."""
+    """Times a model with one format of weights and one of KV."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class ModelSpeeds:
         return [context_len + WARM_UP_STEPS + self._shape.num_steps] * num_rows
 
     def _prefill(self) -> None:
-        """One prompt in one step."""
+        """Times one prompt in one step."""
         length = self._shape.prefill_len
         [table] = scattered_tables([length], BLOCK_SIZE, seed=0)
         ids = torch.randint(self._shape.vocab_size, (length,)).tolist()
@@ -244,7 +244,7 @@ class ModelSpeeds:
         )
 
     def _decode(self, num_rows: int, context_len: int) -> None:
-        """Steps of sequences behind contexts of that length."""
+        """Times decode steps of sequences behind contexts of that length."""
         tables = scattered_tables(self._kv_lens(num_rows, context_len), BLOCK_SIZE, seed=1)
         self._steps(tables, context_len, WARM_UP_STEPS, [0] * num_rows)
         first = context_len + WARM_UP_STEPS
@@ -272,7 +272,7 @@ class ModelSpeeds:
         suffix: str,
         goal: bool,
     ) -> None:
-        """Speed beside its limit and, where the step is bound by memory, bytes a second."""
+        """Adds the speed beside its limit and, if memory is the bottleneck, bytes per second."""
         name = _job_name(num_rows, context_len) + suffix
         least_s = self._ceilings.least_time_s(work, self._weights)
         self._session.add(
@@ -296,7 +296,7 @@ class ModelSpeeds:
         num_steps: int,
         tokens: list[int],
     ) -> None:
-        """Decodes from `tokens` on, one a sequence."""
+        """Decodes on from `tokens`, one token for each sequence."""
         for step in range(num_steps):
             rows = _rows_at(tables, context_len + step, tokens)
             tokens = self._step(rows, range(len(rows)))
@@ -313,12 +313,12 @@ class ModelSpeeds:
 
 
 def random_blocks(layout: KVLayout, num_blocks: int, device: str) -> torch.Tensor:
-    """A KV buffer that holds some numbers, finite in every format: zeros would flatter a GPU."""
+    """A KV buffer of numbers that are finite in every format: zeros would make a GPU faster."""
     return allocate_buffer(layout, num_blocks, device).random_(0, LARGEST_BYTE)
 
 
 def captured(call: Call, device: str) -> Call:
-    """The call as a CUDA graph; itself on a CPU."""
+    """The call captured as a CUDA graph; on a CPU the call itself."""
     if device == "cpu":
         return call
     aside = torch.cuda.Stream()
