@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of `tests.fuzz.targets`: `python -m tests.fuzz.decoders -runs=200000`.
 
-Arguments are libFuzzer's. A finding ends the run with a traceback and the input in a file, whose
-name as the argument shows it again. Inputs begin with what honest peers say; they change as
-`tests.fuzz.mutation` likes, or at times as libFuzzer does.
+Arguments are libFuzzer's. A finding ends the run with a traceback, and its input is written to a
+file; the file's name as the argument repeats it. Inputs start from valid messages. They are mutated
+by `tests.fuzz.mutation`, and sometimes by libFuzzer.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Hostile grammars through the child that compiles them: `python -m tests.fuzz.grammars`.
 
-Each has to end in a verdict on the grammar, in bounded time, and the child's memory has to stay
-flat. A finding ends the run with status 1 and the grammar's seed, which `--first` begins with. Of
-those that can be followed some are followed, too.
+Each must end in a verdict on the grammar in bounded time, and the child's memory must stay flat. A
+finding ends the run with status 1 and prints the grammar's seed; `--first` starts with that seed.
+Some of the valid grammars are also followed.
 """
 
 import argparse

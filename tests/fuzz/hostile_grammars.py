@@ -1,6 +1,6 @@
-"""Grammars that mean harm: drawn at random, of the shapes that cost a compiler time or memory.
+"""Hostile grammars, drawn at random, of shapes that cost a compiler time or memory.
 
-`hostile_grammar(rng)` draws one; `hostile_fields(rng)` draws the fields of a body that ask for one.
+`hostile_grammar(rng)` draws a grammar; `hostile_fields(rng)` draws a request body's fields for one.
 """
 
 import json

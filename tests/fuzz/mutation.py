@@ -1,8 +1,8 @@
 """Mutates messages: between random bytes, which no decoder takes, and valid messages.
 
-A message is its frames; a script is what one peer sends, in order. A change hits the script (lost,
-doubled, moved), the frames of a message (lost, doubled, cut, flipped bits) or, most often, one
-field: frames are msgpack maps, so a value can become another one and the frame stay well formed.
+A message is a tuple of frames. A script is the messages of one peer, in order. A mutation changes
+the script (lost, doubled, moved) or the frames of a message (lost, doubled, cut, flipped bits). Most
+often it changes one field: frames are msgpack maps, so the frame stays well formed.
 """
 
 import random

@@ -1,10 +1,13 @@
 """Messages that peers may send to each process, and the results that must never follow.
 
-An input is a byte that names the target, and a script in msgpack: what one peer sends. Targets are
-the two ends of a transfer, whole but for their sockets, and the decoders of gateways and workers. A
-finding is any exception but ProtocolError from a decoder, any at all from an end, an invariant of a
-machine that does not hold, a block sent that is not leased, a byte written to a block that no pull
-wants, or that a pull from an honest source fails meanwhile.
+An input is a byte that names the target, and a script in msgpack: the messages of one peer. Targets
+are the decoders of gateways and workers, and both ends of a transfer, complete but for their
+sockets. These are findings:
+
+    a decoder raises anything but ProtocolError, or an end raises anything
+    an invariant of a machine does not hold
+    a block is sent that is not leased, or a byte is written to a block that no pull wants
+    a pull from an honest source fails meanwhile
 
 `tests.fuzz.decoders` looks for findings with atheris.
 """

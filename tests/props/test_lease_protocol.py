@@ -1,9 +1,8 @@
 """The lease protocol on a network that delays, repeats, drops, reorders and cuts.
 
-Whatever happens, a pull that is reported done holds exactly what its lease promised, and so do the
-blocks that a failed one reports to have. To make the opposite visible, a source gives blocks away
-the moment their lease ends, and a sink those of a pull that is over; either way something else is
-written there at once.
+A pull that is reported done always holds exactly what its lease promised. So do the blocks that a
+failed pull reports as good. To make mistakes visible, a source reuses blocks the moment their lease
+ends, and a sink those of a pull that is over. Something else is written to them at once.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Two prefill workers, a decode and a mixed one, in every order that steps and messages can take.
 
-The decode worker may be one that prefills locally; where it is not it gives such prompts back.
-Clients come and go, gateways die, threads stand still, time passes; the pools are so small that
-sequences wait, evict, and are given back. Whatever happens, each client is answered with exactly
-the tokens of the reference, and when all is over every block is free and every lease has ended.
+The decode worker may prefill locally; otherwise it gives such prompts back. Clients come and go,
+gateways die, threads stand still, time passes. The pools are so small that sequences wait, evict,
+and are given back. Each client always gets exactly the tokens of the reference. In the end every
+block is free and every lease has ended.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""Whatever a peer says: the thread lives, others are served, and no block changes but a pull's.
+"""With any peer's messages the thread lives, others are served, and only a pull's blocks change.
 
-One pair of real endpoints meets many scripts, each an honest one with some changes. What stands
-behind the sockets is fuzzed by itself, and much longer, in `tests.fuzz`.
+One pair of real endpoints gets many scripts, each a valid one with some changes. The code behind the
+sockets is fuzzed by itself, and much longer, in `tests.fuzz`.
 """
 
 import logging

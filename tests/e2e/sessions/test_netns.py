@@ -1,4 +1,4 @@
-"""A place of a network is cut off: packets vanish without a word, and come through again after."""
+"""A place of a network is cut off: its packets vanish silently until it is connected again."""
 
 import os
 import socket

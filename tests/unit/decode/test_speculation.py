@@ -1,7 +1,7 @@
 """The number of drafted tokens, on machines with known step costs and drafts of known quality.
 
-The scheduler and its speculator are real; the runner knows the answers and how long each step takes
-on the machine that it plays, disturbances included.
+The scheduler and its speculator are real. The runner knows the answers, and the time of each step
+on the simulated machine, disturbances included.
 """
 
 import random
