@@ -1,8 +1,8 @@
 """Mutates messages: between random bytes, which no decoder takes, and valid messages.
 
 A message is a tuple of frames. A script is the messages of one peer, in order. A mutation changes
-the script (lost, doubled, moved) or the frames of a message (lost, doubled, cut, flipped bits). Most
-often it changes one field: frames are msgpack maps, so the frame stays well formed.
+the script (lost, doubled, moved) or a message's frames (lost, doubled, cut, flipped bits). In most
+cases it changes one field: frames are msgpack maps, so the frame stays well formed.
 """
 
 import random

@@ -1,7 +1,7 @@
 """With any peer's messages the thread lives, others are served, and only a pull's blocks change.
 
-One pair of real endpoints gets many scripts, each a valid one with some changes. The code behind the
-sockets is fuzzed by itself, and much longer, in `tests.fuzz`.
+One pair of real endpoints gets many scripts, each a valid one with some changes. `tests.fuzz`
+fuzzes the code behind the sockets by itself, and much longer.
 """
 
 import logging
