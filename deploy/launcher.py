@@ -1,4 +1,4 @@
-"""What the pool controller asks of the code that runs services.
+"""The interface between the pool controller and the code that runs services.
 
 Three launchers implement it: plain processes (`deploy/local/launcher.py`), a Ray of this machine
 alone, and a Ray cluster (both in `deploy/ray/launcher.py`).

@@ -1,4 +1,4 @@
-"""The files in `deploy/cluster` are what Ray and Kubernetes accept, and say what Baton needs."""
+"""Ray and Kubernetes accept the files in `deploy/cluster`, which set what Baton needs."""
 
 import importlib.metadata
 import json
@@ -149,7 +149,7 @@ def test_shells_on_the_head_find_ray_and_the_run_directory(name, tmp_path):
 
 
 def node_types(name: str) -> list[Node]:
-    """One node of each type, as the file says what it has."""
+    """One node of each type, with the resources that the file gives it."""
     if name == "kuberay":
         groups = kubernetes()["RayCluster"]["spec"]["workerGroupSpecs"]
         params = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in groups]

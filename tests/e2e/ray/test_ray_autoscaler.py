@@ -1,6 +1,6 @@
-"""Nodes are asked for and given back: Ray's own autoscaler, with nodes that are only processes.
+"""Ray's own autoscaler adds and removes nodes, which are processes here.
 
-On a machine of the test's own, where `ray start` finds no other Ray, and ends none.
+It runs on an isolated machine, so that `ray start` finds and ends no other Ray.
 """
 
 import json
@@ -31,7 +31,7 @@ CLUSTER: dict[str, Any] = {
     "provider": {
         "type": "fake_multinode",
         "gcs_address": "127.0.0.1:6379",
-        "disable_node_updaters": True,  # nobody reaches them by ssh
+        "disable_node_updaters": True,  # they are not reachable by ssh
         "use_node_id_as_ip": True,  # they have one address
     },
     "available_node_types": {

@@ -1,4 +1,4 @@
-"""What a launcher on Ray does when a start is given up, or Ray gives no answer. Ray is a fake."""
+"""Launchers on a fake Ray: an abandoned start, and a Ray that does not answer."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ READY = GatewayReady("http://127.0.0.1:80", "model", 7, "gateway:1")
 
 @pytest.fixture
 def actors(monkeypatch) -> list[Any]:
-    """All that are made: what starts them is answered with themselves."""
+    """All actors that are made. A start is answered with the actor itself."""
     import ray
 
     made: list[Any] = []

@@ -28,7 +28,7 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 class Nodes:
-    """A cluster: nodes with two GPUs each, which come and go."""
+    """A cluster of nodes with two GPUs each, which can be added and removed."""
 
     def __init__(self, **resources: int) -> None:
         """The first one is its head."""

@@ -1,4 +1,4 @@
-"""The controller as an actor: when it is killed, requests go on and the next one takes over."""
+"""The controller as an actor: requests go on when it is killed, and the next takes over."""
 
 import os
 import secrets

@@ -38,7 +38,7 @@ def machine(tmp_path_factory) -> Iterator[Island]:
 
 @pytest.fixture(scope="module")
 def config(machine) -> Path:
-    """A cluster file of ours for one machine, and what Baton serves there."""
+    """A cluster file for one machine, and the configuration of Baton on it."""
     import yaml
 
     source = Path(deploy.__file__).parent / "cluster" / "onprem.yaml"
@@ -56,7 +56,7 @@ def config(machine) -> Path:
 
 
 def on_this_machine(cluster: dict[str, Any], machine: Island) -> dict[str, Any]:
-    """As it is, but for what is marked there, for packages, and for the size of a test."""
+    """The project's file with placeholders filled in, no packages, and test sizes."""
     small = (
         "--head --node-ip-address=127.0.0.1 --num-cpus=2 --object-store-memory=83886080"
         """ --resources='{"prefill_node": 2, "decode_node": 2}'"""
@@ -90,14 +90,14 @@ def baton(
 
 @pytest.fixture(scope="module")
 def key(machine, up) -> str:
-    """Made after the gateways started: they find it by themselves."""
+    """A key made after the gateways started, which they pick up by themselves."""
     return machine.python(
         "-m", "deploy.commands.main", "keys", "add", "tests", timeout_s=60
     ).stdout.strip()
 
 
 def ask(machine: Island, key: str, max_tokens: int) -> list[str]:
-    """One request, with curl: nobody outside reaches its network."""
+    """Sends one request with curl, since its network cannot be reached from outside."""
     body = {"model": "baton-bundled", "prompt": "def f(", "seed": 7, "max_tokens": max_tokens}
     done = machine.run(
         *("curl", "--silent", "--fail-with-body", "--max-time", "60", f"{URL}/v1/completions"),
@@ -235,7 +235,7 @@ def test_next_controller_takes_over_from_a_killed_one(machine, config, key):
 def test_down_leaves_nothing_even_if_ray_down_fails(machine, config, up):
     profile = machine.home / ".bashrc"
     kept = profile.read_text()
-    profile.write_text("")  # as where nobody put it into the PATH
+    profile.write_text("")  # as if Ray were not on the PATH
     try:
         down = baton(machine, "down", config, check=False)
     finally:

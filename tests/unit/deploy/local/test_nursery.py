@@ -1,4 +1,4 @@
-"""Whoever asks a nursery for a child has it for itself, whatever becomes of the others."""
+"""The nursery: each child has its own pipes and session, and lives independently of others."""
 
 import io
 import logging
@@ -56,7 +56,7 @@ def test_child_has_its_own_pipes_and_session_and_reports_its_status(cats):
     with child_of(cats) as one, child_of(cats) as other:
         one.stdin.write(b"7\nto one\n")
         one.stdin.flush()
-        assert one.stdout.readline() == b"to one\n"  # so it is what it is to be by now
+        assert one.stdout.readline() == b"to one\n"  # so the child runs its program by now
         assert os.getsid(one.pid) == one.pid != os.getsid(0)
         one.hang_up()
         one.wait(SOON_S)
@@ -100,7 +100,7 @@ def test_children_outlive_their_nursery_and_a_new_one_is_started(caplog):
 
 
 def test_nursery_and_children_end_with_a_killed_parent():
-    """The nursery's own standard error shows when it is gone."""
+    """Standard error ends only when the nursery, which inherited it, has ended too."""
     program = (
         "import os, signal; from tests.kits.nurseries import nursery_of_shells\n"
         "child = nursery_of_shells('exec cat').fork('worker'); child.await_start(10)\n"
@@ -114,7 +114,7 @@ def test_nursery_and_children_end_with_a_killed_parent():
     ) as asks:
         pidfd = os.pidfd_open(int(asks.stdout.readline()))
         try:
-            asks.communicate(b"\n", timeout=SOON_S)  # until nobody can write to standard error
+            asks.communicate(b"\n", timeout=SOON_S)  # until no process holds standard error
             assert select.select([pidfd], [], [], SOON_S)[0]
         finally:
             os.close(pidfd)

@@ -1,4 +1,4 @@
-"""The two files of the operator that every node of a cluster gets."""
+"""The operator's two files that every node of a cluster gets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which process is the GCS, and of which session."""
+"""The keeper finds the GCS and its session, and restarts it only while Ray runs."""
 
 import pytest
 
@@ -55,6 +55,6 @@ def test_gcs_is_not_restarted_after_ray_was_stopped(monkeypatch):
     monkeypatch.setattr(gcs_keeper, "running", lambda _: there)
     monkeypatch.setattr(gcs_keeper.threading, "Event", Pause)
     monkeypatch.setattr(gcs_keeper.subprocess, "Popen", None)
-    nobody = 2**22 + 7
-    gcs_keeper.Keeper(Command(nobody, ARGUMENTS, {}), MonotonicClock()).run()
+    no_process = 2**22 + 7
+    gcs_keeper.Keeper(Command(no_process, ARGUMENTS, {}), MonotonicClock()).run()
     assert waits == [1.0]

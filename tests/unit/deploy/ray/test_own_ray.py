@@ -1,4 +1,4 @@
-"""What Ray is told before it is imported, and what becomes of keys in the environment."""
+"""The environment set for Ray before its import, and the removal of keys from it."""
 
 from deploy.ray import own_ray
 from engine.config import forget_environment

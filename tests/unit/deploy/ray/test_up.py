@@ -1,4 +1,4 @@
-"""`baton.yaml`, the order of steps, and what is said of the answers of a cluster."""
+"""`baton.yaml`, the order of the steps of `up` and `down`, and the answers of a cluster."""
 
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def test_up_waits_for_all_nodes_of_the_file(cluster, num_nodes):
 
 
 class FakeCluster:
-    """Notes what it is asked."""
+    """A cluster that records its calls."""
 
     def __init__(self, *, is_up=True, left=(), error=None) -> None:
         self._is_up = is_up
@@ -184,7 +184,7 @@ auth: {ssh_user: me}
 
 @pytest.fixture
 def ray_up(tmp_path, monkeypatch) -> RayUp:
-    """A cluster of one's own machine whose head gives no answer."""
+    """A cluster of one own machine whose head does not answer."""
     file = tmp_path / "one.yaml"
     file.write_text(ONE_MACHINE)
     monkeypatch.setattr(up, "_ray", lambda *_, **__: "no route")

@@ -36,7 +36,7 @@ def asked(seq, grammar=None, *, tokens=(1, 2), prompt_len=2):
 
 
 class HeldGuides:
-    """Opens a slow grammar when it is let go."""
+    """Opens a slow grammar once it is released."""
 
     def __init__(self):
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""What a worker is opened with, and what it says of itself: no thread or socket is needed."""
+"""Parts of a worker host that need no thread or socket: schedulers, roles, sessions."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -52,7 +52,7 @@ def host(role: Role, **config: object) -> WorkerHost:
 
 
 def step(core: WorkerCore) -> list[tuple[str, int]]:
-    """Carries out a step; the tokens that it has of each sequence."""
+    """Runs one step; returns the number of tokens of each sequence in it."""
     plan, _ = core.plan(0.0)
     results = [RowResult((1,) if row.sampling is not None else ()) for row in plan.rows]
     core.finish(BatchResult(results), 0.0)
@@ -113,7 +113,7 @@ def test_held_step_begins_in_time_without_events():
 
 
 def test_failed_watch_ends_the_worker(monkeypatch):
-    """A step that hangs would be noticed by nobody."""
+    """Otherwise no part would notice a step that hangs."""
     crashes: list[BaseException] = []
     monkeypatch.setattr(worker_host, "REPORT_EVERY_S", 0.0)
 
@@ -130,7 +130,7 @@ def test_failed_watch_ends_the_worker(monkeypatch):
 
 
 class FakeGateway:
-    """One that reads nothing until it `reads`."""
+    """A gateway that reads nothing until `reads` is set."""
 
     def __init__(self) -> None:
         self.reads = asyncio.Event()
@@ -148,7 +148,7 @@ class FakeGateway:
 
 
 def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
-    """Sooner, and what it sent in its new session would be given up with them."""
+    """An earlier new session would be cancelled together with the old sequences."""
 
     async def test() -> None:
         worker = host(Role.MIXED)

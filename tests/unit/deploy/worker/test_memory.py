@@ -1,4 +1,4 @@
-"""How much memory a worker takes for KV by default."""
+"""The default size of a worker's KV memory."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Frames that are posted leave in order, at once where nothing is in the way, and none after one
-that could not be sent.
-"""
+"""An outbox sends frames in order, at once if nothing waits, and nothing after a failed frame."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A step that does not end is told of, and ends the worker in the end."""
+"""A long step is reported, and a step that does not end ends the worker."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from engine.worker.batch import BatchPlan, Row
 
 
 def plan(*rows: tuple[int, int]) -> BatchPlan:
-    """Of rows with so many tokens and so many drafted ones."""
+    """A plan of rows with these numbers of tokens and drafted tokens."""
     return BatchPlan(
         [
             Row(f"s{i}", [1] * num, 0, [], None, draft=[2] * num_drafted)
@@ -28,7 +28,7 @@ MIXED = plan((1, 0), (1, 0), (40, 0))
 
 
 class Worker:
-    """A step loop, and the look that is taken at it every second."""
+    """A step loop, and a look at it every second."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.watch = StepWatch(timeout_s, 0.0)
