@@ -155,7 +155,7 @@ def test_thousands_of_pipelined_requests_are_cut_off(gateway):
     answers(gateway)
 
 
-def test_who_asks_for_another_protocol_gets_none(gateway):
+def test_a_protocol_upgrade_is_ignored(gateway):
     with connect(gateway) as sock:
         sock.sendall(
             b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"

@@ -92,7 +92,7 @@ def restarted(running: Deployment, name: str, deadline_s: float = 60) -> list[st
     return told()
 
 
-def test_two_processes_share_the_work_and_who_dies_is_started_again(serving):
+def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     first, second = serving.gateways
     assert first.url == second.url
     assert first.pid != second.pid
@@ -192,7 +192,7 @@ def listens(sock: socket.socket) -> bool:
     return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def test_who_joins_gets_no_connection_before_it_can_answer():
+def test_a_joining_process_gets_no_connection_before_it_is_ready():
     with gateway_service._bind(GatewayConfig(port=0, processes=2), is_first=True) as first:
         assert listens(first)
         host, port = first.getsockname()

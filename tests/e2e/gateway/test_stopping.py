@@ -125,7 +125,7 @@ def test_answers_that_have_begun_are_completed_and_no_other_is_taken(number):
         assert "stopped" in text
 
 
-def test_what_lasts_longer_than_the_drain_is_told_so():
+def test_an_answer_longer_than_the_drain_ends_with_an_error():
     with serving(drain_s=0.5) as running:
         answers = [*running.streams(FOR_EVER), running.ask(FOR_EVER, stream=False)]
         poll_until(lambda: running.num_running() == NUM_STREAMS + 1, "the last has begun", 10)

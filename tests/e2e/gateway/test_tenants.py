@@ -107,7 +107,7 @@ async def api(running: Workers, keys: KeyFile) -> AsyncIterator[Api]:
             yield Api(client, r)
 
 
-def test_only_who_shares_a_prefix_finds_it(running, keys):
+def test_only_tenants_that_share_a_prefix_find_it(running, keys):
     prompt = some_prompt(random.Random(1))
     full = NUM_TOKENS // BLOCK_SIZE * BLOCK_SIZE
 
@@ -142,7 +142,7 @@ def keys_sharing() -> list[str]:
     return [f"key:{ann}", f"key:{bob}", "group:team"]
 
 
-def test_only_a_key_that_may_debug_is_told_of_workers(running, keys):
+def test_only_a_debug_key_sees_workers(running, keys):
     prompt = some_prompt(random.Random(2))
 
     async def run() -> None:
@@ -180,7 +180,7 @@ async def times(
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_no_statistic_of_waiting_times_tells_what_another_key_asked(running, keys):
+def test_waiting_times_do_not_reveal_other_keys_prompts(running, keys):
     rng = random.Random(3)
     asked = [some_prompt(rng) for _ in range(NUM_PROMPTS)]
 

@@ -128,7 +128,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
         TlsFiles(certificate, key).open()
 
 
-def test_files_that_are_none_are_refused(tmp_path):
+def test_invalid_certificate_files_are_refused(tmp_path):
     certificate, key = make_certificate(tmp_path, "one")
     with pytest.raises(TlsError, match="No such file"):
         TlsFiles(tmp_path / "none.pem", key).open()

@@ -148,7 +148,7 @@ def test_a_key_that_expires_is_refused_from_then_on(path, clock):
         lambda path: (path.unlink(), path.mkdir()),
     ],
 )
-def test_what_cannot_be_used_changes_nothing_and_is_counted(path, clock, caplog, spoil):
+def test_unusable_contents_keep_the_old_keys_and_are_counted(path, clock, caplog, spoil):
     keys = key_file(path, "a", clock=clock)
     spoil(path)
     for _ in range(3):

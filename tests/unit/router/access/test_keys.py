@@ -34,7 +34,7 @@ def test_a_key_is_256_random_bits_and_is_kept_as_its_sha_256():
         assert KeyTable(decode_keys(kept)).find(key.encode(), NOW_S).name == "ann"
 
 
-def test_what_was_written_is_read_again():
+def test_written_keys_are_read_back():
     records = (
         record("a", "ann", group="team", debug=True, expires=CREATED + timedelta(days=30)),
         record("b", "bob", limits=KeyLimits(2.5, 1000, 4)),
@@ -75,7 +75,7 @@ def test_only_keys_of_one_group_share():
     assert "" not in sharing.values()  # that of clients without keys
 
 
-def test_a_name_that_is_given_again_does_not_share_with_who_had_it():
+def test_a_reused_name_does_not_share_the_old_keys_prefixes():
     first, second = (KeyTable([record(key, "ann")]) for key in ("old", "new"))
     assert first.find(b"old", NOW_S).sharing != second.find(b"new", NOW_S).sharing
 
@@ -113,7 +113,7 @@ GOOD = msgspec.to_builtins(record("a", "ann"))
         {"admin": True},
     ],
 )
-def test_a_file_with_anything_unsound_is_refused_whole(change):
+def test_a_keys_file_with_one_bad_entry_is_refused(change):
     data = msgspec.json.encode({"version": 1, "keys": [GOOD, {**GOOD, **change}]})
     with pytest.raises(KeysError):
         decode_keys(data)
@@ -123,6 +123,6 @@ def test_a_file_with_anything_unsound_is_refused_whole(change):
     "data",
     [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"version": 2, "keys": []}', b'{"version":1}'],
 )
-def test_what_is_no_keys_file_is_refused(data):
+def test_contents_that_are_not_a_keys_file_are_refused(data):
     with pytest.raises(KeysError):
         decode_keys(data)

@@ -75,7 +75,7 @@ def test_parts_of_all_connections_are_sent_together_at_the_end_of_a_turn():
     asyncio.run(run())
 
 
-def test_what_is_flushed_is_sent_at_once_and_once():
+def test_flush_sends_waiting_parts_exactly_once():
     async def run():
         written = []
         connection, _ = connect("a", written)
@@ -121,7 +121,7 @@ def test_loops_have_nothing_to_do_with_one_another():
     assert written == [("second loop", b"1\r\n2\r\n")]
 
 
-def test_one_that_cannot_be_written_to_is_cut_off_and_others_get_all(caplog):
+def test_a_failing_connection_is_cut_and_others_get_their_parts(caplog):
     async def run():
         written, cut = [], []
         (first, _), (broken, transport), (last, _) = (connect(name, written) for name in "abc")
@@ -296,7 +296,7 @@ def test_a_client_that_leaves_before_its_request_is_looked_at_asks_the_router_no
     assert router.requests == []
 
 
-def test_a_server_that_stops_may_cancel_who_is_still_answered():
+def test_a_stopping_server_may_cancel_running_answers():
     router = FakeRouter([Never()])
 
     async def run():

@@ -36,7 +36,7 @@ def test_an_address_and_all_of_them_have_so_many_connections():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc"))))
-def test_the_book_counts_what_is_there(steps):
+def test_the_book_counts_open_connections(steps):
     book, here = Book(LIMITS), []
     for comes, address in steps:
         if comes:
@@ -66,7 +66,7 @@ def test_a_body_has_a_clock_of_its_own():
     assert overdue(pace, 1000.0) is None
 
 
-def test_what_waits_for_an_answer_is_not_overdue_and_then_has_its_time():
+def test_a_pipelined_request_is_not_overdue_while_it_waits():
     pace = ConnectionPace(100.0)
     pace.end_message()
     pace.await_head(101.0)

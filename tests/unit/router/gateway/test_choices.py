@@ -97,7 +97,7 @@ def test_a_whole_answer_lists_its_choices_and_sums_their_tokens():
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
-def test_a_stop_string_ends_only_the_choice_that_says_it():
+def test_a_stop_string_ends_only_its_own_choice():
     router = FakeRouter([tokens("one END"), Never()], [tokens("two"), tokens("!", outcome=LENGTH)])
     body = complete(router, {"n": 2, "stop": "END"}).json()
     assert [c["text"] for c in body["choices"]] == ["one ", "two!"]
@@ -113,7 +113,7 @@ def test_of_several_candidates_the_likeliest_are_answered_with_and_all_are_count
     assert all(r.sampling.logprobs == 0 for r in router.requests)
 
 
-def test_a_candidate_is_judged_by_what_a_stop_string_left_of_it():
+def test_a_candidate_is_ranked_by_its_tokens_before_the_stop_string():
     cut = tokens("aXbb", logprobs=tuple(Logprobs(p, 1) for p in (-1.0, -1.0, -90.0, -90.0)))
     router = FakeRouter([cut, Never()], scored("cc", -2.0))
     body = complete(router, {"best_of": 2, "stop": "X"}).json()
@@ -130,7 +130,7 @@ def test_as_many_candidates_as_answers_are_not_compared():
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_a_stream_says_to_which_choice_each_chunk_belongs(ask):
+def test_each_chunk_of_a_stream_names_its_choice(ask):
     router = FakeRouter(answer("one"), answer("three"), [tokens("two", outcome=LENGTH)])
     fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, usage, marker = ask(router, fields).events()
@@ -243,7 +243,7 @@ def test_a_request_of_several_choices_is_one_request_with_one_prompt():
     assert found["baton_requests_total"][(("outcome", "finished"),)] == 1.0
 
 
-def test_what_was_drafted_is_told_with_the_usage():
+def test_usage_counts_drafted_tokens():
     def drafted(timeline, num_drafted, num_accepted):
         return msgspec.structs.replace(
             timeline, num_drafted_tokens=num_drafted, num_accepted_tokens=num_accepted

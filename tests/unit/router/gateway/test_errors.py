@@ -212,7 +212,7 @@ def test_the_context_error_names_the_numbers():
     assert all(number in message["message"] for number in ("10", "60", str(CONTEXT_LEN)))
 
 
-def test_what_no_worker_can_hold_is_refused_with_the_number():
+def test_a_request_beyond_kv_capacity_is_refused_with_the_limit():
     router = FakeRouter()
     router.capacity = 32
     app = make_app(router)
@@ -225,7 +225,7 @@ def test_what_no_worker_can_hold_is_refused_with_the_number():
     assert_error(post(app, COMPLETIONS, {"prompt": "x" * 32}), 400, TOO_LONG, "prompt")
 
 
-def test_without_max_tokens_an_answer_may_take_what_workers_hold():
+def test_without_max_tokens_kv_capacity_bounds_the_answer():
     router = FakeRouter()
     router.capacity = 32
     app = make_app(router)
@@ -370,7 +370,7 @@ def test_probes_need_no_key(key_pair):
 
 
 @pytest.mark.parametrize(("may_debug", "status"), [(True, 200), (False, 403)])
-def test_what_all_tenants_do_is_told_to_keys_that_may_debug(tmp_path, may_debug, status):
+def test_only_debug_keys_see_the_load_of_all_tenants(tmp_path, may_debug, status):
     keys = key_file(tmp_path / "keys.json", "key-1", debug=may_debug)
     app = make_app(FakeRouter(), keys=keys)
     assert get(app, "/metrics").status == 401
@@ -396,7 +396,7 @@ def refused(outcome):
 @pytest.mark.parametrize(
     ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (2.1, "3"), (float("inf"), "3600")]
 )
-def test_a_rejected_request_is_429_and_says_when_to_come_back(stream, seconds, header):
+def test_a_rejected_request_is_429_with_retry_after(stream, seconds, header):
     reply = chat(FakeRouter(refused(Rejected("full", seconds))), {"stream": stream})
     assert (reply.status, reply.headers["retry-after"]) == (429, header)
     assert reply.json()["error"] == {

@@ -93,13 +93,13 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("prompt", ["one, two", [1, 2], [[1, 2]], ["one, [two]"], [[]], []])
-def test_a_long_body_with_a_prompt_means_what_a_short_one_does(prompt):
+def test_a_long_prompt_body_decodes_like_a_short_one(prompt):
     short, long = outcomes({"prompt": prompt, **ASKED}, CompletionBody)
     assert isinstance(short, CompletionBody)
     assert long == short
 
 
-def test_a_long_body_with_messages_means_what_a_short_one_does():
+def test_a_long_messages_body_decodes_like_a_short_one():
     short, long = outcomes({"messages": MESSAGES, **ASKED}, ChatBody)
     assert isinstance(short, ChatBody)
     assert long == short

@@ -18,7 +18,7 @@ def headers_of(reply):
     }
 
 
-def test_answers_tell_what_remains_and_the_next_is_refused_with_429():
+def test_answers_have_limit_headers_and_the_next_request_gets_429():
     app = make_app(FakeRouter(), key_limits=KeyLimits(requests_per_s=0.001, tokens_per_min=1000))
     reply = ask(app)
     assert reply.status == 200
@@ -54,7 +54,7 @@ def test_tokens_are_refused_when_the_prompt_is_known():
     assert len(router.requests) == 1
 
 
-def test_what_an_answer_used_is_counted_and_the_rest_given_back():
+def test_unused_tokens_of_an_answer_are_given_back():
     app = make_app(FakeRouter(answer("hi")), key_limits=KeyLimits(tokens_per_min=60))
     assert ask(app, max_tokens=60).status == 200  # held all, used five
     assert ask(app, max_tokens=40).status == 200

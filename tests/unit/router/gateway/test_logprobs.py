@@ -99,7 +99,7 @@ def test_without_top_logprobs_only_the_chosen_tokens_are_told():
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": False}, {"logprobs": None}])
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_who_does_not_ask_is_told_nothing(ask, fields):
+def test_without_the_field_no_log_probabilities_are_sent(ask, fields):
     router = FakeRouter()
     assert ask(router, fields).json()["choices"][0]["logprobs"] is None
     assert router.requests[0].sampling.logprobs is None
@@ -169,7 +169,7 @@ def test_of_text_that_is_held_back_they_are_held_back_too():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_stop_string_cuts_takes_its_own_along(stream):
+def test_entries_of_text_cut_by_a_stop_string_are_dropped(stream):
     script = [say(("a", -1.0)), say(("E", -2.0)), say(("N", -3.0), ("x", -4.0)), Never()]
     reply = chat(FakeRouter(script), {"logprobs": True, "stream": stream, "stop": "EN"})
     if stream:
@@ -208,7 +208,7 @@ def test_a_chat_tells_the_prompts_once():
     assert "prompt_logprobs" not in body["choices"][0]
 
 
-def test_of_a_long_prompt_as_much_is_told_as_of_a_short_one():
+def test_a_long_prompt_has_the_same_log_probabilities_as_a_short_one():
     num_tokens = LONG_PROMPT_TOKENS + 2
     app = make_app(prompt_scored(*[YO] * (num_tokens - 1)), context_len=2 * num_tokens)
     fields = {"prompt": [5] * num_tokens, "prompt_logprobs": 2}

@@ -46,7 +46,7 @@ def test_models_are_listed_and_found():
     assert (missing.status, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_the_version_is_told():
+def test_the_version_page_has_a_version():
     assert set(get(make_app(FakeRouter()), "/version").json()) == {"version"}
 
 
@@ -80,7 +80,7 @@ def test_an_answer_without_a_handover_has_no_transfer():
     assert found["baton_kv_exposed_seconds_count"] == {(): 0.0}
 
 
-def test_a_counter_that_one_worker_gives_a_reason_for_and_another_does_not_is_one_series():
+def test_counters_with_and_without_a_reason_are_one_series():
     router = FakeRouter()
     for name, counters in (("p0", {"fallbacks": 1.0}), ("d0", {"fallbacks:no shm": 2.0})):
         load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, counters)
@@ -151,7 +151,7 @@ def test_workers_and_router_are_shown_as_they_are():
     assert found["vllm:num_requests_waiting"] == {model: 13.0}
 
 
-def test_speculation_is_told_by_proposer_and_by_accepted_length():
+def test_speculation_is_exported_by_proposer_and_accepted_length():
     router = FakeRouter()
     counters = {
         "drafted:ngram": 40.0,
@@ -193,7 +193,7 @@ def test_speculation_is_told_by_proposer_and_by_accepted_length():
     assert found["vllm:spec_decode_num_accepted_tokens_total"] == {model: 60.0}
 
 
-def test_what_is_predicted_of_workers_and_of_the_queue_is_told_and_how_far_off_it_was():
+def test_predictions_and_their_errors_are_exported():
     router = FakeRouter()
     errors = CostErrors(prefill=0.1, pull=0.3)
     known = Forecast(wait_s=0.5, tpot_s=0.02, errors=errors)
@@ -231,20 +231,20 @@ def predictions(timeline):
     return {dict(key)["measure"]: ratio for key, ratio in ratios.items()}, predicted
 
 
-def test_predictions_are_compared_with_what_came_of_them():
+def test_predictions_are_compared_with_measurements():
     # The clock ticks once a look, so three tokens after the first came in two seconds.
     assert predictions(decided()) == ({"ttft": 1.5, "tpot": 2 / 3 / 4}, [0.5, 4.0])
     only_ttft = decided(predicted_tpot_s=None)
     assert predictions(only_ttft) == ({"ttft": 1.5}, [0.5, 0.0])
 
 
-def test_who_was_placed_twice_or_without_a_prediction_proves_none():
+def test_requests_placed_twice_or_without_prediction_are_not_compared():
     twice = msgspec.structs.replace(decided(), attempts=2)
     for timeline in (twice, decided(predicted_ttft_s=None, predicted_tpot_s=None), TIMELINE):
         assert predictions(timeline) == ({}, [0.0, 0.0])
 
 
-def test_series_that_mean_what_vllms_mean_also_have_its_names():
+def test_series_with_a_vllm_equivalent_also_have_its_name():
     app = make_app(FakeRouter())
     ask(app)
     found = samples(app)

@@ -110,7 +110,7 @@ def test_the_first_token_is_sent_with_the_head_and_not_before():
     run_alone(run())
 
 
-def test_what_was_written_at_once_is_sent_before_what_goes_past_the_pipe():
+def test_piped_parts_are_sent_before_later_sends():
     async def run():
         connection = connect(FakeRouter(answer("abc")))
         pipe = Pipe(connection)
@@ -178,7 +178,7 @@ def test_a_stop_string_found_at_once_cancels_before_the_end_is_sent():
     assert router.live == 0
 
 
-def test_whoever_leaves_while_tokens_are_written_at_once_is_cancelled():
+def test_a_client_leaving_during_piped_writes_cancels_its_request():
     router = FakeRouter([tokens("a"), tokens("b"), Never()])
 
     async def run():

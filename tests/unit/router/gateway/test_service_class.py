@@ -46,7 +46,7 @@ def asked(fields, *, keys=None, min_priority=0, **headers):
 # ---------------------------------------------------------------- class
 
 
-def test_a_request_that_says_nothing_is_like_all_others():
+def test_a_request_without_service_fields_has_the_defaults():
     request = asked({})
     assert (request.priority, request.tenant) == (0, "")
     assert (request.deadline_s, request.tpot_bound_s) == (None, None)
@@ -77,11 +77,11 @@ def test_clients_may_step_back_and_overtake_only_where_the_operator_allows_it():
     assert reply.json()["error"]["param"] == "priority"
 
 
-def test_without_keys_a_tenant_is_who_it_says_it_is():
+def test_without_keys_the_user_field_names_the_tenant():
     assert asked({"user": "somebody"}).tenant == "somebody"
 
 
-def test_with_keys_a_tenant_is_its_key_whatever_it_says(tmp_path):
+def test_with_keys_the_key_names_the_tenant(tmp_path):
     keys = ("secret-one", "secret-two")
     file = key_file(tmp_path / "keys.json", *keys)
     tenants = [
@@ -104,7 +104,7 @@ def test_the_router_may_refuse_a_request_for_its_deadline():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_the_head_of_an_answer_says_on_request_why_it_went_where_it_went(ask, stream):
+def test_the_decision_header_is_sent_on_request(ask, stream):
     reply = ask(FakeRouter(SCRIPT), {"stream": stream}, x_baton_decision="1")
     assert "\n" not in reply.headers[HEADER]
     assert msgspec.json.decode(reply.headers[HEADER], type=Decision) == DECISION
@@ -112,7 +112,7 @@ def test_the_head_of_an_answer_says_on_request_why_it_went_where_it_went(ask, st
         assert HEADER not in ask(FakeRouter(SCRIPT), {"stream": stream}, **headers).headers
 
 
-def test_of_several_choices_the_first_ones_decision_is_told():
+def test_the_decision_header_is_that_of_the_first_choice():
     other = msgspec.structs.replace(DECISION, prefill_worker="p7")
     follows = [
         msgspec.structs.replace(
@@ -136,7 +136,7 @@ def test_of_the_deployment_only_keys_that_may_debug_are_told(tmp_path, may_debug
     assert (b"baton_timeline" in reply.body) == may_debug
 
 
-def test_where_the_router_gave_no_reasons_none_are_told():
+def test_without_a_decision_there_is_no_decision_header():
     reply = chat(FakeRouter(answer("hi")), x_baton_decision="1")
     assert reply.status == 200
     assert HEADER not in reply.headers

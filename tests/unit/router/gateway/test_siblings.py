@@ -22,7 +22,7 @@ def counted(process: str | None, num_requests: int) -> GatewayMetrics:
     return metrics
 
 
-def test_what_processes_count_is_told_by_process_and_what_all_see_once():
+def test_process_counts_are_labelled_and_shared_metrics_come_once():
     first, second = counted("0", 1), counted("1", 3)
     page = first.exposition([decode_metrics(encode_metrics(second.own()))])
     assert lines(page, "baton_generation_tokens_total") == [

@@ -67,14 +67,14 @@ def grammar_asked_for(ask, fields):
         ({"guided_choice": ["a", "b"]}, GrammarKind.LARK),
     ],
 )
-def test_what_an_answer_must_look_like_goes_with_the_request(ask, fields, kind):
+def test_the_grammar_goes_with_the_request(ask, fields, kind):
     assert grammar_asked_for(ask, fields).kind is kind
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}]
 )
-def test_who_asks_for_no_structure_gets_none(fields):
+def test_without_structure_fields_there_is_no_grammar(fields):
     assert grammar_asked_for(chat, fields) is None
 
 
@@ -102,7 +102,7 @@ def test_the_template_is_shown_the_tools_and_the_arguments_of_earlier_calls():
     assert prompt == '[weather]q({"city": "X"})("{\\"ci")'
 
 
-def test_a_call_is_taken_out_of_a_whole_answer():
+def test_a_tool_call_is_parsed_from_a_whole_answer():
     body = chat(FakeRouter(answer(f"Let me see. {CALL}")), TOOLS).json()
     [choice] = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -127,7 +127,7 @@ def test_an_answer_without_calls_is_text_as_ever():
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_call_that_was_cut_short_is_told_as_far_as_it_came():
+def test_a_tool_call_cut_short_is_sent_as_far_as_it_came():
     cut = [tokens(CALL[:50], outcome=LENGTH)]
     [choice] = chat(FakeRouter(cut), TOOLS).json()["choices"]
     assert choice["finish_reason"] == "length"

@@ -69,7 +69,7 @@ def chosen(versions: Versions, **asked: str) -> set[str]:
     return {versions.choose(key=key, **asked).name for key in KEYS[:50]}
 
 
-def test_a_name_of_a_version_or_of_a_model_of_its_own_says_which():
+def test_a_version_name_or_its_own_model_name_selects_the_version():
     versions = Versions(served("v1"), served("v2", 0), served("v3", model="other"))
     assert chosen(versions) == {"v1", "v3"}
     assert chosen(versions, model="tiny") == {"v1", "v3"}
@@ -83,7 +83,7 @@ def test_a_name_of_a_version_or_of_a_model_of_its_own_says_which():
         assert caught.value.code.startswith(code)
 
 
-def test_who_leaves_takes_no_requests():
+def test_a_leaving_version_takes_no_requests():
     leaving = served("v2", 0, model="other", is_leaving=True)
     versions = Versions(served("v1"), leaving)
     assert chosen(versions) == {"v1"}
@@ -93,7 +93,7 @@ def test_who_leaves_takes_no_requests():
             versions.choose(key="", **asked)
 
 
-def test_one_that_has_no_workers_is_passed_over_and_that_is_counted():
+def test_a_version_without_workers_is_passed_over_and_counted():
     versions = Versions(served("v1"), served("v2"))
     versions.table[1].port.not_ready = "no decode worker is connected"
     assert chosen(versions) == {"v1"}
@@ -103,7 +103,7 @@ def test_one_that_has_no_workers_is_passed_over_and_that_is_counted():
     assert versions.readiness() == "no prefill worker is connected"
 
 
-def test_what_a_version_counted_stays_when_it_is_gone():
+def test_counts_of_a_version_stay_when_it_is_gone():
     first, second = served("v1"), served("v2")
     first.port.events["retry", "lost"] = 3
     versions = Versions(first, second)
@@ -111,7 +111,7 @@ def test_what_a_version_counted_stays_when_it_is_gone():
     assert versions.counters() == {("retry", "lost"): 3}
 
 
-def test_the_fingerprint_says_who_answered_and_the_header_who_must():
+def test_the_fingerprint_names_the_version_and_the_header_forces_it():
     app = make_app_of(Versions(served("v1", 60), served("v2", 40)), TickingClock())
 
     def fingerprints(**headers: str) -> set[str]:

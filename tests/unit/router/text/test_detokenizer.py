@@ -105,7 +105,7 @@ def test_a_character_that_the_prompt_begins_is_shown_when_the_answer_ends_it(way
     assert stream(BYTE_LEVEL, ids[3:], tuple(ids[:3]), way=way) == ["", "😀", "b", ""]
 
 
-def test_the_bytes_of_added_tokens_are_what_the_decoder_makes_of_them():
+def test_bytes_of_added_tokens_equal_the_decoders():
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens(["<call me>", "<é>", "€"])
     ids = [tokenizer.token_to_id(name) for name in ("<call me>", "<é>", "€")]
@@ -117,7 +117,7 @@ def test_only_texts_that_are_their_tokens_bytes_have_a_table_of_them():
     assert byte_table(BYTE_FALLBACK) is None
 
 
-def test_a_byte_that_breaks_a_fallback_run_keeps_what_was_shown():
+def test_a_broken_byte_in_a_fallback_run_keeps_shown_text():
     ids = [*fallback_ids("€"), BYTE_FALLBACK.token_to_id("<0xFF>"), 5]
     text = "".join(stream(BYTE_FALLBACK, ids))
     assert text.startswith("€\ufffd")
@@ -151,7 +151,7 @@ def cut_at_first(text: str, stop: list[str]) -> str:
 
 @FEW
 @given(st.lists(st.text("abc", max_size=4), max_size=8), st.lists(short, max_size=3))
-def test_text_in_pieces_is_cut_where_the_whole_would_be(pieces, stop):
+def test_a_stop_string_cuts_pieces_where_it_cuts_the_whole(pieces, stop):
     finder = StopFinder(stop)
     shown = ""
     for count, piece in enumerate(pieces, start=1):
@@ -166,7 +166,7 @@ def test_text_in_pieces_is_cut_where_the_whole_would_be(pieces, stop):
     assert shown == cut_at_first("".join(pieces), stop)
 
 
-def test_only_what_could_begin_a_stop_string_is_held_back():
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
     finder = StopFinder(["<end>"])
     assert [finder.push(p) for p in ("a<", "e", "x<end", "!")] == ["a", "", "<ex", "<end!"]
 

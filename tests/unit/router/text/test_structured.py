@@ -106,7 +106,7 @@ def structure(**fields):
         {"tools": TOOLS, "tool_choice": "none"},
     ],
 )
-def test_who_asks_for_nothing_gets_no_grammar(fields):
+def test_fields_that_ask_for_nothing_give_no_grammar(fields):
     assert structure(**fields) == Structure()
 
 
@@ -214,7 +214,7 @@ def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
         ),
     ],
 )
-def test_what_cannot_be_is_refused_and_the_field_named(fields, param):
+def test_an_impossible_structure_is_refused_with_its_field(fields, param):
     with pytest.raises(InvalidRequest) as caught:
         structure(**fields)
     assert caught.value.param == param
@@ -335,7 +335,7 @@ def test_calls_are_taken_out_of_an_answer(text):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_stream_tells_the_same_whatever_its_pieces(text, size):
+def test_tool_calls_do_not_depend_on_how_the_text_is_cut(text, size):
     parser = ToolCallParser(random.Random(0))
     deltas = [d for i in range(0, len(text), size) for d in parser.feed(text[i : i + size])]
     deltas += parser.finish()
@@ -350,7 +350,7 @@ def test_a_stream_tells_the_same_whatever_its_pieces(text, size):
     assert parser.num_calls == len(calls)
 
 
-def test_text_is_told_as_it_comes_and_a_name_before_its_arguments():
+def test_text_is_sent_at_once_and_a_name_before_its_arguments():
     parser = ToolCallParser(random.Random(0))
     assert parser.feed("Hello <b") == [Content("Hello <b")]
     assert parser.feed("> <tool") == [Content("> ")]
@@ -376,6 +376,6 @@ def test_long_arguments_are_looked_at_once():
     assert parser.feed('"}}</tool_call>') == [CallArguments(0, f'{{"s": "{">" * length}"}}')]
 
 
-def test_a_grammar_is_what_crosses_the_wire():
+def test_a_grammar_survives_the_wire():
     result = structure(guided_regex="a")
     assert result.grammar == Grammar(GrammarKind.REGEX, "a")
