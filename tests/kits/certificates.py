@@ -1,4 +1,4 @@
-"""Certificates of a test's own, signed by themselves."""
+"""Self-signed certificates for tests."""
 
 import shutil
 import subprocess

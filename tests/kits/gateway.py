@@ -1,4 +1,4 @@
-"""What the gateway's tests share: a scripted router, a tiny text model, a direct ASGI driver."""
+"""Shared by the gateway's tests: a scripted router, a tiny text model, a direct ASGI driver."""
 
 import asyncio
 import itertools
@@ -58,7 +58,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _letters() -> dict[str, int]:
-    """How GPT-2 writes bytes: printable ones as they are, the others from 256 on."""
+    """GPT-2's letters for bytes: printable bytes as they are, the others from 256 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     return {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
@@ -83,13 +83,13 @@ def answer(text: str) -> list[Update]:
 
 
 class Never:
-    """A step of a script that does not come."""
+    """A step of a script that never comes."""
 
 
 class FakeRouter:
-    """Plays a script of updates to every request, and keeps what it was asked.
+    """Plays a script of updates to every request, and keeps the requests.
 
-    With `more_scripts`, the second request is given the first of these, and so on.
+    With `more_scripts`, the second request gets the first of these, and so on.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class FakeRouter:
         self.cancelled: list[str] = []
         self.live = 0
         self.clock = TickingClock()  # the app's
-        self.num_taken = 0  # updates of tokens alone that nobody had to wait for
-        self.waiting = asyncio.Event()  # a request has come to a `Never`
+        self.num_taken = 0  # updates of tokens alone that were taken without waiting
+        self.waiting = asyncio.Event()  # set when a request reaches a `Never`
         self.not_ready: str | None = None
         self.capacity: int | None = None  # tokens
         self.statuses: dict[WorkerId, WorkerStatus] = {}
@@ -166,7 +166,7 @@ class FakeRouter:
 
 
 class TickingClock:
-    """A second passes at every look."""
+    """A clock that advances one second at every reading."""
 
     def __init__(self) -> None:
         self._ticks = itertools.count()
@@ -182,7 +182,7 @@ def versions_of(
     model_names: tuple[str, ...] = ("tiny",),
     context_len: int = CONTEXT_LEN,
 ) -> Versions:
-    """The only one."""
+    """A table with one version."""
     return Versions(ServedVersion("v1", router, text_model(template), model_names, context_len))
 
 
@@ -205,7 +205,7 @@ def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any
 
 @dataclass
 class Reply:
-    """What an app sent."""
+    """The response of an app."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -229,7 +229,7 @@ class Reply:
         return msgspec.json.decode(self.body)
 
     def events(self) -> list[Any]:
-        """The data of a stream, decoded, but for the marker at its end."""
+        """The decoded events of a stream; the marker at its end stays text."""
         parts = self.body.split(b"\n\n")
         assert parts.pop() == b""
         assert all(part.startswith(b"data: {") or part == b"data: [DONE]" for part in parts)
@@ -323,7 +323,7 @@ def samples(app: Any) -> dict[str, dict[Any, float]]:
 
 
 def run_alone(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`, and checks that it leaves no task behind."""
+    """Runs `work` and checks that it leaves no task behind."""
 
     async def checked() -> None:
         await work

@@ -1,4 +1,4 @@
-"""Hostile clients at a gateway: heads without end or haste, and too many connections."""
+"""Hostile clients at a gateway: endless or slow heads, and too many connections."""
 
 import asyncio
 import contextlib

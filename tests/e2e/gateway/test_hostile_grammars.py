@@ -1,4 +1,4 @@
-"""Grammars that took a gateway or a worker down are refused while streams of others go on."""
+"""Grammars that took a gateway or a worker down are refused, while other streams go on."""
 
 import json
 import threading

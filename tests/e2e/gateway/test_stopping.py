@@ -1,4 +1,4 @@
-"""What becomes of answers and processes when a deployment is told to stop."""
+"""Answers and processes when a deployment stops."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Two keys, real workers: what one asked cannot be learned by the other."""
+"""Two keys on real workers: neither can learn the other's prompts."""
 
 import asyncio
 import random

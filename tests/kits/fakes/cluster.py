@@ -19,7 +19,7 @@ Move = tuple[Callable[[], None], FakeWorker | None]  # and the worker that it ch
 
 
 class FakeCluster:
-    """Workers, gateways and all that is on its way between them."""
+    """Workers, gateways and the messages between them."""
 
     def __init__(self, shapes: dict[str, WorkerShape]) -> None:
         self.now_s = 0.0
@@ -48,8 +48,10 @@ class FakeCluster:
         sampling: Sampling | None = None,
         num_top: int | None = None,
     ) -> Ask:
-        """A client asks. Each attempt takes the next route: prefill worker, decode worker and,
-        where there is one, the worker that is asked for the prefix."""
+        """Submits a request. Each attempt takes the next route.
+
+        A route names the prefill worker, the decode worker and optionally the prefix's holder.
+        """
         sampling = Sampling() if sampling is None else sampling
         ask = Ask(
             name=f"r{len(self.asks)}",
@@ -66,7 +68,7 @@ class FakeCluster:
         return ask
 
     def lose(self, gateway: FakeGateway, num_arriving: int) -> None:
-        """A gateway dies; of what it has sent to each worker, so many messages still arrive."""
+        """Ends a gateway; the first `num_arriving` messages to each worker still arrive."""
         gateway.give_up()
         del self.gateways[gateway.gateway_id]
         for worker_id, link in gateway.links.items():
@@ -76,7 +78,7 @@ class FakeCluster:
             self._orphans.append((gateway.gateway_id, worker_id, link))
 
     def unblock(self) -> None:
-        """Nothing stands still any more."""
+        """Lets all stuck parts and links go on."""
         for worker in self.workers.values():
             worker.stuck.clear()
         for gateway in self.gateways.values():
@@ -84,7 +86,7 @@ class FakeCluster:
                 link.is_stuck = False
 
     def moves(self) -> list[Move]:
-        """Everything that could happen next, time apart."""
+        """All possible next moves, except the passing of time."""
         moves: list[Move] = []
         for worker in self.workers.values():
             moves += self._moves_of(worker)
@@ -108,7 +110,7 @@ class FakeCluster:
         return moves
 
     def move(self, rng: random.Random) -> None:
-        """One thing happens, and all invariants hold afterwards."""
+        """Performs a random move and checks the invariants."""
         moves = self.moves()
         if not moves:
             return
@@ -118,7 +120,7 @@ class FakeCluster:
             worker.validate()
 
     def drain(self, rng: random.Random, max_rounds: int = 400) -> None:
-        """Lets everything come to its end, in any order."""
+        """Performs moves in random order until the cluster is at rest."""
         self.unblock()
         for _ in range(max_rounds):
             if self.is_at_rest():
@@ -134,7 +136,7 @@ class FakeCluster:
         raise AssertionError("the cluster does not come to rest")
 
     def is_at_rest(self) -> bool:
-        """Every request has ended and nobody holds anything."""
+        """True if every request has ended and no worker holds anything."""
         return (
             self._is_quiet()
             and all(ask.outcome is not None for ask in self.asks)
@@ -142,7 +144,7 @@ class FakeCluster:
         )
 
     def _is_quiet(self) -> bool:
-        """Nothing is on its way: everybody knows all that there is to know."""
+        """True if no message or step is under way."""
         links = [link for _, _, link in self._orphans]
         links += [link for gateway in self.gateways.values() for link in gateway.links.values()]
         return not (
@@ -153,14 +155,14 @@ class FakeCluster:
         )
 
     def _check_for_orphans(self) -> None:
-        """In quiet, workers serve only attempts that go on, and lease only for them."""
+        """When quiet, workers serve and lease only for attempts that go on."""
         wanted = {seq_id for gateway in self.gateways.values() for seq_id in gateway.asks}
         for worker in self.workers.values():
-            assert worker.seq_ids() <= wanted, "a sequence goes on that nobody wants"
+            assert worker.seq_ids() <= wanted, "a sequence goes on that no gateway wants"
             moved = {i.removesuffix(".moved") for i in worker.offers._offers if "moved" in i}
-            assert moved <= wanted, "a sequence is handed over to nobody"
+            assert moved <= wanted, "a sequence is handed over for no gateway"
             assert set(worker.prefill.leases.open_leases) <= wanted, (
-                "a lease goes on that nobody wants"
+                "a lease goes on that no gateway wants"
             )
 
     def _moves_of(self, worker: FakeWorker) -> list[Move]:
@@ -179,7 +181,7 @@ class FakeCluster:
         return [(act, worker) for act in acts]
 
     def _arrive(self, gateway_id: GatewayId, worker_id: WorkerId, link: Link) -> None:
-        """A gateway's next message reaches a worker, or the end of its session does."""
+        """Delivers a gateway's next message, or the end of its session, to a worker."""
         inbox = self.workers[worker_id].inbox
         frame = link.to_worker.popleft()
         if isinstance(frame, GatewayLost):
@@ -189,7 +191,7 @@ class FakeCluster:
         inbox.append(FromGateway(gateway_id, message))  # type: ignore[arg-type]
 
     def _learn(self, token_ids: list[int]) -> None:
-        """What a block must hold whose hash is one of these."""
+        """Notes the contents of the blocks of a token sequence, by hash."""
         kvs = kvs_of(token_ids)
         for i, block_hash in enumerate(hash_blocks(token_ids, BLOCK_SIZE)):
             self.block_contents[block_hash] = kvs[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]

@@ -129,7 +129,9 @@ class FakeEndpoint:
             self._do_sink(fetched)
 
     def _write(self, block: BlockId, kvs: list[Kv]) -> None:
-        assert self.worker.pool.is_in_flight(block), "a pull writes into a stranger's block"
+        assert self.worker.pool.is_in_flight(block), (
+            "a pull writes into a block that it does not own"
+        )
         self.worker.runner.memory[block] = list(kvs)
 
     def _do_source(self, effects: list[SourceEffect]) -> None:

@@ -41,9 +41,9 @@ from tests.kits.fakes.model import BLOCK_SIZE, LAYOUT, Answer, prompt_logprobs_o
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where an attempt runs. One worker for both keeps the sequence where it was prefilled.
+    """The workers of an attempt. If both are equal, the sequence stays where it was prefilled.
 
-    `holder` is asked to offer the prompt's prefix before.
+    If there is a `holder`, it is asked to offer the prompt's prefix first.
     """
 
     prefill: WorkerId
@@ -53,7 +53,7 @@ class Route:
 
 @dataclass(slots=True)
 class Ask:
-    """One request, and what its client has so far."""
+    """One request, and the tokens that its client has so far."""
 
     name: str
     prompt: tuple[int, ...]
@@ -75,7 +75,7 @@ class Ask:
 
     @property
     def worker_id(self) -> WorkerId:
-        """Where it is decoded."""
+        """The worker that decodes the request."""
         return self.route.decode
 
     @property
@@ -97,7 +97,7 @@ class Ask:
 class Link:
     """A gateway's session with one worker. Each direction keeps its order."""
 
-    is_stuck: bool = False  # nothing gets through for a while
+    is_stuck: bool = False  # no message gets through for a while
     to_worker: deque[bytes | GatewayLost] = field(default_factory=deque)
     to_gateway: deque[bytes] = field(default_factory=deque)
 
@@ -123,7 +123,7 @@ class FakeGateway:
             self._prefill(ask, None)
 
     def stop_waiting(self, ask: Ask) -> None:
-        """The offer of a prefix has not come in time."""
+        """Goes on without the offer of a prefix, which has not come in time."""
         if ask.waits_for_offer:
             assert ask.seq_id is not None
             assert ask.route.holder is not None
@@ -139,16 +139,16 @@ class FakeGateway:
         self._send(ask.route.prefill, message)
 
     def cancel(self, ask: Ask) -> None:
-        """The client is gone."""
+        """Cancels a request: its client has left."""
         ask.outcome = "cancelled"
         self._end_attempt(ask)
 
     def set_role(self, worker_id: WorkerId, role: Role) -> None:
-        """As who controls the workers does."""
+        """Sets a worker's role, as the controller does."""
         self._send(worker_id, SetRole(role))
 
     def hand_over(self, ask: Ask, target: WorkerId) -> None:
-        """What has begun to be answered is to go on elsewhere, if it is not on its way already."""
+        """Moves a running answer to another worker, unless it is moving already."""
         has_begun = PrefillDone in ask.news and (KvReady in ask.news or not ask.hands_over)
         if has_begun and ask.moves_as is None and ask.worker_id != target:
             assert ask.seq_id is not None
@@ -158,7 +158,7 @@ class FakeGateway:
             self._send(ask.worker_id, HandOver(ask.seq_id, ask.moves_as))
 
     def _move(self, ask: Ask, message: HandedOver) -> None:
-        """It has stopped, and goes on as one whose prompt has been computed."""
+        """Continues a stopped answer as a sequence whose prompt is computed."""
         assert ask.seq_id is not None
         assert ask.moves_as is not None
         assert ask.moves_to is not None
@@ -176,20 +176,20 @@ class FakeGateway:
         self._send(ask.moves_to, FirstToken(ask.seq_id, last))
 
     def retry(self, ask: Ask) -> None:
-        """The attempt was given back, or there was no news of it for too long."""
+        """Starts the next attempt: this one was given back, or was silent for too long."""
         self._end_attempt(ask)
         ask.num_attempts += 1
         ask.moved = None
         self.submit(ask)
 
     def give_up(self) -> None:
-        """The gateway is gone."""
+        """Loses all requests: the gateway has died."""
         for ask in self.asks.values():
             ask.outcome = "lost"
         self.asks.clear()
 
     def take(self, worker_id: WorkerId) -> None:
-        """Takes note of a worker's next message."""
+        """Handles a worker's next message."""
         (message,) = decode_to_gateway(self.links[worker_id].to_gateway.popleft())
         if isinstance(message, RoleChanged):
             return
@@ -254,7 +254,7 @@ class FakeGateway:
             self._end_attempt(ask)
 
     def _check_order(self, ask: Ask, message: object) -> None:
-        """News of one attempt come in order, and none but tokens comes twice."""
+        """Messages of one attempt come in order, and only tokens come more than once."""
         kind = type(message)
         needed: dict[type, set[type]] = {
             PrefillDone: {PrefillStarted},

@@ -26,17 +26,17 @@ Writes = dict[tuple[BlockId, int, int], int]  # by block, offset and model
 
 
 def kv_of(context: int, token: int) -> int:
-    """K and V of a token, given what its predecessors amount to."""
+    """The KV of a token in the context of its predecessors."""
     return abs(hash((context, token)))
 
 
 def extend(context: int, kv: int) -> int:
-    """What a context amounts to with one token more; it is 0 when there is none."""
+    """The context with one token more; the empty context is 0."""
     return hash((context, kv))
 
 
 def contexts_of(token_ids: Iterable[int], context: int = 0) -> tuple[list[int], list[int]]:
-    """K and V of tokens behind a context, and what that amounts to after each."""
+    """The KV of tokens behind a context, and the context after each."""
     kvs, contexts = [], []
     for token in token_ids:
         kvs.append(kv_of(context, token))
@@ -46,13 +46,13 @@ def contexts_of(token_ids: Iterable[int], context: int = 0) -> tuple[list[int], 
 
 
 def kvs_of(token_ids: Iterable[int]) -> list[Kv]:
-    """What a block holds of every token when both models have computed it."""
+    """A block's contents when both models have computed all tokens."""
     return [(kv, kv) for kv in contexts_of(token_ids)[0]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """All that a token depends on beside its context."""
+class TokenFacts:
+    """Everything that a token depends on beside its context."""
 
     sampling: Sampling
     banned: Sequence[int] = ()
@@ -61,7 +61,7 @@ class Asked:
     allowed: Sequence[int] = range(VOCAB_SIZE)
 
 
-def choose(context: int, asked: Asked) -> int:
+def choose(context: int, asked: TokenFacts) -> int:
     """The token that follows a context."""
     facts: list[object] = [context, asked.sampling.seed]
     if asked.sampling.has_penalties:
@@ -74,13 +74,13 @@ def choose(context: int, asked: Asked) -> int:
 
 
 def logprobs_of(context: int, token: int, num_top: int) -> Logprobs:
-    """Some numbers that depend on all that they should depend on."""
+    """Numbers that depend on the context and the token."""
     likeliest = tuple(range(num_top))
     return Logprobs(float(hash((context, token)) % 97), token, likeliest, (0.0,) * num_top)
 
 
 class FakeGuide:
-    """Which tokens may come next depends on all tokens of the answer so far."""
+    """A grammar whose next tokens depend on all tokens of the answer so far."""
 
     def __init__(self, modulus: int, answer: Sequence[int]) -> None:
         self._modulus = modulus
@@ -111,7 +111,7 @@ class FakeGuide:
 
 
 class FakeGuides:
-    """Follows grammars whose source is a number."""
+    """Opens grammars whose source is a number."""
 
     def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> FakeGuide:
         if not grammar.source.isdigit():
@@ -121,21 +121,21 @@ class FakeGuides:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request must be answered with, wherever it runs."""
+    """The expected answer of a request, wherever it runs."""
 
     token_ids: tuple[int, ...]
     finish: FinishReason
-    logprobs: tuple[Logprobs, ...]  # one a token, where asked for
+    logprobs: tuple[Logprobs, ...]  # one per token, if requested
 
 
 def answer(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> Answer:
-    """The reference: no blocks, no batches, no workers, no drafts."""
+    """Computes the reference answer: no blocks, batches, workers or drafts."""
     token_ids = list(prompt)
     logprobs: list[Logprobs] = []
     guide = None if sampling.grammar is None else FakeGuides().open(sampling.grammar, ())
     while True:
         may_stop = len(token_ids) + 1 > limits.min_len
-        asked = Asked(
+        asked = TokenFacts(
             sampling,
             banned=() if may_stop else limits.stop_token_ids,
             history=token_ids,
@@ -156,7 +156,7 @@ def answer(prompt: Sequence[int], sampling: Sampling, limits: Limits) -> Answer:
 
 
 def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> list[Logprobs]:
-    """The reference for all tokens of a prompt but the first."""
+    """The reference log-probabilities of a prompt, from its second token on."""
     contexts = contexts_of(prompt)[1]
     pairs = zip(contexts, prompt[1:], strict=False)
     return [logprobs_of(context, token, num_top) for context, token in pairs]
@@ -165,8 +165,8 @@ def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> list[Logprobs]:
 class FakeRunner:
     """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table.
 
-    Its draft model keeps what the target keeps, so that each step can check whether it reads
-    anything that it has not computed. The share `right` of its proposals are the target's choice.
+    Its draft model keeps KV of its own, so that each step can check that it reads only what it has
+    computed. A share `right` of its proposals equals the target's choice.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class FakeRunner:
         self.spoil(BlockId(i) for i in range(num_blocks))
 
     def spoil(self, blocks: Iterable[BlockId]) -> None:
-        """Makes what blocks hold useless; no two spoilt tokens are the same."""
+        """Fills blocks with garbage; no two garbage tokens are equal."""
         for block in blocks:
             garbage = [-next(self._garbage) for _ in range(self.layout.block_size)]
             self.memory[block] = [(kv, kv) for kv in garbage]
@@ -204,7 +204,7 @@ class FakeRunner:
         return BatchResult(results, times)
 
     def compute(self, plan: BatchPlan) -> tuple[list[RowResult], Writes]:
-        """What a plan comes to, without carrying it out."""
+        """Computes the results and writes of a plan without performing it."""
         writes: Writes = {}
         return [self._compute_row(row, writes) for row in plan.rows], writes
 
@@ -239,7 +239,7 @@ class FakeRunner:
         )
 
     def _propose(self, row: Row, writes: Writes) -> list[int]:
-        """The draft model's part of a row."""
+        """The draft model's proposal for a row."""
         start = row.end - len(row.draft_token_ids)
         assert start <= row.start
         assert list(row.draft_token_ids[-len(row.token_ids) :]) == list(row.token_ids)
@@ -263,14 +263,14 @@ class FakeRunner:
                 proposed[-1] = token
         return proposed
 
-    def _asked(self, row: Row, ahead: list[int]) -> Asked:
+    def _asked(self, row: Row, ahead: list[int]) -> TokenFacts:
         assert row.sampling is not None
         allowed = list(range(VOCAB_SIZE))
         if row.guide is not None:
             (word,) = row.guide.masks(ahead)[-1]
             allowed = [t for t in allowed if int(word) >> t & 1]
         history = None if row.history is None else [*row.history, *ahead]
-        return Asked(row.sampling, row.banned, history, row.prompt_len, allowed)
+        return TokenFacts(row.sampling, row.banned, history, row.prompt_len, allowed)
 
     def _read(self, row: Row, position: int) -> Kv:
         block, offset = self._slot(row, position)

@@ -32,7 +32,7 @@ WILFUL = "wilful"  # beside the modes of `Speculate`
 
 
 class WilfulSpeculator:
-    """In place of a `Speculator`: who drafts how much is decided by lot."""
+    """A `Speculator` that decides at random which sequence drafts how much."""
 
     def __init__(self, rng: random.Random, *, has_draft_model: bool) -> None:
         self._rng = rng
@@ -73,7 +73,7 @@ class WilfulSpeculator:
 
 
 class SpoilingPool(BlockPool):
-    """A pool that spoils blocks when it hands them out and when nobody may read them any more."""
+    """A pool that fills blocks with garbage on allocation and when no reader may use them."""
 
     def __init__(self, runner: FakeRunner) -> None:
         super().__init__(runner.num_blocks)
@@ -116,7 +116,7 @@ class SpoilingPool(BlockPool):
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
-    """How large a fake worker is. What it does says which schedulers it has."""
+    """The size and role of a fake worker."""
 
     role: Role
     prefills_locally: bool = False
@@ -131,7 +131,7 @@ class WorkerShape:
     speculate: Speculate | str = Speculate.OFF  # or WILFUL
 
     def speculator(self) -> Speculator:
-        """What decides about drafts in such a worker."""
+        """The speculator of such a worker."""
         if self.speculate == WILFUL:
             rng = random.Random(self.num_blocks)
             return WilfulSpeculator(rng, has_draft_model=self.has_draft_model)  # type: ignore[return-value]
@@ -141,7 +141,7 @@ class WorkerShape:
 
 
 class FakeWorker:
-    """One worker: events wait in `inbox`, orders in its endpoint, a step lies between two moves."""
+    """One worker. Events wait in `inbox`, orders in its endpoint; a step spans two moves."""
 
     def __init__(self, name: str, shape: WorkerShape, cluster: "FakeCluster") -> None:
         self.worker_id = WorkerId(name)
@@ -174,8 +174,8 @@ class FakeWorker:
             observe=speculator.observe,
         )
         self.inbox: deque[Event] = deque()
-        self.plan: BatchPlan | None = None  # what runs now
-        self.stuck: set[str] = set()  # what stands still: see PARTS
+        self.plan: BatchPlan | None = None  # of the running step
+        self.stuck: set[str] = set()  # the parts that stand still: see PARTS
 
     def take_event(self) -> None:
         self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))
@@ -201,7 +201,7 @@ class FakeWorker:
         self._perform(self.core.finish(result, self._cluster.now_s))
 
     def validate(self) -> None:
-        """The worker's own invariants, and those that need a look into all its parts."""
+        """Checks the invariants of the worker and across its parts."""
         if self.plan is None:
             self.core.validate()
         self.endpoint.source.validate()
@@ -212,7 +212,7 @@ class FakeWorker:
             assert self.runner.memory[block] == kvs, f"block {block} holds something else"
 
     def _check_holders(self) -> None:
-        """Every hold on a block is somebody's: no block can leak or be let go twice."""
+        """Every hold on a block has an owner, so no block leaks or is released twice."""
         prefill, decode = self.prefill, self.decode
         pulling = [*prefill.waiting.pulling.values(), *prefill.waiting.aborting.values()]
         arriving = [*decode.arrivals.arriving.values(), *decode.arrivals.aborting.values()]
@@ -230,7 +230,7 @@ class FakeWorker:
         assert max(in_flight) <= 1, "two pulls write to one block"
 
     def _tally(self, holds: Iterable[Iterable[BlockId]]) -> list[int]:
-        """How many holds there are on each block."""
+        """The number of holds on each block."""
         tally = [0] * self.pool.num_blocks
         for block in chain.from_iterable(holds):
             tally[block] += 1
@@ -245,7 +245,7 @@ class FakeWorker:
         return prefilling | arriving | {seq.seq_id for seq in decode.running.seqs()}
 
     def is_at_rest(self) -> bool:
-        """Holds nothing."""
+        """True if the worker holds no blocks, leases or sequences."""
         counts = self.pool.counts()
         return (
             counts.free + counts.cached == counts.total

@@ -1,4 +1,4 @@
-"""What a request is answered when nothing else happens: one prompt at a time, in this process."""
+"""The reference answer of a request: one prompt at a time, in this process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

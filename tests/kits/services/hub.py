@@ -1,4 +1,4 @@
-"""A model hub on loopback: as much of its HTTP API as `huggingface_hub` uses for a download."""
+"""A model hub on loopback, with the part of its HTTP API that downloads use."""
 
 import hashlib
 import json

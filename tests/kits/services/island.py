@@ -1,4 +1,4 @@
-"""A machine of its own for a test: processes, network and home of nobody else, reached by ssh.
+"""An isolated machine for a test, with its own processes, network and home, reached by ssh.
 
 Namespaces of Linux: process ids (so the end of its first process is the end of all), network (only
 loopback, every port free) and mounts (`/tmp/ray` and the user's home are its own). An ssh server

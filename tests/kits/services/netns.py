@@ -1,4 +1,4 @@
-"""Two places of a network (`bench.chaos.netns`) with a bad link between them, which a test can cut.
+"""Two network namespaces (`bench.chaos.netns`) with a bad link that a test can cut.
 
     hub ── gate ── near ══ link ══ far ── gate ── hub
 

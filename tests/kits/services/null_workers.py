@@ -1,4 +1,4 @@
-"""A launcher whose worker computes nothing: tests of gateways need no torch and start at once."""
+"""A launcher whose worker computes nothing, for gateway tests without torch."""
 
 import sys
 

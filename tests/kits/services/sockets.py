@@ -1,4 +1,4 @@
-"""What processes listen on, as the kernel tells it: not as they were told to."""
+"""The sockets that processes listen on, as the kernel reports them."""
 
 import contextlib
 import ipaddress

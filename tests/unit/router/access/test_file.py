@@ -1,4 +1,4 @@
-"""The keys file: who may own it, how it changes, and what a gateway makes of changes."""
+"""The keys file: its owner and mode, atomic changes, and reloads in a gateway."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Which keys open, and what a keys file may hold."""
+"""Which keys are valid, and what a keys file may hold."""
 
 import re
 from datetime import timedelta

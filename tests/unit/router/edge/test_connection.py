@@ -1,4 +1,4 @@
-"""Parts of a body on their way past ASGI: sent together, in order, and not to who is gone."""
+"""Parts of a body that go past ASGI: sent together, in order, and only to connected clients."""
 
 import asyncio
 import gc

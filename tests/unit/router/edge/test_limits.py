@@ -1,4 +1,4 @@
-"""What the edge allows, and when a connection is overdue."""
+"""The limits of the edge, and when a connection is overdue."""
 
 import pytest
 from hypothesis import given

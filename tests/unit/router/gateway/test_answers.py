@@ -1,4 +1,4 @@
-"""Answers, whole and streamed: text, finish reasons, usage, timeline; what the router is asked."""
+"""Answers, whole and streamed: text, finish reasons, usage, timeline, and the router's requests."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: what the router is asked, and how they come together."""
+"""Several answers to one prompt: the router's requests, and the joint answer."""
 
 import asyncio
 

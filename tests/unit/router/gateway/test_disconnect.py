@@ -1,4 +1,4 @@
-"""A client that leaves cancels its request at once, and nothing of it stays behind."""
+"""A client that leaves cancels its request at once, and no task stays behind."""
 
 import asyncio
 

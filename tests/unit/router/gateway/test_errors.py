@@ -1,4 +1,4 @@
-"""Every bad input gets OpenAI's error shape, the right status, and the name of what is wrong."""
+"""Every bad input gets OpenAI's error shape, the right status, and the name of the wrong field."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Long bodies cost little, whatever they hold, and mean what short ones mean."""
+"""Long bodies cost little, whatever they hold, and decode like short ones."""
 
 import json
 import tracemalloc
@@ -22,7 +22,7 @@ PADDING = {"padding": "x" * SHORT_BODY_BYTES}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
 
 
-# What makes as many objects as a body can.
+# Bodies that would become as many objects as possible.
 BOMBS = {
     "arrays in an unknown field": (CompletionBody, filled(b'{"x":[', b"[]", b"]}")),
     "nested arrays": (CompletionBody, filled(b'{"x":[', b"[" * 500 + b"]" * 500, b"]}")),
@@ -57,7 +57,7 @@ def test_no_body_becomes_many_objects(name):
 
 
 def outcome(data: bytes, body_type: type[Body]) -> Body | tuple[str, str | None, str | None]:
-    """The body, or how it is refused."""
+    """Returns the body, or the error that refuses it."""
     try:
         return body_of(decode_fields(data, body_type), body_type)
     except ApiError as error:

@@ -1,6 +1,6 @@
-"""No request makes the gateway's loop pause: measured with the very bodies that did.
+"""No request pauses the gateway's loop: measured with bodies that once did.
 
-On a quiet machine; what holds on any is tested in `test_prompt_length` and `test_json_fields`.
+This needs a quiet machine. `test_prompt_length` and `test_json_fields` test what holds on any.
 """
 
 import asyncio

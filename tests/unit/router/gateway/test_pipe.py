@@ -1,4 +1,4 @@
-"""Tokens that are written where they come in: the same answer, and nobody waits for a task."""
+"""Tokens written through the pipe, without a task, give the same answer."""
 
 import asyncio
 

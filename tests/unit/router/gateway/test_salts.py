@@ -1,4 +1,4 @@
-"""Tenants' salts: from the body to every hash, and what those who hear hashes learn from them."""
+"""Tenants' salts: from the body to every hash, and what subscribers to hashes can learn."""
 
 import msgspec
 import pytest

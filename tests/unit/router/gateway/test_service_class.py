@@ -1,4 +1,4 @@
-"""What a request may say of its class, and what the gateway says of where it went."""
+"""Priority, tenant and SLO fields of a request, and the decision header."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What gateway processes that share a port tell of one another in /metrics."""
+"""/metrics of gateway processes that share a port."""
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.gateway.metrics.families import decode_metrics, encode_metrics

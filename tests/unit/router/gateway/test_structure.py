@@ -1,4 +1,4 @@
-"""Structured output and tools: what the router is asked, and how calls come out of the text."""
+"""Structured output and tools: the router's request, and tool calls parsed from the text."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Which version a request gets: as many as the weights say, always the same for a key."""
+"""The choice of a version: shares follow the weights, and a key keeps its version."""
 
 from collections import Counter
 

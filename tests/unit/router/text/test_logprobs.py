@@ -1,4 +1,4 @@
-"""Entries of tokens stay with the text that these tokens begin, however both are cut up."""
+"""Entries of tokens stay with the text that these tokens begin, however both are cut."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Prompts that cannot fit are refused unseen, and long ones are encoded without the lock."""
+"""Prompts that cannot fit are refused before encoding; long ones are encoded without the lock."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""What clients ask of an answer's form becomes one grammar, or an error that names the field."""
+"""Fields about an answer's form become one grammar, or an error that names the field."""
 
 import asyncio
 import json

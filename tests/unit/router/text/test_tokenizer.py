@@ -1,4 +1,4 @@
-"""A checkpoint's text files: what is read, from where, and what is said when it cannot be."""
+"""A checkpoint's text files: where each setting is read, and the errors of bad files."""
 
 import json
 
