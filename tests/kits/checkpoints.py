@@ -83,7 +83,7 @@ KINDS = {
     "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
 }
 
-# Models whose own code does more than linear layers: experts and gates of their own, `Conv1D`.
+# Models with more than linear layers: their own experts and gates, `Conv1D`.
 OWN_CODE = {
     "qwen2_moe": COMMON
     | {
@@ -199,7 +199,7 @@ def save_tokenizer(path: Path) -> None:
 
 
 def _byte_texts() -> list[str]:
-    """How byte-level tokenizers write each byte: printable ones as they are, others from U+0100."""
+    """Byte-level letters: printable bytes as they are, others from U+0100 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (b for b in range(256) if b not in printable)
     texts = {b: chr(256 + i) for i, b in enumerate(others)} | {b: chr(b) for b in printable}

@@ -84,7 +84,7 @@ class Worker:
         return self.end_of_pull()
 
     def is_held(self, name: str) -> bool:
-        """Whether a sink has said that it wants this lease."""
+        """True if a sink has asked for this lease."""
         lease = self.endpoint.source._leases.get(LeaseId(name))
         return lease is not None and lease.holder is not None
 
@@ -102,7 +102,7 @@ class Worker:
 
 
 def is_done(event: Event, transport: str) -> bool:
-    """Whether a pull is done, over that transport."""
+    """True if a pull is done over that transport."""
     assert isinstance(event, PullDone), event
     return event.transport == transport and 0 <= event.exposed_s <= event.transfer_s
 

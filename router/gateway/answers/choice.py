@@ -38,7 +38,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the piece has nothing to show."""
+        """True if the piece has nothing to show."""
         return not (self.text or self.entries or self.calls)
 
 

@@ -26,7 +26,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Heading(msgspec.Struct, frozen=True):
-    """What all chunks of one answer and all of its choices have in common."""
+    """The common part of all chunks and choices of one answer."""
 
     dialect: Dialect
     call: CheckedCall
@@ -60,7 +60,7 @@ class Heading(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How an answer ended.
+    """The end of an answer.
 
     The choices in `shown` are sent in this order; tokens are counted over all choices. `timeline`
     is the first choice's, or None if the router gave none.
@@ -123,12 +123,12 @@ class AnswerWriter(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `write_at_once` may be called now."""
+        """True if `write_at_once` may be called now."""
         ...
 
     @property
     def shows_text_alone(self) -> bool:
-        """Whether `write_text` is enough for pieces that hold only text."""
+        """True if `write_text` is enough for pieces that hold only text."""
         ...
 
     def write_at_once(self, piece: AnswerPiece) -> None:

@@ -64,7 +64,7 @@ class ApiCall(msgspec.Struct, frozen=True):
 
 
 class AnswerOptions(msgspec.Struct, frozen=True):
-    """How the client wants its answer written.
+    """The form in which the client wants its answer.
 
     Each choice begins with `echo`, the prompt. Each token comes with `num_top` of the likeliest
     tokens; None means no log-probabilities at all.

@@ -117,7 +117,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported per token; None: no log-probabilities."""
+        """The number of likeliest tokens to report per token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property

@@ -58,7 +58,7 @@ def nth_seed(sampling: Sampling, index: int) -> Sampling:
 
 
 def prompt_logprobs_of(body: Body) -> int | None:
-    """How many of the likeliest tokens to report per token of the prompt; None: none."""
+    """The number of likeliest tokens to report per token of the prompt, or None."""
     wanted = [body.prompt_logprobs]
     if isinstance(body, CompletionBody) and body.echo:
         wanted.append(body.num_top_logprobs)

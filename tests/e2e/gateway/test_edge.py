@@ -93,7 +93,7 @@ def status_and_code(response: bytes) -> tuple[int, str]:
 
 
 def pour(sock: socket.socket, piece: bytes, num_bytes: int) -> int:
-    """Sends until so much is sent, or nobody takes more."""
+    """Sends until this much is sent, or the peer takes no more."""
     sent = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while sent < num_bytes:

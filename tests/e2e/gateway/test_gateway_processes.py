@@ -128,7 +128,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
         "gateway-0 was started again",
     ]
     assert {gateway.url for gateway in serving.gateways} == {url}
-    before = finished(url)  # who was back early has answered some of those before
+    before = finished(url)  # a process that was back early has answered some of these
     ask(url)
     counts = finished(url)
     assert set(counts) == {"0", "1"}
@@ -149,7 +149,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(serving):
 
 
 def statuses(url: str, *headers: bytes) -> set[int]:
-    """What requests with these heads are answered, over enough connections for both processes."""
+    """The answers to requests with these heads, over enough connections to reach both processes."""
     head = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + b"".join(headers)
     host, port = url.removeprefix("http://").split(":")
     found = set()

@@ -50,7 +50,7 @@ def beyond_loopback(served: Served) -> list[str]:
 
 
 def refusals(served: Served, method: str) -> list[grpc.StatusCode]:
-    """How each gRPC server answers a call without a token. (Others do not have the method.)"""
+    """The answer of each gRPC server to a call without a token; others lack the method."""
     answers = (_answer(each, method) for each in listeners(pids(served)))
     return [code for code in answers if code not in _HAS_NO_SUCH]
 

@@ -79,7 +79,7 @@ class Api:
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     async def seconds(self, key: str, prompt: Sequence[int]) -> float:
-        """How long the first token, which is the only one, was waited for."""
+        """Seconds until the first and only token."""
         begin_s = time.perf_counter()
         await self.ask(key, prompt)
         return time.perf_counter() - begin_s

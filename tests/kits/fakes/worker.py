@@ -103,7 +103,7 @@ class SpoilingPool(BlockPool):
         return self._in_flight[block] > 0
 
     def holders(self) -> tuple[list[int], list[int], list[int]]:
-        """How often each block is owned, leased and in flight."""
+        """The number of owners, leases and pulls of each block."""
         return self._owned, self._leased, self._in_flight
 
     def known(self) -> Iterator[tuple[BlockId, BlockHash]]:

@@ -237,7 +237,7 @@ def prompts(
 
 
 def is_clean(load: LoadReport | None) -> bool:
-    """Whether a worker holds nothing for anybody; cached blocks have no holder."""
+    """True if a worker holds nothing for any request; cached blocks have no holder."""
     return load is not None and not (
         load.owned_blocks
         or load.leased_blocks
@@ -249,7 +249,7 @@ def is_clean(load: LoadReport | None) -> bool:
 
 
 def balances(worker: WorkerView) -> bool:
-    """Whether a worker holds nothing for anybody and every block of its pool is accounted for."""
+    """True if a worker holds nothing for any request and no block of its pool is missing."""
     load = worker.load
     return is_clean(load) and load.free_blocks + load.cached_blocks == worker.info.num_blocks
 

@@ -20,7 +20,7 @@ from tests.kits.services.served import poll_until
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "ssh", "ssh-keygen", "rsync", "redis-server")
 
-# The shell stays the first process, and takes leave of those whose parents have died.
+# The shell stays the first process and reaps processes whose parents have died.
 _FIRST = """
 set -e
 ip link set lo up

@@ -44,7 +44,7 @@ MAX_QUEUED_PACKETS = 1000  # netem's default, too
 
 
 class Link(Protocol):
-    """What connects the two places. `close` comes before theirs."""
+    """The link between the two places, closed before them."""
 
     def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
         """Makes `DEVICE` in both, up and without an address. Raises Unavailable."""
@@ -91,7 +91,7 @@ class NetemLink:
     """A veth pair; each end delays and loses what it sends."""
 
     def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
-        """Raises Unavailable where the kernel knows no netem, or nobody could tell it to."""
+        """Raises Unavailable if the kernel has no netem, or may not be configured."""
         if shutil.which("tc") is None:
             raise Unavailable("tc (iproute2) is not installed")
         self._ends = near, far

@@ -81,7 +81,7 @@ def matching(pattern: str, samples: dict[str, float]) -> dict[str, float]:
 
 
 def held(served: Served) -> dict[str, float]:
-    """What shows that workers hold something for somebody, or that blocks are missing."""
+    """The signs that workers hold something for a request, or that blocks are missing."""
     found = metrics(served.url)
     busy = matching(r'baton_worker_blocks\{.*state="(owned|leased|in_flight)"', found)
     busy |= matching(r"baton_worker_(open_leases|waiting_seqs|running_seqs)\{", found)

@@ -165,7 +165,7 @@ def asked(**fields):
 
 async def until(holds):
     async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110  (turns of the loop, which nobody announces)
+        while not holds():  # noqa: ASYNC110  (no event marks a turn of the loop)
             await asyncio.sleep(0)
 
 

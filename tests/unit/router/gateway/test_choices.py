@@ -34,7 +34,7 @@ def scored(text: str, logprob: float) -> list[Update]:
 
 
 def texts_of(events):
-    """What each choice of a stream says, by index."""
+    """The text of each choice of a stream, by index."""
     texts: dict[int, str] = {}
     for event in events[:-1]:
         for choice in event["choices"]:

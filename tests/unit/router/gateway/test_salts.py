@@ -124,7 +124,7 @@ def test_gateway_and_worker_hash_alike():
     assert intake.read(OfferPrefix("r.0", tokens, salt), BLOCK_SIZE).block_hashes == expected
 
 
-# ---------------------------------------------------------------- who hears hashes
+# ---------------------------------------------------------------- subscribers to hashes
 
 
 def prompt(code: int) -> list[int]:

@@ -70,7 +70,7 @@ def test_all_choices_of_an_answer_are_of_one_class():
 def test_clients_may_step_back_and_overtake_only_where_the_operator_allows_it():
     assert asked({"priority": 7}).priority == 7
     assert asked({"priority": -3}, min_priority=-5).priority == -3
-    assert asked({}, min_priority=5).priority == 5  # who says nothing is served
+    assert asked({}, min_priority=5).priority == 5  # the default rises to the bound
     app = make_app(FakeRouter(), min_priority=-5)
     reply = post(app, "/v1/completions", {"prompt": "yo", "priority": -6})
     assert reply.status == 400

@@ -80,7 +80,7 @@ def guides():
 
 
 def accepts(structure, text):
-    """Whether the text can be an answer, and end there."""
+    """True if the text is a complete answer under the grammar."""
     ids = tokenizer().encode(text, add_special_tokens=False).ids
     guide = guides().open(structure.grammar, ())
     return guide.num_allowed([*ids, EOS[0]]) == len(ids) + 1
