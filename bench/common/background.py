@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ def share_of_others(before: Reading | None, after: Reading | None) -> float | No
         return None
     others = (after.busy - before.busy) - (after.own - before.own)
     return min(1.0, max(0.0, others / (after.total - before.total)))
+
+
+def busy_warning(shares: Iterable[float]) -> list[str]:
+    """A line if other programs used too much of the CPU in any repetition; otherwise none."""
+    busiest = max(shares, default=0.0)
+    if busiest <= TOO_BUSY:
+        return []
+    return [f"other processes used up to {busiest:.0%} of the CPU: figures are too low"]
 
 
 def machine_ticks(stat: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
+from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.roofline import (
     Ceilings,
@@ -36,7 +37,6 @@ from bench.engine.plan import EngineJob, EnginePlan, is_comparable, jobs_of
 
 OVERHEAD_JOB = "decode_b32"
 REFERENCE = "fp32"
-TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CPU
 
 JobKey = tuple[str, str]  # engine, job
 
@@ -104,13 +104,7 @@ def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
 def warnings(measured: EngineMeasured) -> list[str]:
     """A line for each reason not to trust the results."""
     lines = [f"{failed.name} was not measured: {failed.reason}" for failed in measured.failed]
-    busiest = max(repetition.background or 0.0 for repetition in measured.repetitions)
-    if busiest > TOO_BUSY:
-        lines.append(
-            f"other processes used up to {busiest:.0%} of the CPU: figures are too low,"
-            " ratios less so"
-        )
-    return lines
+    return lines + busy_warning(repetition.background or 0.0 for repetition in measured.repetitions)
 
 
 def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:

@@ -17,11 +17,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
 from bench.gateway.plan import BARE, OURS, WRITES, GatewayPlan, StreamLoad
 
-TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 CLIENT_BOUND = 0.7  # above this share of a core, the client may be the bottleneck
 SATURATED = 0.95  # above this share of a core, times are those of a queue
 
@@ -82,9 +82,7 @@ def results(plan: GatewayPlan, measured: GatewayMeasured) -> tuple[Result, ...]:
 def warnings(plan: GatewayPlan, measured: GatewayMeasured) -> list[str]:
     """A line for each reason not to trust the results."""
     lines = []
-    busiest = max(measured.background, default=0.0)
-    if busiest > TOO_BUSY:
-        lines.append(f"other processes used up to {busiest:.0%} of the CPU")
+    lines += busy_warning(measured.background)
     for load in (plan.serial, *plan.loads):
         for server in plan.servers:
             lines += _warnings_of(server, load, measured.of(server, load))

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bench.client.answers import Answer, Failure
+from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
 from bench.interference.plan import PoolSetting
 
-TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 TOKENS_PER_CHUNK = 1.002  # with more, gaps are those between chunks, not tokens
 LEAST_LOADED = 0.9  # share of a window in which prompts have to be under way
 
@@ -118,10 +118,7 @@ def promises(found: Sequence[Result]) -> list[str]:
 
 def warnings(runs: Sequence[InterferenceRun]) -> list[str]:
     """Facts that a reader should know before trusting the results."""
-    lines = []
-    busiest = max((run.others_share or 0.0 for run in runs), default=0.0)
-    if busiest > TOO_BUSY:
-        lines.append(f"other processes used up to {busiest:.0%} of the CPU")
+    lines = busy_warning(run.others_share or 0.0 for run in runs)
     streams = [stream for run in runs for stream in run.streams]
     num_tokens = sum(stream.num_output_tokens for stream in streams)
     num_chunks = sum(len(stream.chunk_times_s) for stream in streams)

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import fsum
 
+from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.kv.plan import LIMIT_OF, KvCase, KvPlan, cases_of
 
 GIB = 2**30
-TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 PHASES = ("kv_wait", "decode_queue", "first_step")  # from the first token to the second
 TRANSFER = ("kv_transfer", "kv_exposed")
 AFTER_HANDOFF = "first_token_after_handoff"
@@ -94,12 +94,7 @@ def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[st
     lines = [f"{missing.name} was not measured: {missing.reason}" for missing in measured.missing]
     if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
         lines.append("no C compiler works here: memcpy is called from Python, which is slower")
-    busiest = max(measured.background, default=0.0)
-    if busiest > TOO_BUSY:
-        lines.append(
-            f"other processes used up to {busiest:.0%} of the CPU: figures are too low,"
-            " ratios less so"
-        )
+    lines += busy_warning(measured.background)
     for handoff in handoffs:
         if handoff.num_failed:
             lines.append(f"{handoff.num_failed} requests over {handoff.transport} failed")

@@ -19,13 +19,13 @@ from dataclasses import replace
 from math import fsum
 from typing import TypeVar
 
+from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
 from bench.router.plan import GOALS, LESS_IS_BETTER, MAIN_BLOCKS
 from bench.router.run import RouterMeasured, Run
 
 PEER = "dict_bitmask"
-TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 _PERCENTILES = {"p50": 50.0, "p99": 99.0, "p999": 99.9}
 
 _Statistic = Callable[[Run], Figure]
@@ -53,12 +53,7 @@ def results(
 
 def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
     """A line for each reason not to trust the results."""
-    busiest = max((share for one in cases for share in one.background), default=0.0)
-    if busiest <= TOO_BUSY:
-        return []
-    return [
-        f"other processes used up to {busiest:.0%} of the CPU: figures are too low, ratios less so"
-    ]
+    return busy_warning(share for one in cases for share in one.background)
 
 
 def is_met(result: Result) -> bool | None:

@@ -37,6 +37,7 @@ from itertools import pairwise
 
 import msgspec
 
+from bench.common.background import busy_warning
 from bench.common.report import Figure, Result, results_of
 from bench.speculate.plan import (
     CALIBRATED_LENS,
@@ -48,8 +49,6 @@ from bench.speculate.plan import (
     setups_of,
 )
 from engine.config import Speculate
-
-TOO_BUSY = 0.05  # share of the CPU that others may use before a report warns
 
 
 class BatchRun(msgspec.Struct, frozen=True):
@@ -185,9 +184,7 @@ def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, .
 def warnings(measured: SpeculateMeasured) -> list[str]:
     """Facts that a reader should know before trusting the results."""
     lines = []
-    busiest = max(measured.background, default=0.0)
-    if busiest > TOO_BUSY:
-        lines.append(f"other processes used up to {busiest:.0%} of the CPU: speed-ups vary more")
+    lines += busy_warning(measured.background)
     if measured.num_same < measured.num_compared:
         differ = measured.num_compared - measured.num_same
         lines.append(f"{differ} of {measured.num_compared} timed answers differ between modes")
