@@ -1,13 +1,8 @@
 """The request machine, event by event."""
 
-import random
-
 import pytest
 
-from engine.config import RouterConfig
-from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     Decode,
     DecodeStarted,
@@ -16,90 +11,21 @@ from engine.messages import (
     Generate,
     GivenBack,
     KvReady,
-    LeaseRef,
-    Limits,
     Prefill,
     PrefillDone,
     PrefillStarted,
     RequestId,
-    Role,
-    Sampling,
     Tokens,
-    TransferAddress,
-    Welcome,
 )
 from router.machine.machine import (
-    Arrived,
     ClientGone,
     Deliver,
     End,
-    FromWorker,
-    SendTo,
     Tick,
-    WorkerJoined,
     WorkerLost,
 )
-from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request
-from router.native.machine import native_machine
-
-LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
-LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
-
-
-class First(random.Random):
-    """Ties fall to the first by name."""
-
-    def choice(self, seq):
-        return seq[0]
-
-
-class Driver:
-    """A machine, the time, and short words for what happens to it."""
-
-    def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
-        self.machine = native_machine(RouterConfig(**config), rng=First())
-        self.now_s = 10.0
-        for name in workers:
-            self.join(name, num_blocks)
-
-    def handle(self, event):
-        effects = self.machine.handle(event, self.now_s)
-        self.machine.validate()
-        return effects
-
-    def join(self, name: str, num_blocks: int = 100):
-        role = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[name[0]]
-        info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
-        return self.handle(WorkerJoined(info))
-
-    def ask(self, name="r", prompt=(1, 2, 3, 4, 5), max_tokens=4):
-        limits = Limits(max_len=len(prompt) + max_tokens)
-        return self.handle(
-            Arrived(Request(RequestId(name), tuple(prompt), Sampling(), limits, self.now_s - 0.5))
-        )
-
-    def say(self, worker: str, message, after_s: float = 0.0):
-        self.now_s += after_s
-        return self.handle(FromWorker(worker, message))
-
-    def hand_over(self, seq="r.0", prefill="p0", decode="d0", token=9):
-        """Everything up to a running decode."""
-        self.say(prefill, PrefillStarted(seq, 0, LEASE))
-        self.say(prefill, PrefillDone(seq, token, None))
-        self.say(decode, KvReady(seq, 2, 0, "shm"))
-        self.say(decode, DecodeStarted(seq))
-
-
-def sent(effects, kind):
-    return [
-        (e.worker_id, e.message)
-        for e in effects
-        if isinstance(e, SendTo) and isinstance(e.message, kind)
-    ]
-
-
-def ends(effects):
-    return [e.outcome for e in effects if isinstance(e, End)]
+from router.machine.requests import Cancelled, Failed, Finished, Rejected
+from tests.kits.router_machine import LEASE, Driver, ends, sent
 
 
 @pytest.fixture

@@ -1,52 +1,19 @@
 """What one gateway tells the planner of pools."""
 
-import random
 from dataclasses import replace
 
-import msgspec
 import pytest
 
-from engine.config import RouterConfig
-from engine.demand import DecodeCost
 from engine.messages import (
-    PROTOCOL_VERSION,
     GivenBack,
-    Limits,
-    RequestId,
     Role,
-    Sampling,
-    Welcome,
 )
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
-from router.cluster.estimates import Estimates
-from router.machine.events import Arrived, FromWorker, Tick, WorkerJoined
-from router.machine.requests import Rejected, Request
-from router.native.machine import native_machine
+from router.machine.events import FromWorker, Tick
+from router.machine.requests import Rejected
 from router.planning.demand import Observer, members
 from router.planning.planner import Planner, PlannerRules, PoolSizes
-from tests.unit.router.machine.test_machine import LAYOUT
-
-COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
-
-
-def machine_of(*roles, num_blocks=100, locally=False, **config):
-    machine = native_machine(
-        RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
-    )
-    for number, role in enumerate(roles):
-        name = f"{role}-{number}"
-        info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
-        info = msgspec.structs.replace(info, prefills_locally=locally and role is Role.DECODE)
-        machine.handle(WorkerJoined(info), 0.0)
-    return machine
-
-
-def ask(machine, name, now_s=1.0, num_tokens=40, max_tokens=10):
-    limits = Limits(max_len=num_tokens + max_tokens, prompt_len=num_tokens)
-    first = sum(map(ord, name))
-    tokens = tuple(range(first, first + num_tokens))
-    request = Request(RequestId(name), tokens, Sampling(0.0, seed=1), limits, received_s=now_s)
-    return machine.handle(Arrived(request), now_s)
+from tests.kits.router_demand import COSTS, ask, machine_of
+from tests.kits.router_machine import LAYOUT
 
 
 def test_arrivals_are_rates_since_the_last_look():
