@@ -43,7 +43,7 @@ from router.machine.requests import Finished
 from router.prefixes import news as block_news
 from router.prefixes.map import PrefixMap
 from router.prefixes.news import Apply, Unheard, apply_events
-from tests.e2e.router.test_router_service import FakeWorker, serving
+from tests.kits.scripted_workers import ScriptedWorker, serving
 from tests.kits.services.cluster import ask, request, router, until, workers
 
 SECRET = Secret("internal token")
@@ -334,7 +334,7 @@ def test_an_ask_that_means_nothing_is_answered_by_nothing_and_does_no_harm(frame
 
 def test_a_worker_that_tells_nothing_is_counted():
     async def test() -> None:
-        async with serving(FakeWorker("m0")) as r:
+        async with serving(ScriptedWorker("m0")) as r:
             assert r.counters()["block events", "not offered"] == 1
 
     run(test)

@@ -1,22 +1,15 @@
-"""The router's shell on loopback, against workers that are a gRPC server and a few lines.
-
-A fake worker computes each token from all tokens before it, so an answer that goes on elsewhere is
-right only if nothing was lost, repeated or changed.
-"""
+"""The router's shell on loopback, against scripted workers."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import aclosing
 
 import msgspec
 import pytest
 
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -26,207 +19,31 @@ from engine.messages import (
     FirstToken,
     Generate,
     Hello,
-    KvReady,
-    LeaseRef,
-    Limits,
     LoadReport,
     Prefill,
-    PrefillDone,
-    PrefillStarted,
-    RequestId,
     Role,
-    Sampling,
     StepReport,
     StillStepping,
-    ToGateway,
-    Tokens,
-    ToWorker,
-    TransferAddress,
-    Welcome,
-    decode_to_worker,
     encode_frame,
 )
-from engine.net.rpc import Send, SessionClient, SessionServer
+from engine.net.rpc import SessionClient
 from engine.net.trust import Secret
 from router import service
 from router.machine.machine import RouterEffect, RouterEvent, Tick
-from router.machine.requests import Cancelled, Failed, Finished, Request, Update
+from router.machine.requests import Cancelled, Failed, Finished
 from router.service import Router
-
-SECRET = Secret("internal token")
-LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
-DEADLINE_S = 30.0
-LEASE = LeaseRef("lease", TransferAddress("p0", "life", "tcp://nowhere"), 1)
-
-
-def next_token(token_ids: list[int]) -> int:
-    return (31 * len(token_ids) + sum(token_ids)) % 101
-
-
-def answer(prompt: list[int], num_tokens: int) -> list[int]:
-    token_ids = list(prompt)
-    for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
-    return token_ids[len(prompt) :]
-
-
-@dataclass
-class Session:
-    """One gateway's session with a fake worker."""
-
-    send: Send
-    received: list[ToWorker] = field(default_factory=list)
-    ended: bool = False
-    broken: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def say(self, *messages: ToGateway) -> None:
-        await self.send(encode_frame(messages))
-
-
-class FakeWorker:
-    """Welcomes gateways and generates; `patience` tokens of an answer, then it waits."""
-
-    def __init__(self, name: str = "m0", role: Role = Role.MIXED, **welcome: Any) -> None:
-        self.welcome = Welcome(
-            version=PROTOCOL_VERSION,
-            worker_id=name,
-            incarnation="life",
-            role=role,
-            fingerprint="model",
-            layout=LAYOUT,
-            num_blocks=100,
-            max_running=8,
-        )
-        self.welcome = msgspec.structs.replace(self.welcome, **welcome)
-        self.patience = 1000
-        self.greeting: list[ToGateway] | None = None  # None: the welcome, [] for silence
-        self.hellos: list[Hello] = []
-        self.sessions: list[Session] = []
-        self.tasks: list[asyncio.Task[None]] = []  # of tests
-        self.refused: list[str] = []  # sessions that could not begin: why
-        self._server = SessionServer(self._session, SECRET, on_refused=self.refused.append)
-
-    async def open(self) -> str:
-        return await self._server.open()
-
-    async def close(self) -> None:
-        await self._server.close()
-
-    @property
-    def session(self) -> Session:
-        """The latest one."""
-        return self.sessions[-1]
-
-    @property
-    def received(self) -> list[ToWorker]:
-        return self.session.received
-
-    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
-        (hello,) = decode_to_worker(await anext(frames))
-        assert isinstance(hello, Hello)
-        self.hellos.append(hello)
-        greeting = [self.welcome] if self.greeting is None else self.greeting
-        if greeting:
-            await send(encode_frame(greeting))
-        session = Session(send)
-        self.sessions.append(session)
-        reader = asyncio.create_task(self._read(frames, session))
-        broken = asyncio.create_task(session.broken.wait())
-        try:
-            await asyncio.wait([reader, broken], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            reader.cancel()
-            broken.cancel()
-            session.ended = True
-
-    async def _read(self, frames: AsyncIterator[bytes], session: Session) -> None:
-        async for frame in frames:
-            for message in decode_to_worker(frame):
-                session.received.append(message)
-                await self._serve(session, message)
-
-    async def _serve(self, session: Session, message: ToWorker) -> None:
-        match message:
-            case Prefill(seq_id, token_ids, _, limits):
-                token = next_token(token_ids)
-                finish = limits.finish_reason(len(token_ids) + 1, token)
-                await session.say(PrefillStarted(seq_id, 0, None if finish else LEASE))
-                await session.say(PrefillDone(seq_id, token, finish))
-            case Generate(seq_id, token_ids, _, limits):
-                token = next_token(token_ids)
-                finish = limits.finish_reason(len(token_ids) + 1, token)
-                done = PrefillDone(seq_id, token, finish)
-                await session.say(PrefillStarted(seq_id, 0, None), done)
-                if finish is None:
-                    await self._generate(session, seq_id, [*token_ids, token], limits)
-            case Decode(seq_id):
-                await session.say(KvReady(seq_id, 1, 0, "fake"))
-            case FirstToken(seq_id, token):
-                [decode] = [
-                    m for m in session.received if isinstance(m, Decode) and m.seq_id == seq_id
-                ]
-                await session.say(DecodeStarted(seq_id))
-                token_ids = [*decode.token_ids, token]
-                await self._generate(session, seq_id, token_ids, decode.limits)
-
-    async def _generate(
-        self, session: Session, seq_id: str, token_ids: list[int], limits: Limits
-    ) -> None:
-        for _ in range(self.patience):
-            token = next_token(token_ids)
-            token_ids.append(token)
-            finish = limits.finish_reason(len(token_ids), token)
-            await session.say(Tokens(seq_id, [token], finish))
-            if finish is not None:
-                return
-
-
-# ---------------------------------------------------------------- a router in a test
-
-
-@asynccontextmanager
-async def serving(
-    *workers: FakeWorker, secret: Secret = SECRET, joined: int | None = None, **config: Any
-) -> AsyncIterator[Router]:
-    """A router that so many workers have joined: all of them, if nothing is said."""
-    addresses = [await worker.open() for worker in workers]
-    router = Router(addresses, config=RouterConfig(**config), secret=secret, clock=MonotonicClock())
-    await router.open()
-    try:
-        num_joined = len(workers) if joined is None else joined
-        await until(lambda: len(router.workers()) == num_joined, "the workers joined")
-        yield router
-        router.machine.validate()
-    finally:
-        await router.close()
-        for worker in workers:
-            await worker.close()
-
-
-async def until(holds: Callable[[], bool], what: str) -> None:
-    end_s = MonotonicClock().now_s() + DEADLINE_S
-    while not holds():
-        assert MonotonicClock().now_s() < end_s, f"not in time: {what}"
-        await asyncio.sleep(0.005)
-
-
-def request(name: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 6) -> Request:
-    limits = Limits(max_len=len(prompt) + max_tokens)
-    return Request(RequestId(name), prompt, Sampling(), limits, MonotonicClock().now_s())
-
-
-async def follow(router: Router, req: Request) -> tuple[list[int], list[Update]]:
-    token_ids: list[int] = []
-    updates: list[Update] = []
-    async with asyncio.timeout(DEADLINE_S):
-        async for update in router.submit(req):
-            updates.append(update)
-            token_ids += update.token_ids
-    return token_ids, updates
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
+from tests.kits.scripted_workers import (
+    DEADLINE_S,
+    LAYOUT,
+    SECRET,
+    ScriptedWorker,
+    answer,
+    follow,
+    request,
+    run,
+    serving,
+    until,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -240,13 +57,13 @@ def _impatient(monkeypatch):
 
 def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
     async def test() -> None:
-        p0, d0 = FakeWorker("p0", Role.PREFILL), FakeWorker("d0", Role.DECODE)
+        p0, d0 = ScriptedWorker("p0", Role.PREFILL), ScriptedWorker("d0", Role.DECODE)
         router = Router([], config=RouterConfig(), secret=SECRET, clock=MonotonicClock())
         assert router.readiness() == "no prefill worker is connected"
         assert router.fingerprint() == ""
         async with serving(p0) as router:
             assert router.readiness() == "no decode worker is connected"
-        p0 = FakeWorker("p0", Role.PREFILL)
+        p0 = ScriptedWorker("p0", Role.PREFILL)
         async with serving(p0, d0) as router:
             assert router.readiness() is None
             assert router.fingerprint() == "model-fp32"
@@ -262,7 +79,7 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
 
 def test_a_router_can_be_waited_for_but_not_for_ever():
     async def test() -> None:
-        worker = FakeWorker("m0")
+        worker = ScriptedWorker("m0")
         address = await worker.open()
         clock = MonotonicClock()
         for addresses, missing in (([], "no prefill worker is connected"), ([address], None)):
@@ -279,7 +96,7 @@ def test_a_router_can_be_waited_for_but_not_for_ever():
 
 def test_a_worker_tells_a_gateway_without_the_secret_nothing(caplog):
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         async with serving(worker, secret=Secret("a guess"), joined=0) as router:
             await until(lambda: len(worker.refused) >= 2, "it tries again")
             assert worker.hellos == []
@@ -300,7 +117,7 @@ def test_a_worker_tells_a_gateway_without_the_secret_nothing(caplog):
 )
 def test_a_worker_whose_block_events_cannot_be_had_serves_all_the_same(events, counted):
     async def test() -> None:
-        worker = FakeWorker(events=events)
+        worker = ScriptedWorker(events=events)
         async with serving(worker) as router:
             assert router.counters()["block events", counted] == 1
             assert router.readiness() is None
@@ -313,8 +130,8 @@ def test_a_worker_whose_block_events_cannot_be_had_serves_all_the_same(events, c
 def test_pools_may_differ_in_the_format_of_kv_and_so_does_the_fingerprint_then():
     async def test() -> None:
         int8 = msgspec.structs.replace(LAYOUT, kv_format=KVFormat.INT8)
-        p0 = FakeWorker("p0", Role.PREFILL)
-        d0 = FakeWorker("d0", Role.DECODE, layout=int8)
+        p0 = ScriptedWorker("p0", Role.PREFILL)
+        d0 = ScriptedWorker("d0", Role.DECODE, layout=int8)
         async with serving(p0, d0) as router:
             assert router.readiness() is None
             assert router.fingerprint() == "model-decode_int8-prefill_fp32"
@@ -342,9 +159,9 @@ def test_a_worker_that_does_not_fit_is_left_out_and_the_reason_is_logged(
     caplog, difference, reason
 ):
     async def test() -> None:
-        first = FakeWorker("m0")
+        first = ScriptedWorker("m0")
         async with serving(first) as router:
-            second = FakeWorker("m1", **difference)
+            second = ScriptedWorker("m1", **difference)
             address = await second.open()
             router.follow({*router._addresses, address})
             await until(lambda: len(second.hellos) >= 2, "it was asked twice")
@@ -360,7 +177,7 @@ def test_a_worker_that_does_not_fit_is_left_out_and_the_reason_is_logged(
 
 def test_leaving_worker_finishes_its_sequences():
     async def test() -> None:
-        first, second = FakeWorker("m0"), FakeWorker("m1")
+        first, second = ScriptedWorker("m0"), ScriptedWorker("m1")
         first.patience = 2
         async with serving(first) as router:
             address = await second.open()
@@ -392,7 +209,7 @@ def test_leaving_worker_finishes_its_sequences():
 )
 def test_a_worker_that_does_not_shake_hands_is_tried_again(greeting):
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.greeting = greeting
         async with serving(worker, joined=0) as router:
             await until(lambda: len(worker.hellos) >= 2, "it is tried again")
@@ -414,7 +231,7 @@ def test_absent_worker_is_dialled_for_ever_and_closing_is_quick(monkeypatch):
     monkeypatch.setattr(service, "SessionClient", CountingClient)
 
     async def test() -> None:
-        gone = FakeWorker()
+        gone = ScriptedWorker()
         address = await gone.open()
         await gone.close()
         config = RouterConfig()
@@ -433,7 +250,7 @@ def test_absent_worker_is_dialled_for_ever_and_closing_is_quick(monkeypatch):
 
 def test_an_answer_of_one_worker():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         async with serving(worker) as router:
             token_ids, updates = await follow(router, request())
             assert token_ids == answer([1, 2, 3], 6)
@@ -447,7 +264,7 @@ def test_an_answer_of_one_worker():
 
 def test_an_answer_of_two_workers():
     async def test() -> None:
-        p0, d0 = FakeWorker("p0", Role.PREFILL), FakeWorker("d0", Role.DECODE)
+        p0, d0 = ScriptedWorker("p0", Role.PREFILL), ScriptedWorker("d0", Role.DECODE)
         async with serving(p0, d0) as router:
             token_ids, updates = await follow(router, request())
             assert token_ids == answer([1, 2, 3], 6)
@@ -462,8 +279,8 @@ def test_an_answer_of_two_workers():
 
 def test_many_answers_at_once():
     async def test() -> None:
-        p0, d0 = FakeWorker("p0", Role.PREFILL), FakeWorker("d0", Role.DECODE)
-        async with serving(p0, d0, FakeWorker("m0")) as router:
+        p0, d0 = ScriptedWorker("p0", Role.PREFILL), ScriptedWorker("d0", Role.DECODE)
+        async with serving(p0, d0, ScriptedWorker("m0")) as router:
             asks = [request(f"r{i}", (i, i + 1), max_tokens=1 + i % 9) for i in range(60)]
             answers = await asyncio.gather(*(follow(router, ask) for ask in asks))
             for i, (token_ids, _) in enumerate(answers):
@@ -474,7 +291,7 @@ def test_many_answers_at_once():
 
 def test_a_client_that_reads_slowly_gets_larger_pieces():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         async with serving(worker) as router, aclosing(router.submit(request())) as updates:
             first = await anext(updates)
             await until(lambda: router.machine.num_flights == 0, "the answer is complete")
@@ -488,7 +305,7 @@ def test_a_client_that_reads_slowly_gets_larger_pieces():
 
 def test_a_client_that_leaves_is_cancelled_at_the_worker():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.patience = 2
         async with serving(worker) as router:
             updates = router.submit(request())
@@ -504,7 +321,7 @@ def test_a_client_that_leaves_is_cancelled_at_the_worker():
 
 def test_a_load_report_reaches_the_status_of_its_worker():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         report = LoadReport(1, 2, 3, 4, 5, 6, 7, 8, {"pulls_done": 3.0})
         async with serving(worker) as router:
             await worker.session.say(report)
@@ -518,22 +335,22 @@ def test_a_load_report_reaches_the_status_of_its_worker():
 # ---------------------------------------------------------------- broken streams
 
 
-def broken_by_end(worker: FakeWorker) -> None:
+def broken_by_end(worker: ScriptedWorker) -> None:
     worker.session.broken.set()
 
 
-def broken_by_garbage(worker: FakeWorker) -> None:
+def broken_by_garbage(worker: ScriptedWorker) -> None:
     worker.tasks.append(asyncio.create_task(worker.session.send(b"\xc1")))  # type: ignore[arg-type]
 
 
-def broken_by_death(worker: FakeWorker) -> None:
+def broken_by_death(worker: ScriptedWorker) -> None:
     worker.tasks.append(asyncio.create_task(worker.close()))
 
 
 @pytest.mark.parametrize("break_it", [broken_by_end, broken_by_garbage, broken_by_death])
 def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
     async def test() -> None:
-        first, second = FakeWorker("m0"), FakeWorker("m1")
+        first, second = ScriptedWorker("m0"), ScriptedWorker("m1")
         first.patience = 2  # and so three tokens with that of the prefill
         async with serving(first, second) as router:
             router.machine.state.rng.choice = lambda workers: workers[0]  # the first by name
@@ -557,7 +374,7 @@ def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
 
 def test_a_request_whose_last_worker_is_lost_fails_when_none_comes_in_time():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.patience = 2
         async with (
             serving(worker, queue_timeout_s=0.2) as router,
@@ -574,7 +391,7 @@ def test_a_request_whose_last_worker_is_lost_fails_when_none_comes_in_time():
 
 def test_a_worker_that_was_cut_off_comes_back():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         async with serving(worker) as router:
             for number in range(3):
                 worker.session.broken.set()
@@ -589,7 +406,7 @@ def test_a_worker_that_was_cut_off_comes_back():
 
 def test_a_worker_that_says_nothing_in_time_loses_the_request():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.patience = 0  # and so every attempt brings the token of its prefill
         async with serving(worker, progress_timeout_s=0.5) as router:
             token_ids, updates = await follow(router, request(max_tokens=3))
@@ -604,7 +421,7 @@ def test_a_worker_that_says_nothing_in_time_loses_the_request():
 
 def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
     async def test() -> None:
-        stuck, other = FakeWorker("m0"), FakeWorker("m1")
+        stuck, other = ScriptedWorker("m0"), ScriptedWorker("m1")
         stuck.patience = other.patience = 0
         async with serving(stuck, other) as router:
             router.machine.state.fleet = None
@@ -627,7 +444,7 @@ def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
 
 def test_stuck_worker_joins_when_it_computes_again():
     async def test() -> None:
-        worker = FakeWorker(step=StillStepping(61.0))
+        worker = ScriptedWorker(step=StillStepping(61.0))
         async with serving(worker, joined=0) as router:
             await until(lambda: len(worker.hellos) > 2, "it is tried")
             assert not router.workers()
@@ -641,7 +458,7 @@ def test_a_worker_whose_step_lasts_joins_and_one_that_was_lost_for_it_when_the_s
     """It may be slow; but who found it stuck does not take it back for as good as new."""
 
     async def test() -> None:
-        worker = FakeWorker(step=StillStepping(20.0))
+        worker = ScriptedWorker(step=StillStepping(20.0))
         async with serving(worker) as router:
             await worker.session.say(StillStepping(61.0))
             await until(lambda: not router.workers(), "it is lost")
@@ -658,7 +475,7 @@ def test_a_worker_whose_step_lasts_joins_and_one_that_was_lost_for_it_when_the_s
 
 def test_the_router_wakes_when_something_falls_due_and_not_before():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.patience = 0
         async with serving(worker, progress_timeout_s=0.2, max_attempts=2) as router:
             ticks: list[tuple[float, float | None]] = []  # when, and when one is wanted next
@@ -697,7 +514,7 @@ def test_gateways_have_a_seed_each_unless_one_is_set():
 
 def test_closing_ends_requests_and_sessions():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.patience = 2
         async with serving(worker) as router:
             updates = router.submit(request())
@@ -713,7 +530,7 @@ def test_closing_ends_requests_and_sessions():
 
 def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.patience = 0
         async with serving(worker, progress_timeout_s=0.1) as router:
             assert router.readiness() is None
@@ -739,7 +556,7 @@ def test_a_router_that_has_lost_a_task_to_a_bug_is_not_ready(caplog):
 
 def test_frame_to_an_ended_session_is_a_connection_error():
     async def test() -> None:
-        worker = FakeWorker()
+        worker = ScriptedWorker()
         worker.greeting = []
         client = SessionClient(await worker.open(), SECRET)
         await client.open()
@@ -757,7 +574,7 @@ def test_frame_to_an_ended_session_is_a_connection_error():
 
 def test_an_address_where_nothing_listens_is_a_connection_error():
     async def test() -> None:
-        gone = FakeWorker()
+        gone = ScriptedWorker()
         address = await gone.open()
         await gone.close()
         client = SessionClient(address, SECRET)

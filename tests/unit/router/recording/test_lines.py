@@ -6,84 +6,9 @@ import pytest
 
 from engine.config import RouterConfig, RouterPolicy
 from engine.errors import ProtocolError
-from engine.messages import (
-    PROTOCOL_VERSION,
-    FinishReason,
-    GivenBack,
-    KvReady,
-    Limits,
-    LoadReport,
-    Logprobs,
-    PrefillDone,
-    PrefillStarted,
-    Role,
-    Sampling,
-    Tokens,
-    Welcome,
-)
-from engine.worker.block_events import AllBlocksCleared, BlockStored
-from router.machine.events import (
-    Arrived,
-    BlocksChanged,
-    BlocksUnheard,
-    ClientGone,
-    FromWorker,
-    Tick,
-    WorkerJoined,
-    WorkerLost,
-)
-from router.machine.requests import Request
 from router.native.machine import native_machine
 from router.recording.lines import Recorder, read_events, replay
-from tests.kits.router_machine import LAYOUT, LEASE
-
-CONFIG = RouterConfig(policy=RouterPolicy.RANDOM, seed=3, queue_timeout_s=7.0)
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE}
-
-
-def welcome(name: str) -> WorkerJoined:
-    role = ROLES[name[0]]
-    info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, 100, 4)
-    return WorkerJoined(info)
-
-
-def arrival(name: str, prompt=(1, 2, 3, 4, 5), now_s=1.0) -> Arrived:
-    sampling = Sampling(logit_bias=((3, 0.5),), logprobs=1)
-    return Arrived(Request(name, tuple(prompt), sampling, Limits(len(prompt) + 9), now_s))
-
-
-SCRIPT = [
-    *((1.0, welcome(name)) for name in ("p0", "p1", "d0", "d1")),
-    (
-        1.1,
-        BlocksChanged(
-            "d0", [AllBlocksCleared(), BlockStored([b"x" * 16], None, [], 4, *3 * [None])]
-        ),
-    ),
-    *((1.1 + i / 7, arrival(f"r{i}")) for i in range(6)),
-    (2.5, FromWorker("d1", LoadReport(9, 0, 0, 0, 0, 0, 0, 0, {"steps": 2.0}, decode_seqs=1))),
-    *((3.0, FromWorker(p, PrefillStarted(f"r{i}.0", 0, LEASE))) for p in ("p0",) for i in range(6)),
-    *(
-        (3.0 + i / 3, FromWorker("p0", PrefillDone(f"r{i}.0", 9, None, Logprobs(-1 / 3, 1))))
-        for i in range(6)
-    ),
-    (5.5, FromWorker("d0", KvReady("r1.0", 2, 0, "shm", 0.1, 0.05))),
-    (5.6, BlocksUnheard("d0", "why")),
-    (5.7, FromWorker("d0", Tokens("r0.0", [7, 8]))),
-    (6.0, FromWorker("d0", GivenBack("r2.0", "pull failed"))),
-    (6.1, ClientGone("r3")),
-    (6.2, WorkerLost("p1", "gone")),
-    (6.3, FromWorker("d0", Tokens("r1.0", [7], FinishReason.STOP))),
-    (100.0, Tick()),
-]
-
-
-def recorded(config: RouterConfig = CONFIG, script=SCRIPT) -> list[bytes]:
-    lines: list[bytes] = []
-    machine, recorder = native_machine(config), Recorder(config, lines.append)
-    for now_s, event in script:
-        recorder.note(event, now_s, machine.handle(event, now_s))
-    return lines
+from tests.kits.recordings import CONFIG, SCRIPT, recorded
 
 
 def test_a_fresh_machine_does_all_that_was_recorded():
