@@ -25,8 +25,6 @@ from engine.worker.block_events import (
     topic_of,
 )
 from router.prefixes.news import (
-    AnswerEnded,
-    AnswerPiece,
     Apply,
     AskBatches,
     AskSnapshot,
@@ -34,7 +32,9 @@ from router.prefixes.news import (
     Counted,
     Garbled,
     NewsEffect,
+    NewsEnded,
     NewsEvent,
+    NewsPiece,
     NewsTick,
     Published,
     Unheard,
@@ -160,7 +160,7 @@ class BlockFeed:
     def _handle(self, event: NewsEvent) -> None:
         if self._is_closed:
             return
-        if isinstance(event, AnswerEnded):
+        if isinstance(event, NewsEnded):
             self._hang_up()
         self._perform(self._news.handle(event, self._clock.now_s()))
 
@@ -207,4 +207,4 @@ def _answered(frames: Sequence[bytes]) -> NewsEvent:
         piece = decode_answer(frames[1:])
     except ProtocolError as error:
         return Garbled(str(error))
-    return AnswerEnded() if piece is None else AnswerPiece(*piece)
+    return NewsEnded() if piece is None else NewsPiece(*piece)

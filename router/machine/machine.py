@@ -200,7 +200,7 @@ class RouterMachine:
                 effects += self._placing.place_all(now_s)
                 effects += self._turns.give(now_s)
             if to_leave:
-                effects += self._moving.leaving.hand_over_next()
+                effects += self._moving.departures.hand_over_next()
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
@@ -389,7 +389,7 @@ class RouterMachine:
         if self.state.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)
-            self._moving.leaving.stop_gathering(flight, now_s)
+            self._moving.departures.stop_gathering(flight, now_s)
             return effects + self._hedging.look_at(flight, now_s)
         if flight.hedge is not None:
             effects = self._ends.drop(flight, flight.hedge, "no news in time", now_s)

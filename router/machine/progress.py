@@ -85,7 +85,7 @@ class Progress:
                     flight.stamps.decode_started_s = now_s
                 return []
             case HandedOver():
-                return self._moving.leaving.on_handed_over(flight, attempt, message, now_s)
+                return self._moving.departures.on_handed_over(flight, attempt, message, now_s)
             case GivenBack():
                 return self._on_given_back(flight, attempt, worker_id, message, now_s)
 

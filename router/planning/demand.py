@@ -17,19 +17,21 @@ from router.cluster.view import ClusterView
 from router.machine.flight import Flight
 from router.machine.placing import KnownPrefixes
 from router.machine.state import RouterState
-from router.planning.planner import PoolWorker
+from router.planning.planner import FlipCandidate
 
 LOOK_AFTER_S = 0.9  # who asks once a second is told of a new second each time
 
 _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 
 
-def members(view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE) -> list[PoolWorker]:
+def members(
+    view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE
+) -> list[FlipCandidate]:
     """Workers, with the tokens that a flip would move or give back; `roles` are those of workers
     that were told of another one.
     """
     return [
-        PoolWorker(
+        FlipCandidate(
             worker_id,
             roles.get(worker_id, worker.info.role),
             worker.context_tokens + worker.reserved_tokens,

@@ -416,7 +416,7 @@ def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, Wo
 
 
 @dataclass(frozen=True, slots=True)
-class PoolWorker:
+class FlipCandidate:
     """A worker of a pool; `work_tokens` are what a flip would move or give back."""
 
     worker_id: WorkerId
@@ -424,7 +424,7 @@ class PoolWorker:
     work_tokens: float
 
 
-def flips(plan: PoolPlan, members: Sequence[PoolWorker]) -> list[tuple[WorkerId, Role]]:
+def flips(plan: PoolPlan, members: Sequence[FlipCandidate]) -> list[tuple[WorkerId, Role]]:
     """The workers to flip for a plan, all at once, and to which role."""
     num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
     giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)

@@ -80,7 +80,7 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerPiece:
+class NewsPiece:
     """A piece of the answer to the last ask came."""
 
     number: int
@@ -88,7 +88,7 @@ class AnswerPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerEnded:
+class NewsEnded:
     """The last piece of an answer has come."""
 
 
@@ -111,7 +111,7 @@ class NewsTick:
     """Nothing happened but time."""
 
 
-NewsEvent = Published | AnswerPiece | AnswerEnded | Counted | Garbled | NewsTick
+NewsEvent = Published | NewsPiece | NewsEnded | Counted | Garbled | NewsTick
 
 # ---------------------------------------------------------------- what comes out
 
@@ -184,9 +184,9 @@ class BlockNews:
             case Published(number, events):
                 self._num_published = max(self._num_published, number + 1)
                 effects = self._take(number, events)
-            case AnswerPiece(number, events):
+            case NewsPiece(number, events):
                 effects = self._on_answered(number, events, now_s)
-            case AnswerEnded():
+            case NewsEnded():
                 effects = self._on_answer_ended(now_s)
             case Counted(num_batches):
                 self._num_published = max(self._num_published, num_batches)

@@ -21,15 +21,15 @@ from engine.worker.blocks import BlockHash, BlockId, BlockPool
 from router.prefixes import news as block_news
 from router.prefixes.map import PrefixMap
 from router.prefixes.news import (
-    AnswerEnded,
-    AnswerPiece,
     Apply,
     AskBatches,
     AskSnapshot,
     BlockNews,
     Counted,
     NewsEffect,
+    NewsEnded,
     NewsEvent,
+    NewsPiece,
     NewsTick,
     Published,
     Unheard,
@@ -186,10 +186,10 @@ class TellingWorker(RuleBasedStateMachine):
     def deliver_piece(self, there: Gateway) -> None:
         if there.answer:
             number, payload = there.answer.pop(0)
-            self.handle(there, AnswerPiece(number, decode_batch(payload)))
+            self.handle(there, NewsPiece(number, decode_batch(payload)))
         elif there.is_answered:
             there.is_answered = False
-            self.handle(there, AnswerEnded())
+            self.handle(there, NewsEnded())
 
     @rule(gateway=st.integers(0, 1), seconds=st.sampled_from([0.1, 1.0, 10.0]))
     def wait(self, gateway, seconds):

@@ -22,7 +22,7 @@ from engine.messages import (
 )
 from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, Move
-from router.machine.moves.leaving import Leaving, end_copy, most_at_once, running_move
+from router.machine.moves.leaving import Departures, end_copy, most_at_once, running_move
 from router.machine.moves.rule import MoveRule
 from router.machine.moves.stages import RETRY_S, MoveStage
 from router.machine.state import SEVERED_S, RouterState
@@ -34,10 +34,10 @@ LATE_COPIES = 1  # so many late copies are repeated at once, others after `RETRY
 class Copying:
     """Starts copies in turn, and takes in what both workers report of them."""
 
-    def __init__(self, state: RouterState, rule: MoveRule, leaving: Leaving) -> None:
+    def __init__(self, state: RouterState, rule: MoveRule, departures: Departures) -> None:
         self._state = state
         self._rule = rule
-        self._leaving = leaving
+        self._departures = departures
 
     def copy_next(self, now_s: float) -> list[RouterEffect]:
         """Asks sources to offer full blocks, for a few sequences of each at a time."""
@@ -142,4 +142,4 @@ class Copying:
         """Lets a sequence wait for its turn to leave: its copy is as complete as it gets."""
         if self._state.moves.stage(flight.request.request_id) is MoveStage.COPYING:
             move.copy_due_s = None
-            self._leaving.gather(flight, move, now_s)
+            self._departures.gather(flight, move, now_s)

@@ -28,7 +28,7 @@ GATHER_S = 0.5  # a copied sequence waits at most this long for others
 FEW_BLOCKS = 2  # without a copy, no step waits for the pull of more
 
 
-class Leaving:
+class Departures:
     """Stops copied sequences at their sources, and starts them at their targets."""
 
     def __init__(self, state: RouterState, ends: Ends) -> None:

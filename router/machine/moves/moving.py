@@ -55,7 +55,7 @@ from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight
 from router.machine.moves.copying import Copying
-from router.machine.moves.leaving import Leaving, end_copy
+from router.machine.moves.leaving import Departures, end_copy
 from router.machine.moves.rule import MoveRule
 from router.machine.moves.stages import RETRY_S, MoveStage
 from router.machine.placing import Placing
@@ -72,9 +72,9 @@ class Moving:
         self._state = state
         self._ends = ends
         self._placing = placing
-        self.leaving = Leaving(state, ends)
-        self.rule = MoveRule(state, ends, placing, self.leaving)
-        self.copying = Copying(state, self.rule, self.leaving)
+        self.departures = Departures(state, ends)
+        self.rule = MoveRule(state, ends, placing, self.departures)
+        self.copying = Copying(state, self.rule, self.departures)
 
     def on_role_changed(
         self, worker: WorkerView, message: RoleChanged, now_s: float

@@ -7,7 +7,7 @@ from engine.messages import ROLE_CHANGED, Role, WorkerId
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight, Move
-from router.machine.moves.leaving import Leaving
+from router.machine.moves.leaving import Departures
 from router.machine.moves.stages import MoveStage
 from router.machine.placing import Placing
 from router.machine.state import RouterState
@@ -21,11 +21,13 @@ DRAINED = "drained"  # reason of a move: its worker has no role any more
 class MoveRule:
     """Begins moves, with room reserved at the target, and calls them off."""
 
-    def __init__(self, state: RouterState, ends: Ends, placing: Placing, leaving: Leaving) -> None:
+    def __init__(
+        self, state: RouterState, ends: Ends, placing: Placing, departures: Departures
+    ) -> None:
         self._state = state
         self._ends = ends
         self._placing = placing
-        self._leaving = leaving
+        self._departures = departures
 
     def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Begins to move a sequence that decodes on a worker which is no longer to decode."""
@@ -51,7 +53,7 @@ class MoveRule:
         if flight.length > worker.info.layout.block_size:
             moves.enter(request_id, MoveStage.WAITING, attempt.decode)
         else:  # no block is full
-            self._leaving.gather(flight, attempt.move, now_s)
+            self._departures.gather(flight, attempt.move, now_s)
         return []
 
     def call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:

@@ -36,14 +36,14 @@ from router.prefixes.news import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     OVERDUE_S,
-    AnswerEnded,
-    AnswerPiece,
     Apply,
     AskBatches,
     AskSnapshot,
     BlockNews,
     Counted,
     Garbled,
+    NewsEnded,
+    NewsPiece,
     NewsTick,
     Published,
     Unheard,
@@ -340,8 +340,8 @@ def following(number=0):
     """News of a worker whose snapshot has come; the next batch has this number."""
     news = BlockNews()
     assert news.open(0.0) == [AskSnapshot()]
-    assert news.handle(AnswerPiece(number, [CLEARED]), 0.0) == []
-    assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED])]
+    assert news.handle(NewsPiece(number, [CLEARED]), 0.0) == []
+    assert news.handle(NewsEnded(), 0.0) == [Apply([CLEARED])]
     assert news.next_wake_s() is None
     assert news.is_following
     return news
@@ -367,9 +367,9 @@ def test_batches_published_before_the_snapshot_are_applied_after_it():
     news.open(0.0)
     for number in (3, 4, 5):
         assert news.handle(Published(number, told(number)), 0.0) == []
-    news.handle(AnswerPiece(4, [CLEARED, *told(3)]), 0.0)
-    news.handle(AnswerPiece(4, told(70)), 0.0)
-    assert news.handle(AnswerEnded(), 0.0) == [
+    news.handle(NewsPiece(4, [CLEARED, *told(3)]), 0.0)
+    news.handle(NewsPiece(4, told(70)), 0.0)
+    assert news.handle(NewsEnded(), 0.0) == [
         Apply([CLEARED, *told(3), *told(70)]),
         Apply(told(4)),
         Apply(told(5)),
@@ -381,20 +381,20 @@ def test_a_missing_batch_is_requested_and_later_ones_wait():
     news = following()
     assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
     assert news.handle(Published(3, told(3)), 0.0) == []  # it was requested before
-    assert news.handle(AnswerPiece(0, told(0)), 0.0) == [Apply(told(0))]
-    assert news.handle(AnswerPiece(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
-    assert news.handle(AnswerPiece(2, told(2)), 0.0) == []
-    assert news.handle(AnswerEnded(), 0.0) == []
+    assert news.handle(NewsPiece(0, told(0)), 0.0) == [Apply(told(0))]
+    assert news.handle(NewsPiece(1, told(1)), 0.0) == [Apply(told(i)) for i in (1, 2, 3)]
+    assert news.handle(NewsPiece(2, told(2)), 0.0) == []
+    assert news.handle(NewsEnded(), 0.0) == []
     assert (news.is_following, news.next_wake_s()) == (True, None)
 
 
 def test_batches_no_longer_kept_come_as_a_snapshot():
     news = following()
     assert news.handle(Published(5, told(5)), 0.0) == [AskBatches(0)]
-    news.handle(AnswerPiece(3, told(3)), 0.0)
-    assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
-    news.handle(AnswerPiece(5, [CLEARED, *told(3)]), 0.0)
-    assert news.handle(AnswerEnded(), 0.0) == [Apply([CLEARED, *told(3)]), Apply(told(5))]
+    news.handle(NewsPiece(3, told(3)), 0.0)
+    assert news.handle(NewsEnded(), 0.0) == [AskSnapshot()]
+    news.handle(NewsPiece(5, [CLEARED, *told(3)]), 0.0)
+    assert news.handle(NewsEnded(), 0.0) == [Apply([CLEARED, *told(3)]), Apply(told(5))]
 
 
 def test_a_lost_last_batch_is_noticed_by_the_workers_count():
@@ -403,8 +403,8 @@ def test_a_lost_last_batch_is_noticed_by_the_workers_count():
     assert news.handle(Counted(2), 1.0) == []  # it may be on its way
     assert news.next_wake_s() == 1.0 + OVERDUE_S
     assert news.handle(NewsTick(), 1.0 + OVERDUE_S) == [AskBatches(1)]
-    assert news.handle(AnswerPiece(1, told(1)), 2.0) == [Apply(told(1))]
-    assert news.handle(AnswerEnded(), 2.0) == []
+    assert news.handle(NewsPiece(1, told(1)), 2.0) == [Apply(told(1))]
+    assert news.handle(NewsEnded(), 2.0) == []
     assert news.next_wake_s() is None
 
 
@@ -419,25 +419,25 @@ def test_a_request_without_new_batches_ends_in_a_snapshot():
     news = following()
     news.handle(Counted(1), 0.0)
     assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(0)]
-    assert news.handle(AnswerEnded(), 1.0) == [AskSnapshot()]
+    assert news.handle(NewsEnded(), 1.0) == [AskSnapshot()]
 
 
 def test_an_outdated_snapshot_changes_nothing():
     news = following()
     assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
-    assert news.handle(AnswerEnded(), 0.0) == [AskSnapshot()]
-    assert news.handle(AnswerPiece(1, [CLEARED, *told(0)]), 0.0) == []
+    assert news.handle(NewsEnded(), 0.0) == [AskSnapshot()]
+    assert news.handle(NewsPiece(1, [CLEARED, *told(0)]), 0.0) == []
     assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]  # late
-    assert news.handle(AnswerEnded(), 0.0) == []
+    assert news.handle(NewsEnded(), 0.0) == []
     assert news.is_following
 
 
 def test_every_piece_of_an_answer_gives_the_next_one_time():
     news = BlockNews()
     news.open(0.0)
-    news.handle(AnswerPiece(1, [CLEARED]), 0.9 * ANSWER_TIMEOUT_S)
+    news.handle(NewsPiece(1, [CLEARED]), 0.9 * ANSWER_TIMEOUT_S)
     assert news.handle(NewsTick(), 1.8 * ANSWER_TIMEOUT_S) == []
-    assert news.handle(AnswerEnded(), 1.8 * ANSWER_TIMEOUT_S) == [Apply([CLEARED])]
+    assert news.handle(NewsEnded(), 1.8 * ANSWER_TIMEOUT_S) == [Apply([CLEARED])]
 
 
 def test_a_silent_worker_is_asked_again_ever_less_often():
@@ -455,8 +455,8 @@ def test_a_silent_worker_is_asked_again_ever_less_often():
     assert pauses[-1] == MAX_PAUSE_S
     now_s = news.next_wake_s()
     news.handle(NewsTick(), now_s)
-    news.handle(AnswerPiece(9, [CLEARED, *told(1)]), now_s)
-    assert news.handle(AnswerEnded(), now_s) == [Apply([CLEARED, *told(1)])]
+    news.handle(NewsPiece(9, [CLEARED, *told(1)]), now_s)
+    assert news.handle(NewsEnded(), now_s) == [Apply([CLEARED, *told(1)])]
     assert news.handle(Published(10, told(2)), now_s) == [AskBatches(9)]
     later_s = now_s + ANSWER_TIMEOUT_S
     assert news.handle(NewsTick(), later_s) == [Unheard("no answer in time")]
@@ -467,10 +467,10 @@ def test_a_silent_worker_is_asked_again_ever_less_often():
     ("events", "reason"),
     [
         ([Garbled("why")], "why"),
-        ([AnswerEnded()], "no whole snapshot"),
-        ([AnswerPiece(1, told(1)), AnswerEnded()], "no whole snapshot"),
-        ([AnswerPiece(1, []), AnswerEnded()], "no whole snapshot"),
-        ([AnswerPiece(1, [CLEARED]), AnswerPiece(2, [CLEARED])], "pieces of two snapshots"),
+        ([NewsEnded()], "no whole snapshot"),
+        ([NewsPiece(1, told(1)), NewsEnded()], "no whole snapshot"),
+        ([NewsPiece(1, []), NewsEnded()], "no whole snapshot"),
+        ([NewsPiece(1, [CLEARED]), NewsPiece(2, [CLEARED])], "pieces of two snapshots"),
     ],
 )
 def test_impossible_answers_are_ignored(events, reason):
@@ -484,8 +484,8 @@ def test_impossible_answers_are_ignored(events, reason):
 
 def test_an_unrequested_answer_changes_nothing():
     news = following()
-    assert news.handle(AnswerPiece(0, told(1)), 0.0) == []
-    assert news.handle(AnswerEnded(), 0.0) == []
+    assert news.handle(NewsPiece(0, told(1)), 0.0) == []
+    assert news.handle(NewsEnded(), 0.0) == []
 
 
 def test_a_bounded_number_of_batches_waits_for_a_missing_one(monkeypatch):
@@ -494,8 +494,8 @@ def test_a_bounded_number_of_batches_waits_for_a_missing_one(monkeypatch):
     for number in (1, 2, 3):
         news.handle(Published(number, told(number)), 0.0)
     news.validate()
-    assert news.handle(AnswerPiece(0, told(0)), 0.0) == [Apply(told(i)) for i in (0, 1, 2)]
-    news.handle(AnswerEnded(), 0.0)  # answered before number 3 was published
+    assert news.handle(NewsPiece(0, told(0)), 0.0) == [Apply(told(i)) for i in (0, 1, 2)]
+    news.handle(NewsEnded(), 0.0)  # answered before number 3 was published
     assert not news.is_following
     assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(3)]
 

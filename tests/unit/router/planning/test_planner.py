@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.demand import DecodeCost, Observation
 from engine.messages import Role, WorkerId
-from router.planning.planner import Planner, PlannerRules, PoolPlan, PoolSizes, PoolWorker, flips
+from router.planning.planner import FlipCandidate, Planner, PlannerRules, PoolPlan, PoolSizes, flips
 
 COST = DecodeCost(fixed_s=0.010, row_s=2e-5, context_s=3e-8)
 RULES = PlannerRules(ttft_s=5.0, tpot_s=0.025)
@@ -400,11 +400,11 @@ def test_one_prompt_in_each_worker_does_not_wait():
 
 def test_the_cheapest_workers_are_flipped():
     members = [
-        PoolWorker(WorkerId("a"), Role.DECODE, 5.0),
-        PoolWorker(WorkerId("b"), Role.DECODE, 1.0),
-        PoolWorker(WorkerId("c"), Role.DECODE, 1.0),
-        PoolWorker(WorkerId("d"), Role.PREFILL, 0.0),
-        PoolWorker(WorkerId("e"), Role.MIXED, 0.0),
+        FlipCandidate(WorkerId("a"), Role.DECODE, 5.0),
+        FlipCandidate(WorkerId("b"), Role.DECODE, 1.0),
+        FlipCandidate(WorkerId("c"), Role.DECODE, 1.0),
+        FlipCandidate(WorkerId("d"), Role.PREFILL, 0.0),
+        FlipCandidate(WorkerId("e"), Role.MIXED, 0.0),
     ]
     more, fewer = PoolPlan(3, 1, 4, ()), PoolPlan(0, 4, 4, ())
     assert flips(more, members) == [("b", Role.PREFILL), ("c", Role.PREFILL)]
