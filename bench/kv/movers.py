@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.common.driven import Answer, Driven, DrivenFailed
-from bench.kv.plan import KvCase, KvPlan, Pull
+from bench.kv.plan import KvCase, KvPlan, KvPull
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ class Mover:
         self.sink.ask("open_sink", timeout_s=START_TIMEOUT_S, source=source, **pools)
         return facts
 
-    def move(self, way: str, case: KvCase, pulls: Sequence[Pull]) -> list[float]:
+    def move(self, way: str, case: KvCase, pulls: Sequence[KvPull]) -> list[float]:
         """Carries out the pulls one after the other; returns the seconds of each."""
         offered = self.source.ask(
             "offer",
@@ -84,7 +84,7 @@ class Mover:
         )
         return [float(seconds) for seconds in pulled["seconds"]]
 
-    def verify(self, way: str, case: KvCase, pull: Pull) -> None:
+    def verify(self, way: str, case: KvCase, pull: KvPull) -> None:
         """Moves once into wiped blocks, and compares the bytes. Raises WrongBytes."""
         size = case.block_bytes
         self.sink.ask("wipe", timeout_s=PULL_TIMEOUT_S, block_bytes=size, blocks=pull.blocks)

@@ -44,7 +44,7 @@ Blocks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class KvPull:
     """One pull: block i of `source_blocks` goes to block i of `blocks` at the sink."""
 
     source_blocks: Blocks
@@ -178,12 +178,12 @@ def cases_of(plan: KvPlan) -> list[KvCase]:
     return cases
 
 
-def pulls_of(plan: KvPlan, case: KvCase, repeat: int) -> list[Pull]:
+def pulls_of(plan: KvPlan, case: KvCase, repeat: int) -> list[KvPull]:
     """The pulls of one repetition: the same for every mover, with new blocks in every pull."""
     rng = Random(f"{plan.seed}/{case.name}/{repeat}")
     pool = range(plan.pool_bytes // case.block_bytes)
     return [
-        Pull(tuple(rng.sample(pool, case.num_blocks)), tuple(rng.sample(pool, case.num_blocks)))
+        KvPull(tuple(rng.sample(pool, case.num_blocks)), tuple(rng.sample(pool, case.num_blocks)))
         for _ in range(NUM_PULLS.get(case.num_blocks, 1))
     ]
 

@@ -27,7 +27,7 @@ class Delta(BaseModel):
     content: str | None = None
 
 
-class ChunkChoice(BaseModel):
+class PeerChunkChoice(BaseModel):
     """The only one."""
 
     index: int
@@ -43,7 +43,7 @@ class Chunk(BaseModel):
     object: str = "chat.completion.chunk"
     created: int
     model: str
-    choices: list[ChunkChoice]
+    choices: list[PeerChunkChoice]
 
 
 class Message(BaseModel):
@@ -74,7 +74,7 @@ async def answer(body: PeerChatBody, _: Request) -> StreamingResponse:
         for i in range(body.max_tokens):
             if i:
                 await asyncio.sleep(float(body.user))  # noqa: TID251
-            choice = ChunkChoice(index=0, delta=Delta(content=" token"))
+            choice = PeerChunkChoice(index=0, delta=Delta(content=" token"))
             chunk = Chunk(id="chatcmpl-0", created=1700000000, model=body.model, choices=[choice])
             yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
         yield "data: [DONE]\n\n"
