@@ -219,7 +219,7 @@ class RouterState:
             leader = self.flights[request_id].request.leader
             assert leader is not None
             assert leader not in self.held
-            assert self.flights[leader].leads, "held back for nobody"
+            assert self.flights[leader].leads, "held back without a leader"
 
     def _validate_claims(self, attempts: dict[SeqId, Attempt]) -> None:
         for worker_id, worker in self.view.workers.items():

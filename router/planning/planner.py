@@ -182,7 +182,7 @@ class Planner:
     # ------------------------------------------------------------ when not to decide
 
     def _note(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> None:
-        """Notes a change of the pools, whoever made it."""
+        """Notes a change of the pools, from any cause."""
         sizes = pools.prefill, pools.decode
         if sizes != self._sizes:
             self._resize(self._sizes or (0, 0), sizes, now_s)

@@ -213,7 +213,7 @@ class BlockNews:
         if self._next is not None:
             assert all(number > self._next for number in self._early)
         if self._next is None or self._early:
-            assert self._ask is not None or self._ask_again_s is not None, "nobody is asked"
+            assert self._ask is not None or self._ask_again_s is not None, "no worker is asked"
 
     # ------------------------------------------------------------ batches
 

@@ -185,7 +185,7 @@ def test_slow_subscriber_recovers_lost_batches(monkeypatch, num_batches, means):
             async with following(gateway):
                 await until(lambda: gateway.feed.is_following, "it follows")
                 first = [chain(1, first=i, token_ids=token_ids) for i in range(num_batches)]
-                for news in first:  # the loop does nothing else meanwhile: nobody reads
+                for news in first:  # meanwhile the loop does not read
                     source.publish(news)
                 gateway.feed.counted(source.num_batches)
                 blocks = [news[0].block_hash for news in first]
@@ -264,7 +264,7 @@ def test_worker_without_answers_is_unheard_until_it_answers():
     async def test() -> None:
         probe = publisher()
         address = probe.open()
-        probe.close()  # nobody is there
+        probe.close()  # no worker listens there
         gateway = Gateway(welcome(address))
         async with following(gateway):
             await until(lambda: gateway.unheard == ["no answer in time"], "it is unheard")

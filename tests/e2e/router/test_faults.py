@@ -164,7 +164,7 @@ def test_a_killed_worker_changes_no_token_of_any_stream(victim):
         undisturbed, disturbed, attempts = asyncio.run(run())
     assert disturbed == undisturbed
     if victim == "decode":
-        assert attempts > 1  # the kill hit somebody
+        assert attempts > 1  # the kill hit a running request
 
 
 def test_the_last_decode_worker_dies_and_the_client_gets_a_clear_error():

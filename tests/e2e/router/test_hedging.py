@@ -1,4 +1,4 @@
-"""A prefill worker that lives and computes far too slowly holds nobody up."""
+"""A slow prefill worker does not hold up requests: a second worker computes the prompt too."""
 
 import asyncio
 import contextlib

@@ -114,7 +114,7 @@ def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed()
 
     async def run() -> list[int]:
         async with router(running, PATIENT, estimates=Estimates(PULLING_IS_QUICKER)) as r:
-            held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)  # nobody decodes
+            held = await ask_for(r, "prefix", [*PREFIX, 7], num_tokens=1)  # no worker decodes
             assert held.timeline.prefill_worker == "prefill-0"
             await told(r, "prefill-0", PREFIX)
             answer = await ask_while_the_first_is_busy(r, prompt)

@@ -115,7 +115,7 @@ def test_a_worker_tells_a_gateway_without_the_secret_nothing(caplog):
         (EventsAddress("tcp://127.0.0.1:9", "nowhere"), "ask failed"),
     ],
 )
-def test_a_worker_whose_block_events_cannot_be_had_serves_all_the_same(events, counted):
+def test_worker_without_block_events_serves(events, counted):
     async def test() -> None:
         worker = ScriptedWorker(events=events)
         async with serving(worker) as router:
@@ -372,7 +372,7 @@ def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
     run(test())
 
 
-def test_a_request_whose_last_worker_is_lost_fails_when_none_comes_in_time():
+def test_request_fails_if_no_worker_replaces_its_last_one_in_time():
     async def test() -> None:
         worker = ScriptedWorker()
         worker.patience = 2
@@ -454,8 +454,8 @@ def test_stuck_worker_joins_when_it_computes_again():
     run(test())
 
 
-def test_a_worker_whose_step_lasts_joins_and_one_that_was_lost_for_it_when_the_step_is_over():
-    """It may be slow; but who found it stuck does not take it back for as good as new."""
+def test_worker_lost_for_a_stuck_step_joins_again_with_the_next_step():
+    """A worker may join in a long step, but not in the step for which it was lost."""
 
     async def test() -> None:
         worker = ScriptedWorker(step=StillStepping(20.0))

@@ -150,7 +150,7 @@ def test_observations_that_cannot_be_are_ignored():
         max_size=30,
     )
 )
-def test_whatever_is_observed_no_weight_is_negative_or_infinite(observed):
+def test_weights_are_finite_and_not_negative_for_any_observations(observed):
     fit = Fit(3)
     for rows, context, seconds in observed:
         fit.observe((1.0, rows, context), seconds)

@@ -87,7 +87,7 @@ def test_predicted_late_request_is_refused_with_retry_after():
         assert not refused(router.handle(arrival(f"r{number}", 0.1 * number), 0.0))
     [outcome] = refused(router.handle(arrival("late", 0.5), 0.5))
     # at half a second 2.5 s are left to do, and its own: it would have to come half a second later
-    assert outcome.retry_after_s == 1.0  # and nobody is told to come sooner than this
+    assert outcome.retry_after_s == 1.0  # no client is told to come sooner
     assert "3.5 s" in outcome.message
     assert router.counters["rejected", "first token late"] == 1
     assert not refused(router.handle(arrival("again", 1.1), 1.1))

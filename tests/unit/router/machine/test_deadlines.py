@@ -41,7 +41,7 @@ def test_forgotten_requests_are_never_due():
     assert deadlines.take_due(9.0) == set()
 
 
-def test_it_is_the_least_of_all_whatever_happens_and_keeps_little():
+def test_soonest_is_the_least_deadline_and_memory_is_bounded():
     rng = random.Random(1)
     deadlines, truth = Deadlines(), {}
     for _ in range(5000):

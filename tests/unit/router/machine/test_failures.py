@@ -129,7 +129,7 @@ def test_a_worker_that_comes_back_starts_with_a_clean_sheet():
 
 
 def test_losing_an_unknown_worker_changes_nothing():
-    assert in_stage("decoding").handle(WorkerLost("nobody", "gone")) == []
+    assert in_stage("decoding").handle(WorkerLost("unknown", "gone")) == []
 
 
 def test_requests_of_a_lost_worker_keep_their_order():
@@ -443,7 +443,7 @@ def test_step_deadline_is_a_multiple_of_the_prediction_above_a_bound():
     machine, workers = driver.machine, driver.machine.view.workers
     assert machine.longest_step_s("p0") == 60.0  # what it computes is for others
     driver.ask()
-    assert machine.longest_step_s("p0") == 60.0  # nobody knows how long a prompt takes
+    assert machine.longest_step_s("p0") == 60.0  # no prompt was measured
     driver.hand_over()
     assert machine.longest_step_s("d0") == 60.0  # or a token
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
@@ -451,7 +451,7 @@ def test_step_deadline_is_a_multiple_of_the_prediction_above_a_bound():
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(1.0, num_rows=1)] * 100)
     assert machine.longest_step_s("d0") == pytest.approx(20.0, rel=0.01)
     assert machine.longest_step_s("p0") == 60.0  # it has nothing to do any more
-    assert machine.longest_step_s("nobody") == 60.0
+    assert machine.longest_step_s("unknown") == 60.0
 
 
 def test_first_steps_may_take_ten_times_the_bound_and_no_longer_than_one_waits_for_news():
@@ -459,7 +459,7 @@ def test_first_steps_may_take_ten_times_the_bound_and_no_longer_than_one_waits_f
     machine, workers = driver.machine, driver.machine.view.workers
     driver.ask()
     driver.hand_over()
-    assert machine.longest_step_s("d0", is_early=True) == 60.0  # nobody knows
+    assert machine.longest_step_s("d0", is_early=True) == 60.0  # no step was measured
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
     assert machine.longest_step_s("d0", is_early=True) == 50.0
 

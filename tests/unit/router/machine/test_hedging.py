@@ -98,7 +98,7 @@ def finish(driver: Driver, seq: str, decode: str) -> None:
 
 
 @pytest.mark.parametrize("winner", [0, 1])
-def test_whose_first_token_comes_first_goes_on_and_the_other_is_cancelled(winner):
+def test_attempt_with_the_first_token_goes_on_and_the_other_is_cancelled(winner):
     driver = cluster()
     workers = hedged(driver)
     flight = driver.machine.state.flights["r"]

@@ -161,7 +161,7 @@ NEWS = [
 
 @pytest.mark.parametrize("order", list(itertools.permutations(NEWS)), ids=lambda o: "")
 @pytest.mark.parametrize("seen", [0, 1, 2, 3])
-def test_stages_sum_in_whatever_order_news_come_and_whichever_is_missing(order, seen):
+def test_stages_sum_for_any_order_and_any_missing_message(order, seen):
     """Two streams are not ordered among each other. Times are such that sums are exact."""
     rng = random.Random(seen)
     driver = Driver("p0", "d0")

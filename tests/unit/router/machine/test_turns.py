@@ -213,7 +213,7 @@ def test_without_keys_a_full_queue_refuses_new_requests():
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_keys_ask_every_request_ends_once(seed):
+def test_every_request_ends_once_for_random_keys(seed):
     rng = random.Random(seed)
     driver = Keys("p0", prefill_backlog_tokens=10_000, max_queue=6)
     driver.join("d0", num_blocks=60, max_running=4)

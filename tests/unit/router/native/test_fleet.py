@@ -471,7 +471,7 @@ def test_workers_that_do_not_reach_each_other_are_left_to_the_policy():
     assert cluster.fleet_choice(NEED).placement == Placement("p0", "d0")
 
 
-def test_workers_whose_blocks_have_another_size_are_left_to_the_policy():
+def test_workers_with_another_block_size_are_left_to_the_policy():
     cluster = cluster_of("p0", "d0")
     odd = KVLayout(2 * BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
     cluster.add(welcome("odd", P, layout=odd))
@@ -537,7 +537,7 @@ def test_work_of_other_gateways_is_priced_anew_when_costs_change_and_only_then(m
     assert choice.ttft_s == cluster.policy_choice(NEED).ttft_s > 1.2 + 0.012 * NEED.num_tokens
 
 
-def test_a_worker_whose_first_prompt_takes_too_long_is_not_waited_for_by_the_clock():
+def test_no_timed_wait_for_a_worker_with_a_late_first_prompt():
     cluster = cluster_of("p0", "d0")
     for seq_id in "ab":
         cluster.view.workers["p0"].reserve_prefill(seq_id, 9, seconds=4.0)

@@ -143,7 +143,7 @@ def test_its_first_news_may_be_that_something_is_gone(index):
     assert index.longest(seen) == {}
 
 
-def test_a_worker_whose_news_are_believed_no_longer_is_credited_again(index):
+def test_worker_without_events_is_credited_again(index):
     index.stored(A, chain(4))
     index.cleared(A)
     index.record(A, chain(2))

@@ -326,7 +326,7 @@ def test_whether_it_pays_depends_on_the_blocks_that_are_not_here(pull_s, expecte
     assert known.asked == [16]
 
 
-def test_from_a_worker_whose_kv_lately_did_not_arrive_nothing_is_pulled():
+def test_no_pull_from_a_worker_after_a_failed_pull():
     view = ClusterView({n: worker(n) for n in ("p0", "p1", "d0")}, {("p1", "d0"): 9.0})
     assert source_in(view, Held({"p1": 6, "d0": 3}, 0.0)) == "d0"
 
@@ -336,7 +336,7 @@ def test_from_a_worker_whose_kv_lately_did_not_arrive_nothing_is_pulled():
     [{"fingerprint": "other"}, {"layout": KVLayout(8, KVFormat.FP32, LAYOUT.sections)}],
     ids=["model", "layout"],
 )
-def test_a_prefix_does_not_come_from_a_worker_whose_blocks_mean_something_else(stranger):
+def test_no_pull_between_workers_of_other_models_or_layouts(stranger):
     other = worker("p2")
     other.info = msgspec.structs.replace(other.info, **stranger)
     assert source({"p2": 9, "p1": 3}, others=[other]) == "p1"

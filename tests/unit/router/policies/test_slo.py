@@ -131,7 +131,7 @@ def test_a_pull_that_takes_longer_than_to_compute_is_left_out():
     assert choice.ttft_s == pytest.approx(1.0)
 
 
-def test_nothing_is_pulled_for_a_prompt_whose_log_probabilities_are_wanted():
+def test_no_pull_for_a_prompt_with_log_probabilities():
     need = Need(num_tokens=100, max_len=120, may_pull=False)
     assert choose(worker("p1"), D0, need=need, known=Costs({"d0": 80})).source is None
 
