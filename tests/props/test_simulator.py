@@ -1,4 +1,4 @@
-"""Whatever the trace and the cluster, leaping is stepping, and nothing is lost or left over."""
+"""For every trace and cluster, leaping equals stepping, and no request is lost."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +58,7 @@ def setups(draw):
 
 @settings(max_examples=40, deadline=None)
 @given(traces(), setups(), st.sampled_from(RouterPolicy), st.integers(0, 3))
-def test_leaping_is_stepping_and_every_answer_is_complete(trace, setup, policy, seed):
+def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, policy, seed):
     hardware, pools, latency_s = setup
     leaping, stepping = (
         simulate(

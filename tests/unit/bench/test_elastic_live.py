@@ -1,4 +1,4 @@
-"""`bench elastic-live`: its load, its orders, and what its runs come to."""
+"""`bench elastic-live`: its load, the order of its settings, and its figures."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def run(setting, repeat, *found, num_flips=0):
     return LiveRun(setting, repeat, outcomes, num_flips)
 
 
-def test_the_load_turns_and_is_less_than_what_all_but_one_answer():
+def test_load_alternates_below_the_measured_rate():
     load = list(load_of(PLAN, PACE, 0))
     for phase, mix in enumerate((READING, WRITING, READING, WRITING)):
         due = [(s, one) for s, one in load if phase * 10.0 <= s < (phase + 1) * 10.0]
@@ -44,12 +44,12 @@ def test_the_load_turns_and_is_less_than_what_all_but_one_answer():
     assert load == sorted(load, key=lambda each: each[0])
 
 
-def test_bounds_are_a_multiple_of_what_requests_took_of_busy_workers():
+def test_bounds_are_a_multiple_of_the_closed_loop_times():
     assert PACE.slo.ttft_s == pytest.approx(SLACK * 2 / 8.0)
     assert PACE.slo.tpot_s == pytest.approx(SLACK * 2 * MAX_RUNNING / (8.0 * WRITING.output_len))
 
 
-def test_of_an_answer_at_the_edge_of_the_window_that_share_counts_that_came_in_it():
+def test_answers_count_by_their_share_in_the_window():
     inside, across, outside = (
         Answer(0.0, times_s, 4, None, None, {})
         for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
@@ -57,7 +57,7 @@ def test_of_an_answer_at_the_edge_of_the_window_that_share_counts_that_came_in_i
     assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)
 
 
-def test_all_settings_of_a_repetition_have_the_same_load_and_another_one_another():
+def test_load_is_equal_within_a_repetition_and_differs_between_them():
     assert list(load_of(PLAN, PACE, 0)) == list(load_of(PLAN, PACE, 0))
     assert list(load_of(PLAN, PACE, 0)) != list(load_of(PLAN, PACE, 1))
     for repeat in range(3):
@@ -65,7 +65,7 @@ def test_all_settings_of_a_repetition_have_the_same_load_and_another_one_another
     assert [name_of(PLAN, s) for s in PLAN.settings] == ["fixed_1+2", "fixed_2+1", "planner"]
 
 
-def test_the_ratio_is_to_the_best_split_of_the_same_repetition():
+def test_ratio_is_to_the_best_split_of_its_repetition():
     good, late = answer(0.5), answer(1.5)
     runs = [
         run(1, 0, good, late, REFUSED, good),

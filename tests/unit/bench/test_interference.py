@@ -124,7 +124,7 @@ def test_a_percentile_is_of_the_gaps_of_all_streams():
     assert 10 < found["itl_p99/idle"].value < 510
 
 
-def test_against_gaps_too_short_to_see_nothing_is_held():
+def test_unmeasurable_gaps_are_no_reference():
     together = (answer([1] * 200 + [2]),) * 2
     found = by_name(results([run(IDLE, 0.01, streams=together), run(APART, 0.01)]))
     assert found["itl_p99/idle"].value == 0
@@ -144,12 +144,12 @@ def test_a_clean_measurement_warns_of_nothing():
         ({"prompts": (prompt(0, 1, num_cached=64),)}, "64 tokens of prompts were cached"),
     ],
 )
-def test_what_spoils_a_measurement_is_told(rest, told):
+def test_disturbed_measurement_warns(rest, told):
     [line] = warnings([run(APART, 0.01, **rest)])
     assert line.startswith(told)
 
 
-def test_prompts_that_overlap_are_under_way_once():
+def test_overlapping_prompts_count_once():
     overlapping = (prompt(0.0, 0.6), prompt(0.2, 0.4), prompt(0.5, 0.8))
     loaded = run(APART, 0.01, prompts=overlapping)
     begin_s, end_s = loaded.window_s
@@ -286,7 +286,7 @@ def test_a_prompt_that_fails_is_told_and_the_load_goes_on():
     assert len(others) >= 4
 
 
-def test_of_a_run_in_which_a_stream_failed_nothing_is_told():
+def test_run_with_a_failed_stream_has_no_figures():
     server = FakeServer(num_prompts=3, fails=(b"stream 2",))
     with pytest.raises(RunBroken, match="1 of 2 streams failed: 1 http_500"):
         beside(server, num_loaders=1)

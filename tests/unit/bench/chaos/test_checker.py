@@ -110,7 +110,7 @@ def test_other_log_probabilities_are_another_answer():
     assert judge(reply_of(one, 1), [other], []).end is RequestEnd.CHANGED
 
 
-def test_who_reconnects_after_a_gateway_died_loses_nothing():
+def test_reconnecting_after_a_gateway_death_loses_nothing():
     assert judge(EXPECTED, [broken(said("a")), GOOD], [DEATH]).end is RequestEnd.SAME
 
 
@@ -120,7 +120,7 @@ def test_a_connection_that_breaks_though_no_gateway_died_is_a_lost_request():
     assert judge(EXPECTED, [broken(said("a")), GOOD], [late]).end is RequestEnd.LOST
 
 
-def test_a_connection_that_breaks_long_after_somebody_elses_gateway_died_is_a_lost_request():
+def test_connection_broken_long_after_a_gateway_death_is_a_lost_request():
     late = replace(broken(said("a")), ended_s=33.0)
     assert judge(EXPECTED, [late, GOOD], [DEATH]).end is RequestEnd.LOST
     assert judge(EXPECTED, [replace(late, ended_s=3.9), GOOD], [DEATH]).end is RequestEnd.SAME
@@ -150,7 +150,7 @@ def test_a_gateway_is_replaced_when_the_controller_says_so():
     assert REPLACED_AFTER_S == SILENCE_S + GATEWAY_UNREACHABLE_S < LONG_SILENCE_S
 
 
-def test_who_never_gets_an_answer_has_lost_it():
+def test_request_without_an_answer_is_lost():
     assert judge(EXPECTED, [broken(said("a")), broken()], [DEATH]).end is RequestEnd.LOST
 
 
@@ -211,5 +211,5 @@ def test_blocks_that_are_neither_free_nor_cached_are_leaked():
     assert leaked([clean, replace(clean, num_free=7), replace(clean, open_leases=2)]) == (3, 2)
 
 
-def test_a_worker_has_not_more_blocks_than_it_has():
+def test_surplus_free_blocks_are_leaks():
     assert leaked([Books(num_blocks=10, num_free=11, open_leases=0)]) == (1, 0)

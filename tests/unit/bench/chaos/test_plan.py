@@ -132,7 +132,7 @@ P0, P1 = (worker(name, Role.PREFILL) for name in ("p0", "p1"))
 D0, D1 = (worker(name, Role.DECODE) for name in ("d0", "d1"))
 
 
-def test_everybody_may_be_hit_while_all_are_there():
+def test_every_worker_may_be_hit_while_pools_are_complete():
     assert candidates(FaultKind.KILL, pools(P0, P1, D0, D1), held=()) == ["d0", "d1", "p0", "p1"]
 
 
@@ -140,7 +140,7 @@ OF_WORKERS = sorted(set(FaultKind) - OF_GATEWAYS - {FaultKind.STOP_CONTROLLER})
 
 
 @pytest.mark.parametrize("kind", OF_WORKERS)
-def test_nobody_takes_the_last_that_works_of_a_pool(kind):
+def test_no_fault_takes_the_last_working_worker_of_a_pool(kind):
     for changes in (
         {"state": "starting"},
         {"is_connected": False},
@@ -155,7 +155,7 @@ def test_nobody_takes_the_last_that_works_of_a_pool(kind):
 
 
 @pytest.mark.parametrize("kind", list(FaultKind))
-def test_nobody_is_hit_while_a_gateway_does_not_know_all_workers(kind):
+def test_no_fault_while_a_gateway_does_not_know_all_workers(kind):
     late = SeenGateway("g1", 8, "serving", None, members_version=4)
     starting = SeenGateway("g1", None, "starting", "it does not report", members_version=5)
     whole = pools(P0, P1, D0, D1)
@@ -175,7 +175,7 @@ def test_a_gateway_is_hit_only_while_there_is_another_one():
     assert candidates(FaultKind.GATEWAY, pools(P0, D0), held=["g0"]) == []
 
 
-def test_the_controller_stands_still_once_at_a_time_and_not_while_nothing_is_known_of_the_rest():
+def test_controller_is_stopped_once_at_a_time_and_only_with_known_gateways():
     assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=()) == [CONTROLLER]
     assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=[CONTROLLER]) == []
     assert candidates(FaultKind.STOP_CONTROLLER, NOTHING, held=()) == []
@@ -222,7 +222,7 @@ def directed(seen: SeenPools, *faults: Fault, kinds=ALL) -> tuple[Director, list
     return director, noted.faults
 
 
-def test_a_fault_that_can_hit_nobody_gives_way_to_one_that_can():
+def test_fault_without_victim_gives_way_to_another_kind():
     kinds = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.GATEWAY)
     drain = Fault(0.0, FaultKind.DRAIN, 0.0)
     director, faults = directed(pools(P0, D0), drain, kinds=kinds)
@@ -232,7 +232,7 @@ def test_a_fault_that_can_hit_nobody_gives_way_to_one_that_can():
     assert faults == [(FaultKind.DRAIN, "p0", 7)]
 
 
-def test_a_kill_that_can_hit_nobody_is_left_out():
+def test_kill_without_victim_is_skipped():
     director, faults = directed(pools(P0, D0), Fault(0.0, FaultKind.KILL, 0.0))
     assert not faults
     assert [fault.kind for fault in director.skipped] == [FaultKind.KILL]

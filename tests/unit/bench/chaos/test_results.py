@@ -30,7 +30,7 @@ RUN = ChaosRun(
 )
 
 
-def test_a_run_passes_whose_faults_came_and_harmed_nobody():
+def test_run_passes_if_its_faults_did_no_harm():
     assert has_passed(results(RUN))
     assert complaints(RUN) == []
 
@@ -46,7 +46,7 @@ def test_a_run_passes_whose_faults_came_and_harmed_nobody():
         replace(RUN, left=LeftBehind(0, 0, processes=("7 baton",))),
     ],
 )
-def test_a_run_does_not_pass_that_harmed_somebody(harmed):
+def test_run_with_harm_fails(harmed):
     assert not has_passed(results(harmed))
 
 
@@ -57,13 +57,13 @@ def test_a_fault_that_failed_is_told_of_and_fails_the_run():
     assert complaints(run) == ["flip of prefill-0: not serving as decode in 20 s"]
 
 
-def test_a_kind_that_had_its_turn_and_hit_nobody_is_named_and_fails_the_run():
+def test_kind_without_any_victim_fails_the_run():
     run = replace(RUN, injected=RUN.injected[:2])
     assert not has_passed(results(run))
     assert complaints(run) == ["drain: requested, but hit no service"]
 
 
-def test_a_run_too_short_for_all_kinds_needs_one_fault_and_says_what_it_did_without():
+def test_short_run_needs_one_fault_and_names_missing_kinds():
     plan = quick(replace(RUN.plan, num_requests=20))
     run = replace(RUN, plan=plan, injected=RUN.injected[:1])
     assert has_passed(results(run))

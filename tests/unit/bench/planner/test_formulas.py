@@ -49,7 +49,7 @@ def worker(model="qwen3-8b", platform=H200, options=ModelOptions(), *, ranks=1, 
     ("name", "kibibytes"),
     [("llama-3.1-70b", 320), ("qwen3-32b", 256), ("qwen3-8b", 144), ("llama-3.1-8b", 128)],
 )
-def test_kv_of_a_token_in_bf16_is_what_is_known_of_the_model(name, kibibytes):
+def test_bf16_kv_of_a_token_matches_the_model(name, kibibytes):
     assert MODELS[name].kv_token_bytes(KVFormat.BF16) == kibibytes * 1024
 
 
@@ -73,7 +73,7 @@ def test_kv_formats_count_their_scales(kv_format, bytes_of_a_head):
         ("llama-3.1-70b", 70.55),
     ],
 )
-def test_weights_are_as_many_as_the_model_card_says(name, billions):
+def test_weights_match_the_model_card(name, billions):
     assert MODELS[name].num_weights / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
@@ -83,7 +83,7 @@ def test_only_the_layers_are_quantised():
     assert QWEN3_8B.held_bytes(WeightFormat.INT8) == held["fp8"]
 
 
-def test_a_config_is_read_without_torch_and_counts_the_weights_that_the_files_hold():
+def test_config_weights_match_the_checkpoint_files():
     model = read_model(BUNDLED)
     header_len = int.from_bytes((BUNDLED / "model.safetensors").read_bytes()[:8], "little")
     header = json.loads((BUNDLED / "model.safetensors").read_bytes()[8 : 8 + header_len])
@@ -92,7 +92,7 @@ def test_a_config_is_read_without_torch_and_counts_the_weights_that_the_files_ho
     assert (model.kv_heads, model.head_dim, model.tied) == (2, 64, True)
 
 
-def test_what_a_config_leaves_out_has_the_usual_meaning(tmp_path):
+def test_missing_config_fields_have_usual_defaults(tmp_path):
     config = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -115,14 +115,14 @@ def test_what_a_config_leaves_out_has_the_usual_meaning(tmp_path):
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
     ],
 )
-def test_a_config_that_is_not_of_a_dense_decoder_is_an_error(tmp_path, change, message):
+def test_config_of_another_architecture_is_an_error(tmp_path, change, message):
     config = json.loads((BUNDLED / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(CheckpointError, match=message):
         read_model(tmp_path)
 
 
-def test_a_model_that_is_not_there_is_an_error(tmp_path):
+def test_missing_model_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="qwen3-8b"):
         model_named("qwen4")
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -149,7 +149,7 @@ def test_the_roofline_is_near_the_measured_profiles(profile, model, ranks):
     )
 
 
-def test_memory_is_what_the_weights_leave():
+def test_kv_memory_is_what_the_weights_leave():
     eight = worker()
     left = 0.9 * (141e9 - 2 * QWEN3_8B.num_weights)
     assert eight.kv_tokens == pytest.approx(left / (144 * 1024), abs=128)
@@ -214,7 +214,7 @@ def test_more_ranks_than_kv_heads_hold_heads_twice():
 
 
 @pytest.mark.parametrize(("accepted", "drafted", "cost"), [(0, 4, 0), (5, 4, 0), (1, 4, -1)])
-def test_speculation_that_cannot_be_is_an_error(accepted, drafted, cost):
+def test_impossible_speculation_is_an_error(accepted, drafted, cost):
     with pytest.raises(ConfigError):
         Speculation(accepted, drafted, cost)
 
@@ -226,7 +226,7 @@ def test_blocks_are_a_sixteenth_of_a_prompt_within_bounds():
 # ---------------------------------------------------------------- loads
 
 
-def test_prefill_takes_what_its_formula_says():
+def test_prefill_mean_follows_its_formula():
     cost = worker().hardware.prefill
     load = ExpectedLoad(1.0, 2000, 300, 0.25, spread=0.0)
     expected = cost.fixed_s + cost.token_s * 1500 + cost.square_s * (2000**2 - 500**2)
@@ -236,7 +236,7 @@ def test_prefill_takes_what_its_formula_says():
     assert prefill_mean_s(spread, worker()) == pytest.approx(expected + more)
 
 
-def test_the_conversation_trace_needs_as_many_prefill_workers_as_were_counted_request_by_request():
+def test_prefill_mean_matches_the_conversation_trace():
     profile = PROFILES["h200-qwen3-32b-tp2"]
     platform = Platform(profile.name, None, profile, 3.0)
     load = ExpectedLoad(3.40, 12_035, 343, spread=1.05)  # Mooncake's: median 6,909, no cache
@@ -244,14 +244,14 @@ def test_the_conversation_trace_needs_as_many_prefill_workers_as_were_counted_re
     assert busy == pytest.approx(3.15, rel=0.05)
 
 
-def test_a_queue_of_one_worker_waits_as_long_as_is_known():
+def test_wait_of_one_worker_matches_m_m_1():
     # M/M/1: the wait exceeds t with probability busy·e^(-(1 - busy)·t / service).
     assert wait_p90_s(1.0, 0.5, 1, variance=1.0) == pytest.approx(2 * math.log(5))
     assert wait_p90_s(1.0, 0.05, 1, variance=1.0) == 0.0
     assert wait_p90_s(1.0, 0.9, 8, variance=1.0) < wait_p90_s(1.0, 0.9, 1, variance=1.0)
 
 
-def test_decode_by_formula_is_where_rows_and_steps_agree():
+def test_decode_formula_is_a_fixed_point_of_rows_and_step_time():
     slo = SloBounds(2.0, 0.03)
     found = disaggregated(ExpectedLoad(40.0, 2000, 300, spread=0.5), worker(), slo, max_workers=99)
     decode = worker().hardware.decode
@@ -286,7 +286,7 @@ def test_one_pool_pays_for_prompts_in_its_steps():
     assert both.tpot_s <= 0.9 * 0.02
 
 
-def test_memory_bounds_a_pool_of_patient_users():
+def test_memory_bounds_the_pool_under_loose_slos():
     small = worker("llama-3.1-70b", ranks=2)
     slo = SloBounds(60.0, 10.0)
     found = disaggregated(ExpectedLoad(2.0, 8000, 2000), small, slo, max_workers=99)
@@ -295,13 +295,13 @@ def test_memory_bounds_a_pool_of_patient_users():
     assert fewer == 0 or found.kv_used * found.pools.decode / fewer > 0.8
 
 
-def test_too_few_workers_are_none():
+def test_estimate_is_none_beyond_max_workers():
     slo = SloBounds(2.0, 0.02)
     assert disaggregated(ExpectedLoad(1e4, 4000, 300), worker(), slo, max_workers=20) is None
     assert colocated(ExpectedLoad(1e4, 4000, 300), worker(), slo, max_workers=20) is None
 
 
-def test_the_floor_is_one_request_alone():
+def test_floor_is_the_latency_of_one_request_alone():
     floor = floor_of(ExpectedLoad(10.0, 2000, 300, spread=0.0), worker())
     hardware = worker().hardware
     assert floor.ttft_s == hardware.prefill.seconds(2000)
@@ -313,7 +313,7 @@ def test_the_floor_is_one_request_alone():
 @pytest.mark.parametrize(
     "fields", [(0, 10, 10), (1, 0, 10), (1, 10, 0), (1, 10, 10, 1.0), (1, 10, 10, 0, 3.0)]
 )
-def test_a_load_that_cannot_be_is_an_error(fields):
+def test_impossible_load_is_an_error(fields):
     with pytest.raises(ConfigError):
         ExpectedLoad(*fields)
 
@@ -322,7 +322,7 @@ def test_a_load_that_cannot_be_is_an_error(fields):
 
 
 @pytest.mark.parametrize("hit", [0.0, 0.37, 0.8])
-def test_a_made_up_load_has_the_means_that_were_asked_for(hit):
+def test_synthetic_load_has_the_requested_means(hit):
     load = ExpectedLoad(5.0, 2000, 300, hit)
     trace = workload(load, num_requests=800, block_tokens=128, rng=Random(1))
     inputs = [r.input_len for r in trace.requests]
@@ -335,13 +335,13 @@ def test_a_made_up_load_has_the_means_that_were_asked_for(hit):
     assert infinite_cache_hits(trace) == pytest.approx(hit * 7 / 8, abs=0.02)
 
 
-def test_a_made_up_load_is_a_function_of_its_seed():
+def test_synthetic_load_depends_only_on_its_seed():
     def made(seed):
         return workload(LOAD, num_requests=50, block_tokens=128, rng=Random(seed))
 
     assert made(3) == made(3) != made(4)
 
 
-def test_measured_profiles_cost_what_their_gpu_does():
+def test_measured_profiles_have_the_price_of_their_gpu():
     for profile in PROFILES.values():
         assert profile.usd_per_gpu_hour == GPUS["h200"].usd_per_hour, profile.name

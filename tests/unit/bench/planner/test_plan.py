@@ -46,7 +46,7 @@ def test_a_worker_has_as_many_gpus_as_the_model_needs():
     assert size(replace(large, options=ModelOptions(WeightFormat.INT8)), apart=True).ranks >= 2
 
 
-def test_a_model_that_does_not_fit_is_an_error_that_says_how_large_it_is():
+def test_model_too_large_is_an_error_with_its_size():
     tiny = Platform("tiny", replace(GPUS["l40s"], memory_bytes=8e9), None, 1.0)
     ask = replace(ASK, model=MODELS["llama-3.1-70b"], platform=tiny)
     with pytest.raises(CannotPlan, match=r"does not fit: 141\.1 GB of weights"):
@@ -67,7 +67,7 @@ def test_an_option_that_makes_it_fit_is_named():
         plan.best  # noqa: B018
 
 
-def test_bounds_that_nobody_can_meet_are_an_error_that_prints_the_floor():
+def test_impossible_bounds_are_an_error_with_the_floor():
     with pytest.raises(CannotPlan, match=r"at best .* ms with 1, .* with 8 × h200 a worker"):
         size(replace(ASK, slo=SloBounds(0.001, 0.02)), apart=True)
     with pytest.raises(CannotPlan, match="no number of workers"):
@@ -90,7 +90,7 @@ def test_cost_is_all_gpus_over_all_tokens():
     assert sized.usd_per_million_tokens == pytest.approx(sized.gpus * 3.0 / tokens_per_hour * 1e6)
 
 
-def test_options_are_stacked_in_order_and_what_costs_more_is_left_out():
+def test_options_are_stacked_and_costly_ones_left_out():
     options = ModelOptions(WeightFormat.INT8, KVFormat.INT8, Speculation(1.5, 4))
     load = ExpectedLoad(200.0, 2000, 200, 0.37)
     plan = plan_of(replace(ASK, options=options, load=load, max_gpus=999))
@@ -112,7 +112,7 @@ def test_options_are_stacked_in_order_and_what_costs_more_is_left_out():
         assert plan.steps[-1].outcome == plan.disaggregated
 
 
-def test_options_that_were_not_asked_for_are_shown_in_8_bits():
+def test_options_default_to_8_bits_in_the_steps():
     labels = [step.label for step in plan_of(ASK).steps]
     assert labels[1:3] == ["weights in fp8", "KV in fp8_e4m3"]
     a100 = replace(ASK, platform=Platform("a100", GPUS["a100"], None, 1.5))
@@ -138,7 +138,7 @@ def test_a_large_load_is_cut_into_cells_of_a_few_workers():
     assert (one.number, one.num_requests) == (1, 300)
 
 
-def test_the_search_ends_where_one_worker_less_would_miss_the_bounds():
+def test_search_ends_where_one_worker_less_misses_the_bounds():
     load = ExpectedLoad(60.0, 2000, 30)
     cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
     search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
@@ -152,7 +152,7 @@ def test_the_search_ends_where_one_worker_less_would_miss_the_bounds():
         assert not search.check(fewer).passes
 
 
-def test_a_search_that_finds_nothing_in_its_bounds_is_none():
+def test_search_beyond_max_workers_is_none():
     load = ExpectedLoad(200.0, 2000, 30)
     cells = cells_of(load, SLO, SHALLOW, smallest_pool=1)
     search = Search(load, simulated_worker(), SLO, cells=cells, seed=0)
@@ -160,7 +160,7 @@ def test_a_search_that_finds_nothing_in_its_bounds_is_none():
     assert search.smallest(replace(start, pools=SimulatedPools(1, 1)), max_workers=2) is None
 
 
-def test_the_command_prints_a_plan_and_says_it_again(tmp_path):
+def test_command_repeats_its_plan(tmp_path):
     runs = [
         CliRunner().invoke(app, [*COMMAND, "--json", str(tmp_path / f"{i}.json")]) for i in "ab"
     ]
@@ -187,14 +187,14 @@ def test_the_command_prints_a_plan_and_says_it_again(tmp_path):
         (["--accepted", "5"], "--drafted"),
     ],
 )
-def test_the_command_says_in_one_line_what_cannot_be(change, message):
+def test_impossible_plan_prints_one_line_and_exits_1(change, message):
     result = CliRunner().invoke(app, [*COMMAND, "--formula-only", *change])
     assert result.exit_code == 1
     assert message in result.output
     assert result.output.startswith("error: ")
 
 
-def test_a_profile_says_which_model_it_is_of(tmp_path):
+def test_profile_implies_its_model(tmp_path):
     arguments = [*COMMAND[3:], "--formula-only"]
     by_model = CliRunner().invoke(app, ["plan", "--model", "h200-qwen3-8b", *arguments])
     by_hardware = CliRunner().invoke(app, ["plan", "--hardware", "h200-qwen3-8b", *arguments])
@@ -208,7 +208,7 @@ def test_a_profile_says_which_model_it_is_of(tmp_path):
     assert CliRunner().invoke(app, [*ours, "--model", "qwen3-8b"]).exit_code == 0
 
 
-def test_without_simulation_there_is_no_column_for_it():
+def test_formula_only_has_no_simulated_column():
     result = CliRunner().invoke(app, [*COMMAND, "--formula-only", "--no-savings"])
     assert result.exit_code == 0
     assert "by formula" in result.output

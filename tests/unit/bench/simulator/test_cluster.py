@@ -56,7 +56,7 @@ def trace_of(*requests, block_tokens=8):
 
 
 def busy_trace(num_requests, seed=0):
-    """Conversations in blocks of 8 tokens, as many as keep a few tiny workers busy."""
+    """Returns conversations in blocks of 8 tokens that keep a few tiny workers busy."""
     chat = Chat(20.0, 3.0, 0.5, system_tokens=512, input_tokens=1500, output_tokens=1500)
     made = synthetic(chat, num_requests, Random(seed)).shortened(64)
     short = tuple(replace(r, input_len=min(r.input_len, 300)) for r in made.requests)
@@ -73,7 +73,7 @@ def run_of(trace, setup, policy=RouterPolicy.LEAST_LOADED, **config):
 # ---------------------------------------------------------------- one request
 
 
-def test_a_request_alone_takes_what_its_steps_and_messages_are_priced_at():
+def test_single_request_takes_the_price_of_its_steps_and_messages():
     latency_s = 1e-3
     run = run_of(trace_of((2.0, 40, 3)), SimulationSetup(TINY, ONE_AND_ONE, latency_s))
     [record] = run.records
@@ -87,7 +87,7 @@ def test_a_request_alone_takes_what_its_steps_and_messages_are_priced_at():
     assert second_s == pytest.approx(2.0 + latency_s + prefill_s + pull_s + decode_s + latency_s)
 
 
-def test_a_prompt_of_two_chunks_pulls_the_first_while_the_second_is_computed():
+def test_first_chunk_is_pulled_while_the_second_is_computed():
     pull = PullCost(1e-4, 1e-5, 1e8)
     quick = msgspec.structs.replace(TINY, pull=pull)
     run = run_of(trace_of((0.0, 64, 2)), SimulationSetup(quick, ONE_AND_ONE, 0.0))
@@ -97,7 +97,7 @@ def test_a_prompt_of_two_chunks_pulls_the_first_while_the_second_is_computed():
     assert second_s == pytest.approx(first_s + last_chunk_s + TINY.decode.seconds(1, 65))
 
 
-def test_a_prompt_seen_before_is_not_computed_again():
+def test_cached_prompt_is_not_computed_again():
     trace = trace_of((0.0, 40, 2, (1, 2, 3, 4, 5)), (1.0, 44, 2, (1, 2, 3, 4, 5, 6)))
     run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE, 0.0))
     assert run.records[1].timeline.num_cached_tokens == 40
@@ -115,7 +115,7 @@ def test_an_answer_of_one_token_ends_with_its_prompt():
 
 
 @pytest.mark.parametrize("prefills_locally", [True, False])
-def test_decode_workers_compute_prompts_where_that_is_quicker_if_they_may(prefills_locally):
+def test_decode_workers_compute_prompts_if_allowed_and_faster(prefills_locally):
     trace = busy_trace(60)
     setup = SimulationSetup(TINY, SimulatedPools(1, 2), prefills_locally=prefills_locally)
     run = run_of(trace, setup, RouterPolicy.SLO)
@@ -129,7 +129,7 @@ def test_decode_workers_compute_prompts_where_that_is_quicker_if_they_may(prefil
     [SimulatedPools(2, 1), SimulatedPools(2, 2), SimulatedPools(1, 1, 1), SimulatedPools(0, 0, 2)],
 )
 @pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.ROUND_ROBIN])
-def test_leaping_over_steps_that_are_alike_changes_no_token_s_time(pools, policy):
+def test_leaping_over_equal_steps_changes_no_token_time(pools, policy):
     trace = busy_trace(25)
     leaping, stepping = (
         run_of(trace, SimulationSetup(TINY, pools, leaps=leaps), policy) for leaps in (True, False)
@@ -140,7 +140,7 @@ def test_leaping_over_steps_that_are_alike_changes_no_token_s_time(pools, policy
     assert leaping.num_events < 0.7 * stepping.num_events
 
 
-def test_a_run_is_the_same_again():
+def test_run_is_repeatable():
     runs = [
         run_of(busy_trace(20), SimulationSetup(TINY, SimulatedPools(2, 2)), RouterPolicy.RANDOM)
         for _ in "12"
@@ -148,7 +148,7 @@ def test_a_run_is_the_same_again():
     assert [r.times_s for r in runs[0].records] == [r.times_s for r in runs[1].records]
 
 
-def test_answers_have_their_lengths_and_tokens_come_one_after_the_other():
+def test_answers_have_their_lengths_and_tokens_are_in_order():
     run = run_of(busy_trace(30), SimulationSetup(TINY, SimulatedPools(2, 2)))
     for record in run.records:
         assert isinstance(record.outcome, Finished)
@@ -156,7 +156,7 @@ def test_answers_have_their_lengths_and_tokens_come_one_after_the_other():
         assert list(record.times_s) == sorted(set(record.times_s))
 
 
-def test_hearing_of_tokens_late_changes_figures_only_a_little():
+def test_late_token_reports_change_figures_little():
     trace = busy_trace(30)
     exact, coarse = (
         figures_of(
@@ -174,14 +174,14 @@ def test_hearing_of_tokens_late_changes_figures_only_a_little():
         assert coarse[name].value == pytest.approx(exact[name].value, rel=0.1)
 
 
-def test_what_does_not_fit_any_worker_fails_and_all_else_is_answered():
+def test_request_too_large_for_any_worker_fails_alone():
     trace = trace_of((0.0, 2000, 2), (0.0, 40, 2))
     run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE))
     kinds = [type(record.outcome).__name__ for record in run.records]
     assert kinds == ["Failed", "Finished"]
 
 
-def test_a_full_queue_refuses_and_that_is_a_miss():
+def test_refusal_by_a_full_queue_is_a_miss():
     trace = trace_of(*[(0.0, 200, 20)] * 12)
     run = run_of(trace, SimulationSetup(TINY, ONE_AND_ONE), max_queue=4)
     figures = figures_of(run, SloBounds(), usd_per_gpu_hour=2.0)
@@ -193,7 +193,7 @@ def test_a_full_queue_refuses_and_that_is_a_miss():
 # ---------------------------------------------------------------- figures
 
 
-def test_figures_are_those_of_the_tokens_times():
+def test_figures_follow_from_token_times():
     run = run_of(trace_of((0.0, 40, 3), (9.0, 40, 3)), SimulationSetup(TINY, ONE_AND_ONE))
     figures = figures_of(run, SloBounds(ttft_s=1e-4), usd_per_gpu_hour=3.6)
     first = run.records[0].times_s
@@ -207,7 +207,7 @@ def test_figures_are_those_of_the_tokens_times():
     )
 
 
-def test_the_command_reports_the_same_twice_and_plots(tmp_path):
+def test_command_repeats_its_report(tmp_path):
     write_trace(busy_trace(12), tmp_path / "t.jsonl")
     (tmp_path / "tiny.json").write_bytes(msgspec.json.encode(TINY))
     command = ["simulate", "--trace", str(tmp_path / "t.jsonl"), "--prefill", "2", "--hardware"]
@@ -234,7 +234,7 @@ def test_the_command_reports_the_same_twice_and_plots(tmp_path):
         (["--shorten", "7"], "divided"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_line_and_status_one(change, message):
+def test_impossible_simulation_prints_one_line_and_exits_1(change, message):
     result = CliRunner().invoke(
         app, ["simulate", "--trace", "synthetic", "--requests", "3", *change]
     )
@@ -269,7 +269,7 @@ def run_until_quiet(future):
         pass
 
 
-def test_two_pulls_over_one_link_go_one_after_the_other():
+def test_pulls_over_one_link_are_sequential():
     future, transfers, source, sink = transfers_between()
     for name in ("a", "b"):
         transfers.open(source, LeaseId(name))
@@ -285,7 +285,7 @@ def test_two_pulls_over_one_link_go_one_after_the_other():
     assert transfers.num_leases == 0
 
 
-def test_a_lease_that_is_revoked_fails_its_pull_with_what_had_arrived():
+def test_revoked_lease_fails_its_pull_with_arrived_blocks():
     future, transfers, source, sink = transfers_between()
     transfers.open(source, LeaseId("a"))
     transfers.grow(LeaseId("a"), 1)
@@ -297,7 +297,7 @@ def test_a_lease_that_is_revoked_fails_its_pull_with_what_had_arrived():
     assert sink.heard == [PullFailed(SeqId("a"), "revoked", (0,))]
 
 
-def test_a_pull_that_is_given_up_releases_its_lease():
+def test_aborted_pull_releases_its_lease():
     future, transfers, source, sink = transfers_between()
     transfers.open(source, LeaseId("a"))
     transfers.hold(sink, SeqId("a"), ref("a", 3))
@@ -308,7 +308,7 @@ def test_a_pull_that_is_given_up_releases_its_lease():
     assert sink.heard == [PullFailed(SeqId("a"), "aborted", ())]
 
 
-def test_a_lease_that_nobody_knows_cannot_be_held():
+def test_unknown_lease_cannot_be_held():
     future, transfers, _, sink = transfers_between()
     transfers.hold(sink, SeqId("a"), ref("a", 3))
     transfers.start(sink, SeqId("a"), (0,))
@@ -320,7 +320,7 @@ def test_a_lease_that_nobody_knows_cannot_be_held():
 
 
 def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
-    """A run in which workers are given other roles: (when, whom, what). The machine's counters."""
+    """Runs a trace with role changes of (time, worker, role); returns run and counters."""
     machine = native_machine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
     cluster = Cluster(with_ids(trace), setup, machine)
     for at_s, worker_id, role in changes:
@@ -343,7 +343,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("max_answer_tokens", [None, 200])
 @pytest.mark.parametrize("policy", [RouterPolicy.SLO, RouterPolicy.LEAST_LOADED])
-def test_workers_change_their_roles_and_all_is_answered(policy, max_answer_tokens):
+def test_all_requests_are_answered_while_roles_change(policy, max_answer_tokens):
     trace = busy_trace(60)
     setup = SimulationSetup(TINY, SimulatedPools(1, 3), max_answer_tokens=max_answer_tokens)
     run, counters = with_roles(trace, setup, CHANGES, policy)
@@ -355,7 +355,7 @@ def test_workers_change_their_roles_and_all_is_answered(policy, max_answer_token
     assert counters["fallback", "copy failed"] == 0
 
 
-def test_leaping_and_changing_roles_go_together():
+def test_leaping_equals_stepping_while_roles_change():
     trace = busy_trace(40)
     setup = SimulationSetup(TINY, SimulatedPools(1, 3))
     ends = [
@@ -368,7 +368,7 @@ def test_leaping_and_changing_roles_go_together():
     assert ends[0] == pytest.approx(ends[1])
 
 
-def test_answers_end_as_in_the_trace_though_the_router_was_asked_for_more():
+def test_answers_end_as_in_the_trace_below_the_client_limit():
     trace = busy_trace(30)
     told = []
 

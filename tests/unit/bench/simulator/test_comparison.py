@@ -1,4 +1,4 @@
-"""The comparison with a peer: what it is told, and how its figures are taken."""
+"""The comparison with a peer: its input, and the reading of its figures."""
 
 import sys
 
@@ -36,7 +36,7 @@ def fake(tmp_path, lacking=0):
     return path
 
 
-def test_the_peer_s_tables_hold_our_costs():
+def test_peer_tables_hold_our_costs():
     costs = tables(HARDWARE)
     assert dict(zip(costs["prefill_isl"], costs["prefill_ttft_ms"], strict=True))[8192] == (
         pytest.approx(473.798)
@@ -46,7 +46,7 @@ def test_the_peer_s_tables_hold_our_costs():
     assert costs["decode_itl"][4][1] == pytest.approx(1000 * HARDWARE.decode.seconds(4, 8192))
 
 
-def test_who_is_refused_early_counts_as_a_miss_of_both_bounds():
+def test_early_refusal_misses_both_bounds():
     plan = ComparisonPlan(TRACE, HARDWARE, [(1, 1)], 4, ttft_s=1e-3)
     everybody, some = (
         play(plan, TRACE, PeerDeployment(1, 1), RouterPolicy.SLO, keeps_bounds=keeps)
@@ -56,7 +56,7 @@ def test_who_is_refused_early_counts_as_a_miss_of_both_bounds():
     assert not some.keeps(ttft_s=5.0, tpot_s=0.025)
 
 
-def test_a_peer_s_report_is_read_and_one_of_too_few_requests_refused(tmp_path):
+def test_peer_report_is_read_unless_requests_are_missing(tmp_path):
     with Dynamo(fake(tmp_path), TRACE, HARDWARE) as peer:
         played = peer.play(PeerDeployment(1, 1, 2.0), "kv_router")
         assert (played.ttft_mean_s, played.ttft_p90_s, played.hits) == (0.5, 4.0, 0.1)
@@ -67,7 +67,7 @@ def test_a_peer_s_report_is_read_and_one_of_too_few_requests_refused(tmp_path):
         peer.play(PeerDeployment(1, 1), "kv_router")
 
 
-def test_a_peer_that_is_not_there_or_says_nothing_is_an_error(tmp_path):
+def test_missing_or_silent_peer_is_an_error(tmp_path):
     with (
         Dynamo(tmp_path / "none", TRACE, HARDWARE) as peer,
         pytest.raises(PeerError, match="no su"),
@@ -80,7 +80,7 @@ def test_a_peer_that_is_not_there_or_says_nothing_is_an_error(tmp_path):
         peer.play(PeerDeployment(1, 1), "kv_router")
 
 
-def test_the_command_prints_ours_beside_the_peer_s(tmp_path):
+def test_command_reports_our_figures_beside_the_peer(tmp_path):
     write_trace(TRACE, tmp_path / "t.jsonl")
     command = ["bench", "simulator", "--trace", str(tmp_path / "t.jsonl"), "--splits", "2+1"]
     command += ["--goodput-requests", "2", "--peer", f"dynamo={fake(tmp_path)}"]
@@ -102,7 +102,7 @@ def test_the_command_prints_ours_beside_the_peer_s(tmp_path):
         (["--hardware", "h300"], "h300"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line_and_status_one(tmp_path, change, message):
+def test_impossible_comparison_prints_one_line_and_exits_1(tmp_path, change, message):
     write_trace(TRACE, tmp_path / "t.jsonl")
     command = ["bench", "simulator", "--trace", str(tmp_path / "t.jsonl"), *change]
     result = CliRunner().invoke(app, command)

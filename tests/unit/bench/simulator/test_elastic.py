@@ -1,4 +1,4 @@
-"""PoolSizes that follow a load that turns, in the simulator."""
+"""Planned pools under an alternating load, in the simulator."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ def decision(at_s, prefill, wanted):
     )
 
 
-def test_planned_pools_lose_nothing_and_meet_more_bounds_than_any_fixed_split():
+def test_planned_pools_beat_every_fixed_split_without_losses():
     trace = TURNS.trace(4, 0)
     fixed = {f"fixed_{number}": play(PLAN, trace, number, None) for number in PLAN.splits}
     planned = play(PLAN, trace, 2, PLAN.rules)
@@ -38,14 +38,14 @@ def test_planned_pools_lose_nothing_and_meet_more_bounds_than_any_fixed_split():
     assert planned.num_requests == len(trace.requests)
 
 
-def test_a_planned_run_is_a_function_of_its_load():
+def test_planned_run_depends_only_on_its_load():
     trace = TurningLoad(2, 10.0, TURNS.mixes).trace(4, 1)
     first, second = (play(PLAN, trace, 2, PLAN.rules) for _ in range(2))
     assert first == second
     assert all(decision.plan.reasons for decision in first.decisions)
 
 
-def test_a_load_is_a_function_of_its_seed():
+def test_load_depends_only_on_its_seed():
     assert TURNS.trace(4, 0) == TURNS.trace(4, 0)
     assert TURNS.trace(4, 0) != TURNS.trace(4, 1)
     requests = TURNS.trace(4, 0).requests
@@ -55,7 +55,7 @@ def test_a_load_is_a_function_of_its_seed():
     assert writing.block_ids[:32] == tuple(range(32))
 
 
-def test_reactions_are_told_of_the_slowest_turn():
+def test_reactions_are_those_of_the_slowest_change():
     turns = TurningLoad(3, 10.0)
     decisions = [
         decision(0.0, 4, 7),  # before any turn
@@ -69,7 +69,7 @@ def test_reactions_are_told_of_the_slowest_turn():
     assert reactions(decisions, turns, 8) == (2.0, 2.0)
 
 
-def test_the_best_split_is_the_strongest_one_and_every_loss_counts():
+def test_best_split_has_most_good_requests_and_all_losses_count():
     fixed = {"fixed_1+3": ElasticRun(10, 20, 0), "fixed_2+2": ElasticRun(12, 20, 1)}
     found = figures_of(PLAN, fixed, ElasticRun(18, 20, 0))
     assert found["ratio"].value == pytest.approx(1.5)
@@ -77,7 +77,7 @@ def test_the_best_split_is_the_strongest_one_and_every_loss_counts():
     assert found["lost"].value == 1
 
 
-def test_the_command_prints_and_writes_its_figures(tmp_path):
+def test_command_writes_its_figures(tmp_path):
     path = tmp_path / "elastic.json"
     options = ["--workers", "2", "--phases", "2", "--phase-s", "4", "--repeat", "1"]
     result = CliRunner().invoke(app, ["elastic", *options, "--json", str(path)])

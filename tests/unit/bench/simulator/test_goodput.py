@@ -1,10 +1,12 @@
-"""Figures of many simulations, and of many answers."""
+"""DistServe's goodput, and summaries of gaps."""
 
 from array import array
-from random import Random
+from itertools import accumulate
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench.client.load import SloBounds
 from bench.common.stats import summarize
@@ -29,49 +31,48 @@ def play(trace):
 @pytest.mark.parametrize(
     ("limit", "found"), [(0.01, 0.0), (0.3, 0.3), (1.0, 1.0), (3.0, 3.0), (99.0, 16.0)]
 )
-def test_the_greatest_speed_is_found_within_a_twentieth(limit, found):
+def test_greatest_speed_is_found_within_5_percent(limit, found):
     speed = greatest_speed(lambda speed: speed <= limit, least=1 / 16, most=16.0)
     assert speed == pytest.approx(found, rel=0.05)
     assert speed <= limit
 
 
-def test_where_the_trace_s_own_pace_is_the_least_no_slower_one_is_tried():
+def test_no_speed_below_the_least_is_tried():
     tried = []
     assert greatest_speed(lambda s: bool(tried.append(s)), least=1.0, most=16.0) == 0.0
     assert tried == [1.0]
 
 
-def test_distserve_s_goodput_is_the_rate_up_to_which_nine_of_ten_keep_their_bounds():
+def test_distserve_goodput_is_the_highest_rate_with_90_percent_attainment():
     alone_s = HARDWARE.prefill.seconds(PROMPT_LEN)
     requests = [TraceRequest(i / 10, PROMPT_LEN, 2) for i in range(40)]
     trace = Trace("t", 512, tuple(requests))
-    # Whoever comes while another prompt is computed is late, so prompts must not overlap.
+    # A request that arrives during another prompt is late, so prompts must not overlap.
     slo = SloBounds(ttft_s=alone_s + 2e-3)
     figure = distserve_goodput(trace, play, slo, gpus=2)["goodput/distserve"]
     assert figure.unit == "1/s/GPU"
     assert figure.value == pytest.approx(40 / 3.9 / 2 * (0.1 / alone_s), rel=0.15)
 
 
-def test_there_is_no_goodput_of_what_is_not_bounded_or_has_no_rate():
+def test_no_distserve_goodput_without_bounds_or_rate():
     trace = Trace("t", 512, (TraceRequest(0.0, 10, 2),))
     assert distserve_goodput(trace, play, SloBounds(ttft_s=1.0), gpus=1) == {}
     assert distserve_goodput(trace, play, SloBounds(), gpus=1) == {}
 
 
-def records_of(lengths, rng):
-    records = []
-    for length in lengths:
-        times_s = array("d", [1.0])
-        for _ in range(length - 1):
-            times_s.append(times_s[-1] + rng.choice((0.01, 0.0125, rng.expovariate(50.0))))
-        records.append(SimulatedRequest(TraceRequest(0.0, 1, length), times_s=times_s))
-    return records
+def record_of(gaps_s):
+    """A request whose tokens are these gaps apart."""
+    times_s = array("d", accumulate(gaps_s, initial=1.0))
+    return SimulatedRequest(TraceRequest(0.0, 1, len(times_s)), times_s=times_s)
 
 
-@pytest.mark.parametrize("lengths", [(2,), (3, 1, 2), (50,) * 30, (1, 400, 2, 300)])
-@pytest.mark.parametrize("num_bins", [1, 7, 1000])
-def test_gaps_are_summarised_as_if_they_were_in_one_list(lengths, num_bins):
-    records = records_of(lengths, Random(len(lengths)))
+GAPS_S = st.lists(st.one_of(st.sampled_from((0.01, 0.0125)), st.floats(0, 1)), max_size=40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(GAPS_S, max_size=20).filter(any), st.sampled_from((1, 7, 1000)))
+def test_gap_summary_equals_that_of_one_list(gaps_s, num_bins):
+    records = [record_of(each) for each in gaps_s]
     gaps = np.concatenate([np.diff(r.times_s) for r in records]).tolist()
     found = summary_of_gaps(records, num_bins=num_bins, num_together=3)
     expected = summarize(gaps)
@@ -79,5 +80,5 @@ def test_gaps_are_summarised_as_if_they_were_in_one_list(lengths, num_bins):
     assert found.mean == pytest.approx(expected.mean, rel=1e-12)
 
 
-def test_where_no_answer_has_two_tokens_there_are_no_gaps():
-    assert summary_of_gaps(records_of((1, 1), Random(0))) is None
+def test_answers_of_one_token_have_no_gaps():
+    assert summary_of_gaps([record_of([]), record_of([])]) is None

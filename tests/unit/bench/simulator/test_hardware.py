@@ -18,7 +18,7 @@ H200 = WorkerGpus(989e12, 4.8e12, 141e9, 50e9)
 
 
 @pytest.mark.parametrize(("name", "kilobytes"), [("0.6b", 112), ("8b", 144), ("32b-tp2", 256)])
-def test_kv_of_a_token_is_what_the_model_says(name, kilobytes):
+def test_kv_bytes_of_a_token_follow_from_the_model(name, kilobytes):
     assert PROFILES[f"h200-qwen3-{name}"].kv_token_bytes == kilobytes * 1024
 
 
@@ -26,7 +26,7 @@ def test_llama_70b_holds_320_kilobytes_a_token():
     assert PROFILES["h200-llama-3.1-70b-tp8"].kv_token_bytes == 320 * 1024
 
 
-def test_prices_are_near_the_tables_they_come_from():
+def test_prices_are_near_their_source_tables():
     pricing = Pricing(PROFILES["h200-qwen3-8b"])
     for length, ms in ((1024, 22.1), (4096, 91.2), (16_384, 455), (32_768, 1177)):
         price = StepPrice(num_new=length, squares=length**2)
@@ -34,7 +34,7 @@ def test_prices_are_near_the_tables_they_come_from():
     assert pricing.decode_s(64, 64 * 2048) * 1000 == pytest.approx(10.19, rel=0.03)
 
 
-def test_a_linear_profile_looks_only_at_new_tokens():
+def test_linear_profile_prices_only_new_tokens():
     pricing = Pricing(PROFILES["h200-qwen3-32b-tp2-linear"])
     near, far = StepPrice(8192, 8192**2), StepPrice(8192, 65_536**2 - 57_344**2)
     assert pricing.step_s(near) == pricing.step_s(far) == 0.473798
@@ -53,12 +53,12 @@ def test_decoding_beside_a_prompt_pays_for_the_weights_once():
     )
 
 
-def test_decode_is_priced_alike_with_and_without_a_step_around_it():
+def test_decode_step_has_one_price_in_both_methods():
     pricing = Pricing(PROFILES["h200-qwen3-8b"])
     assert pricing.step_s(StepPrice(0, 0, 7, 12_345)) == pricing.decode_s(7, 12_345)
 
 
-def test_a_roofline_is_near_what_was_measured():
+def test_roofline_is_near_measured_profiles():
     profile, measured = by_roofline("mine", QWEN3_8B, H200), PROFILES["h200-qwen3-8b"]
     for length in (1024, 8192):
         assert profile.prefill.seconds(length) == pytest.approx(
@@ -70,18 +70,18 @@ def test_a_roofline_is_near_what_was_measured():
     assert profile.num_blocks == pytest.approx(measured.num_blocks, rel=0.05)
 
 
-def test_a_model_that_does_not_fit_has_no_profile():
+def test_model_too_large_for_memory_has_no_profile():
     with pytest.raises(ConfigError, match="no room"):
         by_roofline("mine", QWEN3_8B, WorkerGpus(1e15, 1e12, 10e9, 1e10))
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path):
+def test_written_profile_is_read_back(tmp_path):
     profile = PROFILES["h200-qwen3-32b-tp2-linear"]
     write_hardware(profile, tmp_path / "mine.json")
     assert hardware_named(str(tmp_path / "mine.json")) == profile
 
 
-def test_a_profile_that_is_no_good_is_an_error_that_says_why(tmp_path):
+def test_invalid_profile_is_an_error_with_a_reason(tmp_path):
     with pytest.raises(ConfigError, match="h200-qwen3-8b"):
         hardware_named("h300")
     with pytest.raises(ConfigError, match=r"No such file"):

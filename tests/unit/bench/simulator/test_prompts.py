@@ -1,4 +1,4 @@
-"""Prompts of a trace: hashes from ids instead of tokens, and the same to everybody."""
+"""Prompts of a trace: hashes come from ids, and are equal for router and workers."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ def read(prompts, seq_id, token_ids):
     return prompts.read(OfferPrefix(SeqId(seq_id), list(token_ids)), 4)
 
 
-def test_equal_ids_give_equal_hashes_and_others_different_ones():
+def test_hashes_are_equal_exactly_for_equal_ids():
     prompts = SimulatedPrompts(TRACE, 4)
     tokens = {
         name: prompts.open(RequestId(name), r, SAMPLING)[0]
@@ -32,7 +32,7 @@ def test_equal_ids_give_equal_hashes_and_others_different_ones():
     assert second[2] not in first
 
 
-def test_the_router_and_the_workers_know_the_same_hashes_also_of_an_answer():
+def test_router_and_workers_share_hashes_of_prompt_and_answer():
     prompts = SimulatedPrompts(TRACE, 4)
     tokens, hashes = prompts.open(RequestId("a"), FIRST, SAMPLING)
     journal = [*tokens, 70, 71, 72]
@@ -43,7 +43,7 @@ def test_the_router_and_the_workers_know_the_same_hashes_also_of_an_answer():
     assert facts.largest_id == MAX_ID
 
 
-def test_blocks_of_another_size_are_hashed_by_their_tokens():
+def test_other_block_sizes_are_hashed_by_tokens():
     prompts = SimulatedPrompts(Trace("t", 8, ()), 4)
     tokens, hashes = prompts.open(RequestId("a"), TraceRequest(0.0, 10, 4, (1, 2)), SAMPLING)
     assert tokens == (1,) * 8 + (2,) * 2
@@ -51,7 +51,7 @@ def test_blocks_of_another_size_are_hashed_by_their_tokens():
     assert read(prompts, "a.0", tokens) == (hash_blocks(tokens, 4), 2, None)
 
 
-def test_nothing_is_remembered_of_a_request_that_is_over():
+def test_ended_request_is_forgotten():
     prompts = SimulatedPrompts(TRACE, 4)
     tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
     prompts.close(RequestId("a"))
@@ -62,7 +62,7 @@ def test_nothing_is_remembered_of_a_request_that_is_over():
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_what_is_not_written_down_is_read_like_a_list(prompt_len, base, grown, data):
+def test_unwritten_prompt_acts_like_a_list(prompt_len, base, grown, data):
     unwritten, written = Unwritten(7, prompt_len, base), [7] * prompt_len
     for number in grown:
         following = range(base + len(written), base + len(written) + number)
@@ -78,7 +78,7 @@ def test_what_is_not_written_down_is_read_like_a_list(prompt_len, base, grown, d
     assert len(unwritten[part]) == len(written[part])
 
 
-def test_what_is_not_written_down_grows_by_nothing_but_the_next_tokens():
+def test_unwritten_prompt_grows_only_by_the_next_tokens():
     unwritten = Unwritten(7, 3, token_at(SAMPLING, 0))
     with pytest.raises(AssertionError):
         unwritten.append(7)
@@ -86,13 +86,13 @@ def test_what_is_not_written_down_grows_by_nothing_but_the_next_tokens():
         unwritten += [token_at(SAMPLING, 4)]
 
 
-def test_a_copy_grows_by_itself():
+def test_copy_grows_independently():
     unwritten = Unwritten(7, 3, 0)
     unwritten.copy().append(3)
     assert len(unwritten) == 3
 
 
-def test_a_part_of_a_prompt_has_the_hashes_of_its_own_blocks_only():
+def test_part_of_a_prompt_has_only_its_own_hashes():
     prompts = SimulatedPrompts(TRACE, 4)
     tokens, _ = prompts.open(RequestId("a"), FIRST, SAMPLING)
     whole = read(prompts, "a.0", tokens).block_hashes

@@ -35,7 +35,7 @@ def written(tmp_path, text, name="trace.jsonl"):
     return path
 
 
-def test_a_mooncake_trace_is_read_from_its_first_request_on(tmp_path):
+def test_mooncake_trace_begins_with_its_first_request(tmp_path):
     trace = read_trace(written(tmp_path, MOONCAKE))
     assert trace.block_tokens == 512
     assert trace.requests == (
@@ -44,7 +44,7 @@ def test_a_mooncake_trace_is_read_from_its_first_request_on(tmp_path):
     )
 
 
-def test_an_azure_trace_has_lengths_and_shares_nothing(tmp_path):
+def test_azure_trace_has_lengths_without_shared_prefixes(tmp_path):
     trace = read_trace(written(tmp_path, AZURE, "azure.csv"))
     assert [(r.input_len, r.output_len) for r in trace.requests] == [(374, 44), (396, 1)]
     assert trace.requests[1].arrived_s == pytest.approx(4.25)
@@ -66,7 +66,7 @@ def test_an_azure_trace_has_lengths_and_shares_nothing(tmp_path):
         min_size=1,
     )
 )
-def test_what_is_written_is_read_again(tmp_path_factory, requests):
+def test_written_trace_is_read_back(tmp_path_factory, requests):
     requests.sort(key=lambda r: r.arrived_s)
     start_s = requests[0].arrived_s
     trace = with_ids(Trace("t.jsonl", 8, tuple(requests)))
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_again(tmp_path_factory, requests):
         ('{"format": "baton-trace", "version": 1, "block_tokens": 4}\n', "no requests"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_named_with_the_reason(tmp_path, text, where):
+def test_unreadable_line_is_named_with_its_reason(tmp_path, text, where):
     path = written(tmp_path, text)
     with pytest.raises(TraceError) as error:
         read_trace(path)
@@ -104,12 +104,12 @@ def test_a_line_that_cannot_be_read_is_named_with_the_reason(tmp_path, text, whe
     assert where in str(error.value)
 
 
-def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+def test_missing_file_is_an_error_with_its_name(tmp_path):
     with pytest.raises(TraceError, match="missing"):
         read_trace(tmp_path / "missing.jsonl")
 
 
-def test_equal_ids_are_equal_tokens_and_only_those(tmp_path):
+def test_tokens_are_equal_exactly_for_equal_ids(tmp_path):
     trace = read_trace(written(tmp_path, MOONCAKE))
     first, second = (prompt_tokens(r, 512) for r in trace.requests)
     assert len(first) == 1000
@@ -117,7 +117,7 @@ def test_equal_ids_are_equal_tokens_and_only_those(tmp_path):
     assert set(second[1024:]) == {2}
 
 
-def test_a_cache_that_forgets_nothing_hits_full_blocks_and_never_the_last_token():
+def test_infinite_cache_hits_full_blocks_but_never_the_last_token():
     requests = (
         TraceRequest(0.0, 8, 1, (0, 1)),
         TraceRequest(1.0, 8, 1, (0, 1)),  # its second block holds the token to compute
@@ -127,7 +127,7 @@ def test_a_cache_that_forgets_nothing_hits_full_blocks_and_never_the_last_token(
     assert infinite_cache_hits(Trace("t", 4, requests)) == (4 + 8) / (8 + 8 + 9 + 3)
 
 
-def test_speed_and_length_are_scaled_and_sharing_is_kept():
+def test_scaling_speed_and_length_keeps_shared_prefixes():
     trace = Trace("t", 512, (TraceRequest(0.0, 1000, 9, (0, 1)), TraceRequest(8.0, 513, 1, (0, 3))))
     scaled = trace.sped_up(4.0).shortened(64)
     assert scaled.block_tokens == 8
@@ -137,12 +137,12 @@ def test_speed_and_length_are_scaled_and_sharing_is_kept():
 
 
 @pytest.mark.parametrize("factor", [0, -1, 3])
-def test_lengths_can_only_be_divided_by_what_divides_a_block(factor):
+def test_lengths_are_divided_only_by_divisors_of_a_block(factor):
     with pytest.raises(TraceError, match="cannot be divided"):
         Trace("t", 512, ()).shortened(factor)
 
 
-def test_a_made_up_trace_is_the_same_for_a_seed_and_shares_prefixes():
+def test_synthetic_trace_depends_on_its_seed_and_shares_prefixes():
     chat = Chat(input_tokens=900, output_tokens=60)
     trace = synthetic(chat, 100, Random(3))
     assert trace == synthetic(chat, 100, Random(3))

@@ -1,10 +1,12 @@
-"""What recordings tell, what is fitted to them, and what comes of comparing."""
+"""Recordings, the fit of profiles to them, shared cores, and the comparison."""
 
 import asyncio
 from itertools import count, pairwise
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bench.simulator.clock import Future, Rank
@@ -70,7 +72,7 @@ def request(name: str, prompt, max_tokens: int) -> Request:
 
 
 def handed_over(name: str, at_s: float, tokens: int, *, finish: bool):
-    """What workers tell of one request, a token every 10 ms."""
+    """Yields the messages of workers on one request, with a token every 10 ms."""
     seq_id = f"{name}.0"
     lease = LeaseRef(seq_id, TransferAddress("p0", "inc", "tcp://nowhere"), 2)
     yield at_s + 0.01, "p0", PrefillStarted(seq_id, 4, lease)
@@ -83,14 +85,14 @@ def handed_over(name: str, at_s: float, tokens: int, *, finish: bool):
 
 
 def told_of_worker(worker: str, message):
-    """As the router's shell tells it."""
+    """Returns the event that the router's shell makes of a message."""
     if isinstance(message, Tokens):
         return Stepped(worker, [message])
     return FromWorker(worker, message)
 
 
 def recording() -> list[bytes]:
-    """Two that are answered, one whose client leaves, and one that waits for ever."""
+    """Returns a recording: two answered requests, one abandoned, one that waits for ever."""
     events = [
         (0.5, WorkerJoined(welcome("p0", Role.PREFILL))),
         (0.5, WorkerJoined(welcome("d0", Role.DECODE))),
@@ -109,7 +111,7 @@ def recording() -> list[bytes]:
     return lines
 
 
-def test_a_recording_tells_when_a_request_passed_what():
+def test_recording_holds_the_times_of_a_request():
     told = read_run(recording())
     assert set(told.workers) == {"p0", "d0"}
     first = told.asked["a"]
@@ -125,13 +127,13 @@ def test_a_recording_tells_when_a_request_passed_what():
     assert (told.asked["left"].is_finished, told.asked["left"].client_left) == (False, True)
 
 
-def test_a_decode_step_tells_what_its_rows_read():
+def test_decode_step_counts_context_tokens():
     steps = read_run(recording()).steps["d0"]
     assert [step.num_context for step in steps[:4]] == [10, 11, 12, 13]
     assert [bool(step.finished) for step in steps[:4]] == [False, False, False, True]
 
 
-def test_tokens_that_are_told_at_once_are_of_one_step():
+def test_tokens_of_one_frame_are_one_step():
     asked = {
         name: RecordedRequest(request(name, range(size), 5), 1.0)
         for name, size in (("a", 3), ("b", 7))
@@ -157,7 +159,7 @@ def test_a_recording_is_read_as_a_trace(tmp_path):
     assert waits.output_len == 6  # what it asked for
 
 
-def test_a_broken_recording_is_told_by_its_line(tmp_path):
+def test_broken_recording_is_an_error_with_its_line(tmp_path):
     path = tmp_path / "gateway.jsonl"
     path.write_bytes(recorded()[0] + b"{}\n")
     with pytest.raises(TraceError, match="line 2"):
@@ -168,7 +170,7 @@ def test_a_broken_recording_is_told_by_its_line(tmp_path):
 
 
 class Silent:
-    """A router that answers nobody, or dies of a request."""
+    """A router that answers no request, or fails on one."""
 
     def __init__(self, dies_of: str | None = None) -> None:
         self.num_asked = self.num_left = 0
@@ -188,7 +190,7 @@ TWO = Trace("two", 4, (TraceRequest(0.0, 1, 1, (1,)), TraceRequest(0.001, 1, 1, 
 
 
 async def asked_and_left(router: Silent) -> None:
-    """Nothing of it goes on."""
+    """Asks; asserts that no task is left."""
     requests = [request(name, [1], 1) for name in "ab"]
     try:
         await _ask_all(router, requests, TWO, MonotonicClock())
@@ -196,7 +198,7 @@ async def asked_and_left(router: Silent) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_requests_that_nobody_answers_are_given_up(monkeypatch):
+def test_unanswered_requests_time_out(monkeypatch):
     monkeypatch.setattr("bench.validation.live.ANSWER_TIMEOUT_S", 0.05)
     router = Silent()
     with pytest.raises(DeploymentFailed, match="not all requests were answered"):
@@ -204,7 +206,7 @@ def test_requests_that_nobody_answers_are_given_up(monkeypatch):
     assert router.num_left == router.num_asked > 0
 
 
-def test_when_asking_fails_nobody_waits_for_the_others():
+def test_failure_of_one_request_cancels_the_others():
     router = Silent(dies_of="b")
     with pytest.raises(ExceptionGroup) as failed:
         asyncio.run(asked_and_left(router))
@@ -216,7 +218,7 @@ def test_when_asking_fails_nobody_waits_for_the_others():
 
 
 def told_of(*, num_others: int = 0, slower: float = 1.0) -> RecordedRun:
-    """A deployment that takes what HARDWARE says, every other time beside others that compute."""
+    """Returns a run at HARDWARE's prices; every other prompt runs beside busy workers."""
     told = RecordedRun(
         workers={"p0": welcome("p0", Role.PREFILL), "d0": welcome("d0", Role.DECODE)}
     )
@@ -258,7 +260,7 @@ def decode_steps(rng: Random) -> list[DecodeStep]:
     return steps
 
 
-def test_a_fit_finds_what_steps_messages_and_pulls_take():
+def test_fit_finds_the_costs_of_steps_messages_and_pulls():
     fitted = fit([told_of()], LIMITS, name="found")
     found = fitted.hardware
     assert fitted.latency_s == pytest.approx(LATENCY_S)
@@ -271,10 +273,10 @@ def test_a_fit_finds_what_steps_messages_and_pulls_take():
 
 
 @pytest.mark.parametrize(("num_others", "slower"), [(1, 1.0), (2, 1.5), (3, 2.0)])
-def test_a_fit_knows_what_steps_would_take_without_others_on_their_cores(num_others, slower):
+def test_fit_removes_the_effect_of_shared_cores(num_others, slower):
     told = told_of(num_others=num_others, slower=slower)
     told.steps["d0"] = decode_steps(Random(4))
-    after_s = told.attempts["59.0"].done_s + 1  # nobody is beside these
+    after_s = told.attempts["59.0"].done_s + 1  # no other worker is busy then
     for step in told.steps["d0"]:
         step.at_s += after_s
     fitted = fit([told], LIMITS, name="found", cores=2)
@@ -284,9 +286,9 @@ def test_a_fit_knows_what_steps_would_take_without_others_on_their_cores(num_oth
     assert (found.cores, found.gateway_load) == (2, 0.0)
 
 
-def test_what_the_gateway_computes_is_laid_upon_the_time_in_which_workers_decoded():
+def test_gateway_cpu_is_spread_over_decoding_time():
     told = told_of()
-    after_s = told.attempts["59.0"].done_s + 1  # nobody is beside these
+    after_s = told.attempts["59.0"].done_s + 1  # no other worker is busy then
     for step in told.steps["d0"]:
         step.at_s += after_s
     alone = fit([told], LIMITS, name="found", cores=1).hardware
@@ -297,7 +299,7 @@ def test_what_the_gateway_computes_is_laid_upon_the_time_in_which_workers_decode
     assert found.prefill == alone.prefill
 
 
-def test_a_decode_step_beside_a_prompt_of_the_same_worker_says_nothing_of_decoding():
+def test_decode_steps_beside_a_local_prompt_are_left_out():
     told = told_of()
     clean = fit([told], LIMITS, name="found").hardware
     steps = told.steps["d0"]
@@ -311,7 +313,7 @@ def test_a_decode_step_beside_a_prompt_of_the_same_worker_says_nothing_of_decodi
     assert found.decode.seconds(3, 900) == pytest.approx(clean.decode.seconds(3, 900), rel=0.01)
 
 
-def test_a_step_that_was_interrupted_does_not_change_what_others_take():
+def test_interrupted_step_hardly_changes_the_fit():
     told = told_of()
     interrupted = told.attempts["7.0"]
     interrupted.done_s += 0.2
@@ -321,7 +323,7 @@ def test_a_step_that_was_interrupted_does_not_change_what_others_take():
     assert 1.0 < ratio < 1.1  # but for its share of all the time that there was
 
 
-def test_recordings_that_say_too_little_are_refused():
+def test_recordings_with_too_few_samples_are_refused():
     with pytest.raises(TooFewSamples, match="no worker"):
         fit([], LIMITS, name="found")
     with pytest.raises(TooFewSamples, match="prompts"):
@@ -329,7 +331,7 @@ def test_recordings_that_say_too_little_are_refused():
 
 
 class Crowded:
-    """Workers on two cores, whose steps begin when they are told to; `ends_s` is when they end."""
+    """Workers on shared cores, whose steps begin at given times; `ends_s` holds their ends."""
 
     def __init__(self, chances: Chances = NO_CHANCES, **shared: float) -> None:
         self.future = Future()
@@ -338,7 +340,7 @@ class Crowded:
         self.all_ends_s: list[float] = []
 
     def run(self, *steps: tuple[float, str, StepPrice, float]) -> dict[str, float]:
-        """Steps are: from when, whose, which, and how much work."""
+        """Runs steps of (begin, worker, price, seconds of work)."""
         for step in steps:
             self.future.plan(step[0], Rank.MESSAGE, self._begin, step)
         while self.future.step():
@@ -357,26 +359,27 @@ class Crowded:
 CHUNK, STEP = StepPrice(num_new=9), StepPrice(num_rows=1)
 
 
-def test_workers_share_cores_from_the_moment_on_at_which_there_are_too_few():
+def test_workers_share_cores_while_there_are_too_few():
     crowded = Crowded(cores=2)
     ends_s = crowded.run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 2.0), (0.5, "c", CHUNK, 1.0))
     # three on two cores from 0.5 on: a is done first, then the other two have a core each
     assert ends_s == pytest.approx({"a": 1.25, "c": 1.75, "b": 2.25})
 
 
-def test_workers_with_cores_of_their_own_do_not_know_of_each_other():
+def test_workers_with_own_cores_do_not_slow_each_other():
     ends_s = Crowded().run(*((0.0, name, CHUNK, 1.0) for name in "abc"))
     assert ends_s == {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
-def test_a_worker_that_decodes_keeps_the_gateway_busy():
+def test_decoding_worker_keeps_the_gateway_busy():
     ends_s = Crowded(cores=2, gateway_load=0.5).run((0.0, "a", STEP, 1.0), (0.0, "b", CHUNK, 1.0))
     assert ends_s == {"a": pytest.approx(1.25), "b": pytest.approx(1.25)}
 
 
-def test_cores_do_as_much_work_however_steps_are_mixed():
-    rng = Random(5)
-    steps = [(rng.random(), str(i), CHUNK, 1 + rng.random()) for i in range(9)]
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(1, 2)), min_size=2, max_size=9))
+def test_shared_cores_do_all_work_without_idling(begins_and_work):
+    steps = [(at_s, str(i), CHUNK, work_s) for i, (at_s, work_s) in enumerate(begins_and_work)]
     ends_s = Crowded(cores=2).run(*steps)
     began_s = sorted(at_s for at_s, *_ in steps)
     # one core until the second comes, both until but one is done, and one again
@@ -385,13 +388,13 @@ def test_cores_do_as_much_work_however_steps_are_mixed():
     assert cores_s == pytest.approx(sum(seconds for *_, seconds in steps))
 
 
-def test_how_uneven_steps_are_is_drawn_by_their_kind():
+def test_step_variations_are_drawn_by_kind():
     chances = Chances(prefill=(3.0,), decode=(0.5,))
     ends_s = Crowded(chances).run((0.0, "a", CHUNK, 1.0), (0.0, "b", STEP, 1.0))
     assert ends_s == {"a": 3.0, "b": 0.5}
 
 
-def test_steps_that_followed_each_other_are_drawn_together():
+def test_consecutive_decode_variations_are_drawn_together():
     late_and_early = (1.9, 0.1) * 50  # frames that come in pairs
     crowded = Crowded(Chances(decode=late_and_early))
     steps = [(10.0 * i, f"{i}", STEP, 1.0) for i in range(2000)]
@@ -406,7 +409,7 @@ def test_steps_that_followed_each_other_are_drawn_together():
 # ---------------------------------------------------------------- loads and figures
 
 
-def test_loads_are_what_they_are_said_to_be():
+def test_made_load_has_its_rate_lengths_and_prefixes():
     load = ValidationLoad(5.0, 400, input_tokens=300, output_tokens=32, share_with_prefix=0.25)
     ids = count()
     trace, again = made(load, Random(1), ids), made(load, Random(1), ids)
@@ -424,7 +427,7 @@ def test_loads_are_what_they_are_said_to_be():
         assert len(one.block_ids) == -(-one.input_len // trace.block_tokens)
 
 
-def test_figures_tell_both_sides_and_how_far_off_the_simulated_one_is():
+def test_results_hold_both_figures_and_the_error():
     measured = [{"ttft": [1.0, 3.0], "tpot": [0.1]}, {"ttft": [2.0, 4.0], "tpot": [0.3]}]
     simulated = [{"ttft": [ttft_s], "tpot": [0.22]} for ttft_s in (1.0, 2.0, 9.0)]
     compared = SplitComparison((1, 1), Fitted(HARDWARE, 0.0), measured, simulated)
