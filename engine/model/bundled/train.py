@@ -160,14 +160,14 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 TARGET_CARD = """\
 # Baton's bundled model
 
-A byte-pair tokenizer of {vocab:,} tokens, a Llama-shaped target of {target_params:,} parameters and a
-draft with the same tokenizer, distilled from the target. Weights are bf16 safetensors. It exists so
-that Baton's quick start, tests and benchmarks run with no network. It completes Python plausibly and
-answers "Write a Python function `name`: what it does" with something that looks like Python. It is
-far too small to be right: it knows nothing of the world, and nothing that it writes should be run.
+The tokenizer has {vocab:,} byte-pair tokens. The target is a Llama shape of {target_params:,} parameters. A
+draft with the same tokenizer is distilled from it. Weights are bf16 safetensors. With this model,
+Baton's quick start, tests and benchmarks run without a network. It completes Python plausibly. It
+answers "Write a Python function `name`: what it does" with text that looks like Python. It is far too
+small to be right: it knows nothing of the world. Do not run what it writes.
 
-Trained by `python -m engine.model.bundled.train` from the standard library of CPython {python}
-(source, docstrings and tests; PSF License Version 2, see NOTICE); one file in {held_out_one_in} was held out.
+It was trained by `python -m engine.model.bundled.train` from the standard library of CPython {python}:
+source, docstrings and tests (PSF License Version 2, see NOTICE). One file in {held_out_one_in} was held out.
 
 | target | |
 |---|---|
@@ -180,12 +180,14 @@ DRAFT_HEADING = "## The draft"
 DRAFT_CARD = """\
 ## The draft
 
-A Llama shape of {draft_params:,} parameters, {layers} layers {hidden} wide: the target's embedding, its
-first layer and its last, with half of their MLPs, trained on to give the target's distribution on
-text that the target writes. Agreement is the share of positions where draft and target choose the
-same token after the same text, with the same noise where they sample: what verification keeps of
-first drafts. Answers are the target's, to {num_prompts} prompts from held-out files (code and questions), up
-to their end or to {window} tokens with the prompt. All in fp32.
+The draft is a Llama shape of {draft_params:,} parameters, {layers} layers {hidden} wide. It began as the target's
+embedding, first layer and last layer, with half of their MLPs. Then it was trained to give the
+target's distribution on text that the target writes.
+
+Agreement is the share of positions where draft and target choose the same token after the same text.
+If they sample, the noise is the same. It is the share of first drafts that verification keeps.
+Answers are the target's, to {num_prompts} prompts from held-out files (code and questions). They count up to
+their end, or to {window} tokens with the prompt. All is computed in fp32.
 
 | draft | |
 |---|---|

@@ -118,7 +118,7 @@ class Decoder:
         """Computes logits [num_keep, vocab] fp32."""
         num_keep = len(prepared.keep)
         logits = torch.empty(num_keep, self.vocab_size)
-        wanted = native.Wanted(address_of(prepared.keep), logits.data_ptr(), num_keep)
+        wanted = native.NativeWanted(address_of(prepared.keep), logits.data_ptr(), num_keep)
         self._team.library.baton_decoder_forward(
             self._handle, ctypes.byref(prepared.packed.struct), ctypes.byref(wanted)
         )

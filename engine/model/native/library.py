@@ -146,7 +146,7 @@ class Ragged(Structure):
     )
 
 
-class Wanted(Structure):
+class NativeWanted(Structure):
     """The tokens whose logits a forward pass computes, and the memory for the logits."""
 
     _fields_ = (
@@ -251,7 +251,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "baton_decoder_open": (c_void_p, (c_void_p, POINTER(Model), POINTER(Cache))),
     "baton_decoder_close": (None, (c_void_p,)),
-    "baton_decoder_forward": (None, (c_void_p, POINTER(Ragged), POINTER(Wanted))),
+    "baton_decoder_forward": (None, (c_void_p, POINTER(Ragged), POINTER(NativeWanted))),
     "baton_decoder_draft": (
         c_int32,
         (c_void_p, POINTER(Ragged), c_void_p, POINTER(Proposals)),
