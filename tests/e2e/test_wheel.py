@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.kits.services.served import serve
-from tests.kits.wheels import TREE, build_wheel, install, outside_environment
+from tests.kits.tree.wheels import TREE, build_wheel, install, outside_environment
 
 pytest.importorskip("setuptools", reason="setuptools is not installed")
 

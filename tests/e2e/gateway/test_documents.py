@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -10,15 +9,20 @@ import sys
 import pytest
 
 from deploy.local.run_dir import announced, run_directory
-from tests.kits import documents
-from tests.kits.documents import SHELLS, Block
+from tests.kits.tree import documents
+from tests.kits.tree.documents import SHELLS, Block
 
 pytestmark = pytest.mark.torch
 
 WRITTEN = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
 LOOKS_ONLY = {"pools", "planner", "requests", "version", "versions", "workers"}
 BLOCKS = [block for page in documents.documents() for block in documents.blocks(page)]
-CURLS = [block for block in BLOCKS if block.language in SHELLS and "curl " in block.text]
+CURLS = [  # without a key: the others need a deployment of their own
+    block
+    for block in BLOCKS
+    if block.language in SHELLS and "curl " in block.text and WRITTEN.search(block.text)
+    if "uthorization" not in block.text
+]
 PROGRAMS = [block for block in BLOCKS if block.language == "python" and "OpenAI(" in block.text]
 
 
@@ -42,11 +46,8 @@ def titles(blocks: list[Block]) -> list[str]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", CURLS, ids=titles(CURLS))
 def test_curl_examples_get_answers(served, block):
-    """Only lines that ask the gateway without a key: others need a deployment of their own."""
-    for line in block.text.replace("\\\n", " ").splitlines():
-        if line.startswith("curl ") and WRITTEN.search(line) and "uthorization" not in line:
-            words = shlex.split(WRITTEN.sub(served.url, line), comments=True)
-            assert said(["curl", "--fail", "--silent", *words[1:]]), line
+    script = WRITTEN.sub(served.url, block.text).replace("curl ", "curl --fail --silent ")
+    assert said(["bash", "-euo", "pipefail", "-c", script])
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=titles(PROGRAMS))

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[3]
 PACKAGES = ("engine", "kvtransfer", "prefill", "decode", "router", "deploy", "bench")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "constraints.txt")
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"

@@ -1,6 +1,6 @@
 """Measures how easy the tree is to find one's way in: folders, names, sizes and sentences.
 
-`python -m tests.kits.house [REVISION]` prints the figures of the working tree, or of a commit.
+`python -m tests.kits.tree.house [REVISION]` prints the figures of the working tree, or of a commit.
 `tests/unit/test_house.py` holds the tree to bounds on them.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PRODUCT = ("router", "prefill", "decode", "kvtransfer", "deploy", "bench", "engine")
 _FENCE = re.compile(r"^```.*?^```[^\n]*$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)

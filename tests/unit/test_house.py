@@ -1,0 +1,55 @@
+"""The tree stays one that people can live in: small folders, unique names, short documents."""
+
+import statistics
+
+import pytest
+
+from tests.kits.tree import house
+
+FILES = house.texts()
+MOST_FILES = 15  # in a folder
+README_LINES = 150
+LONGEST_SENTENCE = 30  # words
+MEDIAN_SENTENCE = 17  # words
+DOCUMENTS = sorted(
+    path for path in FILES if path.endswith(".md") and path.startswith(("docs/", "README"))
+)
+
+
+def test_folders_hold_few_files():
+    crowded = {
+        folder: num
+        for folder, num in house.files_per_folder(FILES).items()
+        if num > MOST_FILES and folder != "."
+    }
+    assert not crowded
+
+
+def test_public_class_names_are_unique():
+    homes = house.class_homes(FILES)
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
+def test_readme_is_a_front_page():
+    assert FILES["README.md"].count("\n") <= README_LINES
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_sentences_are_short(path):
+    long = [one for one in house.sentences(FILES[path]) if house.num_words(one) > LONGEST_SENTENCE]
+    assert not long
+    assert statistics.median(house.sentence_lengths(FILES[path])) <= MEDIAN_SENTENCE
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("One two three. Four five six seven!", [3, 4]),
+        ("a `b c` d; still the same: yes\nit is", [9]),
+        ("- one two three\n- four five six\n", [3, 3]),
+        ("```\nnot counted at all\n```\nbut this is", [3]),
+        ("[a link](to/somewhere) has five words", [5]),
+    ],
+)
+def test_sentences_are_counted(text, lengths):
+    assert house.sentence_lengths(text) == lengths
