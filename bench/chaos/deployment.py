@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from bench.common.background import PROC
-from bench.common.serving import ServedDeployment
+from bench.processes.serving import ServedDeployment
 from engine.config import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role

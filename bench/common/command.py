@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from bench.common.driven import DrivenFailed
+from bench.processes.driven import DrivenFailed
 from bench.common.report import Report, to_json
 from engine.errors import BatonError, ConfigError
 

@@ -14,7 +14,7 @@ from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Endpoint, Failure, request_body
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.common.serving import serving
+from bench.processes.serving import serving
 from bench.common.waiting import holds_within
 from bench.elastic_live.plan import (
     COOL_DOWN_S,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from bench.common import background
-from bench.common.driven import Answer, Driven, DrivenFailed
+from bench.processes.driven import Answer, Driven, DrivenFailed
 from bench.common.progress import Say, say_nothing
 from bench.common.roofline import Ceilings, ModelMemory, model_size
 from bench.common.shapes import cached_checkpoint

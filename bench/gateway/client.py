@@ -4,7 +4,7 @@ Runs in a process of its own, and parses as little of an answer as possible: a c
 everything would be the bottleneck. An answer is HTTP/1.1 in chunks; all its events except `[DONE]`
 begin with `data: {`.
 
-Driven as `bench.common.driven` describes. The only command is `stream`.
+Driven as `bench.processes.driven` describes. The only command is `stream`.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from bench.common import background
-from bench.common.driven import Driven
+from bench.processes.driven import Driven
 from bench.common.progress import Say, say_nothing
 from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
 from bench.gateway.results import GatewayMeasured, GatewayRun

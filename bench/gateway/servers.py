@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from bench.common import background
-from bench.common.driven import Driven
-from bench.common.services import launched
+from bench.processes.driven import Driven
+from bench.processes.services import launched
 from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
 from engine.config import GatewayConfig, RouterConfig

@@ -12,7 +12,7 @@ For its first prompts it reports in two frames when they begin and end. From the
 learns their cost, and then decides as it does for workers that it has known for a while.
 
 In a request's sampling, `seed` is the place in a list of token ids where its answer begins, so that
-texts differ. `top_k` is the number of steps from token to token. Driven as `bench.common.driven`
+texts differ. `top_k` is the number of steps from token to token. Driven as `bench.processes.driven`
 describes; the process ends with its stdin.
 """
 

@@ -16,9 +16,9 @@ import uvloop
 from bench.chaos.checker import leaked
 from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
-from bench.common.child import ChildProcess
+from bench.processes.child import ChildProcess
 from bench.common.progress import Say, say_nothing
-from bench.common.serving import ServedDeployment, serving
+from bench.processes.serving import ServedDeployment, serving
 from bench.common.waiting import holds_within, pause
 from bench.hostile.bodies import shots
 from bench.hostile.memory import private_bytes

@@ -23,7 +23,7 @@ from bench.client.load import kinds_with_example
 from bench.common import background
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.common.serving import ServedDeployment, serving
+from bench.processes.serving import ServedDeployment, serving
 from bench.common.shapes import cached_checkpoint, shape_named
 from bench.interference.plan import (
     DEPLOYMENT,

@@ -7,7 +7,7 @@ different beginnings, so every block is computed and moved. Figures are from gat
 
 import uvloop
 
-from bench.common.serving import Options, serving
+from bench.processes.serving import Options, serving
 from bench.common.shapes import cached_checkpoint
 from bench.kv.plan import HandoffPlan
 from bench.kv.results import Handoffs

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.common.driven import Answer, Driven, DrivenFailed
+from bench.processes.driven import Answer, Driven, DrivenFailed
 from bench.kv.plan import KvCase, KvPlan, KvPull
 from engine.errors import BatonError
 

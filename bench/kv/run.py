@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bench.common import background
-from bench.common.driven import DrivenFailed
+from bench.processes.driven import DrivenFailed
 from bench.common.progress import Say, say_nothing
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
 from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of

@@ -15,7 +15,7 @@ from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Failure
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.common.serving import serving
+from bench.processes.serving import serving
 from bench.common.waiting import holds_within, pause
 from bench.interference.plan import bodies
 from bench.interference.run import RunBroken, link_checkpoint

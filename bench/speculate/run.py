@@ -19,7 +19,7 @@ import msgspec
 
 import engine.model.bundled
 from bench.common import background
-from bench.common.driven import Driven
+from bench.processes.driven import Driven
 from bench.common.progress import Say, say_nothing
 from bench.common.shapes import cached_pair
 from bench.speculate.plan import (

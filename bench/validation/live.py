@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from time import process_time
 
-from bench.common.services import DirectService, launched
+from bench.processes.services import DirectService, launched
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
 from bench.validation.recordings import RecordedRun, read_run

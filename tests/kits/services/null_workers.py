@@ -4,7 +4,7 @@ import sys
 
 import msgspec
 
-from bench.common.driven import Driven
+from bench.processes.driven import Driven
 from bench.gateway.worker import NUM_BLOCKS, NullWorkerOptions
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from bench.common.command import numbers_of, printed_errors, save, values_of
-from bench.common.driven import DrivenFailed
+from bench.processes.driven import DrivenFailed
 from bench.common.machine import report_here
 from bench.common.report import from_json
 from engine.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.common.driven import Driven, DrivenFailed
+from bench.processes.driven import Driven, DrivenFailed
 from bench.engine import run as bench_engine
 from bench.engine.ours import prefill_steps, tables_of
 from bench.engine.plan import (

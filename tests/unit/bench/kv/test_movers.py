@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.common.driven import DrivenFailed
+from bench.processes.driven import DrivenFailed
 from bench.kv import movers as kv_movers
 from bench.kv import run as kv
 from bench.kv.limits import calls_of, unfinished

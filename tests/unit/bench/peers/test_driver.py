@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from bench.common.driven import Driven
+from bench.processes.driven import Driven
 from bench.peers import driver
 
 

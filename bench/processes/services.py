@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from bench.common.child import ChildProcess
+from bench.processes.child import ChildProcess
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 120.0

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from bench.common.child import ChildProcess
+from bench.processes.child import ChildProcess
 from engine.errors import BatonError
 
 NUM_LAST_LINES = 12

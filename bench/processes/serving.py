@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bench.common.background import PROC
-from bench.common.child import ChildProcess
+from bench.processes.child import ChildProcess
 from bench.common.report import Scalar
 from engine.clock import MonotonicClock
 from engine.errors import BatonError

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from bench.common.driven import Driven, DrivenFailed
+from bench.processes.driven import Driven, DrivenFailed
 
 
 def driven(script, name="peer"):
@@ -86,7 +86,7 @@ def test_process_that_does_not_read_is_ended():
 
 
 def test_process_that_ignores_closing_is_killed_with_its_children(monkeypatch):
-    monkeypatch.setattr("bench.common.driven.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("bench.processes.driven.CLOSE_TIMEOUT_S", 0.1)
     script = """
         import subprocess
         child = subprocess.Popen(["/bin/sleep", "60"])

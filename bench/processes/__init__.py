@@ -1,0 +1,1 @@
+"""Processes that a benchmark starts: `baton serve`, single services, driven engines."""
