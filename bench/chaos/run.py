@@ -33,8 +33,8 @@ from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times
 from bench.chaos.streams import ReceivedStream
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.processes.serving import Options, serving
 from bench.common.waiting import holds_within, pause
+from bench.processes.serving import Options, serving
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock

@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from bench.processes.driven import DrivenFailed
 from bench.common.report import Report, to_json
+from bench.processes.driven import DrivenFailed
 from engine.errors import BatonError, ConfigError
 
 T = TypeVar("T")

@@ -14,7 +14,6 @@ from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Endpoint, Failure, request_body
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.processes.serving import serving
 from bench.common.waiting import holds_within
 from bench.elastic_live.plan import (
     COOL_DOWN_S,
@@ -32,6 +31,7 @@ from bench.elastic_live.plan import (
 )
 from bench.elastic_live.results import LiveRun
 from bench.interference.run import link_checkpoint
+from bench.processes.serving import serving
 from bench.serve.plan import ServeTarget
 from bench.serve.run import KEEP_ALIVE_S, ServeClient, run_open_loop
 from engine.clock import MonotonicClock

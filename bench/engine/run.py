@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from bench.common import background
-from bench.processes.driven import Answer, Driven, DrivenFailed
 from bench.common.progress import Say, say_nothing
 from bench.common.roofline import Ceilings, ModelMemory, model_size
 from bench.common.shapes import cached_checkpoint
@@ -32,6 +31,7 @@ from bench.engine.plan import (
     warm_up_jobs,
 )
 from bench.engine.results import EngineMeasured, FailedPeer, JobKey, JobTime, OurMemory, Repetition
+from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
 from engine.model.loading.files import read_json

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from bench.common import background
-from bench.processes.driven import Driven
 from bench.common.progress import Say, say_nothing
 from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
 from bench.gateway.results import GatewayMeasured, GatewayRun
 from bench.gateway.servers import Server, open_all
+from bench.processes.driven import Driven
 
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 150.0

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 
 from bench.common import background
-from bench.processes.driven import Driven
-from bench.processes.services import launched
 from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
+from bench.processes.driven import Driven
+from bench.processes.services import launched
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId

@@ -16,14 +16,14 @@ import uvloop
 from bench.chaos.checker import leaked
 from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
-from bench.processes.child import ChildProcess
 from bench.common.progress import Say, say_nothing
-from bench.processes.serving import ServedDeployment, serving
 from bench.common.waiting import holds_within, pause
 from bench.hostile.bodies import shots
 from bench.hostile.memory import private_bytes
 from bench.hostile.plan import CALM_S, KV_MIB, OPTIONS, WARM_UP_SHARE, HostilePlan
 from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
+from bench.processes.child import ChildProcess
+from bench.processes.serving import ServedDeployment, serving
 from engine.clock import Clock, MonotonicClock
 
 HONEST = "bench.hostile.honest"

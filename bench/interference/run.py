@@ -23,7 +23,6 @@ from bench.client.load import kinds_with_example
 from bench.common import background
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.processes.serving import ServedDeployment, serving
 from bench.common.shapes import cached_checkpoint, shape_named
 from bench.interference.plan import (
     DEPLOYMENT,
@@ -35,6 +34,7 @@ from bench.interference.plan import (
     order_of,
 )
 from bench.interference.results import InterferenceRun
+from bench.processes.serving import ServedDeployment, serving
 from bench.serve.plan import ServeTarget
 from bench.serve.run import KEEP_ALIVE_S, ServeClient
 from engine.clock import MonotonicClock

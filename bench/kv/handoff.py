@@ -7,10 +7,10 @@ different beginnings, so every block is computed and moved. Figures are from gat
 
 import uvloop
 
-from bench.processes.serving import Options, serving
 from bench.common.shapes import cached_checkpoint
 from bench.kv.plan import HandoffPlan
 from bench.kv.results import Handoffs
+from bench.processes.serving import Options, serving
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.run import measure as measure_server
 

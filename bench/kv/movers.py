@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.processes.driven import Answer, Driven, DrivenFailed
 from bench.kv.plan import KvCase, KvPlan, KvPull
+from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.errors import BatonError
 
 START_TIMEOUT_S = 60.0

@@ -16,11 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bench.common import background
-from bench.processes.driven import DrivenFailed
 from bench.common.progress import Say, say_nothing
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
 from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of
 from bench.kv.results import KvMeasured, Missing, TimeKey
+from bench.processes.driven import DrivenFailed
 
 REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work on every machine
 WARM_UP = -1  # not a repetition: its blocks are used nowhere else

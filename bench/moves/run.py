@@ -15,12 +15,12 @@ from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Failure
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.processes.serving import serving
 from bench.common.waiting import holds_within, pause
 from bench.interference.plan import bodies
 from bench.interference.run import RunBroken, link_checkpoint
 from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
 from bench.moves.results import MovesRun
+from bench.processes.serving import serving
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock

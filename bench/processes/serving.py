@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bench.common.background import PROC
-from bench.processes.child import ChildProcess
 from bench.common.report import Scalar
+from bench.processes.child import ChildProcess
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 

@@ -19,9 +19,9 @@ import msgspec
 
 import engine.model.bundled
 from bench.common import background
-from bench.processes.driven import Driven
 from bench.common.progress import Say, say_nothing
 from bench.common.shapes import cached_pair
+from bench.processes.driven import Driven
 from bench.speculate.plan import (
     BUNDLED,
     CALIBRATED_LENS,

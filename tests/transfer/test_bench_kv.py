@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from bench.processes.driven import DrivenFailed
 from bench.common.machine import report_here
 from bench.common.report import to_json
-from bench.processes.serving import ServerFailed, serving
 from bench.kv import handoff as kv_handoff
 from bench.kv.movers import Mover, WrongBytes, mover_of
 from bench.kv.plan import KIB, HandoffPlan, KvPlan, cases_of, pulls_of
 from bench.kv.results import PHASES, TRANSFER, KvMeasured, results, warnings
 from bench.kv.run import measure
+from bench.processes.driven import DrivenFailed
+from bench.processes.serving import ServerFailed, serving
 
 pytestmark = pytest.mark.long
 

@@ -21,7 +21,7 @@ from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
 from router.access.file import change_keys
 from router.access.keys import with_key, without_key
-from tests.kits.access import record
+from tests.kits.router.access import record
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.null_workers import NullWorkers
 from tests.kits.services.served import matching, metrics, poll_until

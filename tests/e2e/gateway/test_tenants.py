@@ -24,8 +24,8 @@ from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
 from router.service import Router
 from router.text.tokenizer import load_text_model
-from tests.kits.access import record
 from tests.kits.grammar_checks import CheckedAtOnce
+from tests.kits.router.access import record
 from tests.kits.services.cluster import TOKEN, Workers, router, until, workers
 
 pytestmark = pytest.mark.torch

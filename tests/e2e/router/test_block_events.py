@@ -43,7 +43,7 @@ from router.machine.requests import Finished
 from router.prefixes import news as block_news
 from router.prefixes.map import PrefixMap
 from router.prefixes.news import Apply, Unheard, apply_events
-from tests.kits.scripted_workers import ScriptedWorker, serving
+from tests.kits.router.scripted_workers import ScriptedWorker, serving
 from tests.kits.services.cluster import ask, request, router, until, workers
 
 SECRET = Secret("internal token")

@@ -32,7 +32,7 @@ from router import service
 from router.machine.machine import RouterEffect, RouterEvent, Tick
 from router.machine.requests import Cancelled, Failed, Finished
 from router.service import Router
-from tests.kits.scripted_workers import (
+from tests.kits.router.scripted_workers import (
     DEADLINE_S,
     LAYOUT,
     SECRET,

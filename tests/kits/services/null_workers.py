@@ -4,8 +4,8 @@ import sys
 
 import msgspec
 
-from bench.processes.driven import Driven
 from bench.gateway.worker import NUM_BLOCKS, NullWorkerOptions
+from bench.processes.driven import Driven
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
 from deploy.services.spec import WorkerReady, WorkerSpec

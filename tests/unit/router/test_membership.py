@@ -10,7 +10,7 @@ from engine.control import GatewayReport, Intent, Members, RequestList, decode_f
 from engine.messages import Role
 from engine.net.trust import Secret
 from router.membership import ControlServer
-from tests.kits.router_demand import ask, machine_of
+from tests.kits.router.demand import ask, machine_of
 
 
 class SetClock:

@@ -12,7 +12,7 @@ from engine.messages import WorkerId
 from router.gateway.versions import NOBODY, Versions
 from router.inbox.api_errors import ApiError
 from router.version_routers import VersionRouters
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     TEMPLATE,
     FakeRouter,
     TickingClock,

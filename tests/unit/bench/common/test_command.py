@@ -6,9 +6,9 @@ import pytest
 import typer
 
 from bench.common.command import numbers_of, printed_errors, save, values_of
-from bench.processes.driven import DrivenFailed
 from bench.common.machine import report_here
 from bench.common.report import from_json
+from bench.processes.driven import DrivenFailed
 from engine.errors import ConfigError
 
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.processes.driven import Driven, DrivenFailed
 from bench.engine import run as bench_engine
 from bench.engine.ours import prefill_steps, tables_of
 from bench.engine.plan import (
@@ -19,6 +18,7 @@ from bench.engine.results import (
     JobTime,
 )
 from bench.engine.run import Contest
+from bench.processes.driven import Driven, DrivenFailed
 
 
 @given(

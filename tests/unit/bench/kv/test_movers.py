@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.processes.driven import DrivenFailed
 from bench.kv import movers as kv_movers
 from bench.kv import run as kv
 from bench.kv.limits import calls_of, unfinished
@@ -15,6 +14,7 @@ from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of
 from bench.kv.plan import KIB, KvPeer, KvPlan, cases_of
 from bench.kv.run import measure
 from bench.peers.kv_memory import PoolMemory, digest, fill
+from bench.processes.driven import DrivenFailed
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 PLAN = KvPlan(

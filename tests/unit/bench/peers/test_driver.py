@@ -8,8 +8,8 @@ from textwrap import dedent
 
 import pytest
 
-from bench.processes.driven import Driven
 from bench.peers import driver
+from bench.processes.driven import Driven
 
 
 class Counter:

@@ -50,7 +50,7 @@ from router.machine.events import Arrived, ClientGone, FromWorker, Stepped, Work
 from router.machine.requests import Request
 from router.native.machine import native_machine
 from router.recording.lines import Recorded, Recorder
-from tests.kits.recordings import recorded
+from tests.kits.router.recordings import recorded
 
 LAYOUT = KVLayout(4, KVFormat.FP32, (KVSection(6, 2, 64),))
 LIMITS = WorkerLimits(max_batch_tokens=512, chunk_tokens=256)

@@ -10,7 +10,14 @@ import pytest
 from router.access import file as key_files
 from router.access.file import KeyFile, change_keys, read_keys
 from router.access.keys import KeysError, with_key, without_key
-from tests.kits.access import CREATED, SetClock, key_file, open_keys, record, write_keys
+from tests.kits.router.access import (
+    CREATED,
+    SetClock,
+    key_file,
+    open_keys,
+    record,
+    write_keys,
+)
 
 
 @pytest.fixture

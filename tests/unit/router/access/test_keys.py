@@ -18,7 +18,7 @@ from router.access.keys import (
     without_key,
 )
 from router.access.limits import KeyLimits
-from tests.kits.access import CREATED, record
+from tests.kits.router.access import CREATED, record
 
 NOW_S = CREATED.timestamp()
 

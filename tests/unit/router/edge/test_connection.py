@@ -9,7 +9,14 @@ from uvicorn.server import ServerState
 
 from router.edge.connection import Connection, _outboxes
 from router.edge.extension import caller_of
-from tests.kits.gateway import FakeRouter, Never, answer, make_app, run_alone, tokens
+from tests.kits.router.gateway import (
+    FakeRouter,
+    Never,
+    answer,
+    make_app,
+    run_alone,
+    tokens,
+)
 
 
 class Transport(asyncio.Transport):

@@ -7,7 +7,7 @@ import pytest
 from engine.messages import Limits, Sampling
 from router.gateway.endpoint import LONG_BODY_BYTES
 from router.machine.requests import Update
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     CONTEXT_LEN,
     EOS,
     LENGTH,

@@ -7,7 +7,7 @@ import pytest
 
 from engine.messages import Logprobs
 from router.machine.requests import Failed, Rejected, Update
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     EOS,
     LENGTH,
     STOP,

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     Connection,
     FakeRouter,
     Never,

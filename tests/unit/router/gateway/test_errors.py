@@ -6,9 +6,15 @@ import re
 import pytest
 
 from router.machine.requests import Cancelled, Failed, Rejected, Update
-from tests.kits.access import key_file
-from tests.kits.bodies import BAD_MESSAGES, BAD_PROMPTS, TOO_LONG, UNSUPPORTED, VALUE
-from tests.kits.gateway import (
+from tests.kits.router.access import key_file
+from tests.kits.router.bodies import (
+    BAD_MESSAGES,
+    BAD_PROMPTS,
+    TOO_LONG,
+    UNSUPPORTED,
+    VALUE,
+)
+from tests.kits.router.gateway import (
     CONTEXT_LEN,
     TIMELINE,
     Connection,

@@ -15,8 +15,8 @@ from router.gateway.requests.openai_schema import (
 )
 from router.inbox.api_errors import ApiError
 from router.inbox.json_values import MAX_CONTAINERS
-from tests.kits.bodies import BAD_MESSAGES, BAD_PROMPTS, NUM_BYTES, filled, keyed
-from tests.kits.gateway import FakeRouter, complete, make_app, post
+from tests.kits.router.bodies import BAD_MESSAGES, BAD_PROMPTS, NUM_BYTES, filled, keyed
+from tests.kits.router.gateway import FakeRouter, complete, make_app, post
 
 PADDING = {"padding": "x" * SHORT_BODY_BYTES}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}

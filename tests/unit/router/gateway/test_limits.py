@@ -1,7 +1,7 @@
 """Limits of keys as clients see them."""
 
 from router.access.limits import KeyLimits
-from tests.kits.gateway import FakeRouter, answer, make_app, post
+from tests.kits.router.gateway import FakeRouter, answer, make_app, post
 
 BODY = {"prompt": "yo", "max_tokens": 4}
 

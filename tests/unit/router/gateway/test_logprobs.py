@@ -7,7 +7,7 @@ import pytest
 from engine.messages import Logprobs
 from router.gateway.answers.whole import LONG_PROMPT_TOKENS
 from router.machine.requests import Update
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     EOS,
     LENGTH,
     STOP,

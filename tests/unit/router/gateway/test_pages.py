@@ -6,7 +6,7 @@ from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.costs import CostErrors
 from router.machine.requests import Decision, Forecast, Rejected, Update
 from router.port import WorkerStatus
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     CONTEXT_LEN,
     EOS,
     LENGTH,

@@ -13,8 +13,14 @@ from tokenizers import Tokenizer
 from router.gateway.versions import ServedVersion, Versions
 from router.text.templates import ChatTemplate
 from router.text.tokenizer import TextModel
-from tests.kits.bodies import filled, keyed
-from tests.kits.gateway import CONTEXT_LEN, TEMPLATE, FakeRouter, fetch, make_app_of
+from tests.kits.router.bodies import filled, keyed
+from tests.kits.router.gateway import (
+    CONTEXT_LEN,
+    TEMPLATE,
+    FakeRouter,
+    fetch,
+    make_app_of,
+)
 
 BUNDLED = Path(__file__).parents[4] / "engine/model/bundled/target/tokenizer.json"
 MAX_PAUSE_S = 0.25

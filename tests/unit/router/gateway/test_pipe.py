@@ -8,7 +8,7 @@ import pytest
 from engine.messages import Logprobs
 from router.edge.extension import EXTENSION
 from router.machine.requests import Update
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     LENGTH,
     Connection,
     FakeRouter,

@@ -24,8 +24,8 @@ from engine.worker.blocks import BlockPool, hash_block, hash_blocks
 from engine.worker.intake import Intake
 from router.machine.flight import Flight, Stamps
 from router.machine.requests import Request
-from tests.kits.access import key_file
-from tests.kits.gateway import SECRET, FakeRouter, chat, complete, make_app, post
+from tests.kits.router.access import key_file
+from tests.kits.router.gateway import SECRET, FakeRouter, chat, complete, make_app, post
 
 BLOCK_SIZE = 16
 LEASE = LeaseRef("l", TransferAddress("w", "life", "tcp://x"), 1)

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from router.machine.requests import Decision, Rejected, Update
-from tests.kits.access import key_file
-from tests.kits.gateway import (
+from tests.kits.router.access import key_file
+from tests.kits.router.gateway import (
     STOP,
     TIMELINE,
     FakeRouter,

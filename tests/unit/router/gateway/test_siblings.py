@@ -4,7 +4,7 @@ from engine.messages import LoadReport, Role, WorkerId
 from router.gateway.metrics.families import decode_metrics, encode_metrics
 from router.gateway.metrics.meters import GatewayMetrics
 from router.port import WorkerStatus
-from tests.kits.gateway import LENGTH, FakeRouter, tokens, versions_of
+from tests.kits.router.gateway import LENGTH, FakeRouter, tokens, versions_of
 
 
 def lines(page: bytes, name: str) -> list[str]:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer
 
 from engine.messages import GrammarKind, Logprobs
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     LENGTH,
     TOKENIZER,
     Connection,

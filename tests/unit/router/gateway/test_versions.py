@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.gateway.versions import ServedVersion, Versions, by_weight
 from router.inbox.api_errors import ApiError
-from tests.kits.gateway import (
+from tests.kits.router.gateway import (
     TEMPLATE,
     FakeRouter,
     TickingClock,

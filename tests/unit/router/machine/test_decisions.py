@@ -36,7 +36,7 @@ from router.machine.events import (
 from router.machine.requests import Request
 from router.native import library
 from router.native.machine import native_machine
-from tests.kits.router_machine import LEASE, Driver, First, ends, sent
+from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
 # a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))

@@ -25,7 +25,7 @@ from engine.messages import (
 from router.machine.machine import ClientGone, Deliver, FromWorker, Tick, WorkerLost
 from router.machine.progress import SEVERED_S
 from router.machine.requests import Cancelled, Failed, Finished, Rejected
-from tests.kits.router_machine import LEASE, Driver, ends, sent
+from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 PROMPT = [1, 2, 3, 4, 5]
 STARTED = ("p0", PrefillStarted("r.0", 0, LEASE))

@@ -21,7 +21,7 @@ from engine.messages import (
 )
 from router.machine.machine import Arrived, ClientGone, Deliver, Tick, WorkerLost
 from router.machine.requests import Cancelled, Finished, Rejected, Request
-from tests.kits.router_machine import LEASE, Driver, ends, sent
+from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 PROMPT = (1, 2, 3, 4, 5)  # a full block of four, and one token of the next
 KV = KvReady("r.0", 2, 0, "shm")

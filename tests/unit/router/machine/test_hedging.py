@@ -26,7 +26,7 @@ from router.machine.placing import HEDGE_LEAST_S
 from router.machine.requests import Cancelled, Finished
 from router.machine.state import HEDGE_BURST, HEDGE_SHARE
 from router.native.machine import native_machine
-from tests.kits.router_machine import LEASE, Driver, First, ends, sent
+from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
 COSTS = WorkerCosts(
     prefill=PrefillCost(0.0, 0.1), decode=DecodeCost(0.01, 0.0, 0.0), pull=PullCost(0.0, 0.0, 1e9)

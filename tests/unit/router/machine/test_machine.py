@@ -25,7 +25,7 @@ from router.machine.machine import (
     WorkerLost,
 )
 from router.machine.requests import Cancelled, Failed, Finished, Rejected
-from tests.kits.router_machine import LEASE, Driver, ends, sent
+from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from router.machine.events import BlocksChanged
 from router.machine.machine import ClientGone, Tick, WorkerLost
 from router.machine.requests import Finished
 from router.native import library
-from tests.kits.router_machine import LAYOUT, LEASE, Driver, ends, sent
+from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 
 LONG = tuple(range(100))
 OFFERED = LeaseRef("again.0.prefix", TransferAddress("p0", "inc", "tcp://x"), 24)

@@ -35,7 +35,7 @@ from router.machine.moves.moving import NOT_MOVED
 from router.machine.moves.rule import DRAINED
 from router.machine.moves.stages import MoveStage
 from router.machine.requests import Cancelled, Failed, Finished
-from tests.kits.router_machine import LEASE, Driver, ends, sent
+from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 MOVED = LeaseRef("r.1.moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
 LONG = msgspec.structs.replace(MOVED, num_blocks=9)

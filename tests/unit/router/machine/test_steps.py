@@ -2,7 +2,7 @@
 
 from engine.messages import FinishReason, PrefillDone, PrefillStarted, Tokens
 from router.machine.events import Stepped
-from tests.kits.router_machine import Driver
+from tests.kits.router.machine import Driver
 
 
 def begun() -> Driver:

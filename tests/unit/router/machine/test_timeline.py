@@ -18,7 +18,7 @@ from engine.messages import (
 )
 from router.machine.machine import ClientGone, Deliver, End, WorkerLost
 from router.machine.requests import Timeline
-from tests.kits.router_machine import LEASE, Driver
+from tests.kits.router.machine import LEASE, Driver
 
 ROUTE_S = 0.5  # `Driver.ask` says that the request was received so much earlier
 

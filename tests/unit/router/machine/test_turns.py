@@ -26,7 +26,7 @@ from engine.messages import (
 from router.machine.events import Arrived, End, SendTo, Tick, WorkerJoined
 from router.machine.requests import Rejected, Request
 from router.machine.turns import LOOK_EVERY_S
-from tests.kits.router_machine import LAYOUT, LEASE, Driver, ends, sent
+from tests.kits.router.machine import LAYOUT, LEASE, Driver, ends, sent
 
 TURN_AFTER_S = 1.0
 

@@ -26,7 +26,7 @@ from router.cluster.view import NOTHING
 from router.machine.events import Arrived, FromWorker, SendTo, WorkerJoined
 from router.machine.requests import Request
 from router.native.machine import native_machine
-from tests.kits.router_machine import LAYOUT, LEASE, First
+from tests.kits.router.machine import LAYOUT, LEASE, First
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))

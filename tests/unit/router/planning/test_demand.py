@@ -12,8 +12,8 @@ from router.machine.events import FromWorker, Tick
 from router.machine.requests import Rejected
 from router.planning.demand import Observer, members
 from router.planning.planner import Planner, PlannerRules, PoolSizes
-from tests.kits.router_demand import COSTS, ask, machine_of
-from tests.kits.router_machine import LAYOUT
+from tests.kits.router.demand import COSTS, ask, machine_of
+from tests.kits.router.machine import LAYOUT
 
 
 def test_arrivals_are_rates_since_the_last_look():

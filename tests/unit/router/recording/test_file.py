@@ -18,7 +18,7 @@ from router.native.machine import native_machine
 from router.recording.file import NOT_WRITTEN_IN_TIME, RecordingFile
 from router.recording.lines import lines_of, read, replay
 from router.service import Router
-from tests.kits.recordings import CONFIG, SCRIPT, arrival
+from tests.kits.router.recordings import CONFIG, SCRIPT, arrival
 
 DEADLINE_S = 5.0
 NO_TEXT = "secret\ud800"  # JSON has no bytes for it

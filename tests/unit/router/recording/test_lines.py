@@ -8,7 +8,7 @@ from engine.config import RouterConfig, RouterPolicy
 from engine.errors import ProtocolError
 from router.native.machine import native_machine
 from router.recording.lines import Recorder, read_events, replay
-from tests.kits.recordings import CONFIG, SCRIPT, recorded
+from tests.kits.router.recordings import CONFIG, SCRIPT, recorded
 
 
 def test_a_fresh_machine_does_all_that_was_recorded():

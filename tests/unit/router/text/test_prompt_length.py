@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from router.inbox.api_errors import ApiError
 from router.text.prompt_length import NFC_JOINS, chars_per_token
 from router.text.tokenizer import TextModel
-from tests.kits.gateway import TOKENIZER, byte_tokenizer
+from tests.kits.router.gateway import TOKENIZER, byte_tokenizer
 
 TEXTS = st.text(max_size=200) | st.text("ab cé\u0301\u1100\u1161\u11a8 <|eos|>", max_size=200)
 

@@ -7,7 +7,7 @@ from tokenizers import processors
 
 from engine.errors import CheckpointError, InvalidRequest
 from router.text.tokenizer import load_text_model
-from tests.kits.gateway import EOS, TOKENIZER, byte_tokenizer
+from tests.kits.router.gateway import EOS, TOKENIZER, byte_tokenizer
 
 USER = [{"role": "user", "content": "yo"}]
 

@@ -1,6 +1,6 @@
 """Request bodies: prompts and messages that are refused, and long bodies of many items."""
 
-from tests.kits.gateway import CONTEXT_LEN
+from tests.kits.router.gateway import CONTEXT_LEN
 
 VALUE = "invalid_value"
 UNSUPPORTED = "unsupported_parameter"

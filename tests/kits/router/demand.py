@@ -19,7 +19,7 @@ from router.cluster.estimates import Estimates
 from router.machine.events import Arrived, WorkerJoined
 from router.machine.requests import Request
 from router.native.machine import native_machine
-from tests.kits.router_machine import LAYOUT
+from tests.kits.router.machine import LAYOUT
 
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 

@@ -30,7 +30,7 @@ from router.machine.events import (
 from router.machine.requests import Request
 from router.native.machine import native_machine
 from router.recording.lines import Recorder
-from tests.kits.router_machine import LAYOUT, LEASE
+from tests.kits.router.machine import LAYOUT, LEASE
 
 CONFIG = RouterConfig(policy=RouterPolicy.RANDOM, seed=3, queue_timeout_s=7.0)
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE}
