@@ -42,11 +42,11 @@ class ArrivingSequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the sequence can run: its KV and its first token are here."""
+        """True if the sequence can run: its KV and its first token are here."""
         return self.kv_here and self.first_token is not None
 
     def may_keep(self, index: int, block_size: int) -> bool:
-        """Whether a block of the prompt is full for the draft model too."""
+        """True if a block of the prompt is full for the draft model too."""
         seen = self.num_draft_tokens
         return seen is None or (index + 1) * block_size <= seen
 

@@ -35,7 +35,7 @@ class TimeCredit:
         return self._credit_s[purpose]
 
     def is_nearly_full(self, purpose: str) -> bool:
-        """Whether waiting would add little to the credit."""
+        """True if waiting would add little to the credit."""
         return self._credit_s[purpose] > _NEARLY * self._most_s(purpose)
 
     def add(self, purpose: str, seconds: float) -> None:

@@ -36,7 +36,7 @@ class StepHold:
         self._awaited.add(seq_id)
 
     def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
-        """Whether no step may begin now: blocks of moved sequences are still on their way."""
+        """True if no step may begin now: blocks of moved sequences are still on their way."""
         self._awaited &= arriving
         if self._awaited and now_s >= self._rests_until_s:
             if self._until_s is None:

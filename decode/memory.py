@@ -26,7 +26,7 @@ class DecodeMemory:
     def has_room(
         self, candidate: Sequence, *, num_admitted: int, admitted: Callable[[], Iterable[Sequence]]
     ) -> bool:
-        """Whether the candidate's prompt fits, and the growth of all admitted sequences with it.
+        """True if the candidate's prompt fits, and the growth of all admitted sequences with it.
 
         If nothing else is admitted, the prompt alone counts. `admitted` is called only if the
         answer is not plain from the number.

@@ -99,11 +99,11 @@ class Speculator:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever drafted."""
+        """True if anything is ever drafted."""
         return bool(self._trials)
 
     def rests(self) -> bool:
-        """Whether nothing is drafted in the next step, without a new choice.
+        """True if nothing is drafted in the next step, without a new choice.
 
         That holds for some steps after nothing was worth drafting. If n-grams are used, each step
         needs a choice: a match may come at any time.
@@ -207,7 +207,7 @@ class Speculator:
         return len(totals_s) - 1
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
-        """Whether the draft model may compute so many more tokens in so many more passes.
+        """True if the draft model may compute so many more tokens in so many more passes.
 
         If it may, their cost is taken off the credit.
         """
@@ -271,7 +271,7 @@ class Speculator:
         self._cost = self._costs[size]
 
     def _is_telling(self, *, has_drafts: bool) -> bool:
-        """Whether to learn from a step: from some after a change of kind, then from every few.
+        """True if to learn from a step: from some after a change of kind, then from every few.
 
         The first step with drafts is left out: it finds caches cold.
         """

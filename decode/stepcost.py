@@ -158,7 +158,7 @@ class StepCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether a step has been timed."""
+        """True if a step has been timed."""
         return self.target.num_steps > 0
 
     def plain_s(self, num_rows: int, read: float) -> float:

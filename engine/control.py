@@ -80,11 +80,11 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether its workers are not needed any more."""
+        """True if its workers are not needed any more."""
         return self.pools.total == 0
 
     def serves_like(self, other: "Version") -> bool:
-        """Whether both give the same answers: they differ at most in size, weight and leaving."""
+        """True if both give the same answers: they differ at most in size, weight and leaving."""
         ours, theirs = (msgspec.structs.replace(each, **_AMOUNTS) for each in (self, other))
         return ours == theirs
 

@@ -29,12 +29,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def is_defined(source: KVFormat, to: KVFormat) -> bool:
-    """Whether records can be converted: quantised numbers are not quantised again."""
+    """True if records can be converted: quantised numbers are not quantised again."""
     return source in FLOATS or to in FLOATS
 
 
 def is_exact(source: KVFormat, to: KVFormat) -> bool:
-    """Whether every number stays the same."""
+    """True if every number stays the same."""
     return source is to or (source, to) == (KVFormat.BF16, KVFormat.FP32)
 
 

@@ -81,7 +81,7 @@ class NixlUnavailable(BatonError):
 
 
 def has_rdma() -> bool:
-    """Whether the host has an RDMA device."""
+    """True if the host has an RDMA device."""
     devices = Path("/sys/class/infiniband")
     return devices.is_dir() and any(devices.iterdir())
 

@@ -76,7 +76,7 @@ class Reader(Protocol):
         ...
 
     def is_writing(self, seq_id: SeqId) -> bool:
-        """Whether a fetch of this sequence may still write."""
+        """True if a fetch of this sequence may still write."""
         ...
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class OneSidedReader:
                 self._reader.cancel(read_id)
 
     def is_writing(self, seq_id: SeqId) -> bool:
-        """Whether a read of this sequence has not ended."""
+        """True if a read of this sequence has not ended."""
         return any(fetch.seq_id == seq_id for fetch in self._reads.values())
 
     @property

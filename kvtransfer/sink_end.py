@@ -106,7 +106,7 @@ class SinkEnd:
 
     @property
     def must_poll(self) -> bool:
-        """Whether a read is under way whose end no socket reports."""
+        """True if a read is under way whose end no socket reports."""
         one_sided = [*self._readers(OneSidedReader), *self._closing]
         return any(reader.num_reads for reader in one_sided)
 

@@ -114,7 +114,7 @@ class SourceEnd:
 
     @property
     def has_work(self) -> bool:
-        """Whether blocks wait to be sent."""
+        """True if blocks wait to be sent."""
         return bool(self._queued)
 
     def receive(self, handle: Callable[[Peer, ToSource], None]) -> None:

@@ -41,7 +41,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_content(self) -> bool:
-        """Whether there is text or reasoning."""
+        """True if there is text or reasoning."""
         delta = self.delta or ChunkDelta()
         return bool(self.said or delta.reasoning_content or delta.reasoning)
 

@@ -65,7 +65,7 @@ class PeerReplay:
     wall_s: float
 
     def keeps(self, *, ttft_s: float, tpot_s: float) -> bool:
-        """Whether nine of ten requests keep each of the bounds."""
+        """True if nine of ten requests keep each of the bounds."""
         return self.ttft_p90_s <= ttft_s and self.tpot_p90_s <= tpot_s
 
 

@@ -48,7 +48,7 @@ class Outcomes:
 
 
 def is_wrong(status: Status) -> bool:
-    """Whether a status is a server error other than 503, or a broken connection."""
+    """True if a status is a server error other than 503, or a broken connection."""
     if isinstance(status, str):
         return status == "broken"
     return status >= 500 and status != 503

@@ -92,7 +92,7 @@ class LatencyFloor:
     tpot_s: float
 
     def meets(self, slo: SloBounds) -> bool:
-        """Whether one request alone meets both bounds."""
+        """True if one request alone meets both bounds."""
         return _within(self.ttft_s, slo.ttft_s) and _within(self.tpot_s, slo.tpot_s)
 
 
@@ -193,7 +193,7 @@ def _beside_decoding_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
 
 
 def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
-    """Whether TPOT and memory have headroom; the number in flight is Poisson."""
+    """True if TPOT and memory have headroom; the number in flight is Poisson."""
     if not _within(found.tpot_s, slo.tpot_s) or not math.isfinite(found.running):
         return False
     alone = found.running < 1  # more workers would not help

@@ -71,7 +71,7 @@ class Simulated:
 
     @property
     def passes(self) -> bool:
-        """Whether enough requests met both bounds."""
+        """True if enough requests met both bounds."""
         return self.attainment >= NEEDED
 
     @property

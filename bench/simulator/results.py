@@ -68,7 +68,7 @@ def _mean_of_longest(values: Values, share: float) -> float:
 
 
 def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
-    """Whether TTFT and TPOT are inside their bounds."""
+    """True if TTFT and TPOT are inside their bounds."""
     if latencies is None:
         return False
     in_time = slo.ttft_s is None or latencies.ttft_s <= slo.ttft_s

@@ -72,7 +72,7 @@ class Crowd:
 
     @property
     def watches(self) -> bool:
-        """Whether each single step has to be reported here."""
+        """True if each single step has to be reported here."""
         return self._hardware.cores is not None or bool(self._chances)
 
     def begin(

@@ -185,7 +185,7 @@ class GatewayLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session."""
+        """True if there is a session."""
         return self._client is not None
 
     @property

@@ -145,7 +145,7 @@ class PoolServices:
             await pause(RETRY_STOP_EVERY_S)
 
     def _may_have_place_later(self, error: Exception) -> bool:
-        """Whether a start failed for want of a node, and the configuration expects more nodes."""
+        """True if a start failed for want of a node, and the configuration expects more nodes."""
         return isinstance(error, NoPlace) and self._plan.config.pools.max_workers is not None
 
     def _note_failure(self, reason: str) -> None:

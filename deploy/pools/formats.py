@@ -45,7 +45,7 @@ def check_formats(configs: Mapping[Role, WorkerConfig]) -> None:
 
 
 def _exchange(source: WorkerConfig, sink: WorkerConfig) -> bool:
-    """Whether two workers can exchange KV."""
+    """True if two workers can exchange KV."""
     try:
         agree(_identity(source), _identity(sink))
     except Disagreement:

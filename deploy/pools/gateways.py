@@ -62,7 +62,7 @@ class Gateways:
 
     @property
     def all_serve(self) -> bool:
-        """Whether all gateways serve."""
+        """True if all gateways serve."""
         return all(state is GatewayState.SERVING for state in self.states.values())
 
     def reports_of(self, version: str) -> list[VersionReport]:

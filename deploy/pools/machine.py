@@ -113,7 +113,7 @@ class PoolMachine:
 
     @property
     def is_guess(self) -> bool:
-        """Whether a gateway may still know better what is wanted."""
+        """True if a gateway may still know better what is wanted."""
         return self.wanted.is_guess
 
     @property
@@ -143,7 +143,7 @@ class PoolMachine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything is as wanted, and no change is under way."""
+        """True if everything is as wanted, and no change is under way."""
         steady = (WorkerState.SERVING, WorkerState.DRAINED)
         return (
             self.intent.rollout is None
@@ -156,7 +156,7 @@ class PoolMachine:
 
     @property
     def has_begun(self) -> bool:
-        """Whether clients are served: by all wanted workers, unless some wait for nodes."""
+        """True if clients are served: by all wanted workers, unless some wait for nodes."""
         return self.is_settled or (self._workers.waits_for_nodes and self._gateways.all_serve)
 
     def serving(self, name: str) -> Counter[Role | None]:

@@ -174,7 +174,7 @@ def nodes_to_start_on(there: Iterable[Node], config: PoolsConfig, wanted: Pools)
 
 
 def _has_room(node: Node, needs: Mapping[str, float], places: Sequence[Place]) -> bool:
-    """Whether a node has room beside its present workers, which all take the same amounts."""
+    """True if a node has room beside its present workers, which all take the same amounts."""
     here = [place for place in places if place.node_id == node.node_id]
     return all(
         _units(node.has, name, each) > sum(name in place.takes for place in here)

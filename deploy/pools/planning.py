@@ -75,7 +75,7 @@ class PlannerDecision:
 
     @property
     def changes_something(self) -> bool:
-        """Whether pools or room would change."""
+        """True if pools or room would change."""
         return self.after != self.before or self.num_workers != self.after.total
 
     @property
@@ -255,7 +255,7 @@ def pools_of(
 
 
 def _is_changing(worker: PoolWorker) -> bool:
-    """Whether a worker is still starting, leaving, or taking another role."""
+    """True if a worker is still starting, leaving, or taking another role."""
     if worker.target in SPLIT_ROLES:
         serves = worker.state is WorkerState.SERVING and worker.is_connected
         return not serves or worker.role is not worker.target

@@ -53,7 +53,7 @@ class Restarts:
         restart.started_s = now_s
 
     def is_due(self, name: str, now_s: float) -> bool:
-        """Whether a service may be started now. A service that never failed may."""
+        """True if a service may be started now. A service that never failed may."""
         restart = self._restarts.get(name)
         return restart is None or restart.due_s is None or restart.due_s <= now_s
 
@@ -63,7 +63,7 @@ class Restarts:
         return 0 if restart is None else restart.num_failed
 
     def is_looping(self, name: str) -> bool:
-        """Whether a service fails so often that another start is not likely to help."""
+        """True if a service fails so often that another start is not likely to help."""
         return self.num_failed(name) >= LOOPS_AFTER
 
     def forget(self, name: str) -> None:

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def has_to_fetch(kind: str, spec: bytes) -> bool:
-    """Whether `fetch` may take long. Gateways fetch their small part while they open."""
+    """True if `fetch` may take long. Gateways fetch their small part while they open."""
     return kind == "worker" and is_remote(msgspec.json.decode(spec, type=WorkerSpec).model)
 
 

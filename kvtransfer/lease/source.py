@@ -142,7 +142,7 @@ class SourceMachine:
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
 
     def may_send(self, read: SendBlocks) -> bool:
-        """Whether that peer still holds the lease, so that its blocks are unchanged."""
+        """True if that peer still holds the lease, so that its blocks are unchanged."""
         lease = self._leases.get(read.lease_id)
         return lease is not None and lease.holder == read.peer
 

@@ -106,5 +106,5 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def is_native() -> bool:
-    """Whether C++ does the work. Builds the library if that has not been tried yet."""
+    """True if C++ does the work. Builds the library if that has not been tried yet."""
     return kernels() is not None

@@ -166,9 +166,9 @@ class Policy(Protocol):
 
     name: ClassVar[str]
     binds_late: ClassVar[bool]
-    """Whether a prompt waits in the router until a prefill worker has little left to do."""
+    """True if a prompt waits in the router until a prefill worker has little left to do."""
     prefills_locally: ClassVar[bool]
-    """Whether it has decode workers prefill, and so may choose where no prefill worker is free."""
+    """True if it has decode workers prefill, and so may choose where no prefill worker is free."""
 
     def choose(self, asked: Asked) -> Choice | Busy:
         """The best placement. `Busy` where a better one is worth waiting for."""

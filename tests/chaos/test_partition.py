@@ -93,7 +93,7 @@ async def disturbed(url: str, link: Link) -> tuple[list, list, list]:
 
 
 def is_whole(admin: AdminClient) -> bool:
-    """Whether all workers are there and hold nothing."""
+    """True if all workers are there and hold nothing."""
     pools = admin.pools()
     return pools.settled and not any(
         w.waiting_seqs or w.running_seqs or w.open_leases or w.free_blocks != w.num_blocks

@@ -92,7 +92,7 @@ def listening() -> Iterator[Listeners]:
 
 
 def is_served(listeners: Listeners, name: str) -> bool:
-    """Whether a client with the secret is served."""
+    """True if a client with the secret is served."""
     address = listeners.addresses[name]
     if name == "sessions":
         return listeners.runner.run(_has_session(address))

@@ -62,7 +62,7 @@ class Scene:
         )
 
     def is_quiet(self, versions: Sequence[Version]) -> bool:
-        """Whether these versions have all their workers, and no worker is changing."""
+        """True if these versions have all their workers, and no worker is changing."""
         names = {version.name for version in versions}
         return all(is_complete(self.serving(v.name), v.pools) for v in versions) and all(
             worker.state in (WorkerState.SERVING, WorkerState.DRAINED) and worker.is_connected
@@ -71,7 +71,7 @@ class Scene:
         )
 
     def is_served(self, name: str) -> bool:
-        """Whether every gateway can place requests of a version."""
+        """True if every gateway can place requests of a version."""
         return all(
             report is not None
             and (said := report.versions.get(name)) is not None
@@ -80,7 +80,7 @@ class Scene:
         )
 
     def is_deserted(self, name: str) -> bool:
-        """Whether no gateway has a request of a version."""
+        """True if no gateway has a request of a version."""
         return all(
             report is not None
             and ((said := report.versions.get(name)) is None or said.num_requests == 0)
@@ -99,7 +99,7 @@ class RolloutStep:
 
 
 def is_complete(serving: Mapping[Role | None, int], pools: Pools) -> bool:
-    """Whether each pool has its wanted number of serving workers."""
+    """True if each pool has its wanted number of serving workers."""
     return all(serving.get(role, 0) == pools.of(role) for role in SERVING_ROLES)
 
 

@@ -132,7 +132,7 @@ class VersionUpdates:
                 yield from self._abort(version.name, why, now_s)
 
     def _fetches(self, name: str) -> bool:
-        """Whether a worker of a version may be fetching the model; a fetch has its own deadline.
+        """True if a worker of a version may be fetching the model; a fetch has its own deadline.
 
         A worker that ran before has the model already.
         """

@@ -75,7 +75,7 @@ class _FleetRules:
     has_room: bool  # for one more worker
 
     def can_become(self, worker: PoolWorker, role: Role) -> bool:
-        """Whether a worker could be flipped to that role, now or later."""
+        """True if a worker could be flipped to that role, now or later."""
         kv_format = worker.kv_format
         if kv_format is None and worker.target is not None:
             kv_format = self.formats.get(worker.target)
@@ -203,7 +203,7 @@ class _Fleet:
 
 
 def takes_last(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> bool:
-    """Whether its version could not prefill, or not decode, if the worker took that role."""
+    """True if its version could not prefill, or not decode, if the worker took that role."""
     return last_that(worker, role, workers) is not None
 
 

@@ -54,7 +54,7 @@ class PoolWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether its process listens and was not told to stop."""
+        """True if its process listens and was not told to stop."""
         return self.state in RUNNING
 
     @property
@@ -70,7 +70,7 @@ class PoolWorker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it holds no sequence, no lease and no pull."""
+        """True if it holds no sequence, no lease and no pull."""
         load = self.load
         return load is not None and not (
             load.waiting_seqs or load.running_seqs or load.open_leases or load.in_flight_blocks
@@ -82,11 +82,11 @@ class PoolWorker:
         return 0 if self.load is None else self.load.prompt_tokens + self.load.context_tokens
 
     def prefills(self) -> bool:
-        """Whether it computes prompts now, and its wanted role does too."""
+        """True if it computes prompts now, and its wanted role does too."""
         return self._serves() and _both(self.role, self.target, "prefills")
 
     def decodes(self) -> bool:
-        """Whether it generates tokens now, and its wanted role does too."""
+        """True if it generates tokens now, and its wanted role does too."""
         return self._serves() and _both(self.role, self.target, "decodes")
 
     def _serves(self) -> bool:

@@ -57,7 +57,7 @@ class PoolWorkers:
         return self._wanted.limits.max_workers - len(self.kept())
 
     def serve_enough(self) -> bool:
-        """Whether gateways may start: on a first start, only once all wanted workers serve."""
+        """True if gateways may start: on a first start, only once all wanted workers serve."""
         workers = self.by_id.values()
         if self.took_over or self.waits_for_nodes:
             return any(w.prefills() for w in workers) and any(w.decodes() for w in workers)
