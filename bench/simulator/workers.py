@@ -10,7 +10,8 @@ has its own time. An event for the worker cuts the stretch after the running ste
 
 *Reports.* The gateway hears of a sequence's first tokens and of its end at once. Tokens in between
 may wait for the next report, in one message. Before the machine decides anything, `settle` returns
-the tokens that a live worker would have sent by then. So the results are those of single steps.
+the tokens that a live worker would have sent by then. So the results are those of single steps, if
+the router is given the costs of workers. If it learns them, it sees a stretch as one sample.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""For every trace and cluster, leaping equals stepping, and no request is lost."""
+"""For every trace and cluster, leaping equals stepping, and no request is lost.
+
+The router is given the costs. When it learns them, it sees a stretch of steps as one sample.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +12,8 @@ from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig, RouterPolicy
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.cluster.costs import PrefillCost, PullCost
+from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
 from router.machine.requests import Finished
 from router.native.machine import native_machine
 
@@ -64,7 +68,10 @@ def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, poli
         simulate(
             trace,
             SimulationSetup(hardware, pools, latency_s, leaps=leaps),
-            native_machine(RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4)),
+            native_machine(
+                RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4),
+                estimates=Estimates(WorkerCosts(hardware.prefill, hardware.decode, hardware.pull)),
+            ),
         )
         for leaps in (True, False)
     )
