@@ -147,7 +147,7 @@ class Router:
         self.machine = native_machine(seeded, estimates=estimates)
         self._recording: RecordingFile | None = None
         if record_dir is not None:
-            self._recording = RecordingFile(record_dir / f"{self.gateway_id}.jsonl", seeded)
+            self._recording = RecordingFile(record_dir / f"{self.gateway_id}.msgpack", seeded)
         self._links: dict[WorkerId, SessionClient] = {}
         self._linked_to: dict[WorkerId, str] = {}  # addresses of the same
         self._clients: dict[RequestId, _Client] = {}

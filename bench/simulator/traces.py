@@ -8,9 +8,8 @@ Four formats are read:
     Baton      JSON lines; the first is {"format": "baton-trace", "version": 1, "block_tokens": n},
                each other one a request: `arrived_s`, `input_len`, `output_len`, and if wanted
                `block_ids` as Mooncake's with n tokens each, and `priority`
-    recording  JSON lines, as a gateway writes them that records (`router.recording.lines`): the
-    requests
-               that were answered, with as many tokens as they were answered with, and the others
+    recording  msgpack records, as a gateway that records writes them (`router.recording.records`):
+               the answered requests, with as many tokens as they were answered with, and the others
                with as many as they asked for; ids stand for the workers' own blocks of tokens
 
 All formats have one form in memory. Every token of a block is the block's id, so equal ids give
@@ -37,7 +36,7 @@ import msgspec
 from bench.validation.recordings import RecordedRequest, read_run
 from engine.errors import ConfigError, ProtocolError
 from engine.worker.blocks import BlockHash, hash_block
-from router.recording.lines import is_recording, lines_of
+from router.recording.records import is_recording, records_of
 
 MOONCAKE_BLOCK_TOKENS = 512
 FORMAT = "baton-trace"
@@ -181,12 +180,14 @@ def read_trace(path: Path) -> Trace:
     Raises TraceError, which names file and line.
     """
     try:
-        if is_recording(next(lines_of(path), b"")):
+        if is_recording(next(records_of(path), b"")):
             block_tokens, requests = _read_recording(path)
             return Trace(path.name, block_tokens, _from_zero(path, requests))
         lines = path.read_text().splitlines()
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}") from error
+    except ProtocolError as error:
+        raise TraceError(str(error)) from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not text") from error
     if not lines:
@@ -252,7 +253,7 @@ def _read_own(path: Path, lines: Sequence[str]) -> tuple[int, list[TraceRequest]
 
 def _read_recording(path: Path) -> tuple[int, list[TraceRequest]]:
     try:
-        told = read_run(lines_of(path))
+        told = read_run(records_of(path))
     except ProtocolError as error:
         raise TraceError(f"{path}: {error}") from error
     sizes = {info.layout.block_size for info in told.workers.values()}

@@ -27,7 +27,7 @@ from engine.errors import BatonError
 from engine.messages import Limits, RequestId, Role, Sampling
 from engine.net.trust import Secret
 from router.machine.requests import Finished, Outcome, Request
-from router.recording.lines import lines_of
+from router.recording.records import records_of
 from router.service import Router
 
 READY_TIMEOUT_S = 30.0
@@ -105,7 +105,7 @@ async def _play(live: Live, trace: Trace, config: RouterConfig, record_dir: Path
     failed = [outcome for outcome in outcomes if not isinstance(outcome, Finished)]
     if failed:
         raise DeploymentFailed(f"{len(failed)} requests were not answered: {failed[0]}")
-    told = read_run(lines_of(record_dir / f"{router.gateway_id}.jsonl"))
+    told = read_run(records_of(record_dir / f"{router.gateway_id}.msgpack"))
     told.gateway_cpu_s = cpu_s
     return told
 

@@ -1,6 +1,6 @@
 """Reads a gateway's recording: requests, and what workers did when.
 
-A recording (`router.recording.lines`) holds all events of one gateway and all effects, each with
+A recording (`router.recording.records`) holds all events of one gateway and all effects, each with
 its time on the gateway's clock. All messages of one worker's frame have the same time.
 """
 
@@ -27,7 +27,7 @@ from engine.messages import (
 )
 from router.machine.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
 from router.machine.requests import Request
-from router.recording.lines import Recorded, read
+from router.recording.records import Recorded, read
 
 
 @dataclass(slots=True)
@@ -103,11 +103,11 @@ class RecordedRun:
                     self._on_message(worker_id, message, now_s)
         for kind, effect in recorded.effects:
             if kind == "Deliver":
-                self._on_deliver(msgspec.json.decode(effect, type=_Delivered), now_s)
+                self._on_deliver(msgspec.msgpack.decode(effect, type=_Delivered), now_s)
             elif kind == "SendTo":
-                self._on_send(msgspec.json.decode(effect, type=_Sent), now_s)
+                self._on_send(msgspec.msgpack.decode(effect, type=_Sent), now_s)
             elif kind == "End":
-                self._on_end(msgspec.json.decode(effect, type=_Ended))
+                self._on_end(msgspec.msgpack.decode(effect, type=_Ended))
 
     def _on_deliver(self, delivered: "_Delivered", now_s: float) -> None:
         asked = self.asked.get(delivered.request_id)

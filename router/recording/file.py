@@ -1,6 +1,6 @@
 """A recording on disk, written beside the gateway's work.
 
-The event loop encodes a line and appends it to a list. A thread writes the list from time to time
+The event loop encodes a record and appends it to a list. A thread writes the list from time to time
 and at the end. The recording ends if the disk is full or too slow, or if something cannot be
 encoded. It never has a hole, for nothing behind a hole can be replayed. Serving goes on.
 
@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 from engine.config import RouterConfig
 from engine.errors import ConfigError
 from router.machine.events import RouterEffect, RouterEvent
-from router.recording.lines import Recorder
+from router.recording.records import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Disk(Protocol):
-    """A file for lines, written through at `flush`."""
+    """A file for records, written through at `flush`."""
 
     def write(self, data: bytes) -> object:
-        """Takes lines. Raises OSError."""
+        """Takes records. Raises OSError."""
         ...
 
     def flush(self) -> None:
@@ -93,10 +93,10 @@ class RecordingFile:
         if self._thread.is_alive():
             self._fail(NOT_WRITTEN_IN_TIME)
 
-    def _put(self, line: bytes) -> None:
+    def _put(self, record: bytes) -> None:
         with self._lock:
-            self._unwritten.append(line)
-            self._num_unwritten_bytes += len(line)
+            self._unwritten.append(record)
+            self._num_unwritten_bytes += len(record)
             fits = self._num_unwritten_bytes <= self._max_unwritten_bytes
         if not fits:
             self._fail("the disk does not keep up")
@@ -119,10 +119,10 @@ class RecordingFile:
 
     def _write(self) -> None:
         with self._lock:
-            lines, self._unwritten = self._unwritten, []
+            records, self._unwritten = self._unwritten, []
             self._num_unwritten_bytes = 0
-        if lines:
-            self._file.write(b"".join(lines))
+        if records:
+            self._file.write(b"".join(records))
             self._file.flush()
 
     def _fail(self, reason: str) -> None:

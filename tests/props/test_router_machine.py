@@ -75,7 +75,7 @@ from router.machine.machine import (
 from router.machine.moves.rule import DRAINED
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
 from router.native.machine import native_machine
-from router.recording.lines import Recorder, replay
+from router.recording.records import Recorder, replay
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 NUM_BLOCKS, MAX_RUNNING = 8, 3

@@ -1,7 +1,6 @@
 """What a live router was told and did, a fresh machine in another process does again."""
 
 import asyncio
-import json
 import os
 import random
 import stat
@@ -12,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from bench.simulator.traces import read_trace
@@ -20,7 +20,7 @@ from engine.clock import MonotonicClock
 from engine.config import RouterConfig, WorkerConfig
 from engine.messages import Role, Sampling, WorkerId
 from router.machine.requests import Finished
-from router.recording.lines import lines_of
+from router.recording.records import records_of
 from router.service import Router
 from tests.kits.services.cluster import (
     DEADLINE_S,
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.torch
 REPLAY = """
 import sys
 from pathlib import Path
-from router.recording.lines import lines_of, replay
-for mismatch in replay(lines_of(Path(sys.argv[1]))):
+from router.recording.records import records_of, replay
+for mismatch in replay(records_of(Path(sys.argv[1]))):
     sys.exit(str(mismatch))
 """
 PROMPTS = prompts(20, vocab_size=4096, seed=5, shortest=40, longest=400)
@@ -108,7 +108,7 @@ async def live(running: Workers, folder: Path) -> tuple[Path, Counter]:
         counters = Counter(r.machine.counters)
     finally:
         await r.close()
-    return folder / f"{r.gateway_id}.jsonl", counters
+    return folder / f"{r.gateway_id}.msgpack", counters
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +130,9 @@ def test_a_fresh_machine_elsewhere_comes_to_the_same_effects(recording):
 
 def test_the_recording_holds_some_of_everything(recording):
     path, counters = recording
-    head, *lines = map(json.loads, path.read_bytes().splitlines())
+    head, *records = map(msgpack.unpackb, records_of(path))
     assert head["config"]["seed"] is not None
-    kinds = Counter(line["kind"] for line in lines)
+    kinds = Counter(record["kind"] for record in records)
     assert kinds["WorkerJoined"] == 3
     assert kinds["Arrived"] == NUM_FINISHED + 1
     assert kinds["ClientGone"] == kinds["Arrived"]
@@ -146,7 +146,7 @@ def test_the_recording_holds_some_of_everything(recording):
 
 def test_a_recording_tells_the_steps_of_decode_workers(recording):
     path, _ = recording
-    told = read_run(lines_of(path))
+    told = read_run(records_of(path))
     steps = told.steps["decode-2"]  # the one that is left
     assert any(len(step.rows) > 1 for step in steps)
     assert sum(len(step.finished) for own in told.steps.values() for step in own) >= NUM_FINISHED

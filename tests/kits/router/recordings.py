@@ -29,7 +29,7 @@ from router.machine.events import (
 )
 from router.machine.requests import Request
 from router.native.machine import native_machine
-from router.recording.lines import Recorder
+from router.recording.records import Recorder
 from tests.kits.router.machine import LAYOUT, LEASE
 
 CONFIG = RouterConfig(policy=RouterPolicy.RANDOM, seed=3, queue_timeout_s=7.0)
@@ -76,9 +76,9 @@ SCRIPT = [
 
 
 def recorded(config: RouterConfig = CONFIG, script=SCRIPT) -> list[bytes]:
-    """The lines of a recording of a script."""
-    lines: list[bytes] = []
-    machine, recorder = native_machine(config), Recorder(config, lines.append)
+    """The records of a script."""
+    records: list[bytes] = []
+    machine, recorder = native_machine(config), Recorder(config, records.append)
     for now_s, event in script:
         recorder.note(event, now_s, machine.handle(event, now_s))
-    return lines
+    return records

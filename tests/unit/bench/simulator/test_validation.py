@@ -49,7 +49,7 @@ from router.cluster.costs import PrefillCost, PullCost
 from router.machine.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
 from router.machine.requests import Request
 from router.native.machine import native_machine
-from router.recording.lines import Recorded, Recorder
+from router.recording.records import Recorded, Recorder
 from tests.kits.router.recordings import recorded
 
 LAYOUT = KVLayout(4, KVFormat.FP32, (KVSection(6, 2, 64),))
@@ -147,7 +147,7 @@ def test_tokens_of_one_frame_are_one_step():
 
 
 def test_a_recording_is_read_as_a_trace(tmp_path):
-    path = tmp_path / "gateway.jsonl"
+    path = tmp_path / "gateway.msgpack"
     path.write_bytes(b"".join(recording()))
     trace = read_trace(path)
     assert trace.block_tokens == LAYOUT.block_size
@@ -159,10 +159,10 @@ def test_a_recording_is_read_as_a_trace(tmp_path):
     assert waits.output_len == 6  # what it asked for
 
 
-def test_broken_recording_is_an_error_with_its_line(tmp_path):
-    path = tmp_path / "gateway.jsonl"
-    path.write_bytes(recorded()[0] + b"{}\n")
-    with pytest.raises(TraceError, match="line 2"):
+def test_broken_recording_is_an_error_with_its_record(tmp_path):
+    path = tmp_path / "gateway.msgpack"
+    path.write_bytes(recorded()[0] + b"\x80")
+    with pytest.raises(TraceError, match="record 2"):
         read_trace(path)
 
 

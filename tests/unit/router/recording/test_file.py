@@ -16,7 +16,7 @@ from router.machine.events import ClientGone
 from router.machine.requests import Rejected
 from router.native.machine import native_machine
 from router.recording.file import NOT_WRITTEN_IN_TIME, RecordingFile
-from router.recording.lines import lines_of, read, replay
+from router.recording.records import read, records_of, replay
 from router.service import Router
 from tests.kits.router.recordings import CONFIG, SCRIPT, arrival
 
@@ -64,34 +64,34 @@ class BadDisk:
 def on_disk(tmp_path, monkeypatch, disk: BadDisk) -> RecordingFile:
     monkeypatch.setattr("router.recording.file.WRITE_EVERY_S", 0.0)
     monkeypatch.setattr("router.recording.file._create", lambda path: disk)
-    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file = RecordingFile(tmp_path / "r.msgpack", CONFIG)
     file.open()
     return file
 
 
 def test_closed_recording_is_complete_and_replays(tmp_path):
-    file = RecordingFile(tmp_path / "there" / "r.jsonl", CONFIG)
+    file = RecordingFile(tmp_path / "there" / "r.msgpack", CONFIG)
     file.open()
     play(file)
     file.close()
     assert file.failure is None
-    assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
-    assert list(replay(lines_of(file.path))) == []
+    assert len(list(read(records_of(file.path)))) == len(SCRIPT)
+    assert list(replay(records_of(file.path))) == []
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
 
 
 def test_the_end_of_a_recording_that_was_cut_off_is_left_out(tmp_path):
-    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file = RecordingFile(tmp_path / "r.msgpack", CONFIG)
     file.open()
     play(file)
     file.close()
     file.path.write_bytes(file.path.read_bytes()[:-5])
-    assert len(list(read(lines_of(file.path)))) == len(SCRIPT) - 1
+    assert len(list(read(records_of(file.path)))) == len(SCRIPT) - 1
 
 
-@pytest.mark.parametrize("name", ["r.jsonl", "file/r.jsonl"])
+@pytest.mark.parametrize("name", ["r.msgpack", "file/r.msgpack"])
 def test_unwritable_folder_is_reported_at_the_start(tmp_path, name):
-    (tmp_path / "r.jsonl").touch()  # no recording is ever written over
+    (tmp_path / "r.msgpack").touch()  # no recording is ever written over
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot record"):
         RecordingFile(tmp_path / name, CONFIG).open()
@@ -123,18 +123,18 @@ def test_a_disk_that_says_at_the_end_that_it_is_full_is_heard(tmp_path, monkeypa
 
 def test_more_than_a_slow_disk_takes_is_not_kept_and_there_is_no_hole(tmp_path, monkeypatch):
     monkeypatch.setattr("router.recording.file.WRITE_EVERY_S", 60.0)  # it writes at the end
-    file = RecordingFile(tmp_path / "r.jsonl", CONFIG, max_unwritten_bytes=4000)
+    file = RecordingFile(tmp_path / "r.msgpack", CONFIG, max_unwritten_bytes=4000)
     file.open()
     play(file)
     file.close()
     assert file.failure == "the disk does not keep up"
-    kept = len(list(read(lines_of(file.path))))
+    kept = len(list(read(records_of(file.path))))
     assert 0 < kept < len(SCRIPT)
-    assert list(replay(lines_of(file.path))) == []
+    assert list(replay(records_of(file.path))) == []
 
 
 def test_one_that_was_never_opened_can_be_closed(tmp_path):
-    RecordingFile(tmp_path / "r.jsonl", CONFIG).close()
+    RecordingFile(tmp_path / "r.msgpack", CONFIG).close()
 
 
 def test_short_memory_ends_the_recording_and_frees_its_lines(tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_disk_that_does_not_finish_is_said(tmp_path, monkeypatch):
 
 
 def test_encoding_error_ends_the_recording(tmp_path, caplog):
-    file = RecordingFile(tmp_path / "r.jsonl", CONFIG)
+    file = RecordingFile(tmp_path / "r.msgpack", CONFIG)
     file.open()
     play(file)
     file.note(ClientGone(NO_TEXT), 200.0, [])
@@ -178,7 +178,7 @@ def test_encoding_error_ends_the_recording(tmp_path, caplog):
     assert file.failure == "ClientGone cannot be encoded: UnicodeEncodeError"
     assert file.failure in caplog.text
     assert "secret" not in caplog.text
-    assert len(list(read(lines_of(file.path)))) == len(SCRIPT)
+    assert len(list(read(records_of(file.path)))) == len(SCRIPT)
 
 
 def test_router_answers_requests_that_it_cannot_record(tmp_path):

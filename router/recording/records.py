@@ -1,0 +1,212 @@
+"""A request machine's events and effects, one msgpack record an event.
+
+    {"version": 6, "config": {...}, "is_native": true}           first record
+    {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
+
+A machine is a function of its configuration and its events. A fresh one that gets the recorded
+events at the recorded times must return the same effects. `replay` finds the differences. That
+checks the simulator's claim to run the same router, and it reproduces bugs.
+
+With `slo` both machines must have the router's C++ or both not, since another generator breaks ties
+there. A recording says which, and `replay` refuses the other.
+
+A recording holds prompts and answers, so it is as confidential as they are. The length of a record
+is not known before it is read, so files are read by msgpack's streaming `Unpacker`, within
+`MAX_RECORD_BYTES`. A record that was cut off at the end of a file is left out. Each record is then
+decoded by its type, with msgspec.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+
+from engine.config import RouterConfig, RouterPolicy
+from engine.errors import ProtocolError
+from engine.messages import PROTOCOL_VERSION
+from router.machine.events import (
+    Arrived,
+    BlocksChanged,
+    BlocksUnheard,
+    ClientGone,
+    FromWorker,
+    RouterEffect,
+    RouterEvent,
+    Stepped,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+)
+from router.machine.machine import RouterMachine
+from router.native.library import is_native
+from router.native.machine import native_machine
+
+_EVENTS: dict[str, type[RouterEvent]] = {
+    kind.__name__: kind
+    for kind in (
+        WorkerJoined,
+        WorkerLost,
+        Arrived,
+        ClientGone,
+        FromWorker,
+        Stepped,
+        BlocksChanged,
+        BlocksUnheard,
+        Tick,
+    )
+}
+
+
+class _Head(msgspec.Struct, frozen=True):
+    version: int
+    config: RouterConfig
+    is_native: bool = False  # the router's C++ was there
+
+
+_HEAD_FIELDS = {"version", "config"}  # of any version
+MAX_RECORD_BYTES = 256 * 2**20  # of one event with its effects
+
+
+class _Event(msgspec.Struct, frozen=True):
+    now_s: float
+    kind: str
+    event: msgspec.Raw
+    effects: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An event, its time, and its effects: the kind and the msgpack of each."""
+
+    now_s: float
+    event: RouterEvent
+    effects: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A recorded event after which a machine did something else, and both as JSON."""
+
+    number: int  # of the record, from 1
+    kind: str
+    recorded: bytes
+    replayed: bytes
+
+
+class Recorder:
+    """Writes down the events and the effects of a machine."""
+
+    def __init__(self, config: RouterConfig, write: Callable[[bytes], object]) -> None:
+        """`write` takes whole records, in order."""
+        self._write = write
+        self._encoder = msgspec.msgpack.Encoder()
+        write(self._encoder.encode(_Head(PROTOCOL_VERSION, config, is_native())))
+
+    def note(self, event: RouterEvent, now_s: float, effects: Iterable[RouterEffect]) -> None:
+        """Writes an event and its effects."""
+        record = {
+            "now_s": now_s,
+            "kind": type(event).__name__,
+            "event": event,
+            "effects": _named(effects),
+        }
+        self._write(self._encoder.encode(record))
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """Yields the whole records of a file. Raises OSError, ProtocolError."""
+    with path.open("rb") as framed, path.open("rb") as file:
+        unpacker = msgpack.Unpacker(framed, max_buffer_size=MAX_RECORD_BYTES)  # skips in pieces
+        begin = 0
+        while True:
+            try:
+                unpacker.skip()
+            except msgpack.OutOfData:
+                return
+            except (msgpack.UnpackException, ValueError) as error:
+                reason = f"{type(error).__name__} behind byte {begin}"
+                raise ProtocolError(f"{path} is not a recording: {reason}") from error
+            end = unpacker.tell()
+            if end - begin > MAX_RECORD_BYTES:
+                raise ProtocolError(f"{path}: a record of {end - begin} bytes behind byte {begin}")
+            yield file.read(end - begin)
+            begin = end
+
+
+def is_recording(first: bytes) -> bool:
+    """True if a file with this first record may be a recording."""
+    try:
+        return set(msgspec.msgpack.decode(first, type=dict[str, msgspec.Raw])) >= _HEAD_FIELDS
+    except msgspec.DecodeError:
+        return False
+
+
+def read(records: Iterable[bytes]) -> Iterator[Recorded]:
+    """Yields the recorded events, in order. Raises ProtocolError."""
+    rest = iter(records)
+    _read_head(rest)
+    for _, record, event in _parse(rest):
+        effects = msgspec.msgpack.decode(record.effects, type=list[tuple[str, msgspec.Raw]])
+        yield Recorded(record.now_s, event, tuple((kind, bytes(raw)) for kind, raw in effects))
+
+
+def replay(
+    records: Iterable[bytes],
+    make_machine: Callable[[RouterConfig], RouterMachine] = native_machine,
+) -> Iterator[Mismatch]:
+    """Feeds recorded events to a fresh machine, and yields the differences.
+
+    Raises ProtocolError for a file that is no recording, and for one that cannot be repeated here.
+    """
+    rest = iter(records)
+    head = _read_head(rest)
+    if head.config.policy is RouterPolicy.SLO and head.is_native != is_native():
+        with_it, without = ("was", "is not") if head.is_native else ("was not", "is")
+        raise ProtocolError(
+            f"the router's C++ {with_it} there when this was recorded, and {without} here: "
+            "placements would differ"
+        )
+    machine = make_machine(head.config)
+    for number, record, event in _parse(rest):
+        effects = machine.handle(event, record.now_s)
+        replayed, recorded = msgspec.msgpack.encode(_named(effects)), bytes(record.effects)
+        if replayed != recorded:
+            yield Mismatch(number, record.kind, _as_json(recorded), _as_json(replayed))
+
+
+def _read_head(records: Iterator[bytes]) -> _Head:
+    first = next(records, None)
+    if first is None:
+        raise ProtocolError("a recording is empty")
+    try:
+        head = msgspec.msgpack.decode(first, type=_Head)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"record 1 of a recording: {error}") from error
+    if head.version != PROTOCOL_VERSION:
+        versions = f"{head.version} and {PROTOCOL_VERSION}"
+        raise ProtocolError(f"a recording's protocol version differs: {versions}")
+    return head
+
+
+def _parse(records: Iterable[bytes]) -> Iterator[tuple[int, _Event, RouterEvent]]:
+    for number, data in enumerate(records, start=2):
+        try:
+            record = msgspec.msgpack.decode(data, type=_Event)
+            kind = _EVENTS.get(record.kind)
+            if kind is None:
+                raise ProtocolError(f"record {number} of a recording: no event is a {record.kind}")
+            event: RouterEvent = msgspec.msgpack.decode(record.event, type=kind)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"record {number} of a recording: {error}") from error
+        yield number, record, event
+
+
+def _named(effects: Iterable[RouterEffect]) -> list[tuple[str, Any]]:
+    return [(type(effect).__name__, effect) for effect in effects]
+
+
+def _as_json(effects: bytes) -> bytes:
+    return msgspec.json.encode(msgspec.msgpack.decode(effects))
