@@ -1,6 +1,7 @@
 # A fresh machine needs `make serve` and `make test` only. Each makes the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+CPP := $(wildcard */native/src/*.cpp */native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h)
 
 .PHONY: install serve test check format test-core test-parts test-services test-ray test-chaos test-long fuzz clean
 
@@ -21,7 +22,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	git ls-files "*.cpp" "*.h" | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 # Three parts at a time: services mostly wait, and parts that only compute give way to them (`nice`).
 # The output of each part is printed when it ends.
@@ -62,7 +63,7 @@ fuzz: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	git ls-files "*.cpp" "*.h" | xargs $(BIN)/clang-format -i
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf .venv .venv-core
