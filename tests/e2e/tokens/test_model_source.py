@@ -91,7 +91,7 @@ def test_a_missing_revision_is_named(hub, tmp_path):
 
 
 def test_a_missing_models_error_mentions_the_token(hub, tmp_path):
-    with pytest.raises(ConfigError, match=r"no such model.*HF_TOKEN"):
+    with pytest.raises(ConfigError, match=r"no such public model.*HF_TOKEN"):
         local_model("hf://org/other", cache=tmp_path)
 
 
