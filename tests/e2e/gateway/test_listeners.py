@@ -17,7 +17,13 @@ from tests.kits.services.served import Served, command_line, marked_pids, serve
 from tests.kits.services.sockets import Listener, listeners, tree
 
 KEY = "admin-key-that-no-child-needs"
-RAY_PARTS = ("gcs_server", "raylet/raylet", "DashboardAgent", "RuntimeEnvAgent", "ray::ServiceActor")
+RAY_PARTS = (
+    "gcs_server",
+    "raylet/raylet",
+    "DashboardAgent",
+    "RuntimeEnvAgent",
+    "ray::ServiceActor",
+)
 CALLS = {  # one method of each service of Ray, by the program that has it
     "/ray.rpc.JobInfoGcsService/GetAllJobInfo": "gcs_server",
     "/ray.rpc.NodeManagerService/RequestWorkerLease": "raylet/raylet",

@@ -176,7 +176,7 @@ def test_second_up_changes_nothing(machine, config, up):
     assert f"serving at {URL}" in again.stderr
     after = {**of(machine, "ray::_"), **of(machine, "gcs_server"), **of(machine, "raylet/raylet")}
     assert before.keys() == after.keys()
-    assert len(of(machine, "ray::_Actor")) == 4  # two workers, two gateways
+    assert len(of(machine, "ray::ServiceActor")) == 4  # two workers, two gateways
 
 
 def test_requests_go_on_while_the_gcs_restarts_from_redis(machine, key):
@@ -219,7 +219,7 @@ def test_pools_change_on_the_head_while_it_serves(machine, config, key):
 
 
 def test_next_controller_takes_over_from_a_killed_one(machine, config, key):
-    services = of(machine, "ray::_Actor")
+    services = of(machine, "ray::ServiceActor")
     (controller,) = of(machine, "ray::_ControllerActor")
     send(machine, signal.SIGKILL, controller)
     poll_until(
@@ -228,7 +228,7 @@ def test_next_controller_takes_over_from_a_killed_one(machine, config, key):
     shown = baton(machine, "status", config).stderr
     assert "decode-1" in shown
     assert "all as wanted" in shown
-    assert of(machine, "ray::_Actor").keys() == services.keys()
+    assert of(machine, "ray::ServiceActor").keys() == services.keys()
     assert ask(machine, key, 8)
 
 
