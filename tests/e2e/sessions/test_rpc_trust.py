@@ -75,6 +75,14 @@ async def challenge(address: str) -> bytes:
         return dict(await asking.trailing_metadata())[rpc._CHALLENGE]
 
 
+def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Messages that were logged with a traceback.
+
+    asyncio's own are left out: gRPC's poller calls the event loop of an earlier test, now closed.
+    """
+    return [r.getMessage() for r in caplog.records if r.exc_info and r.name != "asyncio"]
+
+
 @pytest.mark.parametrize("token", ["guess", "sécret", "密"])
 def test_a_client_with_another_secret_is_refused(token, caplog):
     async def test(address: str, refused: list[str]) -> None:
@@ -85,7 +93,7 @@ def test_a_client_with_another_secret_is_refused(token, caplog):
         assert refused == ["wrong secret or address"]
 
     with_server(test)
-    assert "Traceback" not in caplog.text
+    assert tracebacks(caplog) == []
 
 
 @pytest.mark.parametrize("claim", [None, b"", b"token", bytes(CLAIM_BYTES)])
@@ -179,7 +187,7 @@ def test_clients_that_leave_at_any_moment_leave_no_traceback(caplog):
             await leave(address, (rpc.METHOD, rpc.CHALLENGE_METHOD)[number % 2], number)
 
     with_server(test)
-    assert [r.getMessage() for r in caplog.records if r.name != "asyncio" and r.exc_info] == []
+    assert tracebacks(caplog) == []
 
 
 # ---------------------------------------------------------------- costs

@@ -175,7 +175,7 @@ REFUSED = {
     "bloom": ({}, "its code in transformers does not use the attention interface"),  # ALiBi
     "gpt_oss": (  # attention sinks
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-        "not its own: its attention has terms that ours has not: s_aux",
+        "its logits differ: its attention has terms that ours has not: s_aux",
     ),
     "mamba": ({"state_size": 4}, "layer_types has 'linear_attention'"),
     "deepseek_v3": (  # K and V of different sizes
