@@ -40,7 +40,7 @@ BatonError
 ├── ServiceFailed             a benchmark: a service did not start
 ├── ServerFailed              a benchmark: `baton serve` did not start
 ├── ServerUnreachable         a benchmark: no OpenAI-compatible server answers
-├── NothingCompleted          a benchmark: not one request was answered
+├── RequestsFailed            a benchmark: too many requests failed for a result
 ├── DrivenFailed              a benchmark: another engine's process failed
 ├── PeerError                 a benchmark: another project's simulator failed
 ├── DeploymentFailed          a benchmark: workers did not join, or a request was not answered
@@ -50,7 +50,7 @@ BatonError
 ├── NotMovable                a benchmark: this machine lacks a way to move KV
 ├── WrongBytes                a benchmark: moved KV differs from its source
 ├── TransferError             a benchmark: a pull of KV failed
-├── RunBroken                 a benchmark: a run whose results cannot be used
+├── StreamsApart              a benchmark: its streams never decoded all at once
 ├── NotUndisturbed            a fault test: its run without faults is not clean
 ├── FaultFailed               a fault test: a fault could not be injected or undone
 ├── Unavailable               a fault test: this machine or user cannot have such a network

@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from bench.chaos.plan import ChaosPlan, FaultKind, check, config_of, quick
 from bench.chaos.results import complaints, has_passed, results, story
@@ -13,13 +12,13 @@ from bench.common.command import (
     JsonOption,
     SeedOption,
     printed_errors,
+    publish,
     quick_option,
-    save,
     values_of,
 )
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
-from bench.common.tables import print_report
+from bench.common.tables import print_lines
 
 WITHOUT_ROOT = ",".join(kind for kind in FaultKind if kind is not FaultKind.PARTITION)
 
@@ -62,16 +61,12 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
         plan = quick(plan) if quick_ else plan
         run = measure(plan, say_on_stderr())
         report = report_here("chaos", seed=seed, config=config_of(plan), results=results(run))
-        save(report, json)
-    console = Console()
-    title = (
-        f"{plan.num_requests} requests at {plan.rate_per_s:g}/s, {plan.prefill} + {plan.decode}"
-        f" workers, a fault of {config_of(plan)['faults']} every {plan.every_s:g} s"
-    )
-    print_report(console, report, title=title)
-    for line in story(run):
-        console.print(Text(line), soft_wrap=True)
-    for line in complaints(run):
-        console.print(Text(line, style="red"), soft_wrap=True)
+        title = (
+            f"{plan.num_requests} requests at {plan.rate_per_s:g}/s, {plan.prefill} + {plan.decode}"
+            f" workers, a fault of {config_of(plan)['faults']} every {plan.every_s:g} s"
+        )
+        publish(report, json, title=title)
+    print_lines(Console(), story(run))
+    print_lines(Console(), complaints(run), style="red")
     if not has_passed(report.results):
         raise typer.Exit(1)

@@ -17,12 +17,13 @@ A missing bound is met. An answer of one token meets any bound on TPOT.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from bench.client.answers import Answer, Failure
 from bench.common.report import Figure
 from bench.common.stats import mean_of_longest, summarize
+from engine.errors import BatonError
 
 TBT_SHARE = 0.1
 LATE_MS = 10.0  # if the client's p99 lag is larger, the load differed from the plan
@@ -71,6 +72,14 @@ class SloBounds:
     tpot_s: float | None = None
 
 
+class RequestsFailed(BatonError):
+    """Too many requests failed for a result. Holds the failures."""
+
+    def __init__(self, what: str, failures: Sequence[Failure]) -> None:
+        super().__init__(f"{what} failed: {'; '.join(kinds_of(failures))}")
+        self.failures = tuple(failures)
+
+
 def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict[str, Figure]]:
     """The figures of every run. A kind of error seen in one run is a zero in the others."""
     kinds = sorted({failure.kind for run in runs for failure in run.failures})
@@ -102,6 +111,7 @@ def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> lis
     """A line for each reason not to trust the figures."""
     answers = [answer for run in runs for answer in run.answers]
     return [
+        *(f"failed: {kind}" for kind in kinds_of([f for run in runs for f in run.failures])),
         *_late_client(runs),
         *_waits_for_slots(runs),
         *_other_length(
@@ -115,13 +125,11 @@ def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> lis
     ]
 
 
-def kinds_with_example(failures: Iterable[Failure]) -> Mapping[str, tuple[int, str]]:
-    """The count of each kind of failure, and the detail of its first example."""
-    table: dict[str, tuple[int, str]] = {}
-    for failure in failures:
-        count, first = table.get(failure.kind, (0, failure.detail))
-        table[failure.kind] = (count + 1, first)
-    return table
+def kinds_of(failures: Sequence[Failure]) -> list[str]:
+    """A line for each kind of failure: its count, and the detail of its first example."""
+    first = {failure.kind: failure.detail for failure in reversed(failures)}
+    counts = Counter(failure.kind for failure in failures)
+    return [f"{count} {kind} ({first[kind]})" for kind, count in counts.items()]
 
 
 def _latency(run: LoadRun) -> dict[str, Figure]:

@@ -5,17 +5,19 @@ Options are types for the parameters of a typer command:
     def engine(*, repeat: RepeatOption = 5, seed: SeedOption = 0, json: JsonOption = None) -> None:
         with printed_errors():
             ...
-            save(report, json)
+            publish(report, json, title="…")
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
 
 from bench.common.report import Report, to_json
+from bench.common.tables import print_head, print_lines, print_results
 from bench.processes.driven import DrivenFailed
 from engine.errors import BatonError, ConfigError
 
@@ -57,11 +59,22 @@ def numbers_of(option: str, text: str) -> tuple[int, ...]:
     return values_of(option, text, int, "a list of numbers")
 
 
-def save(report: Report, path: Path | None) -> None:
-    """Writes the report as JSON if `--json` gave a path; makes its folders."""
+def publish(
+    report: Report,
+    path: Path | None,
+    *,
+    title: str,
+    show: Callable[[Console, Report], None] = print_results,
+    warnings: Iterable[str] = (),
+) -> None:
+    """Writes the report as JSON if `--json` gave a path, and prints it with its warnings."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(to_json(report))
+    console = Console()
+    print_head(console, report, title=title)
+    show(console, report)
+    print_lines(console, [f"note: {line}" for line in warnings], style="yellow")
 
 
 @contextmanager

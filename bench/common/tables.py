@@ -1,24 +1,16 @@
 """Prints reports as tables. A table holds what the JSON holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.common.report import Peer, Report, Result
+from bench.common.goals import NO_GOALS, Goals
+from bench.common.report import Report, Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
-RATES = {"compute": "GFLOP/s", "bandwidth": "GB/s"}
-LABELS = {
-    "ttft": "TTFT",
-    "itl": "ITL, between chunks",
-    "tpot": "TPOT",
-    "e2e": "E2E",
-    "send_lag": "send lag",
-    "slot_wait": "wait for a slot",
-}
 
 
 def number_text(value: float) -> str:
@@ -37,154 +29,93 @@ def print_head(console: Console, report: Report, *, title: str) -> None:
     console.print(Text(_provenance(report), style="dim"), soft_wrap=True)
 
 
-def print_report(console: Console, report: Report, *, title: str) -> None:
-    """Prints the head, then every result."""
-    print_head(console, report, title=title)
-    console.print(_tables(report.results))
+def print_results(console: Console, report: Report, goals: Goals = NO_GOALS) -> None:
+    """Prints latencies with a column for each statistic, then every other result in a row."""
+    latencies = [r for r in report.results if r.name.rpartition("/")[2] in STATISTICS]
+    others = [result for result in report.results if result not in latencies]
+    if latencies:
+        console.print(_grid(latencies, _thing_and_statistic))
+    if others:
+        console.print(_list(others, goals))
 
 
-def print_speeds(console: Console, report: Report, *, title: str) -> None:
-    """Prints the head, the speeds beside limits and peers, then all other results."""
-    speeds = [result for result in report.results if result.unit == "tokens/s"]
-    beside = {_beside(speed, kind) for speed in speeds for kind in RATES}
-    shown = beside | {speed.name for speed in speeds}
-    print_head(console, report, title=title)
-    console.print(_speed_table(speeds, {result.name: result for result in report.results}))
-    if any(speed.peers for speed in speeds):
-        console.print(_peer_table([speed for speed in speeds if speed.peers]))
-    console.print(_plain_table([r for r in report.results if r.name not in shown]))
+def print_pivot(console: Console, report: Report) -> None:
+    """Prints results `thing/setting` with a row for each setting and a column for each thing."""
+    console.print(_grid(report.results, _setting_and_thing))
 
 
-def print_pivot(console: Console, report: Report, *, title: str) -> None:
-    """Prints the head, then results `thing/setting` with a row a setting and a column a thing."""
-    things = {_thing(result): result.unit for result in report.results}
-    headers = [f"{thing}_{unit}".replace("_", "\n").rstrip() for thing, unit in things.items()]
-    table = Table("", *headers, box=box.SIMPLE_HEAD)
+def print_lines(console: Console, lines: Sequence[str], *, style: str = "") -> None:
+    """Prints each line in that style."""
+    for line in lines:
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _thing_and_statistic(result: Result) -> tuple[str, str]:
+    thing, _, statistic = result.name.rpartition("/")
+    return f"{thing}, {result.unit}" if result.unit else thing, statistic
+
+
+def _setting_and_thing(result: Result) -> tuple[str, str]:
+    thing, _, setting = result.name.partition("/")
+    return setting, f"{thing}_{result.unit}".replace("_", "\n").rstrip()
+
+
+def _list(results: Sequence[Result], goals: Goals) -> Table:
+    """A row for each result. Columns that no result needs are left out."""
+    peers = dict.fromkeys(peer for result in results for peer in result.peers)
+    columns = {
+        "result": [result.name for result in results],
+        "value": [number_text(result.value) for result in results],
+        "unit": [result.unit for result in results],
+        "least … most": [_spread(result) for result in results],
+        "limit": [_number(result.limit) for result in results],
+        "of it": ["" if r.of_limit is None else f"{r.of_limit:.0%}" for r in results],
+        "goal": [_number(goals.bound(result.name)) for result in results],
+        "met": [_MET[goals.is_met(result)] for result in results],
+    }
+    for peer in peers:
+        theirs = [result.peers.get(peer) for result in results]
+        columns[peer] = ["" if one is None else number_text(one.value) for one in theirs]
+        columns[f"× {peer}"] = ["" if one is None else f"{one.ratio:.2f}" for one in theirs]
+    needed = {header: cells for header, cells in columns.items() if any(cells)}
+    return _table(list(needed), list(zip(*needed.values(), strict=True)))
+
+
+def _grid(results: Sequence[Result], place: Callable[[Result], tuple[str, str]]) -> Table:
+    """A table with each result in the row and the column that `place` names."""
+    cells = {place(result): _value(result) for result in results}
+    rows, columns = (dict.fromkeys(names) for names in zip(*cells, strict=True))
+    return _table(
+        ["", *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
+    )
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*headers, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    cells = {result.name: _value(result) for result in report.results}
-    for setting in dict.fromkeys(_statistic(result) for result in report.results):
-        row = [cells.get(f"{thing}/{setting}", "") for thing in things]
-        table.add_row(setting.replace("_", " "), *row)
-    print_head(console, report, title=title)
-    console.print(table)
-
-
-def print_spread(console: Console, results: Sequence[Result]) -> None:
-    """Prints every result with the least and the greatest of its runs."""
-    table = Table("result", "value", "least", "most", "unit", box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result in results:
-        values = (result.value, min(result.runs), max(result.runs))
-        table.add_row(result.name, *(f"{value:.4g}" for value in values), result.unit)
-    console.print(table)
-
-
-def print_failures(console: Console, kinds: Mapping[str, tuple[int, str]]) -> None:
-    """Prints each kind of failure with its count and the detail of its first example."""
-    for kind, (count, first) in kinds.items():
-        line = f"failed: {count} × {kind}, the first: {first}"
-        console.print(Text(line, style="red"), soft_wrap=True)
-
-
-def print_warnings(console: Console, lines: Sequence[str]) -> None:
-    """Prints each line, marked as a warning."""
-    for line in lines:
-        console.print(Text(f"note: {line}", style="yellow"), soft_wrap=True)
-
-
-def _tables(results: Sequence[Result]) -> RenderableType:
-    latencies = [result for result in results if _statistic(result) in STATISTICS]
-    stages = [result for result in results if result.name.startswith("timeline/")]
-    shown = {result.name for result in (*latencies, *stages)}
-    others = [result for result in results if result.name not in shown]
-    tables = [_latency_table(latencies)] if latencies else []
-    tables.append(_plain_table(others))
-    if stages:
-        tables.append(_stage_table(stages))
-    return Group(*tables)
-
-
-def _latency_table(results: Sequence[Result]) -> Table:
-    table = Table("ms", *STATISTICS, box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    cells = {result.name: _value(result) for result in results}
-    for name in dict.fromkeys(_thing(result) for result in results):
-        row = [cells.get(f"{name}/{statistic}", "") for statistic in STATISTICS]
-        table.add_row(LABELS.get(name, name), *row)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _speed_table(speeds: Sequence[Result], by_name: Mapping[str, Result]) -> Table:
-    table = Table("tokens/s", "value", "limit", "of it", *RATES.values(), box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for speed in speeds:
-        rates = (by_name.get(_beside(speed, kind)) for kind in RATES)
-        table.add_row(
-            speed.name,
-            _value(speed),
-            "" if speed.limit is None else number_text(speed.limit),
-            "" if speed.of_limit is None else f"{speed.of_limit:.0%}",
-            *("" if rate is None else number_text(rate.value) for rate in rates),
-        )
-    return table
+_MET = {None: "", True: "yes", False: "no"}
 
 
-def _peer_table(speeds: Sequence[Result]) -> Table:
-    peers = list(dict.fromkeys(peer for speed in speeds for peer in speed.peers))
-    headers = [peer.replace("_", "\n", 1) for peer in peers]
-    table = Table("tokens/s", "ours", *headers, box=box.SIMPLE_HEAD)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for speed in speeds:
-        cells = [_peer(speed.peers.get(peer)) for peer in peers]
-        table.add_row(speed.name, number_text(speed.value), *cells)
-    return table
-
-
-def _peer(peer: Peer | None) -> str:
-    """A peer's figure and, below it, the ratio of ours to it."""
-    return "" if peer is None else f"{number_text(peer.value)}\n× {peer.ratio:.2f}"
-
-
-def _beside(speed: Result, kind: str) -> str:
-    """Name of the result that holds the job's rate of compute or bandwidth."""
-    return f"{_thing(speed)}_{kind}/{_statistic(speed)}"
-
-
-def _plain_table(results: Sequence[Result]) -> Table:
-    table = Table("result", "value", "unit", box=box.SIMPLE_HEAD)
-    table.columns[1].justify = "right"
-    for result in results:
-        table.add_row(result.name, _value(result), result.unit)
-    return table
-
-
-def _stage_table(results: Sequence[Result]) -> Table:
-    table = Table("stage at the gateway", "mean", "unit", box=box.SIMPLE_HEAD)
-    table.columns[1].justify = "right"
-    for result in results:
-        table.add_row(_statistic(result), _value(result), result.unit)
-    return table
+def _number(value: float | None) -> str:
+    return "" if value is None else number_text(value)
 
 
 def _value(result: Result) -> str:
     """The median and, below it, the range of the runs if they differ."""
-    low, high = number_text(min(result.runs)), number_text(max(result.runs))
-    median = number_text(result.value)
-    return median if low == high else f"{median}\n{low}..{high}"
+    return f"{number_text(result.value)}\n{_spread(result)}".rstrip()
 
 
-def _thing(result: Result) -> str:
-    return result.name.rpartition("/")[0]
-
-
-def _statistic(result: Result) -> str:
-    return result.name.rpartition("/")[2]
+def _spread(result: Result) -> str:
+    """The range of the runs if they differ."""
+    least, most = number_text(min(result.runs)), number_text(max(result.runs))
+    return "" if least == most else f"{least} … {most}"
 
 
 def _provenance(report: Report) -> str:

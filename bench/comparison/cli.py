@@ -4,20 +4,17 @@ baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/it
 """
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from bench.common.command import JsonOption, SeedOption, printed_errors, save
+from bench.common.command import JsonOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
-from bench.common.report import Report, Result
-from bench.common.tables import print_head
+from bench.common.tables import print_results
 from bench.comparison.peer import NAME, Dynamo
 from bench.comparison.plan import ComparisonPlan
 from bench.comparison.results import GOALS
@@ -85,28 +82,8 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
             },
             results=tuple(results),
         )
-        save(report, json)
         title = f"simulated: {len(played.requests)} requests of {played.name}, {profile.name}"
-        print_comparison(Console(), report, title=title)
-
-
-def print_comparison(console: Console, report: Report, *, title: str) -> None:
-    """Prints every figure beside its goal and the peer's figure."""
-    columns = ("value", "unit", "goal", "met", NAME, f"× {NAME}")
-    table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result in report.results:
-        table.add_row(
-            result.name, f"{result.value:.4g}", result.unit, *GOALS.cells(result), *_peer(result)
-        )
-    print_head(console, report, title=title)
-    console.print(table)
-
-
-def _peer(result: Result) -> tuple[str, str]:
-    theirs = result.peers.get(NAME)
-    return ("", "") if theirs is None else (f"{theirs.value:.4g}", f"{theirs.ratio:.2f}")
+        publish(report, json, title=title, show=partial(print_results, goals=GOALS))
 
 
 def _python(option: str) -> Path:

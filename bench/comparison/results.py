@@ -14,9 +14,9 @@ The goodput is that of the best split, on the first requests of the trace. Our r
 bounds and refuses early. A refusal is a miss of both bounds.
 """
 
+from bench.common.goals import Goals
 from bench.common.report import Peer, Result
 from bench.comparison.peer import NAME
-from bench.simulator.goals import Goals
 
 GOALS = Goals(
     {

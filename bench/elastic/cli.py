@@ -3,19 +3,16 @@
 baton bench elastic --json elastic.json
 """
 
+from functools import partial
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from bench.client.load import SloBounds
-from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.command import JsonOption, SeedOption, printed_errors, publish, quick_option
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
-from bench.common.report import Report
-from bench.common.tables import print_head
+from bench.common.tables import print_results
 from bench.elastic.plan import ElasticPlan, TurningLoad
 from bench.elastic.results import GOALS
 from bench.elastic.run import measure
@@ -66,28 +63,10 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
             },
             results=measure(plan, say_on_stderr()),
         )
-        save(report, json)
-        print_elastic(Console(), report)
-
-
-def print_elastic(console: Console, report: Report) -> None:
-    """Prints every figure over all loads, beside its goal."""
-    columns = ("value", "least", "most", "unit", "goal", "met")
-    table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result in report.results:
-        values = (result.value, min(result.runs), max(result.runs))
-        table.add_row(
-            result.name, *(f"{value:.4g}" for value in values), result.unit, *GOALS.cells(result)
+        title = (
+            f"simulated: a load that changes every {phase_s:g} s, {workers} × {plan.hardware.name}"
         )
-    config = report.config
-    title = (
-        f"simulated: a load that changes every {config['phase_s']:g} s, {config['workers']} × "
-        f"{config['profile']}"
-    )
-    print_head(console, report, title=title)
-    console.print(table)
+        publish(report, json, title=title, show=partial(print_results, goals=GOALS))
 
 
 def _splits(num_workers: int, step: int) -> tuple[int, ...]:

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from bench.common.goals import Goals
 from bench.common.report import Figure
 from bench.elastic.plan import ElasticPlan, TurningLoad
 from bench.elastic.planned import SimulatedDecision
-from bench.simulator.goals import Goals
 
 GOALS = Goals({"ratio": 1.3, "lost": 0.0}, at_most=("lost",))
 STEADY = 0.1  # of all workers: pools that differ by less are the same

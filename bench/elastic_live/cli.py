@@ -3,14 +3,12 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench.client.load import kinds_with_example
-from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.client.load import kinds_of
+from bench.common.command import JsonOption, SeedOption, printed_errors, publish, quick_option
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
-from bench.common.tables import print_failures, print_head, print_spread
 from bench.elastic_live.plan import LivePlan, config_of, quick
 from bench.elastic_live.results import results
 from bench.elastic_live.run import measure
@@ -48,9 +46,6 @@ def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer d
             config=config_of(plan, pace),
             results=results(plan, pace, runs),
         )
-        save(report, json)
-        console = Console()
         title = f"a load that changes every {plan.phase_s:g} s, {workers} workers of {shape}"
-        print_head(console, report, title=title)
-        print_spread(console, report.results)
-        print_failures(console, kinds_with_example(f for run in runs for f in run.failures))
+        failures = kinds_of([failure for run in runs for failure in run.failures])
+        publish(report, json, title=title, warnings=[f"failed: {kind}" for kind in failures])

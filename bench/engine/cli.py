@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bench.common.command import (
     JsonOption,
@@ -14,8 +13,8 @@ from bench.common.command import (
     numbers_of,
     peer_option,
     printed_errors,
+    publish,
     quick_option,
-    save,
     values_of,
 )
 from bench.common.machine import hardware, report_here
@@ -23,7 +22,6 @@ from bench.common.plots import plot_bars, require_matplotlib
 from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.shapes import SHAPES
-from bench.common.tables import print_speeds, print_warnings
 from bench.engine.plan import EngineJob, EnginePlan, check, config_of, jobs_of, peers_of, quick
 from bench.engine.results import EngineMeasured, results, warnings
 from bench.engine.run import measure
@@ -59,7 +57,6 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
     plot: PlotOption = None,
 ) -> None:
     """Measure prefill and decode of the engine alone, beside this machine's limits and peers."""
-    console = Console()
     with printed_errors():
         plan = EnginePlan(
             shape=shape,
@@ -81,11 +78,9 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
             require_matplotlib()
         measured = measure(plan, say=say_on_stderr())
         report = _report(plan, measured)
-        save(report, json)
+        publish(report, json, title=_title(plan), warnings=warnings(measured))
         if plot:
             _plot(plan, report, plot)
-        print_speeds(console, report, title=_title(plan))
-        print_warnings(console, warnings(measured))
 
 
 def _report(plan: EnginePlan, measured: EngineMeasured) -> Report:

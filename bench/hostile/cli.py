@@ -4,12 +4,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.command import JsonOption, SeedOption, printed_errors, publish, quick_option
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
-from bench.common.tables import print_report, print_warnings
+from bench.common.tables import print_lines
 from bench.hostile.plan import HostilePlan, check, config_of, quick
 from bench.hostile.results import complaints, results, warnings
 from bench.hostile.run import measure
@@ -34,16 +33,12 @@ def hostile(  # noqa: PLR0913 (one parameter for each option is how typer declar
         plan = quick(plan) if quick_ else plan
         run = measure(plan, say_on_stderr())
         report = report_here("hostile", seed=seed, config=config_of(plan), results=results(run))
-        save(report, json)
-    console = Console()
-    title = (
-        f"{plan.num_bodies} hostile requests, {plan.num_slow} slow connections and"
-        f" {plan.num_disconnects} disconnects beside {plan.num_streams} streams"
-    )
-    print_report(console, report, title=title)
-    print_warnings(console, warnings(run))
+        title = (
+            f"{plan.num_bodies} hostile requests, {plan.num_slow} slow connections and"
+            f" {plan.num_disconnects} disconnects beside {plan.num_streams} streams"
+        )
+        publish(report, json, title=title, warnings=warnings(run))
     found = complaints(run)
-    for line in found:
-        console.print(Text(line, style="red"), soft_wrap=True)
+    print_lines(Console(), found, style="red")
     if found:
         raise typer.Exit(1)

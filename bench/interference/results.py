@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bench.client.answers import Answer, Failure
+from bench.client.load import kinds_of
 from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
@@ -118,7 +119,8 @@ def promises(found: Sequence[Result]) -> list[str]:
 
 def warnings(runs: Sequence[InterferenceRun]) -> list[str]:
     """Facts that a reader should know before trusting the results."""
-    lines = busy_warning(run.others_share or 0.0 for run in runs)
+    lines = [f"failed: {kind}" for kind in kinds_of([f for run in runs for f in run.failures])]
+    lines += busy_warning(run.others_share or 0.0 for run in runs)
     streams = [stream for run in runs for stream in run.streams]
     num_tokens = sum(stream.num_output_tokens for stream in streams)
     num_chunks = sum(len(stream.chunk_times_s) for stream in streams)

@@ -19,7 +19,7 @@ import aiohttp
 import uvloop
 
 from bench.client.answers import Answer, Failure
-from bench.client.load import kinds_with_example
+from bench.client.load import RequestsFailed
 from bench.common import background
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
@@ -48,14 +48,8 @@ WARM_UP_TOKENS = 16  # of each stream; its length does not change what gets warm
 Send = Callable[[bytes], Awaitable[Answer | Failure]]
 
 
-class RunBroken(BatonError):
-    """A run without usable figures; holds its failures."""
-
-    def __init__(self, what: str, failures: Sequence[Failure]) -> None:
-        kinds = kinds_with_example(failures)
-        told = "; ".join(f"{count} {kind} ({first})" for kind, (count, first) in kinds.items())
-        super().__init__(f"{what} failed: {told}" if told else what)
-        self.failures = tuple(failures)
+class StreamsApart(BatonError):
+    """The streams of a run never decoded all at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,9 @@ class _Server:
 
 
 def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[InterferenceRun]:
-    """Carries out the plan. Raises ServerFailed, RunBroken, ServerUnreachable."""
+    """Carries out the plan. Raises ServerFailed, RequestsFailed, StreamsApart and
+    ServerUnreachable.
+    """
     with ExitStack() as stack:
         checkpoint = Path(stack.enter_context(TemporaryDirectory(prefix="baton-")))
         link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
@@ -122,7 +118,7 @@ async def _measure(
                 run = await _run(plan, setting, servers, vocab, name=str(repeat))
                 begun_s, ended_s = run.window_s
                 if begun_s >= ended_s:
-                    raise RunBroken(f"{setting}: the streams did not run at the same time", ())
+                    raise StreamsApart(f"{setting}: the streams did not run at the same time")
                 runs.append(run)
         return runs
 
@@ -152,7 +148,7 @@ async def _run(
     prompts = tuple(result for result in others if isinstance(result, Answer))
     failures = tuple(result for result in others if isinstance(result, Failure))
     if num_loaders and not prompts:
-        raise RunBroken("all prompts", failures)
+        raise RequestsFailed("all prompts", failures)
     return InterferenceRun(
         setting=setting,
         streams=answers,
@@ -170,7 +166,7 @@ async def run_beside(
 ) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
     """Runs all streams, and loaders that send one request after the other until all streams end.
 
-    Raises RunBroken if a stream fails.
+    Raises RequestsFailed if a stream fails.
     """
     others: list[Answer | Failure] = []
     ended = asyncio.Event()
@@ -193,5 +189,5 @@ async def run_beside(
         ended.set()
     failures = [result for result in results if isinstance(result, Failure)]
     if failures:
-        raise RunBroken(f"{len(failures)} of {len(results)} streams", failures)
+        raise RequestsFailed(f"{len(failures)} of {len(results)} streams", failures)
     return tuple(result for result in results if isinstance(result, Answer)), others

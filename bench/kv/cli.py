@@ -4,7 +4,6 @@ from importlib.util import find_spec
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bench.common.command import (
     JsonOption,
@@ -14,15 +13,14 @@ from bench.common.command import (
     numbers_of,
     peer_option,
     printed_errors,
+    publish,
     quick_option,
-    save,
 )
 from bench.common.machine import report_here
 from bench.common.plots import require_matplotlib
 from bench.common.progress import Say, say_on_stderr
 from bench.common.report import Report
 from bench.common.shapes import SHAPES
-from bench.common.tables import print_warnings
 from bench.kv import handoff as kv_handoff
 from bench.kv.plan import (
     BACKENDS,
@@ -39,7 +37,6 @@ from bench.kv.plan import (
 from bench.kv.plots import plot_kv
 from bench.kv.results import Handoffs, KvMeasured, Missing, results, warnings
 from bench.kv.run import measure
-from bench.kv.tables import print_kv
 from engine.errors import BatonError
 
 DEFAULT_BACKENDS = ",".join(BACKENDS)
@@ -62,7 +59,6 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
     plot: PlotOption = None,
 ) -> None:
     """Measure how fast KV moves, beside this machine's limits and peers, and the delay it adds."""
-    console = Console()
     say = say_on_stderr()
     with printed_errors():
         plan = KvPlan(
@@ -81,11 +77,10 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
         handoffs, not_handed = _handoffs(plan, say)
         measured = measure(plan, say)
         report = _report(plan, measured, handoffs, not_handed)
-        save(report, json)
+        lines = [*warnings(measured, handoffs), *map(_told, not_handed)]
+        publish(report, json, title=_title(plan), warnings=lines)
         if plot:
             plot_kv(report, plot, title=_title(plan))
-        print_kv(console, report, title=_title(plan))
-        print_warnings(console, [*warnings(measured, handoffs), *map(_told, not_handed)])
 
 
 def _handoffs(plan: KvPlan, say: Say) -> tuple[list[Handoffs], list[Missing]]:

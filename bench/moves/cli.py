@@ -3,13 +3,11 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench.common.command import JsonOption, SeedOption, printed_errors, quick_option, save
+from bench.common.command import JsonOption, SeedOption, printed_errors, publish, quick_option
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
-from bench.common.tables import print_report
 from bench.interference.plan import InterferenceRequests
 from bench.moves.plan import MovesPlan, check, config_of, quick
 from bench.moves.results import results
@@ -38,9 +36,8 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
         plan = quick(plan) if quick_ else plan
         runs = measure(plan, say_on_stderr())
         report = report_here("moves", seed=seed, config=config_of(plan), results=results(runs))
-        save(report, json)
-    title = (
-        f"{plan.num_repeats} flips of a worker of {plan.shape} with {streams} streams,"
-        f" {input_len} tokens in, {output_len} out, to one with {beside}"
-    )
-    print_report(Console(), report, title=title)
+        title = (
+            f"{plan.num_repeats} flips of a worker of {plan.shape} with {streams} streams,"
+            f" {input_len} tokens in, {output_len} out, to one with {beside}"
+        )
+        publish(report, json, title=title)

@@ -13,11 +13,12 @@ import uvloop
 
 from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Failure
+from bench.client.load import RequestsFailed
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import holds_within, pause
 from bench.interference.plan import bodies
-from bench.interference.run import RunBroken, link_checkpoint
+from bench.interference.run import link_checkpoint
 from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
 from bench.moves.results import MovesRun
 from bench.processes.serving import serving
@@ -37,7 +38,7 @@ class NotFlipped(BatonError):
 
 
 def measure(plan: MovesPlan, say: Say = say_nothing) -> list[MovesRun]:
-    """Carries out the plan. Raises ServerFailed, RunBroken, NotFlipped, OrderFailed."""
+    """Carries out the plan. Raises ServerFailed, RequestsFailed, NotFlipped, OrderFailed."""
     with TemporaryDirectory(prefix="baton-") as folder:
         checkpoint, run_dir = Path(folder, "model"), Path(folder, "run")
         checkpoint.mkdir()
@@ -161,5 +162,5 @@ async def _flipped(
 def _whole(answers: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
     failures = [one for one in answers if isinstance(one, Failure)]
     if failures:
-        raise RunBroken(f"{len(failures)} of {len(answers)} streams", failures)
+        raise RequestsFailed(f"{len(failures)} of {len(answers)} streams", failures)
     return tuple(one for one in answers if isinstance(one, Answer))

@@ -7,17 +7,16 @@ baton plan --model qwen3-32b --hardware h200 --rps 10 --input 4000 --output 300 
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bench.client.load import SloBounds
-from bench.common.command import JsonOption, SeedOption, printed_errors, save
+from bench.common.command import JsonOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
 from bench.common.report import results_of
 from bench.planner.load import ExpectedLoad
 from bench.planner.model import LAYER_BYTES, MODELS, DenseModel, model_named
 from bench.planner.plan import PlanInput, plan_of
 from bench.planner.pricing import GPUS, ModelOptions, Platform, Speculation, check_profile
-from bench.planner.report import config_of, figures_of, print_plan
+from bench.planner.report import config_of, figures_of, print_plan, title_of
 from bench.planner.search import Depth
 from bench.simulator.hardware import PROFILES, hardware_named
 from engine.config import WeightFormat
@@ -106,8 +105,9 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
             config=config_of(ask),
             results=results_of([figures_of(plan)]),
         )
-        save(report, json)
-        print_plan(Console(), plan)
+        publish(
+            report, json, title=title_of(plan), show=lambda console, _: print_plan(console, plan)
+        )
 
 
 def _machine(

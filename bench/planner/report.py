@@ -114,7 +114,6 @@ def _ways(plan: CapacityPlan) -> tuple[tuple[str, SizedPools | CannotPlan], ...]
 def print_plan(console: Console, plan: CapacityPlan) -> None:
     """Prints memory, both ways of serving, the savings of options, and the assumptions."""
     best = plan.best
-    console.print(Text(_title(plan, best), style="bold"), soft_wrap=True)
     for line in _memory_lines(plan.ask, best):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_ways_table(plan))
@@ -124,8 +123,9 @@ def print_plan(console: Console, plan: CapacityPlan) -> None:
         console.print(Text(line, style="dim"), soft_wrap=True)
 
 
-def _title(plan: CapacityPlan, best: SizedPools) -> str:
-    ask, load = plan.ask, plan.ask.load
+def title_of(plan: CapacityPlan) -> str:
+    """The load, the GPUs that it needs, and their cost."""
+    ask, load, best = plan.ask, plan.ask.load, plan.best
     how = "by simulation" if best.simulated else "by formula"
     price = best.usd_per_million_tokens
     return (

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import engine.model.bundled
 from bench.common.command import (
@@ -14,8 +13,8 @@ from bench.common.command import (
     PlotOption,
     SeedOption,
     printed_errors,
+    publish,
     quick_option,
-    save,
 )
 from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
@@ -63,10 +62,9 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
             },
             results=parts.measure(checkpoint, windows, threads=threads, say=say_on_stderr()),
         )
-        save(report, json)
+        publish(report, json, title=_title(report), show=print_pivot)
         if plot:
             _plot(report, plot)
-        print_pivot(Console(), report, title=_title(report))
 
 
 def _parts() -> ModuleType:

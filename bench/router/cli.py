@@ -1,11 +1,9 @@
 """`baton bench router`: its options, and what is printed, written and plotted."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from bench.common.command import (
     JsonOption,
@@ -13,15 +11,15 @@ from bench.common.command import (
     RepeatOption,
     SeedOption,
     printed_errors,
+    publish,
     quick_option,
-    save,
     values_of,
 )
 from bench.common.machine import report_here
 from bench.common.plots import plot_bars, require_matplotlib
 from bench.common.progress import say_on_stderr
-from bench.common.report import Report, Result
-from bench.common.tables import print_head, print_warnings
+from bench.common.report import Report
+from bench.common.tables import print_results
 from bench.router.plan import (
     FULL_CASES,
     GOALS,
@@ -31,7 +29,7 @@ from bench.router.plan import (
     check,
     config_of,
 )
-from bench.router.results import PEER, is_met, results, warnings
+from bench.router.results import PEER, results, warnings
 from bench.router.run import measure, measure_ingest
 
 
@@ -67,28 +65,10 @@ def router(  # noqa: PLR0913 (one parameter for each option is how typer declare
             config=config_of(plan),
             results=results(measured, measure_ingest(plan)),
         )
-        save(report, json)
+        show = partial(print_results, goals=GOALS)
+        publish(report, json, title=_title(plan), show=show, warnings=warnings(measured))
         if plot:
             plot_bars(panels(report), plot, title=_title(plan))
-        print_router(Console(), report, title=_title(plan))
-        print_warnings(Console(), warnings(measured))
-
-
-def print_router(console: Console, report: Report, *, title: str) -> None:
-    """Prints the head, then every result beside its goal and the Python peer."""
-    columns = ("value", "least", "most", "unit", "goal", "met", "peer", "× peer")
-    table = Table("result", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result in report.results:
-        spread = (result.value, min(result.runs), max(result.runs))
-        table.add_row(
-            result.name, *map(_number, spread), result.unit, *_goal(result), *_peer(result)
-        )
-    print_head(console, report, title=title)
-    console.print(table)
 
 
 def panels(report: Report) -> dict[str, dict[str, float]]:
@@ -111,22 +91,6 @@ def _cases(text: str) -> tuple[RouterCase, ...]:
 def _case(text: str) -> RouterCase:
     workers, blocks = text.split(":")
     return RouterCase(int(workers), int(blocks))
-
-
-def _goal(result: Result) -> tuple[str, str]:
-    met = is_met(result)
-    return ("", "") if met is None else (_number(GOALS[result.name]), "yes" if met else "no")
-
-
-def _peer(result: Result) -> tuple[str, str]:
-    peer = result.peers.get(PEER)
-    return ("", "") if peer is None else (_number(peer.value), f"{peer.ratio:.2f}")
-
-
-def _number(value: float) -> str:
-    if value >= 1e6:
-        return f"{value / 1e6:.2f}M"
-    return f"{value / 1e3:.0f}k" if value >= 1e4 else f"{value:.3g}"
 
 
 def _title(plan: RouterPlan) -> str:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from bench.common.background import busy_warning
 from bench.common.report import Figure, Peer, Result, results_of
 from bench.common.stats import percentile
-from bench.router.plan import GOALS, LESS_IS_BETTER, MAIN_BLOCKS
+from bench.router.plan import MAIN_BLOCKS
 from bench.router.run import RouterMeasured, Run
 
 PEER = "dict_bitmask"
@@ -54,14 +54,6 @@ def results(
 def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
     """A line for each reason not to trust the results."""
     return busy_warning(share for one in cases for share in one.background)
-
-
-def is_met(result: Result) -> bool | None:
-    """True if a result reaches its goal; None if it has no goal."""
-    goal = GOALS.get(result.name)
-    if goal is None:
-        return None
-    return result.value <= goal if result.name.startswith(LESS_IS_BETTER) else result.value >= goal
 
 
 def _statistics() -> Mapping[str, _Statistic]:

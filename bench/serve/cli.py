@@ -5,23 +5,21 @@ from typing import Annotated
 
 import typer
 import uvloop
-from rich.console import Console
 
 from bench.client.answers import Endpoint
-from bench.client.load import SloBounds, figures_of_runs, kinds_with_example, warnings
+from bench.client.load import SloBounds, figures_of_runs, warnings
 from bench.common.command import (
     JsonOption,
     PlotOption,
     RepeatOption,
     SeedOption,
     printed_errors,
+    publish,
     quick_option,
-    save,
 )
 from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
 from bench.common.report import Report, results_of
-from bench.common.tables import print_failures, print_report, print_warnings
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget, check, config_of, quick
 from bench.serve.run import ServeMeasured, measure
 
@@ -85,11 +83,17 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
         if plot:
             require_matplotlib()
         measured: ServeMeasured = uvloop.run(measure(plan))
-        report = _report(plan, measured)
-        _print(plan, measured, report)
-        save(report, json)
+        report = report_here(
+            "serve",
+            seed=plan.seed,
+            config=config_of(plan, measured.model),
+            results=results_of(figures_of_runs(measured.runs, plan.slo)),
+        )
+        lens = {"input_len": plan.ask.input_len, "output_len": plan.ask.output_len}
+        title = _title(plan, report)
+        publish(report, json, title=title, warnings=warnings(measured.runs, **lens))
         if plot:
-            _plot(plan, measured, report, plot)
+            _plot(measured, report, plot, title=title)
 
 
 def _slo(ttft_ms: float | None, tpot_ms: float | None) -> SloBounds | None:
@@ -101,26 +105,7 @@ def _slo(ttft_ms: float | None, tpot_ms: float | None) -> SloBounds | None:
     )
 
 
-def _report(plan: ServePlan, measured: ServeMeasured) -> Report:
-    return report_here(
-        "serve",
-        seed=plan.seed,
-        config=config_of(plan, measured.model),
-        results=results_of(figures_of_runs(measured.runs, plan.slo)),
-    )
-
-
-def _print(plan: ServePlan, measured: ServeMeasured, report: Report) -> None:
-    console = Console()
-    print_report(console, report, title=_title(plan, report))
-    failures = [failure for run in measured.runs for failure in run.failures]
-    print_failures(console, kinds_with_example(failures))
-    ask = plan.ask
-    lines = warnings(measured.runs, input_len=ask.input_len, output_len=ask.output_len)
-    print_warnings(console, lines)
-
-
-def _plot(plan: ServePlan, measured: ServeMeasured, report: Report, path: Path) -> None:
+def _plot(measured: ServeMeasured, report: Report, path: Path, *, title: str) -> None:
     answers = [answer for run in measured.runs for answer in run.answers]
     plot_cdfs(
         {
@@ -128,7 +113,7 @@ def _plot(plan: ServePlan, measured: ServeMeasured, report: Report, path: Path) 
             "ITL, between chunks": [gap_s * 1e3 for answer in answers for gap_s in answer.gaps_s],
         },
         path,
-        title=f"{_title(plan, report)}\n{report.hardware.cpu}, commit {report.commit}",
+        title=f"{title}\n{report.hardware.cpu}, commit {report.commit}",
     )
 
 

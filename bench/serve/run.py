@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 
 from bench.client.answers import Answer, AnswerReader, Failure, request_body
-from bench.client.load import LoadRun, RequestOutcome, kinds_with_example
+from bench.client.load import LoadRun, RequestOutcome, RequestsFailed
 from bench.common.prompts import Prompt, plain_token_ids
 from bench.serve.plan import ServePlan, ServeTarget, base_url, due_times_s, prompts
 from engine.clock import Clock, MonotonicClock
@@ -34,16 +34,6 @@ class ServerUnreachable(BatonError):
 
     def __init__(self, url: str, detail: str) -> None:
         super().__init__(f"no OpenAI-compatible server at {url}: {detail}")
-
-
-class NothingCompleted(BatonError):
-    """No request was answered."""
-
-    def __init__(self, what: str, failures: Sequence[Failure]) -> None:
-        kinds = kinds_with_example(failures)
-        told = "; ".join(f"{count} {kind} ({first})" for kind, (count, first) in kinds.items())
-        super().__init__(f"all {len(failures)} {what} failed: {told}")
-        self.failures = tuple(failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +95,7 @@ class ServeClient:
 async def measure(plan: ServePlan, clock: Clock | None = None) -> ServeMeasured:
     """Warms the server up and runs every repetition of the plan.
 
-    Raises ServerUnreachable. Raises NothingCompleted if no request of the warm-up or of all
+    Raises ServerUnreachable. Raises RequestsFailed if no request of the warm-up or of all
     repetitions was answered. Other failures are results.
     """
     clock = clock or MonotonicClock()
@@ -123,7 +113,8 @@ async def measure(plan: ServePlan, clock: Clock | None = None) -> ServeMeasured:
             for own in repeats
         ]
     if not any(run.answers for run in runs):
-        raise NothingCompleted("requests", [failure for run in runs for failure in run.failures])
+        failures = [failure for run in runs for failure in run.failures]
+        raise RequestsFailed(f"all {len(failures)} requests", failures)
     return ServeMeasured(model=model, runs=tuple(runs))
 
 
@@ -178,7 +169,7 @@ async def _warm_up(send: Send, bodies: Sequence[bytes]) -> None:
     results = await asyncio.gather(*(send(body) for body in bodies))
     failures = [result for result in results if isinstance(result, Failure)]
     if failures and len(failures) == len(results):
-        raise NothingCompleted("warm-up requests", failures)
+        raise RequestsFailed(f"all {len(failures)} warm-up requests", failures)
 
 
 def _bodies(plan: ServePlan, model: str, prompts: Sequence[Prompt]) -> list[bytes]:

@@ -9,14 +9,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from bench.client.load import SloBounds
-from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, save
+from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
 from bench.common.report import Scalar, results_of
-from bench.common.tables import print_report
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, SimulatedPools, SimulationSetup, simulate
 from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, HardwareProfile, hardware_named, write_hardware
@@ -128,11 +126,10 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             config=_config(played, setup, router, speed_up),
             results=results_of([figures]),
         )
-        save(report, json)
         title = _title(played, setup, router)
+        publish(report, json, title=title)
         if plot:
             plot_cdfs(series_ms(run), plot, title=title)
-        print_report(Console(), report, title=title)
 
 
 def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:

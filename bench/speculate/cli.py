@@ -1,5 +1,6 @@
 """`baton bench speculate`: its options, and what is printed, written and plotted."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -14,19 +15,18 @@ from bench.common.command import (
     SeedOption,
     numbers_of,
     printed_errors,
+    publish,
     quick_option,
-    save,
 )
 from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
 from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.shapes import SHAPES
-from bench.common.tables import print_warnings
+from bench.common.tables import print_pivot, print_results
 from bench.speculate.plan import BATCHES, SETUPS, SpeculatePlan, check, config_of, quick
-from bench.speculate.results import SpeculateMeasured, results, warnings
+from bench.speculate.results import results, warnings
 from bench.speculate.run import measure
-from bench.speculate.tables import print_speculation
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 
@@ -53,7 +53,6 @@ def speculate(  # noqa: PLR0913 (one parameter for each option is how typer decl
     plot: PlotOption = None,
 ) -> None:
     """Measure what speculation gains and costs, and that it changes no token."""
-    console = Console()
     with printed_errors():
         plan = SpeculatePlan(
             shape=shape,
@@ -72,21 +71,26 @@ def speculate(  # noqa: PLR0913 (one parameter for each option is how typer decl
         if find_spec("torch") is None:
             raise ConfigError("torch is not installed: pip install 'baton-serve[worker]'")
         measured = measure(plan, say=say_on_stderr())
-        report = _report(plan, measured)
-        save(report, json)
+        report = report_here(
+            "speculate",
+            seed=plan.seed,
+            config=config_of(plan),
+            results=results(plan, measured),
+        )
+        publish(report, json, title=_title(plan), show=_show, warnings=warnings(measured))
         if plot:
             _plot(report, plot, title=_title(plan))
-        print_speculation(console, report, title=_title(plan))
-        print_warnings(console, warnings(measured))
 
 
-def _report(plan: SpeculatePlan, measured: SpeculateMeasured) -> Report:
-    return report_here(
-        "speculate",
-        seed=plan.seed,
-        config=config_of(plan),
-        results=results(plan, measured),
-    )
+def _show(console: Console, report: Report) -> None:
+    """Prints what is promised, then grids of the medians of all cells and of all places."""
+    cells = [result for result in report.results if result.name.count("/") == 2]
+    places = [r for r in report.results if "acceptance/" in r.name and r not in cells]
+    others = [r for r in report.results if r not in cells and r not in places]
+    print_results(console, replace(report, results=tuple(others)))
+    for grid in filter(None, (cells, places)):
+        medians = tuple(replace(result, runs=(result.value,)) for result in grid)
+        print_pivot(console, replace(report, results=medians))
 
 
 def _title(plan: SpeculatePlan) -> str:

@@ -5,31 +5,29 @@ baton bench validation --json validation.json --plot validation.png
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from bench.common.command import (
     JsonOption,
     PlotOption,
     SeedOption,
     printed_errors,
+    publish,
     quick_option,
-    save,
 )
 from bench.common.machine import report_here
 from bench.common.plots import plot_cdfs, require_matplotlib
 from bench.common.progress import say_on_stderr
-from bench.common.report import Report, Result, Scalar
-from bench.common.tables import print_head
+from bench.common.report import Scalar
+from bench.common.tables import print_results
 from bench.simulator.hardware import write_hardware
 from bench.simulator.splits import splits_of
 from bench.validation.plan import QUICK_REQUESTS, ValidationPlan
-from bench.validation.results import SplitComparison, goal_of, results_of
+from bench.validation.results import GOALS, SplitComparison, results_of
 from bench.validation.run import measure
 
 DEFAULTS = ValidationPlan()
@@ -75,55 +73,16 @@ def validation(  # noqa: PLR0913 (one parameter for each option is how typer dec
         if record:
             for one in compared:
                 write_hardware(one.fitted.hardware, record / f"{one.name}.hardware.json")
-        report = _report(plan, compared)
-        save(report, json)
+        report = report_here(
+            "validation",
+            seed=plan.seed,
+            config=_config(plan, compared),
+            results=[result for one in compared for result in results_of(one)],
+        )
         title = f"{plan.num_requests} requests, {plan.num_repeats} times, and simulated"
+        publish(report, json, title=title, show=partial(print_results, goals=GOALS))
         if plot:
             plot_cdfs(_series_ms(compared), plot, title=title)
-        print_validation(Console(), report, title=title)
-
-
-def print_validation(console: Console, report: Report, *, title: str) -> None:
-    """Each figure measured and simulated, how far off that is, and what was promised.
-
-    Spread is how far single measured runs of the same trace are from each other.
-    """
-    columns = ("measured", "from … to", "spread", "simulated", "off by", "promised")
-    table = Table("ms", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-    by_name = {result.name: result for result in report.results}
-    for name, off in by_name.items():
-        if f"{name}/measured" in by_name:
-            table.add_row(
-                name.removeprefix("validation/"), *_row(off, by_name[f"{name}/measured"], by_name)
-            )
-    print_head(console, report, title=title)
-    console.print(table)
-
-
-def _row(off: Result, measured: Result, by_name: dict[str, Result]) -> tuple[str, ...]:
-    simulated, spread = by_name[f"{off.name}/simulated"], by_name.get(f"{off.name}/spread")
-    goal = goal_of(off.name)
-    return (
-        f"{measured.value:.2f}",
-        f"{min(measured.runs):.2f} … {max(measured.runs):.2f}",
-        f"{spread.value:.1%}" if spread else "",
-        f"{simulated.value:.2f}",
-        f"{simulated.value / measured.value - 1:+.1%}",
-        "" if goal is None else f"{goal:.0%}, {'kept' if off.value <= goal else 'missed'}",
-    )
-
-
-def _report(plan: ValidationPlan, compared: Sequence[SplitComparison]) -> Report:
-    return report_here(
-        "validation",
-        seed=plan.seed,
-        config=_config(plan, compared),
-        results=tuple(result for one in compared for result in results_of(one)),
-    )
 
 
 def _config(plan: ValidationPlan, compared: Sequence[SplitComparison]) -> dict[str, Scalar]:

@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from bench.common.goals import Goals
 from bench.common.report import Result
 from bench.common.stats import summarize
 from bench.simulator.cluster import SimulatedRun
 from bench.validation.fitting import Fitted
 from bench.validation.recordings import RecordedRun
 
-GOALS = {"mean": 0.10, "p99": 0.20}
+GOALS = Goals({"validation/*_mean": 0.10, "validation/*_p99": 0.20}, at_most=("*",))
 Samples = Mapping[str, Sequence[float]]  # seconds, by name
 
 
@@ -98,9 +99,3 @@ def _summary(values_s: Sequence[float]) -> dict[str, float]:
     summary = summarize(values_s)
     assert summary is not None
     return {"mean": summary.mean, "p50": summary.p50, "p99": summary.p99}
-
-
-def goal_of(name: str) -> float | None:
-    """Returns the greatest allowed error of a figure as a share; None without a promise."""
-    statistic = name.rpartition("_")[2]
-    return GOALS.get(statistic)

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from bench import cli
 from bench.client.answers import Answer, Endpoint, Failure
-from bench.client.load import SloBounds, figures_of_runs
+from bench.client.load import RequestsFailed, SloBounds, figures_of_runs
 from bench.common.report import from_json
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
-from bench.serve.run import NothingCompleted, ServerUnreachable, measure, run_open_loop
+from bench.serve.run import ServerUnreachable, measure, run_open_loop
 from engine.clock import MonotonicClock
 
 
@@ -173,7 +173,7 @@ def test_some_failures_are_counted_and_the_rest_is_measured():
     [("busy", "http_429"), ("dies", "truncated"), ("errs", "stream_error"), ("hangs", "timeout")],
 )
 def test_each_failure_has_its_kind(fault, kind):
-    with pytest.raises(NothingCompleted, match="all 2 warm-up requests failed") as caught:
+    with pytest.raises(RequestsFailed, match="all 2 warm-up requests failed") as caught:
         measure_against(fault, timeout_s=0.3)
     assert {failure.kind for failure in caught.value.failures} == {kind}
 
@@ -194,7 +194,7 @@ def test_a_connection_refused_after_the_start_is_counted_as_such():
             pass
         await measure(plan_for(url, model="given"))
 
-    with pytest.raises(NothingCompleted) as caught:
+    with pytest.raises(RequestsFailed) as caught:
         asyncio.run(go())
     assert {failure.kind for failure in caught.value.failures} == {"connection"}
 
@@ -263,7 +263,7 @@ def test_the_command_prints_tables_and_writes_the_report(command, tmp_path):
     path = tmp_path / "made" / "serve.json"
     done = command("--repeat", "3", "--slo-ttft-ms", "5000", "--json", str(path))
     assert done.exit_code == 0, done.output
-    for shown in ("TTFT", "ITL", "throughput/output_tokens", "goodput/attainment", "queue"):
+    for shown in ("ttft", "itl", "throughput/output_tokens", "goodput/attainment", "queue"):
         assert shown in done.output
     report = from_json(path.read_bytes())
     throughput = next(r for r in report.results if r.name == "throughput/requests")

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from bench.client.answers import Answer, Failure
+from bench.client.load import RequestsFailed
 from bench.interference.plan import (
     DEPLOYMENT,
     InterferencePlan,
@@ -22,7 +23,7 @@ from bench.interference.plan import (
     quick,
 )
 from bench.interference.results import InterferenceRun, promises, results, warnings
-from bench.interference.run import RunBroken, run_beside
+from bench.interference.run import run_beside
 from engine.errors import ConfigError
 
 IDLE, APART, TOGETHER = PoolSetting.IDLE, PoolSetting.DISAGGREGATED, PoolSetting.COLOCATED
@@ -288,5 +289,5 @@ def test_a_prompt_that_fails_is_told_and_the_load_goes_on():
 
 def test_run_with_a_failed_stream_has_no_figures():
     server = FakeServer(num_prompts=3, fails=(b"stream 2",))
-    with pytest.raises(RunBroken, match="1 of 2 streams failed: 1 http_500"):
+    with pytest.raises(RequestsFailed, match="1 of 2 streams failed: 1 http_500"):
         beside(server, num_loaders=1)

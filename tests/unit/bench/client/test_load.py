@@ -6,7 +6,7 @@ from bench.client.load import (
     RequestOutcome,
     SloBounds,
     figures_of_runs,
-    kinds_with_example,
+    kinds_of,
     meets,
     meets_by_longest_gaps,
     warnings,
@@ -139,4 +139,4 @@ def test_run_that_differs_from_its_plan_has_a_warning(odd, said):
 
 def test_each_kind_of_failure_shows_its_first_example():
     failures = [Failure("timeout", "first"), Failure("http_429", "busy"), Failure("timeout", "b")]
-    assert kinds_with_example(failures) == {"timeout": (2, "first"), "http_429": (1, "busy")}
+    assert kinds_of(failures) == ["2 timeout (first)", "1 http_429 (busy)"]

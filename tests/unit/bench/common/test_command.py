@@ -5,9 +5,9 @@ import enum
 import pytest
 import typer
 
-from bench.common.command import numbers_of, printed_errors, save, values_of
+from bench.common.command import numbers_of, printed_errors, publish, values_of
 from bench.common.machine import report_here
-from bench.common.report import from_json
+from bench.common.report import Result, from_json
 from bench.processes.driven import DrivenFailed
 from engine.errors import ConfigError
 
@@ -46,8 +46,11 @@ def test_bug_is_not_printed_as_an_error_of_the_user():
         raise ZeroDivisionError
 
 
-def test_report_is_saved_with_its_folders_if_a_path_is_given(tmp_path):
-    report = report_here("kv", seed=0, config={}, results=[])
-    save(report, None)
-    save(report, tmp_path / "new" / "kv.json")
+def test_report_is_published_as_json_and_as_text(tmp_path, capsys):
+    report = report_here("kv", seed=0, config={}, results=[Result("shm", 2.0, "s", (2.0,))])
+    publish(report, None, title="a title")
+    publish(report, tmp_path / "new" / "kv.json", title="a title", warnings=["a warning"])
     assert from_json((tmp_path / "new" / "kv.json").read_bytes()) == report
+    printed = capsys.readouterr().out
+    assert printed.count("a title") == 2
+    assert "note: a warning" in printed

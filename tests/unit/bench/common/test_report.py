@@ -1,11 +1,11 @@
 import json
 from io import StringIO
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from bench.common.goals import Goals
 from bench.common.report import (
     Figure,
     Hardware,
@@ -16,7 +16,7 @@ from bench.common.report import (
     results_of,
     to_json,
 )
-from bench.common.tables import print_report
+from bench.common.tables import print_head, print_results
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 
@@ -103,21 +103,37 @@ def test_value_of_a_result_is_found_by_name():
     assert report(RESULT).value("itl/p50") is None
 
 
-@pytest.fixture
-def console():
-    return Console(width=120, file=StringIO())
-
-
-def printed(console):
-    return console.file.getvalue()
-
-
-def test_printed_tables_hold_every_result_of_the_report(console):
+def test_printed_tables_hold_every_result_of_the_report():
     results = [
         RESULT,
-        Result("throughput/requests", 12.5, "req/s", (12.5,)),
-        Result("timeline/queue", 7.5, "ms", (7.5,)),
+        Result("throughput/requests", 12.5, "req/s", (12.5,), limit=25.0, of_limit=0.5),
+        Result("timeline/queue", 7.5, "ms", (7.0, 7.5, 8.0), peers={"vllm": Peer(15.0, 0.5)}),
     ]
-    print_report(console, report(*results), title="a title")
-    for shown in ("a title", "abc-dirty", "TTFT", "1..3", "12.50", "req/s", "queue", "7.50"):
-        assert shown in printed(console)
+    console = Console(width=120, file=StringIO())
+    goals = Goals({"timeline/*": 7.0}, at_most=("*queue",))
+    print_head(console, report(*results), title="a title")
+    print_results(console, report(*results), goals)
+    printed = console.file.getvalue()
+    for shown in (
+        "a title",
+        "abc-dirty",
+        "ttft, ms",
+        "1 … 3",
+        "12.50",
+        "50%",
+        "7 … 8",
+        "vllm",
+        "no",
+    ):
+        assert shown in printed
+
+
+def test_goals_are_bounds_of_results_whose_names_match():
+    goals = Goals({"latency/*": 2.0, "speed/1": 2.0}, at_most=("latency*",))
+    met = [
+        goals.is_met(Result(name, value, "", (value,)))
+        for name in ("latency/1", "speed/1", "speed/2")
+        for value in (1.0, 2.0, 3.0)
+    ]
+    assert met == [True, True, False, False, True, True, None, None, None]
+    assert goals.bound("latency/9") == 2.0

@@ -217,7 +217,7 @@ def test_command_repeats_its_report(tmp_path):
     for name in ("a.json", "b.json"):
         result = CliRunner().invoke(app, [*command, str(tmp_path / name)])
         assert result.exit_code == 0, result.output
-        assert "TTFT" in result.output
+        assert "ttft" in result.output
         reports.append(from_json((tmp_path / name).read_bytes()))
     assert reports[0].results == reports[1].results
     assert reports[0].value("requests/finished") == 12
