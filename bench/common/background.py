@@ -5,9 +5,13 @@ hypervisor stole, minus the time of our processes. A process is ours if its sess
 """
 
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.common.report import Figure, Result, results_of
 
 PROC = Path("/proc")
 TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CPU
@@ -42,6 +46,37 @@ def share_of_others(before: Reading | None, after: Reading | None) -> float | No
         return None
     others = (after.busy - before.busy) - (after.own - before.own)
     return min(1.0, max(0.0, others / (after.total - before.total)))
+
+
+class BusyWatch:
+    """Measures the share of the CPU that other programs use, in each of several repetitions."""
+
+    def __init__(self, sessions: Callable[[], Iterable[int]]) -> None:
+        """`sessions` returns the sessions of our processes that still run."""
+        self._sessions = sessions
+        self.shares: list[float] = []
+
+    @contextmanager
+    def repetition(self, *, idle_s: float = 0.0) -> Iterator[None]:
+        """Measures during the block, and for `idle_s` before it, while our processes wait.
+
+        The greater share counts: in the second one, it is high if a process of ours does not sleep.
+        """
+        idle_share = 0.0
+        if idle_s:
+            before = read(())
+            threading.Event().wait(idle_s)
+            idle_share = share_of_others(before, read(())) or 0.0
+        before = read(self._sessions())
+        yield
+        share = share_of_others(before, read(self._sessions()))
+        if share is not None:
+            self.shares.append(max(share, idle_share))
+
+
+def busy_results(shares: Sequence[float]) -> tuple[Result, ...]:
+    """The result that reports of all benchmarks have of these shares; none without a reading."""
+    return results_of([{"background/cpu": Figure(100 * share, "%")} for share in shares])
 
 
 def busy_warning(shares: Iterable[float]) -> list[str]:

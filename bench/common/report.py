@@ -11,8 +11,8 @@ Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -46,6 +46,28 @@ class Result:
     limit: float | None = None
     of_limit: float | None = None
     peers: Mapping[str, Peer] = field(default_factory=dict)
+
+    def limited(self, limit: float) -> "Result":
+        """This result with what the machine allowed."""
+        return replace(self, limit=limit, of_limit=self.value / limit)
+
+    def beside(self, theirs: Mapping[str, float]) -> "Result":
+        """This result with other systems' figures on the same inputs."""
+        peers = {name: Peer(value, self.value / value) for name, value in theirs.items()}
+        return replace(self, peers=peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A part of a plan that could not be measured."""
+
+    name: str
+    reason: str
+
+    @property
+    def told(self) -> str:
+        """The warning of it."""
+        return f"{self.name} was not measured: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +103,7 @@ def results_of(runs: Sequence[Mapping[str, Figure]]) -> tuple[Result, ...]:
     """One result for each name that any run has, in the order in which the names first appear."""
     units = {name: figure.unit for run in runs for name, figure in run.items()}
     return tuple(
-        _result(name, unit, tuple(run[name].value for run in runs if name in run))
+        result_of(name, [run[name].value for run in runs if name in run], unit)
         for name, unit in units.items()
     )
 
@@ -96,5 +118,15 @@ def from_json(data: bytes) -> Report:
     return msgspec.json.decode(data, type=Report)
 
 
-def _result(name: str, unit: str, values: tuple[float, ...]) -> Result:
+def result_of(name: str, runs: Iterable[float], unit: str) -> Result:
+    """One result: the median of its runs."""
+    values = tuple(runs)
     return Result(name=name, value=statistics.median(values), unit=unit, runs=values)
+
+
+def notes_on(versions: Mapping[str, str], missing: Sequence[Missing] = ()) -> dict[str, Scalar]:
+    """What a report's config says of the peers' versions, and of what could not be measured."""
+    return {
+        **{f"version_{name}": version for name, version in versions.items()},
+        **{f"failed_{one.name}".replace(" ", "_"): one.reason for one in missing},
+    }

@@ -13,6 +13,7 @@ import typer
 
 from bench.common.command import JsonOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
+from bench.common.options import peers_named
 from bench.common.progress import say_on_stderr
 from bench.common.tables import print_results
 from bench.comparison.peer import NAME, Dynamo
@@ -22,7 +23,6 @@ from bench.comparison.run import measure
 from bench.simulator.hardware import hardware_named
 from bench.simulator.splits import splits_of
 from bench.simulator.traces import read_trace
-from engine.errors import ConfigError
 
 
 def simulator(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -61,11 +61,10 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
         plan = ComparisonPlan(played, profile, pairs, goodput_requests, seed=seed)
         with ExitStack() as open_peers:
             full = short = None
-            if peer is not None:
-                python = _python(peer)
-                full = open_peers.enter_context(Dynamo(python, played, profile))
+            for program in peers_named([] if peer is None else [peer], [NAME]):
+                full = open_peers.enter_context(Dynamo(program.python, played, profile))
                 first = played.first(goodput_requests or 1)
-                short = open_peers.enter_context(Dynamo(python, first, profile))
+                short = open_peers.enter_context(Dynamo(program.python, first, profile))
             results = measure(plan, full, short, say_on_stderr())
         report = report_here(
             "simulator",
@@ -84,10 +83,3 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
         )
         title = f"simulated: {len(played.requests)} requests of {played.name}, {profile.name}"
         publish(report, json, title=title, show=partial(print_results, goals=GOALS))
-
-
-def _python(option: str) -> Path:
-    name, separator, python = option.partition("=")
-    if not separator or name != NAME:
-        raise ConfigError(f"--peer {option!r} is not {NAME}=PYTHON")
-    return Path(python)

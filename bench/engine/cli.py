@@ -20,10 +20,19 @@ from bench.common.command import (
 from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
 from bench.common.progress import say_on_stderr
-from bench.common.report import Report
+from bench.common.report import Report, notes_on
 from bench.common.shapes import SHAPES
-from bench.engine.plan import EngineJob, EnginePlan, check, config_of, jobs_of, peers_of, quick
-from bench.engine.results import EngineMeasured, results, warnings
+from bench.engine.plan import (
+    PEERS,
+    EngineJob,
+    EnginePlan,
+    check,
+    config_of,
+    jobs_of,
+    peers_of,
+    quick,
+)
+from bench.engine.results import results, warnings
 from bench.engine.run import measure
 from engine.config import WeightFormat
 from engine.layout import KVFormat
@@ -48,7 +57,7 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
     batches: Annotated[str, typer.Option(help="Batch sizes of the decode grid.")] = "1,8,32",
     contexts: Annotated[str, typer.Option(help="Contexts of the decode grid.")] = "128,512,2048",
     repeat: RepeatOption = 5,
-    peer: Annotated[list[str] | None, peer_option("transformers", "vllm", "llamacpp")] = None,
+    peer: Annotated[list[str] | None, peer_option(*PEERS)] = None,
     seed: SeedOption = 0,
     quick_: Annotated[
         bool, quick_option("One run of fewer jobs: under 50 s without peers.")
@@ -70,28 +79,22 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
             batches=numbers_of("--batches", batches),
             contexts=numbers_of("--contexts", contexts),
             num_repeats=repeat,
-            peers=tuple(engine for option in peer or () for engine in peers_of(option)),
+            peers=peers_of(peer or ()),
             seed=seed,
         )
         plan = check(quick(plan) if quick_ else plan)
         if plot:
             require_matplotlib()
         measured = measure(plan, say=say_on_stderr())
-        report = _report(plan, measured)
+        report = report_here(
+            "engine",
+            seed=plan.seed,
+            config=config_of(plan) | notes_on(measured.versions, measured.failed),
+            results=results(plan, measured),
+        )
         publish(report, json, title=_title(plan), warnings=warnings(measured))
         if plot:
             _plot(plan, report, plot)
-
-
-def _report(plan: EnginePlan, measured: EngineMeasured) -> Report:
-    failed = {f"failed_{failed.name}": failed.reason for failed in measured.failed}
-    versions = {f"version_{name}": version for name, version in measured.versions.items()}
-    return report_here(
-        "engine",
-        seed=plan.seed,
-        config=config_of(plan) | versions | failed,
-        results=results(plan, measured),
-    )
 
 
 def _title(plan: EnginePlan) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from bench.common.options import check_choices, peers_named
 from bench.common.prompts import PromptShape, token_prompts
 from bench.common.report import Scalar
 from engine.config import WeightFormat
@@ -91,19 +92,10 @@ class EnginePlan:
 
 def check(plan: EnginePlan) -> EnginePlan:
     """Returns the plan. Raises ConfigError, which names the option that is wrong."""
-    unknown = [weights for weights in plan.weights if weights not in MEASURED_WEIGHTS]
-    if unknown or not plan.weights:
-        known = ", ".join(MEASURED_WEIGHTS)
-        raise ConfigError(f"--weights must be out of {known}: {', '.join(unknown) or 'none given'}")
+    check_choices("--weights", plan.weights, MEASURED_WEIGHTS)
     for option in ("prefill_lens", "batches", "contexts"):
         if any(value < 1 for value in getattr(plan, option)):
             raise ConfigError(f"--{option.replace('_', '-')} must be positive")
-    names = [peer.name for peer in plan.peers]
-    if len(set(names)) < len(names):
-        raise ConfigError("--peer names one engine twice")
-    for peer in plan.peers:
-        if not peer.python.is_file():
-            raise ConfigError(f"--peer {peer.driver}: there is no {peer.python}")
     return plan
 
 
@@ -118,15 +110,13 @@ def quick(plan: EnginePlan) -> EnginePlan:
     )
 
 
-def peers_of(option: str) -> list[EnginePeer]:
-    """The engines of a peer `NAME=PYTHON`. Raises ConfigError."""
-    name, separator, python = option.partition("=")
-    if not separator or name not in PEERS:
-        raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
-    return [
-        EnginePeer(peer_name, name, variant, Path(python))
-        for peer_name, variant in PEERS[name].items()
-    ]
+def peers_of(options: Sequence[str]) -> tuple[EnginePeer, ...]:
+    """The engines of the options `--peer NAME=PYTHON`. Raises ConfigError."""
+    return tuple(
+        EnginePeer(peer_name, program.name, variant, program.python)
+        for program in peers_named(options, PEERS)
+        for peer_name, variant in PEERS[program.name].items()
+    )
 
 
 def jobs_of(plan: EnginePlan) -> list[EngineJob]:

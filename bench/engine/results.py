@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
-from bench.common.background import busy_warning
-from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.background import busy_results, busy_warning
+from bench.common.report import Figure, Missing, Result, result_of, results_of
 from bench.common.roofline import (
     Ceilings,
     ModelMemory,
@@ -56,7 +56,6 @@ class Repetition:
 
     samples: Mapping[JobKey, JobTime]
     ceilings: Ceilings
-    background: float | None  # share of the CPU that other programs used
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +69,15 @@ class OurMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedPeer:
-    """A requested peer that could not be measured."""
-
-    name: str
-    reason: str
-    last_lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class EngineMeasured:
     """All measurements of one run."""
 
     size: ModelSize | None  # None: this model has no known limits
     ours: Mapping[str, OurMemory]  # by weights
     repetitions: tuple[Repetition, ...]
+    background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
     versions: Mapping[str, str] = field(default_factory=dict)  # of the peers
-    failed: tuple[FailedPeer, ...] = ()
+    failed: tuple[Missing, ...] = ()
 
 
 def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
@@ -97,14 +88,13 @@ def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
         for job in jobs_of(plan):
             found += _job_results(plan, measured, job, weights, ceilings)
         found += _facts(weights, ours)
-    found += results_of([_machine_figures(repetition) for repetition in measured.repetitions])
-    return (*found, *_same_tokens(measured))
+    found += results_of([_peaks(repetition.ceilings) for repetition in measured.repetitions])
+    return (*found, *busy_results(measured.background), *_same_tokens(measured))
 
 
 def warnings(measured: EngineMeasured) -> list[str]:
     """A line for each reason not to trust the results."""
-    lines = [f"{failed.name} was not measured: {failed.reason}" for failed in measured.failed]
-    return lines + busy_warning(repetition.background or 0.0 for repetition in measured.repetitions)
+    return [*(failed.told for failed in measured.failed), *busy_warning(measured.background)]
 
 
 def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
@@ -132,17 +122,23 @@ def _job_results(
     plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str, ceilings: Ceilings
 ) -> Iterator[Result]:
     samples = _samples(measured, (weights, job.name))
-    runs = [Figure(job.num_tokens / sample.seconds, "tokens/s") for sample in samples]
-    [speed] = results_of([{f"{job.name}/{weights}": run} for run in runs])
-    speed = replace(speed, peers=_peers(plan, measured, job, weights, speed.value))
+    runs = [job.num_tokens / sample.seconds for sample in samples]
+    speed = result_of(f"{job.name}/{weights}", runs, "tokens/s")
+    speed = speed.beside(_peers(plan, measured, job, weights))
     size, memory = measured.size, measured.ours[weights].memory
     if size is None:
         yield speed
     else:
-        yield _limited(speed, job.num_tokens / limit_s(job, size, memory, ceilings, weights))
+        yield speed.limited(job.num_tokens / limit_s(job, size, memory, ceilings, weights))
         yield from _rates(job, work_of(job, size, memory), samples, weights, ceilings)
     if job.name == OVERHEAD_JOB:
-        yield from _overhead(f"{job.name}_overhead/{weights}", samples)
+        outside = [
+            100 * sample.outside_forward_s / sample.seconds
+            for sample in samples
+            if sample.outside_forward_s is not None
+        ]
+        if outside:
+            yield result_of(f"{job.name}_overhead/{weights}", outside, "%")
 
 
 def _rates(
@@ -159,30 +155,20 @@ def _rates(
 
 def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limit: float) -> Result:
     """`amount` per second, in 10⁹, beside its limit."""
-    runs = [Figure(amount.value / sample.seconds / 1e9, amount.unit) for sample in samples]
-    [result] = results_of([{name: run} for run in runs])
-    return _limited(result, limit / 1e9)
-
-
-def _overhead(name: str, samples: Sequence[JobTime]) -> tuple[Result, ...]:
-    return results_of(
-        [
-            {name: Figure(100 * sample.outside_forward_s / sample.seconds, "%")}
-            for sample in samples
-            if sample.outside_forward_s is not None
-        ]
-    )
+    runs = [amount.value / sample.seconds / 1e9 for sample in samples]
+    return result_of(name, runs, amount.unit).limited(limit / 1e9)
 
 
 def _peers(
-    plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str, value: float
-) -> dict[str, Peer]:
+    plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str
+) -> dict[str, float]:
+    """The speeds of the comparable peers that did this job."""
     found = {}
     for peer in plan.peers:
         samples = _samples(measured, (peer.name, job.name))
         if samples and is_comparable(weights, peer.variant):
-            theirs = job.num_tokens / statistics.median(sample.seconds for sample in samples)
-            found[peer.name] = Peer(value=theirs, ratio=value / theirs)
+            median_s = statistics.median(sample.seconds for sample in samples)
+            found[peer.name] = job.num_tokens / median_s
     return found
 
 
@@ -197,16 +183,12 @@ def _facts(weights: str, ours: OurMemory) -> tuple[Result, ...]:
     return results_of([facts])
 
 
-def _machine_figures(repetition: Repetition) -> dict[str, Figure]:
-    ceilings = repetition.ceilings
-    figures = {
+def _peaks(ceilings: Ceilings) -> dict[str, Figure]:
+    return {
         "ceiling/read": Figure(ceilings.read_bytes_per_s / 1e9, "GB/s"),
         "ceiling/fp32": Figure(ceilings.fp32_flops_per_s / 1e9, "GFLOP/s"),
         "ceiling/int8": Figure(ceilings.int8_flops_per_s / 1e9, "GOP/s"),
     }
-    if repetition.background is not None:
-        figures["background/cpu"] = Figure(100 * repetition.background, "%")
-    return figures
 
 
 def _same_tokens(measured: EngineMeasured) -> tuple[Result, ...]:
@@ -235,10 +217,6 @@ def _share_equal(found: Sequence[int], expected: Sequence[int]) -> float:
 
 def _samples(measured: EngineMeasured, key: JobKey) -> list[JobTime]:
     return [r.samples[key] for r in measured.repetitions if key in r.samples]
-
-
-def _limited(result: Result, limit: float) -> Result:
-    return replace(result, limit=limit, of_limit=result.value / limit)
 
 
 def _median_ceilings(runs: Sequence[Ceilings]) -> Ceilings:

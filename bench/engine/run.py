@@ -16,8 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from bench.common import background
+from bench.common.background import BusyWatch
+from bench.common.options import environment_of_peers
 from bench.common.progress import Say, say_nothing
+from bench.common.report import Missing
 from bench.common.roofline import Ceilings, ModelMemory, model_size
 from bench.common.shapes import cached_checkpoint
 from bench.engine.plan import (
@@ -30,7 +32,7 @@ from bench.engine.plan import (
     prompts_of,
     warm_up_jobs,
 )
-from bench.engine.results import EngineMeasured, FailedPeer, JobKey, JobTime, OurMemory, Repetition
+from bench.engine.results import EngineMeasured, JobKey, JobTime, OurMemory, Repetition
 from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
@@ -51,7 +53,7 @@ class Contest:
     ours: dict[str, Driven]
     peers: dict[str, Driven]
     ceilings: Driven
-    failed: list[FailedPeer] = field(default_factory=list)
+    failed: list[Missing] = field(default_factory=list)
 
     def engines(self, job: EngineJob, repeat: int) -> list[Driven]:
         """The engines for a job, in the order of that repetition."""
@@ -68,7 +70,7 @@ class Contest:
         if self.peers.pop(peer.name, None) is None:
             raise error
         peer.close()
-        self.failed.append(FailedPeer(error.name, error.reason, error.last_lines))
+        self.failed.append(Missing(error.name, error.reason))
 
 
 def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
@@ -86,14 +88,17 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
         for job in warm_up_jobs(plan):
             say(f"warming up: {job.name}")
             _round(contest, job, vocab_size, seed=plan.seed, repeat=WARM_UP)
-        repetitions = []
+        repetitions, busy = [], BusyWatch(contest.sessions)
         for repeat in range(plan.num_repeats):
             say(f"repetition {repeat + 1} of {plan.num_repeats}")
-            repetitions.append(_repetition(contest, plan, vocab_size, repeat))
+            _settle()
+            with busy.repetition(idle_s=IDLE_CHECK_S):
+                repetitions.append(_repetition(contest, plan, vocab_size, repeat))
         return EngineMeasured(
             size=size,
             ours={name: _described(engine, facts[name]) for name, engine in contest.ours.items()},
             repetitions=tuple(repetitions),
+            background=tuple(busy.shares),
             versions={p.name: facts[p.name]["version"] for p in plan.peers if p.name in facts},
             failed=tuple(contest.failed),
         )
@@ -122,18 +127,11 @@ def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
 
 
 def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int) -> Repetition:
-    idle_share = _idle_share()
-    before = background.read(contest.sessions())
     ceilings = contest.ceilings.ask("measure", timeout_s=JOB_TIMEOUT_S)
     samples: dict[JobKey, JobTime] = {}
     for job in jobs_of(plan):
         samples |= _round(contest, job, vocab_size, seed=plan.seed, repeat=repeat)
-    others = background.share_of_others(before, background.read(contest.sessions()))
-    return Repetition(
-        samples=samples,
-        ceilings=msgspec.convert(ceilings, Ceilings),
-        background=None if others is None else max(others, idle_share),
-    )
+    return Repetition(samples, msgspec.convert(ceilings, Ceilings))
 
 
 def _round(
@@ -174,15 +172,13 @@ def _sample(engine: Driven, job: EngineJob, prompts: Sequence[Sequence[int]]) ->
 def _ours(plan: EnginePlan, weights: WeightFormat, checkpoint: Path) -> Driven:
     command = [sys.executable, "-m", "bench.engine.ours", weights, kv_format_of(plan, weights)]
     options = _options(plan, checkpoint, jobs_of(plan), variant=weights)
-    return Driven(weights, [*command, *options], _environment(plan))
+    return Driven(weights, [*command, *options], {**os.environ, **_threads(plan)})
 
 
 def _peer(plan: EnginePlan, peer: EnginePeer, checkpoint: Path) -> Driven:
     jobs = [job for job in jobs_of(plan) if job.for_peers]
     options = _options(plan, checkpoint, jobs, variant=peer.variant)
-    environment = _environment(plan)
-    for name in ("PYTHONPATH", "PYTHONHOME"):  # they belong to our Python
-        environment.pop(name, None)
+    environment = environment_of_peers() | _threads(plan)
     openmp = peer.python.parent.parent / "lib" / "libiomp5.so"
     if peer.driver == "vllm" and openmp.exists():  # as its documentation recommends
         environment["LD_PRELOAD"] = str(openmp)
@@ -191,7 +187,7 @@ def _peer(plan: EnginePlan, peer: EnginePeer, checkpoint: Path) -> Driven:
 
 def _ceilings(plan: EnginePlan) -> Driven:
     command = [sys.executable, "-m", "bench.engine.ceilings", str(plan.num_threads)]
-    return Driven("ceilings", command, _environment(plan))
+    return Driven("ceilings", command, {**os.environ, **_threads(plan)})
 
 
 def _options(
@@ -203,8 +199,8 @@ def _options(
     return [str(text) for pair in (fixed | limits).items() for text in pair]
 
 
-def _environment(plan: EnginePlan) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": str(plan.num_threads)}
+def _threads(plan: EnginePlan) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(plan.num_threads)}
 
 
 def _described(engine: Driven, facts: Answer) -> OurMemory:
@@ -232,11 +228,3 @@ def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:
 def _settle() -> None:
     """Waits until the last engine's threads sleep: they spin for a while after their work."""
     threading.Event().wait(SETTLE_S)
-
-
-def _idle_share() -> float:
-    """Share of the CPU that is busy while all engines wait; high if an engine does not sleep."""
-    _settle()
-    before = background.read(())
-    threading.Event().wait(IDLE_CHECK_S)
-    return background.share_of_others(before, background.read(())) or 0.0

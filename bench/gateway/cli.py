@@ -15,7 +15,8 @@ from bench.common.command import (
 )
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
-from bench.gateway.plan import config_of, plan_of, quick
+from bench.common.report import notes_on
+from bench.gateway.plan import PEERS, config_of, plan_of, quick
 from bench.gateway.results import results, warnings
 from bench.gateway.run import measure
 
@@ -25,7 +26,7 @@ def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declar
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of every prompt.")] = 32,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at 64 streams.")] = 256,
     repeat: RepeatOption = 5,
-    peer: Annotated[list[str] | None, peer_option("fastapi", "vllm_router")] = None,
+    peer: Annotated[list[str] | None, peer_option(*PEERS)] = None,
     seed: SeedOption = 0,
     quick_: Annotated[bool, quick_option("One short run: some seconds.")] = False,
     json: JsonOption = None,
@@ -41,11 +42,10 @@ def gateway(  # noqa: PLR0913 (one parameter for each option is how typer declar
         )
         plan = quick(plan) if quick_ else plan
         measured = measure(plan, say_on_stderr())
-        versions = {f"version_{name}": version for name, version in measured.versions.items()}
         report = report_here(
             "gateway",
             seed=plan.seed,
-            config=config_of(plan) | versions,
+            config=config_of(plan) | notes_on(measured.versions),
             results=results(plan, measured),
         )
         title = "gateway, in front of a worker that computes nothing"

@@ -19,25 +19,16 @@ Each repetition gives every load to each server, in an order of its own:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench.common.options import PeerProgram, peers_named
 from bench.common.report import Scalar
-from engine.errors import ConfigError
 
 STEP_S = 0.01  # of the worker
 PEERS = ("fastapi", "vllm_router")
 OURS, BARE, WRITES = "baton", "uvloop", "writes"
 MODEL = "null"
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayPeer:
-    """A peer server, run by a Python of its own."""
-
-    name: str
-    python: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,7 @@ class GatewayPlan:
     loads: tuple[StreamLoad, ...]
     prompt_words: int = 32
     num_repeats: int = 5
-    peers: tuple[GatewayPeer, ...] = ()
+    peers: tuple[PeerProgram, ...] = ()
     seed: int = 0
 
     @property
@@ -95,7 +86,7 @@ def plan_of(
         ),
         prompt_words=prompt_words,
         num_repeats=num_repeats,
-        peers=tuple(map(_peer_of, peers)),
+        peers=peers_named(peers, PEERS),
         seed=seed,
     )
 
@@ -138,10 +129,3 @@ def config_of(plan: GatewayPlan) -> dict[str, Scalar]:
         told[f"tokens_{load.name}"] = load.num_tokens
         told[f"pace_ms_{load.name}"] = 1e3 * load.pace_s
     return told
-
-
-def _peer_of(option: str) -> GatewayPeer:
-    name, separator, python = option.partition("=")
-    if not separator or name not in PEERS:
-        raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
-    return GatewayPeer(name, Path(python))

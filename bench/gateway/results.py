@@ -15,10 +15,10 @@ A peer's `ratio` is ours over theirs; for times, less than one is better.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from bench.common.background import busy_warning
-from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.background import busy_results, busy_warning
+from bench.common.report import Result, result_of
 from bench.common.stats import percentile
 from bench.gateway.plan import BARE, OURS, WRITES, GatewayPlan, StreamLoad
 
@@ -69,20 +69,18 @@ def results(plan: GatewayPlan, measured: GatewayMeasured) -> tuple[Result, ...]:
 
     speed = compared("gateway/tok_per_cpu_s", "tokens/s", first, _tokens_per_cpu_s)
     limit = statistics.median(_tokens_per_cpu_s(run) for run in measured.of(WRITES, first))
-    found = [replace(speed, limit=limit, of_limit=speed.value / limit)]
+    found = [speed.limited(limit)]
     for name, percent in (("added_ttft_ms", 50), ("added_ttft_p99_ms", 99)):
         found.append(_added(plan, measured, f"gateway/{name}", percent))
     for load in plan.loads:
         found.append(compared(f"gateway/ttft_p99/{load.name}", "ms", load, _ttft_p99_ms))
         found.append(compared(f"gateway/itl_p99/{load.name}", "ms", load, _gap_p99_ms))
-    shares = [{"background/cpu": Figure(100 * share, "%")} for share in measured.background]
-    return (*found, *results_of(shares))
+    return (*found, *busy_results(measured.background))
 
 
 def warnings(plan: GatewayPlan, measured: GatewayMeasured) -> list[str]:
     """A line for each reason not to trust the results."""
-    lines = []
-    lines += busy_warning(measured.background)
+    lines = busy_warning(measured.background)
     for load in (plan.serial, *plan.loads):
         for server in plan.servers:
             lines += _warnings_of(server, load, measured.of(server, load))
@@ -117,10 +115,9 @@ def _added(plan: GatewayPlan, measured: GatewayMeasured, name: str, percent: int
 
 
 def _result(name: str, unit: str, values: Mapping[str, Sequence[float]]) -> Result:
-    [ours] = results_of([{name: Figure(value, unit)} for value in values[OURS]])
     theirs = {server: statistics.median(v) for server, v in values.items() if server != OURS}
-    peers = {server: Peer(v, ours.value / v) for server, v in theirs.items() if v}
-    return replace(ours, peers=peers)
+    known = {server: value for server, value in theirs.items() if value}
+    return result_of(name, values[OURS], unit).beside(known)
 
 
 def _tokens_per_cpu_s(run: GatewayRun) -> float:

@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 
-from bench.common import background
+from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
 from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
 from bench.gateway.results import GatewayMeasured, GatewayRun
@@ -31,20 +31,17 @@ def measure(plan: GatewayPlan, say: Say = say_nothing) -> GatewayMeasured:
         for server in servers.values():
             _warm_up(plan, server, client)
         runs: list[GatewayRun] = []
-        busy: list[float] = []
         sessions = [session for server in servers.values() for session in server.sessions]
         sessions += [client.session or 0, os.getsid(0)]
+        busy = BusyWatch(lambda: sessions)
         for repeat in range(plan.num_repeats):
             say(f"repetition {repeat + 1} of {plan.num_repeats}")
-            before = background.read(sessions)
-            for name in order_of(plan, repeat):
-                for load in (plan.serial, *plan.loads):
-                    runs.append(_run(plan, servers[name], client, load=load, repeat=repeat))
-            others = background.share_of_others(before, background.read(sessions))
-            if others is not None:
-                busy.append(others)
+            with busy.repetition():
+                for name in order_of(plan, repeat):
+                    for load in (plan.serial, *plan.loads):
+                        runs.append(_run(plan, servers[name], client, load=load, repeat=repeat))
         versions = {name: s.version for name, s in servers.items() if s.version}
-        return GatewayMeasured(tuple(runs), tuple(busy), versions)
+        return GatewayMeasured(tuple(runs), tuple(busy.shares), versions)
 
 
 def _warm_up(plan: GatewayPlan, server: Server, client: Driven) -> None:

@@ -1,6 +1,5 @@
 """Runs the servers of `bench gateway`: starts them, knows their address and their CPU time."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from bench.common import background
+from bench.common.options import environment_of_peers
 from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
 from bench.processes.driven import Driven
@@ -66,9 +66,8 @@ def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
                 [str(PEERS / "vllm_router.py"), str(backend.port)],
                 (backend.session,),
             )
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         command = [str(peer.python), *arguments]
-        server = _open(peer.name, command, stack, environment)
+        server = _open(peer.name, command, stack, environment_of_peers())
         servers[peer.name] = replace(server, behind=behind)
     return servers
 

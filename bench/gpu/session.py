@@ -4,13 +4,12 @@ Sections run one by one. An exception in one is printed and counted, and the nex
 measurement for which there is no time is listed as skipped. Knows nothing about the measurements.
 """
 
-import statistics
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from bench.common.report import Result
+from bench.common.report import Result, result_of
 from engine.clock import Clock
 
 
@@ -93,9 +92,8 @@ class GpuSession:
         goal: float | None = None,
     ) -> None:
         """Adds a result, the median of its runs, with its limit and its goal."""
-        value = statistics.median(runs)
-        of_limit = None if limit is None else value / limit
-        result = Result(name, value, unit, tuple(runs), limit, of_limit)
+        result = result_of(name, runs, unit)
+        result = result if limit is None else result.limited(limit)
         self.results.append(result)
         if goal is not None and limit is not None:
             self.goals.append(Goal(result, goal))

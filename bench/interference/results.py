@@ -15,13 +15,13 @@ against, and its `ratio` is that over the peer's.
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.client.answers import Answer, Failure
 from bench.client.load import kinds_of
 from bench.common.background import busy_warning
-from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
 from bench.interference.plan import PoolSetting
 
@@ -141,7 +141,7 @@ def _held_against(result: Result, medians: Mapping[str, float]) -> Result:
     theirs = medians.get(f"{thing}/{other}")
     if thing != "itl_p99" or not theirs:
         return result
-    return replace(result, peers={str(other): Peer(theirs, result.value / theirs)})
+    return result.beside({str(other): theirs})
 
 
 def _parts(result: Result) -> tuple[str, PoolSetting]:

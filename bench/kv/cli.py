@@ -17,9 +17,10 @@ from bench.common.command import (
     quick_option,
 )
 from bench.common.machine import report_here
+from bench.common.options import peers_named
 from bench.common.plots import require_matplotlib
 from bench.common.progress import Say, say_on_stderr
-from bench.common.report import Report
+from bench.common.report import Missing, Report, notes_on
 from bench.common.shapes import SHAPES
 from bench.kv import handoff as kv_handoff
 from bench.kv.plan import (
@@ -27,15 +28,15 @@ from bench.kv.plan import (
     BLOCK_SIZES,
     HANDOFF_TRANSPORTS,
     KIB,
+    PEERS,
     HandoffPlan,
     KvPlan,
     check,
     config_of,
-    peer_of,
     quick,
 )
 from bench.kv.plots import plot_kv
-from bench.kv.results import Handoffs, KvMeasured, Missing, results, warnings
+from bench.kv.results import Handoffs, KvMeasured, results, warnings
 from bench.kv.run import measure
 from engine.errors import BatonError
 
@@ -52,7 +53,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
         str, typer.Option(help=f"Random weights for the handoff: {', '.join(SHAPES)}.")
     ] = "88m",
     repeat: RepeatOption = 7,
-    peer: Annotated[list[str] | None, peer_option("mooncake", "nixl")] = None,
+    peer: Annotated[list[str] | None, peer_option(*PEERS)] = None,
     seed: SeedOption = 0,
     quick_: Annotated[bool, quick_option("Two block sizes, one transport: under 50 s.")] = False,
     json: JsonOption = None,
@@ -68,7 +69,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
             handoff=HandoffPlan(shape, HANDOFF_TRANSPORTS, num_requests=4, num_repeats=3)
             if handoff
             else None,
-            peers=tuple(peer_of(option) for option in peer or ()),
+            peers=peers_named(peer or (), PEERS),
             seed=seed,
         )
         plan = check(quick(plan) if quick_ else plan)
@@ -77,7 +78,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
         handoffs, not_handed = _handoffs(plan, say)
         measured = measure(plan, say)
         report = _report(plan, measured, handoffs, not_handed)
-        lines = [*warnings(measured, handoffs), *map(_told, not_handed)]
+        lines = [*warnings(measured, handoffs), *(missing.told for missing in not_handed)]
         publish(report, json, title=_title(plan), warnings=lines)
         if plot:
             plot_kv(report, plot, title=_title(plan))
@@ -103,19 +104,13 @@ def _handoffs(plan: KvPlan, say: Say) -> tuple[list[Handoffs], list[Missing]]:
 def _report(
     plan: KvPlan, measured: KvMeasured, handoffs: list[Handoffs], not_handed: list[Missing]
 ) -> Report:
-    missing = (*measured.missing, *not_handed)
-    failed = {f"failed_{one.name}".replace(" ", "_"): one.reason for one in missing}
-    versions = {f"version_{name}": version for name, version in measured.versions.items()}
+    notes = notes_on(measured.versions, [*measured.missing, *not_handed])
     return report_here(
         "kv",
         seed=plan.seed,
-        config=config_of(plan) | versions | failed,
+        config=config_of(plan) | notes,
         results=results(plan, measured, handoffs),
     )
-
-
-def _told(missing: Missing) -> str:
-    return f"{missing.name} was not measured: {missing.reason}"
 
 
 def _title(plan: KvPlan) -> str:

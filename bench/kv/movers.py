@@ -10,13 +10,13 @@ All processes answer the same commands, the methods of `bench.kv.worker.Transfer
     digest(end, block_bytes, blocks)            both       of these blocks' bytes, in this order
 """
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from bench.common.options import environment_of_peers
 from bench.kv.plan import KvCase, KvPlan, KvPull
 from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.errors import BatonError
@@ -111,7 +111,7 @@ def mover_of(name: str, plan: KvPlan) -> Mover:
     if name == "memcpy":
         both = Driven(name, command)
         return Mover(name, both, both)
-    environment = _environment(is_ours=command[0] == sys.executable)
+    environment = None if command[0] == sys.executable else environment_of_peers()
     return Mover(
         name,
         Driven(f"{name} source", command, environment),
@@ -135,14 +135,6 @@ def _nixl_python(peers: dict[str, Path]) -> Path:
     if not any(find_spec(package) for package in NIXL_PACKAGES):
         raise NotMovable("NIXL is not installed (pip install 'baton-serve[nixl]')")
     return Path(sys.executable)
-
-
-def _environment(*, is_ours: bool) -> dict[str, str]:
-    environment = dict(os.environ)
-    if not is_ours:  # they belong to our Python
-        environment.pop("PYTHONPATH", None)
-        environment.pop("PYTHONHOME", None)
-    return environment
 
 
 def ways_of(mover: Mover, facts: Answer) -> Iterator[tuple[str, str]]:

@@ -18,9 +18,9 @@ get the same blocks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 
+from bench.common.options import PeerProgram, check_choices
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
 from engine.errors import ConfigError
@@ -79,14 +79,6 @@ class KvCase:
 
 
 @dataclass(frozen=True, slots=True)
-class KvPeer:
-    """A peer library, run by a Python of its own."""
-
-    name: str
-    python: Path
-
-
-@dataclass(frozen=True, slots=True)
 class HandoffPlan:
     """Requests to `baton serve`, one at a time, whose prompts begin differently."""
 
@@ -105,7 +97,7 @@ class KvPlan:
     backends: tuple[str, ...]
     num_repeats: int
     handoff: HandoffPlan | None
-    peers: tuple[KvPeer, ...] = ()
+    peers: tuple[PeerProgram, ...] = ()
     total_bytes: int = TOTAL_BYTES
     seed: int = 0
     is_quick: bool = False
@@ -123,11 +115,7 @@ class KvPlan:
 
 def check(plan: KvPlan) -> KvPlan:
     """Returns the plan. Raises ConfigError, which names the option that is wrong."""
-    unknown = [backend for backend in plan.backends if backend not in BACKENDS]
-    if unknown or not plan.backends:
-        known = ", ".join(BACKENDS)
-        told = ", ".join(unknown) or "none given"
-        raise ConfigError(f"--backends must be out of {known}: {told}")
+    check_choices("--backends", plan.backends, BACKENDS)
     if not plan.block_sizes:
         raise ConfigError("--block-sizes: none given")
     for size in plan.block_sizes:
@@ -138,12 +126,6 @@ def check(plan: KvPlan) -> KvPlan:
             )
     if plan.handoff is not None:
         shape_named(plan.handoff.shape)
-    names = [peer.name for peer in plan.peers]
-    if len(set(names)) < len(names):
-        raise ConfigError("--peer names one library twice")
-    for peer in plan.peers:
-        if not peer.python.is_file():
-            raise ConfigError(f"--peer {peer.name}: there is no {peer.python}")
     return plan
 
 
@@ -158,14 +140,6 @@ def quick(plan: KvPlan) -> KvPlan:
         and replace(handoff, transports=handoff.transports[:1], num_requests=2, num_repeats=1),
         is_quick=True,
     )
-
-
-def peer_of(option: str) -> KvPeer:
-    """The peer of an option `NAME=PYTHON`. Raises ConfigError."""
-    name, separator, python = option.partition("=")
-    if not separator or name not in PEERS:
-        raise ConfigError(f"--peer {option!r} is not NAME=PYTHON with a NAME of {', '.join(PEERS)}")
-    return KvPeer(name, Path(python))
 
 
 def cases_of(plan: KvPlan) -> list[KvCase]:

@@ -17,11 +17,11 @@ A peer's `ratio` is ours over theirs; for latencies, less than one is better.
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import fsum
 
-from bench.common.background import busy_warning
-from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.background import busy_results, busy_warning
+from bench.common.report import Figure, Missing, Result, result_of
 from bench.kv.plan import LIMIT_OF, KvCase, KvPlan, cases_of
 
 GIB = 2**30
@@ -40,14 +40,6 @@ class TimeKey:
     mover: str
     way: str
     case: KvCase
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A part of the plan that could not be measured."""
-
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +77,12 @@ def results(
         if mover in measured.movers
         for case in cases_of(plan)
     ]
-    shares = [{"background/cpu": Figure(100 * share, "%")} for share in measured.background]
-    return (*found, *_handoff_results(handoffs), *results_of(shares))
+    return (*found, *_handoff_results(handoffs), *busy_results(measured.background))
 
 
 def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[str]:
     """A line for each reason not to trust the results."""
-    lines = [f"{missing.name} was not measured: {missing.reason}" for missing in measured.missing]
+    lines = [missing.told for missing in measured.missing]
     if "memcpy" in measured.movers and all(key.way != COMPILED for key in measured.seconds):
         lines.append("no C compiler works here: memcpy is called from Python, which is slower")
     lines += busy_warning(measured.background)
@@ -106,18 +97,13 @@ def warnings(measured: KvMeasured, handoffs: Sequence[Handoffs] = ()) -> list[st
 
 
 def _result(measured: KvMeasured, mover: str, case: KvCase, *, peers: Sequence[str]) -> Result:
-    [result] = results_of(
-        [{f"{mover}/{case.name}": _figure(case, s)} for s in _best(measured, mover, case)]
-    )
-    theirs = {peer: _median(measured, peer, case) for peer in peers}
-    result = replace(
-        result, peers={name: Peer(value, result.value / value) for name, value in theirs.items()}
-    )
+    figures = [_figure(case, s) for s in _best(measured, mover, case)]
+    result = result_of(f"{mover}/{case.name}", [f.value for f in figures], figures[0].unit)
+    result = result.beside({peer: _median(measured, peer, case) for peer in peers})
     limit = LIMIT_OF.get(mover)
     if case.is_latency or limit not in measured.movers:
         return result
-    allowed = _median(measured, limit, case)
-    return replace(result, limit=allowed, of_limit=result.value / allowed)
+    return result.limited(_median(measured, limit, case))
 
 
 def _median(measured: KvMeasured, mover: str, case: KvCase) -> float:
@@ -139,33 +125,28 @@ def _figure(case: KvCase, seconds: float) -> Figure:
 
 
 def _handoff_results(handoffs: Sequence[Handoffs]) -> Iterator[Result]:
-    shares = [_hidden(handoff) for handoff in handoffs if _all_have(handoff, *TRANSFER)]
-    for share in shares:
-        yield from results_of(share)
+    for handoff in handoffs:
+        shares = list(_hidden(handoff)) if _all_have(handoff, *TRANSFER) else []
+        if shares:
+            yield result_of(f"hidden_share/{handoff.transport}", shares, "share")
     for prefix, names in (("", TRANSFER), (f"{AFTER_HANDOFF}/", PHASES)):
         for handoff in handoffs:
             for name in names:
                 if _all_have(handoff, name):
-                    yield from results_of(_means(handoff, name, f"{prefix}{name}"))
+                    means_ms = [
+                        1e3 * statistics.mean(timeline[name] for timeline in timelines)
+                        for timelines in handoff.repetitions
+                    ]
+                    yield result_of(f"{prefix}{name}/{handoff.transport}", means_ms, "ms")
 
 
-def _hidden(handoff: Handoffs) -> list[dict[str, Figure]]:
-    figures = []
+def _hidden(handoff: Handoffs) -> Iterator[float]:
     for timelines in handoff.repetitions:
         transfer_s, exposed_s = (
             fsum(timeline[name] for timeline in timelines) for name in TRANSFER
         )
         if transfer_s > 0:
-            share = Figure(1 - exposed_s / transfer_s, "share")
-            figures.append({f"hidden_share/{handoff.transport}": share})
-    return figures
-
-
-def _means(handoff: Handoffs, name: str, result: str) -> list[dict[str, Figure]]:
-    return [
-        {f"{result}/{handoff.transport}": Figure(1e3 * statistics.mean(t[name] for t in run), "ms")}
-        for run in handoff.repetitions
-    ]
+            yield 1 - exposed_s / transfer_s
 
 
 def _all_have(handoff: Handoffs, *names: str) -> bool:

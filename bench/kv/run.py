@@ -10,16 +10,16 @@ movers together hold 3 GiB.
 """
 
 import statistics
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from bench.common import background
+from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
+from bench.common.report import Missing
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of, ways_of
 from bench.kv.plan import KvPlan, cases_of, order_of, pulls_of
-from bench.kv.results import KvMeasured, Missing, TimeKey
+from bench.kv.results import KvMeasured, TimeKey
 from bench.processes.driven import DrivenFailed
 
 REQUIRED = ("shm", "zmq", "memcpy", "tcp")  # these work on every machine
@@ -63,21 +63,17 @@ def measure(plan: KvPlan, say: Say = say_nothing) -> KvMeasured:
         say("moving everything once, and comparing the bytes")
         _verify_all(movers, plan)
         seconds: dict[TimeKey, list[float]] = {}
-        busy: list[float] = []
+        busy = BusyWatch(movers.sessions)
         for repeat in range(plan.num_repeats):
             say(f"repetition {repeat + 1} of {plan.num_repeats}")
-            idle_share = _idle_share()
-            before = background.read(movers.sessions())
-            for key, median_s in _repetition(movers, plan, repeat):
-                seconds.setdefault(key, []).append(median_s)
-            others = background.share_of_others(before, background.read(movers.sessions()))
-            if others is not None:
-                busy.append(max(others, idle_share))
+            with busy.repetition(idle_s=IDLE_CHECK_S):
+                for key, median_s in _repetition(movers, plan, repeat):
+                    seconds.setdefault(key, []).append(median_s)
         return KvMeasured(
             seconds={
                 key: tuple(runs) for key, runs in seconds.items() if key.mover in movers.movers
             },
-            background=tuple(busy),
+            background=tuple(busy.shares),
             versions=versions,
             missing=tuple(movers.missing),
         )
@@ -133,13 +129,6 @@ def _repetition(movers: Field, plan: KvPlan, repeat: int) -> Iterator[tuple[Time
             movers.drop(name, error)
             continue
         yield TimeKey(name, way, case), statistics.median(seconds)
-
-
-def _idle_share() -> float:
-    """Share of the CPU that is busy while all movers wait; high if a mover does not sleep."""
-    before = background.read(())
-    threading.Event().wait(IDLE_CHECK_S)
-    return background.share_of_others(before, background.read(())) or 0.0
 
 
 def _reason(error: Exception) -> str:

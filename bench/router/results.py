@@ -15,12 +15,11 @@ theirs; for latencies, less than one is better.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import fsum
 from typing import TypeVar
 
-from bench.common.background import busy_warning
-from bench.common.report import Figure, Peer, Result, results_of
+from bench.common.background import busy_results, busy_warning
+from bench.common.report import Figure, Result, result_of, results_of
 from bench.common.stats import percentile
 from bench.router.plan import MAIN_BLOCKS
 from bench.router.run import RouterMeasured, Run
@@ -44,11 +43,9 @@ def results(
     found += [_beside(f"requests/{one.case.name}", one.requests, (), _rate) for one in cases]
     found.append(_beside("ingest", ingest[0], ingest[1], lambda rate: Figure(rate, "1/s")))
     main = [measured for measured in cases if measured.case.num_blocks == MAIN_BLOCKS] or cases
-    sizes = [{"bytes_per_block": Figure(one.bytes_per_block, "bytes")} for one in main]
-    shares = [
-        {"background/cpu": Figure(100 * share, "%")} for one in cases for share in one.background
-    ]
-    return (*found, *results_of(sizes), *results_of(shares))
+    sizes = [one.bytes_per_block for one in main]
+    shares = [share for one in cases for share in one.background]
+    return (*found, result_of("bytes_per_block", sizes, "bytes"), *busy_results(shares))
 
 
 def warnings(cases: Sequence[RouterMeasured]) -> list[str]:
@@ -75,5 +72,4 @@ def _beside(
     [result] = results_of([{name: figure(run)} for run in ours])
     if not theirs:
         return result
-    value = statistics.median(figure(run).value for run in theirs)
-    return replace(result, peers={PEER: Peer(value, result.value / value)})
+    return result.beside({PEER: statistics.median(figure(run).value for run in theirs)})

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from bench.common import background
+from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
 from bench.router.peer import BitmaskRouter
 from bench.router.plan import (
@@ -248,21 +248,20 @@ def _measure(plan: RouterPlan, case: RouterCase, say: Say) -> RouterMeasured:
     measured = RouterMeasured(case, ingest=ours.ingest())
     measured.bytes_per_block = ours.index.num_bytes / ours.index.num_blocks
     theirs = PeerRouter(world) if case.num_blocks <= MAX_PEER_BLOCKS else None
-    sessions = [os.getsid(0)]
+    busy = BusyWatch(lambda: [os.getsid(0)])
     gc.collect()
     gc.freeze()
     try:
         for _ in range(plan.num_repeats):
-            before = background.read(sessions)
-            decisions, requests = ours.run(world.prompts(plan.num_decisions))
-            measured.ours.append(decisions)
-            measured.requests.append(requests)
-            if theirs is not None:
-                measured.peer.append(theirs.run(world.prompts(plan.num_decisions)))
-            share = background.share_of_others(before, background.read(sessions))
-            measured.background.append(share or 0.0)
+            with busy.repetition():
+                decisions, requests = ours.run(world.prompts(plan.num_decisions))
+                measured.ours.append(decisions)
+                measured.requests.append(requests)
+                if theirs is not None:
+                    measured.peer.append(theirs.run(world.prompts(plan.num_decisions)))
     finally:
         gc.unfreeze()
+    measured.background = busy.shares
     ours.fleet.validate()
     return measured
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from bench.common.options import check_choices
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
 from bench.engine.plan import KV_OF_WEIGHTS
@@ -143,10 +144,7 @@ SETUPS = ("bundled", "shape", "bad")
 def check(plan: SpeculatePlan) -> SpeculatePlan:
     """The plan itself, or a ConfigError that names what cannot be done."""
     shape_named(plan.shape)
-    unknown = [setup for setup in plan.setups if setup not in SETUPS]
-    if unknown or not plan.setups:
-        told = ", ".join(unknown) or "none given"
-        raise ConfigError(f"--setups must be out of {', '.join(SETUPS)}: {told}")
+    check_choices("--setups", plan.setups, SETUPS)
     if not plan.batches or min(plan.batches) < 1:
         raise ConfigError("--batches must be positive")
     if plan.weights not in (WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8):

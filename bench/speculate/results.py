@@ -37,8 +37,8 @@ from itertools import pairwise
 
 import msgspec
 
-from bench.common.background import busy_warning
-from bench.common.report import Figure, Result, results_of
+from bench.common.background import busy_results, busy_warning
+from bench.common.report import Figure, Result, result_of, results_of
 from bench.speculate.plan import (
     CALIBRATED_LENS,
     GOALS,
@@ -176,15 +176,13 @@ def results(plan: SpeculatePlan, measured: SpeculateMeasured) -> tuple[Result, .
     ]
     by_cell.sort(key=lambda result: _ORDER.index(result.name.partition("/")[0]))
     places = [result for cell in cells[:: len(plan.batches)] for result in _places(cell, measured)]
-    others = [{"background/cpu": Figure(100 * share, "%")} for share in measured.background]
     named = [*_named(cells, by_cell), *_identical(measured)]
-    return (*map(_with_goal, named), *by_cell, *places, *results_of(others))
+    return (*map(_with_goal, named), *by_cell, *places, *busy_results(measured.background))
 
 
 def warnings(measured: SpeculateMeasured) -> list[str]:
     """Facts that a reader should know before trusting the results."""
-    lines = []
-    lines += busy_warning(measured.background)
+    lines = busy_warning(measured.background)
     if measured.num_same < measured.num_compared:
         differ = measured.num_compared - measured.num_same
         lines.append(f"{differ} of {measured.num_compared} timed answers differ between modes")
@@ -252,14 +250,8 @@ def _places(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
             continue
         for place, (share, _) in enumerate(acceptance_by_place(drafts), start=1):
             name = f"{cell.thing}_{mode}_p{place}"
-            yield from results_of(
-                [
-                    {
-                        f"acceptance/{name}": Figure(share, "share"),
-                        f"expected_acceptance/{name}": Figure(acceptance**place, "share"),
-                    }
-                ]
-            )
+            yield result_of(f"acceptance/{name}", [share], "share")
+            yield result_of(f"expected_acceptance/{name}", [acceptance**place], "share")
 
 
 def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]:
@@ -292,7 +284,7 @@ def _identical(measured: SpeculateMeasured) -> tuple[Result, ...]:
 
 def _with_goal(result: Result) -> Result:
     goal = GOALS.get(result.name)
-    return result if goal is None else replace(result, limit=goal, of_limit=result.value / goal)
+    return result if goal is None else result.limited(goal)
 
 
 def _target_s(passes: Passes, drafted: float) -> float:

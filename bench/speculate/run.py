@@ -12,13 +12,13 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
 
 import engine.model.bundled
-from bench.common import background
+from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
 from bench.common.shapes import cached_pair
 from bench.processes.driven import Driven
@@ -95,15 +95,14 @@ def _measure_setup(
             worker.ask("prime", timeout_s=JOB_TIMEOUT_S, asks=msgspec.to_builtins(asks[workload]))
         if setup.shape is None and plan.num_identity:
             _compare(plan, worker, facts, plan.weights, measured, say)
+        busy = BusyWatch(lambda: [worker.session or 0])
         for repeat in range(WARM_UP, plan.num_repeats):
             turn = "warming up" if repeat == WARM_UP else f"repetition {repeat + 1}"
             say(f"{setup.name}: {turn} of {plan.num_repeats}")
-            before = background.read([worker.session or 0])
-            for cell in cells_of(plan, setup):
-                _measure_cell(plan, cell, worker, asks[cell.workload], repeat, measured)
-            others = background.share_of_others(before, background.read([worker.session or 0]))
-            if repeat != WARM_UP and others is not None:
-                measured.background.append(others)
+            with nullcontext() if repeat == WARM_UP else busy.repetition():
+                for cell in cells_of(plan, setup):
+                    _measure_cell(plan, cell, worker, asks[cell.workload], repeat, measured)
+        measured.background += busy.shares
 
 
 def _measure_cell(

@@ -1,14 +1,16 @@
 """What measured streams of servers come to, and what a report warns of."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from bench.gateway.plan import BARE, OURS, WRITES, body_of, order_of, plan_of, quick
 from bench.gateway.results import GatewayMeasured, GatewayRun, results, warnings
-from engine.errors import ConfigError
 
-PLAN = plan_of(prompt_words=3, num_tokens=100, num_repeats=2, peers=["fastapi=/a/python"], seed=1)
+PLAN = plan_of(
+    prompt_words=3, num_tokens=100, num_repeats=2, peers=[f"fastapi={sys.executable}"], seed=1
+)
 LOADS = (PLAN.serial, *PLAN.loads)
 CPU_S = {OURS: 2.0, BARE: 1.0, WRITES: 0.5, "fastapi": 4.0}
 TTFT_S = {OURS: 0.0005, BARE: 0.0001, WRITES: 0.0001, "fastapi": 0.0009}
@@ -99,9 +101,3 @@ def test_quick_plan_runs_every_load_once():
     assert plan.num_repeats == 1
     assert [load.num_streams for load in plan.loads] == [64, 512]
     assert sum(load.total_tokens for load in plan.loads) < 10_000
-
-
-@pytest.mark.parametrize("option", ["fastapi", "nginx=/usr/bin/nginx", "=x"])
-def test_only_known_peers_can_be_named(option):
-    with pytest.raises(ConfigError, match="is not NAME=PYTHON"):
-        plan_of(prompt_words=1, num_tokens=2, num_repeats=1, peers=[option], seed=0)

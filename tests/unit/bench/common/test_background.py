@@ -1,5 +1,8 @@
 """The share of the CPU that other processes used."""
 
+import os
+import threading
+
 import pytest
 
 from bench.common import background
@@ -41,3 +44,14 @@ def test_process_name_may_contain_spaces_and_brackets():
 def test_share_of_others_is_unknown_without_proc(tmp_path):
     assert background.read({7}, tmp_path / "none") is None
     assert background.share_of_others(None, None) is None
+
+
+def test_a_watch_has_a_share_for_each_repetition():
+    watch = background.BusyWatch(lambda: [os.getsid(0)])
+    for idle_s in (0.0, 0.05):
+        with watch.repetition(idle_s=idle_s):
+            threading.Event().wait(0.05)
+    assert len(watch.shares) == 2
+    assert all(0 <= share <= 1 for share in watch.shares)
+    [result] = background.busy_results(watch.shares)
+    assert result.runs == tuple(100 * share for share in watch.shares)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.report import Missing
 from bench.common.roofline import (
     Ceilings,
     ModelMemory,
@@ -21,7 +22,6 @@ from bench.engine.plan import (
 )
 from bench.engine.results import (
     EngineMeasured,
-    FailedPeer,
     JobTime,
     OurMemory,
     Repetition,
@@ -69,9 +69,9 @@ def measured(**changes):
             if job.for_peers:
                 samples["transformers", job.name] = sample(6.0, tokens)
                 samples["llamacpp_q8_0", job.name] = sample(6.0, tokens)
-        repetitions.append(Repetition(samples, CEILINGS, background=0.01))
+        repetitions.append(Repetition(samples, CEILINGS))
     ours = OurMemory(MEMORY, resident_bytes=2**30, load_s=1.5, warm_up_s=0.5)
-    found = EngineMeasured(SIZE, {"fp32": ours, "int8": ours}, tuple(repetitions))
+    found = EngineMeasured(SIZE, {"fp32": ours, "int8": ours}, tuple(repetitions), (0.01, 0.02))
     return replace(found, **changes)
 
 
@@ -158,15 +158,14 @@ def test_engines_are_checked_to_choose_the_same_tokens():
 
 def test_warnings_name_failed_peers_and_a_busy_machine():
     assert warnings(measured()) == []
-    failed = FailedPeer("vllm", "no answer in 300 s", ("last words",))
-    busy = tuple(replace(r, background=0.2) for r in measured().repetitions)
-    lines = warnings(measured(failed=(failed,), repetitions=busy))
+    failed = Missing("vllm", "no answer in 300 s")
+    lines = warnings(measured(failed=(failed,), background=(0.1, 0.2)))
     assert lines[0] == "vllm was not measured: no answer in 300 s"
     assert "20% of the CPU" in lines[1]
 
 
 def test_background_cpu_is_left_out_without_a_reading():
-    blind = tuple(replace(r, background=None) for r in measured().repetitions)
-    found = by_name(results(PLAN, measured(repetitions=blind)))
+    assert by_name(results(PLAN, measured()))["background/cpu"].runs == (1.0, 2.0)
+    found = by_name(results(PLAN, measured(background=())))
     assert "background/cpu" not in found
     assert found["ceiling/int8"].value == pytest.approx(0.04)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.common.report import Missing
 from bench.engine import run as bench_engine
 from bench.engine.ours import prefill_steps, tables_of
 from bench.engine.plan import (
     EngineJob,
 )
 from bench.engine.results import (
-    FailedPeer,
     JobTime,
 )
 from bench.engine.run import Contest
@@ -121,7 +121,7 @@ def test_dead_peer_is_reported_and_the_others_continue(monkeypatch):
     contest = contest_of('say(ready={}); hear(); sys.stderr.write("bad luck\\n"); sys.exit(1)')
     samples = run_round(contest, monkeypatch)
     assert [engine for engine, _ in samples] == ["fp32", "last"]
-    assert contest.failed == [FailedPeer("other", "it ended with status 1", ("bad luck",))]
+    assert contest.failed == [Missing("other", "it ended with status 1")]
     assert list(contest.peers) == ["last"]
 
 

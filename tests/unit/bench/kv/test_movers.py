@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.common.options import PeerProgram
 from bench.kv import movers as kv_movers
 from bench.kv import run as kv
 from bench.kv.limits import calls_of, unfinished
 from bench.kv.movers import Mover, NotMovable, WrongBytes, mover_of
-from bench.kv.plan import KIB, KvPeer, KvPlan, cases_of
+from bench.kv.plan import KIB, KvPlan, cases_of
 from bench.kv.run import measure
 from bench.peers.kv_memory import PoolMemory, digest, fill
 from bench.processes.driven import DrivenFailed
@@ -139,10 +140,10 @@ def test_failure_of_a_required_mover_ends_the_benchmark(monkeypatch, name):
 
 
 def test_only_peers_run_in_another_python(monkeypatch, tmp_path):
-    plan = replace(PLAN, peers=(KvPeer("mooncake", tmp_path / "python"),))
+    plan = replace(PLAN, peers=(PeerProgram("mooncake", tmp_path / "python"),))
     monkeypatch.setenv("PYTHONPATH", "ours")
     ours, theirs = mover_of("zmq", plan), mover_of("mooncake", plan)
-    assert ours.sink._environment["PYTHONPATH"] == "ours"
+    assert ours.sink._environment is None  # inherited
     assert "PYTHONPATH" not in theirs.sink._environment
     assert theirs.sink._command[0] == str(tmp_path / "python")
     assert len(ours.processes) == 2
@@ -153,7 +154,7 @@ def test_bare_nixl_runs_in_the_python_that_has_nixl(monkeypatch, tmp_path):
     monkeypatch.setattr(kv_movers, "find_spec", lambda name: None)
     with pytest.raises(NotMovable, match="not installed"):
         mover_of("bare_nixl", PLAN)
-    elsewhere = replace(PLAN, peers=(KvPeer("nixl", tmp_path / "python"),))
+    elsewhere = replace(PLAN, peers=(PeerProgram("nixl", tmp_path / "python"),))
     assert mover_of("bare_nixl", elsewhere).sink._command[0] == str(tmp_path / "python")
 
 

@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from bench.cli import app
+from bench.common.options import PeerProgram
 from bench.kv.plan import (
     BLOCK_SIZES,
     KIB,
     MIB,
     HandoffPlan,
     KvCase,
-    KvPeer,
     KvPlan,
     cases_of,
     check,
     config_of,
     layout_of,
     order_of,
-    peer_of,
     pulls_of,
     quick,
     size_name,
@@ -38,7 +37,7 @@ PLAN = KvPlan(
     backends=("shm", "zmq"),
     num_repeats=7,
     handoff=HandoffPlan("88m", ("zmq", "shm"), num_requests=4, num_repeats=3),
-    peers=(KvPeer("mooncake", PYTHON),),
+    peers=(PeerProgram("mooncake", PYTHON),),
 )
 
 
@@ -112,26 +111,16 @@ def test_config_holds_the_plan():
     ("change", "said"),
     [
         ({"backends": ("tcp",)}, "tcp"),
-        ({"backends": ()}, "none given"),
         ({"block_sizes": (12 * KIB,)}, "12 KiB"),
         ({"block_sizes": (24 * KIB,)}, "24 KiB"),
         ({"block_sizes": (0,)}, "0 KiB"),
         ({"block_sizes": ()}, "none given"),
-        ({"peers": (KvPeer("mooncake", Path("/nowhere")),)}, "/nowhere"),
-        ({"peers": (KvPeer("mooncake", PYTHON),) * 2}, "twice"),
         ({"handoff": replace(PLAN.handoff, shape="9b")}, "9b"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(change, said):
     with pytest.raises(ConfigError, match=said):
         check(replace(PLAN, **change))
-
-
-def test_a_peer_is_named_with_its_python():
-    assert peer_of("mooncake=/a/b") == KvPeer("mooncake", Path("/a/b"))
-    for wrong in ("mooncake", "vllm=/x", "=/x"):
-        with pytest.raises(ConfigError, match="NAME=PYTHON"):
-            peer_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.options import PeerProgram
 from bench.common.report import Peer
-from bench.kv.plan import KIB, MIB, KvCase, KvPeer, KvPlan, cases_of
+from bench.kv.plan import KIB, MIB, KvCase, KvPlan, cases_of
 from bench.kv.results import Handoffs, KvMeasured, Missing, TimeKey, results, warnings
 
 PLAN = KvPlan(
@@ -13,7 +14,7 @@ PLAN = KvPlan(
     backends=("shm", "zmq"),
     num_repeats=3,
     handoff=None,
-    peers=(KvPeer("mooncake", Path(sys.executable)),),
+    peers=(PeerProgram("mooncake", Path(sys.executable)),),
 )
 LATENCY, SIXTEEN, MANY, WHOLE = cases_of(PLAN)
 SECONDS = {  # of 64 MiB: 1/16 s is one GiB/s

@@ -98,7 +98,7 @@ def test_command_reports_our_figures_beside_the_peer(tmp_path):
     [
         (["--splits", "6"], "PREFILL+DECODE"),
         (["--splits", "0+2"], "both roles"),
-        (["--peer", "vllm=x"], "dynamo=PYTHON"),
+        (["--peer", "vllm=x"], "a NAME of dynamo"),
         (["--hardware", "h300"], "h300"),
     ],
 )
