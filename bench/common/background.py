@@ -4,7 +4,6 @@ Read from Linux's /proc, in clock ticks: the busy time of all cores, including t
 hypervisor stole, minus the time of our processes. A process is ours if its session is given.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,12 +31,22 @@ def read(sessions: Iterable[int], proc: Path = PROC) -> Reading | None:
         total, busy = machine_ticks((proc / "stat").read_text())
     except OSError:
         return None
-    return Reading(total, busy, session_ticks(_processes(proc), frozenset(sessions)))
+    return Reading(
+        total, busy, session_ticks((stat for _, stat in _processes(proc)), frozenset(sessions))
+    )
 
 
 def session_seconds(session: int, proc: Path = PROC) -> float:
-    """CPU seconds of all processes of a session, rounded to clock ticks."""
-    return session_ticks(_processes(proc), frozenset({session})) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of all running threads of a session, exact to the nanosecond.
+
+    Raises ProcessLookupError if the session has none, or if the kernel keeps no such times.
+    """
+    processes = [path.parent for path, stat in _processes(proc) if _session_of(stat) == session]
+    threads = [path for process in processes for path in process.glob("task/[0-9]*/schedstat")]
+    nanoseconds = [int(text.split()[0]) for _, text in _readable(threads)]
+    if not nanoseconds:
+        raise ProcessLookupError(f"no CPU time of session {session}")
+    return sum(nanoseconds) / 1e9
 
 
 def share_of_others(before: Reading | None, after: Reading | None) -> float | None:
@@ -99,15 +108,28 @@ def session_ticks(stats: Iterable[str], sessions: frozenset[int]) -> int:
     """Ticks of the processes of these sessions, from the texts of /proc/<pid>/stat."""
     total = 0
     for stat in stats:
-        fields = stat.rpartition(")")[2].split()  # the name before ")" may contain anything
-        if int(fields[3]) in sessions:
-            total += sum(int(field) for field in fields[11:15])  # with its ended children
+        if _session_of(stat) in sessions:
+            total += sum(int(field) for field in _fields(stat)[11:15])  # with its ended children
     return total
 
 
-def _processes(proc: Path) -> Iterator[str]:
-    for path in proc.glob("[0-9]*/stat"):
+def _session_of(stat: str) -> int:
+    return int(_fields(stat)[3])
+
+
+def _fields(stat: str) -> list[str]:
+    """The fields behind the program's name, which ends with ")" and may contain anything."""
+    return stat.rpartition(")")[2].split()
+
+
+def _processes(proc: Path) -> Iterator[tuple[Path, str]]:
+    return _readable(proc.glob("[0-9]*/stat"))
+
+
+def _readable(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
+    """The files with their texts, without those of processes and threads that have ended."""
+    for path in paths:
         try:
-            yield path.read_text()
-        except OSError:  # the process has ended
+            yield path, path.read_text()
+        except OSError:
             continue

@@ -121,7 +121,7 @@ def _result(name: str, unit: str, values: Mapping[str, Sequence[float]]) -> Resu
 
 
 def _tokens_per_cpu_s(run: GatewayRun) -> float:
-    return run.load.total_tokens / max(run.cpu_s, 1e-9)
+    return run.load.total_tokens / run.cpu_s
 
 
 def _ttft_ms(run: GatewayRun, percent: int) -> float:

@@ -45,7 +45,7 @@ class Server:
         return (self.session, *self.behind)
 
     def cpu_s(self) -> float:
-        """CPU seconds that its processes have used, rounded to clock ticks."""
+        """CPU seconds that its processes have used."""
         return background.session_seconds(self.session)
 
 

@@ -41,6 +41,17 @@ def test_process_name_may_contain_spaces_and_brackets():
     assert background.session_ticks([odd], frozenset({8})) == 0
 
 
+def test_seconds_of_a_session_are_those_of_all_its_threads(tmp_path):
+    write_proc(tmp_path, (0,) * 10, [(7, 7, (9, 9, 9, 9)), (8, 7, (0, 0, 0, 0)), (9, 9, (0,) * 4)])
+    for pid, thread, nanoseconds in ((7, 7, 10**9), (7, 70, 5), (8, 8, 10**6), (9, 9, 10**12)):
+        task = tmp_path / str(pid) / "task" / str(thread)
+        task.mkdir(parents=True)
+        (task / "schedstat").write_text(f"{nanoseconds} 1 2\n")
+    assert background.session_seconds(7, tmp_path) == 1.001000005
+    with pytest.raises(ProcessLookupError):
+        background.session_seconds(1, tmp_path)
+
+
 def test_share_of_others_is_unknown_without_proc(tmp_path):
     assert background.read({7}, tmp_path / "none") is None
     assert background.share_of_others(None, None) is None
