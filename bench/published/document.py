@@ -18,7 +18,9 @@ from bench.common.tables import number_text
 from bench.published.headline import Headline
 from engine.errors import ConfigError
 
-BLOCK = re.compile(r"(<!-- (report: .+?|headline) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"^(<!-- (report: [^\n]+?|headline) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE
+)
 NO_REPORT = "No report is kept yet.\n"
 
 Row = Sequence[str]
@@ -124,14 +126,17 @@ def row_of(headline: Headline, report: Report) -> Row:
     beside = ratio = ""
     if headline.peer:
         peer = result.peers[headline.peer]
-        beside, ratio = f"{headline.peer} {number_text(peer.value)}", f"{peer.ratio:.2f}"
+        version = report.config.get(f"version_{headline.peer}", "")
+        name = f"{headline.peer} {version}".rstrip()
+        beside, ratio = f"{name}: {number_text(peer.value)}", f"{peer.ratio:.2f}"
     elif result.limit is not None and result.of_limit is not None:
         beside, ratio = (
-            f"this machine's limit {number_text(result.limit)}",
+            f"this machine's limit: {number_text(result.limit)}",
             f"{result.of_limit:.0%}",
         )
     value = f"{number_text(result.value)} {result.unit}".rstrip()
-    return [headline.label, value, beside, ratio, f"`{report.command}`"]
+    command = report.command.partition(" --")[0]  # its options stand in docs/benchmarks.md
+    return [headline.label, value, beside, ratio, f"`{command}`"]
 
 
 def _spread(result: Result) -> str:

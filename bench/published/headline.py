@@ -14,10 +14,14 @@ class Headline:
 
 
 HEADLINES: tuple[Headline, ...] = (
-    Headline("prefill with int8 weights, 88 M model", "engine", "prefill/int8"),
-    Headline("decoding 32 sequences with int8 weights", "engine", "decode_b32/int8"),
-    Headline("KV over shared memory, blocks of 1 MiB", "kv", "shm/1MiB"),
+    Headline("prefill, fp32 weights, 88 M model", "engine", "prefill/fp32", "vllm"),
+    Headline("decode of 32 sequences, fp32 weights", "engine", "decode_b32/fp32", "vllm"),
+    Headline("decode of one sequence, fp32 weights", "engine", "decode_b1/fp32", "vllm"),
+    Headline("decode of 32 sequences, int8 weights", "engine", "decode_b32/int8", "llamacpp_q8_0"),
+    Headline("decode of one sequence, int8 weights", "engine", "decode_b1/int8", "llamacpp_q8_0"),
+    Headline("KV over shared memory, blocks of 1 MiB", "kv", "shm/1MiB", "mooncake"),
+    Headline("KV over ZeroMQ, encrypted, blocks of 1 MiB", "kv", "zmq/1MiB", "mooncake"),
     Headline("placements at 1,000 workers", "router", "decisions/1000", "dict_bitmask"),
-    Headline("tokens per second of gateway CPU", "gateway", "gateway/tok_per_cpu_s", "uvloop"),
+    Headline("tokens per CPU second of the gateway", "gateway", "gateway/tok_per_cpu_s", "fastapi"),
     Headline("goodput of planned pools over the best fixed split, simulated", "elastic", "ratio"),
 )

@@ -59,6 +59,12 @@ Text after.
     )
 
 
+def test_marker_within_a_line_is_text():
+    mentioned = f"A block begins with `<!-- report: NAME -->` and has an end.\n{DOCUMENT}"
+    assert names_in(mentioned) == {"engine"}
+    assert "prefill/int8" in fill_in(mentioned, REPORTS, ())
+
+
 def test_filling_in_twice_changes_nothing():
     once = fill_in(DOCUMENT, REPORTS, ())
     assert fill_in(once, REPORTS, ()) == once
@@ -84,8 +90,8 @@ def test_headlines_stand_beside_their_peer_or_limit():
         Headline("unmeasured", "kv", "shm"),
     )
     text = fill_in("<!-- headline -->\n<!-- end -->", REPORTS, rows)
-    assert "| load | 1.50 s | vllm 3 | 0.50 |" in text
-    assert "| prefill | 2,048 tokens/s | this machine's limit 4,096 | 50% |" in text
+    assert "| load | 1.50 s | vllm 0.9: 3 | 0.50 | `baton bench engine` |" in text
+    assert "| prefill | 2,048 tokens/s | this machine's limit: 4,096 | 50% |" in text
     assert "unmeasured" not in text
 
 
