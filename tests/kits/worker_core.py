@@ -3,7 +3,6 @@
 Blocks have four tokens, and an empty pool hands out 0, 1, 2, … in this order.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -390,9 +389,9 @@ class Rig:
         times = None if self.seconds is None else StepTimes(0.0, self.seconds, 0.0)
         return [*effects, *ran, *self.core.finish(BatchResult(sampled, times), self.now_s)]
 
-    def play(self, table: Iterable[tuple[object, list[object]]]) -> None:
+    def play(self, *steps: tuple[object, list[object]]) -> None:
         """Asserts that each event has just these effects, in this order."""
-        for number, (event, expected) in enumerate(table, start=1):
+        for number, (event, expected) in enumerate(steps, start=1):
             assert self.take(event) == expected, f"event {number}"
             self.core.validate()
 

@@ -59,14 +59,9 @@ def test_correct_tokens_of_the_draft_model_are_taken():
     r = rig()
     arrive(r, "a", 6)
     r.play(
-        [
-            (
-                Step((7, 8, 9)),
-                [decoding("a"), Ran("a", 6, 7), tokens("a", 7, 8, 9, drafted=3)],
-            ),
-            (Step((1, 2, 3, 4)), [Ran("a", 9, 10), tokens("a", 1, 2, 3, 4, drafted=3)]),
-            (Step(5), [Ran("a", 13, 14), tokens("a", 5, drafted=3)]),
-        ]
+        (Step((7, 8, 9)), [decoding("a"), Ran("a", 6, 7), tokens("a", 7, 8, 9, drafted=3)]),
+        (Step((1, 2, 3, 4)), [Ran("a", 9, 10), tokens("a", 1, 2, 3, 4, drafted=3)]),
+        (Step(5), [Ran("a", 13, 14), tokens("a", 5, drafted=3)]),
     )
 
 
@@ -151,7 +146,7 @@ def test_blocks_for_kept_tokens_stay():
     r = rig(num_tokens=6)
     arrive(r, "a", 6)
     r.step((1, 2, 3, 4, 5, 6, 7))
-    r.play([(Blocks(), blocks(free=4, owned=4))])
+    r.play((Blocks(), blocks(free=4, owned=4)))
 
 
 def test_a_draft_is_as_long_as_memory_allows_and_preempts_no_sequence():
@@ -183,18 +178,16 @@ def test_a_sequence_is_admitted_before_there_are_blocks_for_drafts():
     r = rig(num_blocks=4, num_tokens=8, budget=64)
     arrive(r, "a", 6)
     r.play(
-        [
-            (decode("b", range(20, 26)), [hold("b", 2)]),
-            (
-                Step(),
-                [
-                    decoding("a"),
-                    pull("b", (0, 2), (1, 3)),
-                    Ran("a", 6, 7),
-                    tokens("a", SAMPLED, drafted=1),
-                ],
-            ),
-        ]
+        (decode("b", range(20, 26)), [hold("b", 2)]),
+        (
+            Step(),
+            [
+                decoding("a"),
+                pull("b", (0, 2), (1, 3)),
+                Ran("a", 6, 7),
+                tokens("a", SAMPLED, drafted=1),
+            ],
+        ),
     )
 
 
@@ -262,8 +255,8 @@ def test_a_block_is_found_when_both_models_have_computed_it():
     r.decode.drafts.speculator.may_see = False
     for chosen in range(1, 6):
         r.step(chosen)
-    r.play([(Blocks(), blocks(free=5, owned=3)), (cancel("a"), [])])
-    r.play([(Blocks(), blocks(free=7, cached=1))])  # of the prompt
+    r.play((Blocks(), blocks(free=5, owned=3)), (cancel("a"), []))
+    r.play((Blocks(), blocks(free=7, cached=1)))  # of the prompt
 
 
 def test_without_a_draft_model_every_full_block_is_found():
@@ -271,7 +264,7 @@ def test_without_a_draft_model_every_full_block_is_found():
     arrive(r, "a", 6)
     for chosen in range(1, 6):
         r.step(chosen)
-    r.play([(cancel("a"), []), (Blocks(), blocks(free=6, cached=2))])
+    r.play((cancel("a"), []), (Blocks(), blocks(free=6, cached=2)))
 
 
 def test_drafts_of_ngrams_leave_the_draft_model_behind_until_a_block_is_full():
@@ -310,20 +303,18 @@ def test_a_first_token_that_ends_the_answer_ends_it(token_id):
     finish = STOP if token_id == 5 else LENGTH
     (ended,) = r.take(first("a", token_id))
     assert (ended.message.token_ids, ended.message.finish) == ([], finish)
-    r.play([(Step(), []), (Blocks(), blocks(free=7, cached=1))])
+    r.play((Step(), []), (Blocks(), blocks(free=7, cached=1)))
 
 
 def test_a_first_token_beyond_the_vocabulary_gives_the_sequence_back():
     reason = "the first token is not in the vocabulary"
     r = rig(vocab_size=50)
     r.play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (first("a", 50), [given_back("a", reason)]),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (first("a", 50), [given_back("a", reason)]),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
@@ -331,6 +322,6 @@ def test_an_id_in_use_is_refused():
     r = rig()
     arrive(r, "a", 6)
     again = given_back("a", "the id is in use", gateway="g2")
-    r.play([(decode("a", 6, gateway="g2"), [again])])
+    r.play((decode("a", 6, gateway="g2"), [again]))
     r.take(decode("b", 3))
-    r.play([(decode("b", 3), [given_back("b", "the id is in use")])])
+    r.play((decode("b", 3), [given_back("b", "the id is in use")]))

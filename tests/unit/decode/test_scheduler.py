@@ -50,44 +50,38 @@ def arrive(r: Rig, name: str, prompt, **fields) -> None:
 
 def test_a_lease_is_held_before_there_is_memory_and_pulled_when_there_is():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Blocks(), blocks(free=8)),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (Blocks(), blocks(free=6, in_flight=2)),
-            (Step(), []),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (Blocks(), blocks(free=6, owned=2)),
-            (Step(), []),
-            (first("a", 7), []),
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
-            (Step(9), [Ran("a", 7, 8), token("a", 9)]),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Blocks(), blocks(free=8)),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (Blocks(), blocks(free=6, in_flight=2)),
+        (Step(), []),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (Blocks(), blocks(free=6, owned=2)),
+        (Step(), []),
+        (first("a", 7), []),
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+        (Step(9), [Ran("a", 7, 8), token("a", 9)]),
     )
 
 
 def test_the_first_token_may_come_before_the_blocks():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (first("a", 7), []),
-            (Step(), []),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (first("a", 7), []),
+        (Step(), []),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
     )
 
 
 def test_the_first_token_may_come_before_memory():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (first("a", 7), []),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (first("a", 7), []),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
     )
 
 
@@ -95,11 +89,9 @@ def test_a_step_computes_the_first_token_in_the_block_that_follows_a_full_one():
     r = rig()
     arrive(r, "a", 8)
     r.play(
-        [
-            (Blocks(), blocks(free=6, owned=2)),
-            (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
-            (Blocks(), blocks(free=5, owned=3)),
-        ]
+        (Blocks(), blocks(free=6, owned=2)),
+        (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
+        (Blocks(), blocks(free=5, owned=3)),
     )
     (row,) = r.rows
     assert (list(row.token_ids), row.start, list(row.block_table)) == ([99], 8, [0, 1, 2])
@@ -107,15 +99,13 @@ def test_a_step_computes_the_first_token_in_the_block_that_follows_a_full_one():
 
 def test_events_of_unknown_sequences_change_nothing():
     unknown = [first("x"), cancel("x"), pull_done("x"), pull_failed("x"), lost("nobody")]
-    rig().play([(event, []) for event in unknown])
+    rig().play(*[(event, []) for event in unknown])
 
 
 def test_a_prompt_that_leaves_no_room_for_a_token_is_given_back():
     rig(num_blocks=2).play(
-        [
-            (decode("a", 8), [given_back("a", "prompt exceeds the KV pool")]),
-            (decode("b", 7), [hold("b", 2)]),
-        ]
+        (decode("a", 8), [given_back("a", "prompt exceeds the KV pool")]),
+        (decode("b", 7), [hold("b", 2)]),
     )
 
 
@@ -126,13 +116,11 @@ def test_sequences_are_admitted_in_order_of_arrival():
     r = rig(num_blocks=8)
     arrive(r, "running", 12)
     r.play(
-        [
-            (decode("large", range(20, 40)), [hold("large", 5)]),
-            (decode("small", range(40, 42)), [hold("small", 1)]),
-        ]
+        (decode("large", range(20, 40)), [hold("large", 5)]),
+        (decode("small", range(40, 42)), [hold("small", 1)]),
     )
     assert pull("large", *enumerate(range(4, 9))) not in r.step()
-    r.play([(cancel("running"), [])])
+    r.play((cancel("running"), []))
     assert [type(e).__name__ for e in r.step()] == ["StartPull", "StartPull"]
 
 
@@ -140,18 +128,14 @@ def test_arriving_and_running_sequences_together_are_bounded():
     r = rig(max_running=2)
     arrive(r, "a", 3)
     r.play(
-        [
-            (decode("b", range(20, 23)), [hold("b", 1)]),
-            (decode("c", range(40, 43)), [hold("c", 1)]),
-            (Step(), [decoding("a"), pull("b", (0, 1)), Ran("a", 3, 4), token("a")]),
-        ]
+        (decode("b", range(20, 23)), [hold("b", 1)]),
+        (decode("c", range(40, 43)), [hold("c", 1)]),
+        (Step(), [decoding("a"), pull("b", (0, 1)), Ran("a", 3, 4), token("a")]),
     )
     assert (r.decode.num_waiting, r.decode.num_running) == (2, 1)
     r.play(
-        [
-            (cancel("a"), []),
-            (Step(), [pull("c", (0, 2))]),
-        ]
+        (cancel("a"), []),
+        (Step(), [pull("c", (0, 2))]),
     )
 
 
@@ -159,14 +143,12 @@ def test_cached_blocks_are_not_pulled():
     r = rig()
     arrive(r, "a", 9)
     r.play(
-        [
-            (decode("b", [*range(8), 50, 51]), [hold("b", 3)]),
-            (Step(), [decoding("a"), pull("b", (2, 3)), Ran("a", 9, 10), token("a")]),
-            (Blocks(), blocks(free=4, owned=3, in_flight=1)),
-            (pull_done("b"), [kv_ready("b", 1, cached=2)]),
-            (cancel("a"), []),
-            (Blocks(), blocks(free=5, owned=3)),
-        ]
+        (decode("b", [*range(8), 50, 51]), [hold("b", 3)]),
+        (Step(), [decoding("a"), pull("b", (2, 3)), Ran("a", 9, 10), token("a")]),
+        (Blocks(), blocks(free=4, owned=3, in_flight=1)),
+        (pull_done("b"), [kv_ready("b", 1, cached=2)]),
+        (cancel("a"), []),
+        (Blocks(), blocks(free=5, owned=3)),
     )
 
 
@@ -174,15 +156,13 @@ def test_a_fully_cached_sequence_starts_an_empty_pull():
     r = rig()
     arrive(r, "a", 8)
     r.play(
-        [
-            (cancel("a"), []),
-            (decode("b", 8), [hold("b", 2)]),
-            (Step(), [pull("b")]),
-            (Blocks(), blocks(free=6, owned=2)),
-            (pull_done("b"), [kv_ready("b", 0, cached=2)]),
-            (first("b"), []),
-            (Step(), [decoding("b"), Ran("b", 8, 9), token("b")]),
-        ]
+        (cancel("a"), []),
+        (decode("b", 8), [hold("b", 2)]),
+        (Step(), [pull("b")]),
+        (Blocks(), blocks(free=6, owned=2)),
+        (pull_done("b"), [kv_ready("b", 0, cached=2)]),
+        (first("b"), []),
+        (Step(), [decoding("b"), Ran("b", 8, 9), token("b")]),
     )
 
 
@@ -190,12 +170,10 @@ def test_a_queued_sequence_finds_what_is_cached_by_the_time_it_is_admitted():
     r = rig(max_running=1)
     arrive(r, "a", 8)
     r.play(
-        [
-            (decode("b", 8), [hold("b", 2)]),
-            (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
-            (cancel("a"), []),
-            (Step(), [pull("b")]),
-        ]
+        (decode("b", 8), [hold("b", 2)]),
+        (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
+        (cancel("a"), []),
+        (Step(), [pull("b")]),
     )
 
 
@@ -217,10 +195,8 @@ def test_room_for_growth_ends_where_an_answer_ends():
 
 def test_a_sequence_that_is_alone_needs_no_room_for_growth():
     rig(num_blocks=3, growth=80).play(
-        [
-            (decode("a", 9), [hold("a", 3)]),
-            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
-        ]
+        (decode("a", 9), [hold("a", 3)]),
+        (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
     )
 
 
@@ -229,53 +205,45 @@ def test_a_sequence_that_is_alone_needs_no_room_for_growth():
 
 def test_a_queued_sequence_is_cancelled_by_giving_its_lease_up():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (cancel("a"), [abort("a")]),
-            (pull_failed("a", "aborted"), []),
-            (Step(), []),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (cancel("a"), [abort("a")]),
+        (pull_failed("a", "aborted"), []),
+        (Step(), []),
     )
 
 
 def test_blocks_of_an_aborted_pull_stay_in_flight_until_nothing_writes_to_them():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (cancel("a"), [abort("a")]),
-            (Blocks(), blocks(free=6, in_flight=2)),
-            (first("a"), []),
-            (pull_failed("a", "aborted"), []),
-            (Blocks(), blocks(free=8)),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (cancel("a"), [abort("a")]),
+        (Blocks(), blocks(free=6, in_flight=2)),
+        (first("a"), []),
+        (pull_failed("a", "aborted"), []),
+        (Blocks(), blocks(free=8)),
     )
 
 
 def test_a_pull_that_ends_well_just_before_its_abort_leaves_its_blocks_cached():
     rig().play(
-        [
-            (decode("a", 9), [hold("a", 3)]),
-            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
-            (cancel("a"), [abort("a")]),
-            (pull_done("a"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-            (cancel("a"), []),
-        ]
+        (decode("a", 9), [hold("a", 3)]),
+        (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+        (cancel("a"), [abort("a")]),
+        (pull_done("a"), []),
+        (Blocks(), blocks(free=6, cached=2)),
+        (cancel("a"), []),
     )
 
 
 def test_blocks_of_an_aborted_pull_are_not_reused_before_it_ends():
     rig(num_blocks=3).play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (cancel("a"), [abort("a")]),
-            (decode("b", 6), [hold("b", 2)]),
-            (Step(), []),
-            (pull_failed("a", "aborted"), []),
-            (Step(), [pull("b", (0, 0), (1, 1))]),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (cancel("a"), [abort("a")]),
+        (decode("b", 6), [hold("b", 2)]),
+        (Step(), []),
+        (pull_failed("a", "aborted"), []),
+        (Step(), [pull("b", (0, 0), (1, 1))]),
     )
 
 
@@ -283,36 +251,32 @@ def test_cached_blocks_of_an_aborted_pull_are_let_go_when_it_is_over():
     r = rig()
     arrive(r, "a", 8)
     r.play(
-        [
-            (cancel("a"), []),
-            (decode("b", 12), [hold("b", 3)]),
-            (Step(), [pull("b", (2, 2))]),
-            (cancel("b"), [abort("b")]),
-            (Blocks(), blocks(free=5, owned=2, in_flight=1)),
-            (pull_failed("b", "aborted"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (cancel("a"), []),
+        (decode("b", 12), [hold("b", 3)]),
+        (Step(), [pull("b", (2, 2))]),
+        (cancel("b"), [abort("b")]),
+        (Blocks(), blocks(free=5, owned=2, in_flight=1)),
+        (pull_failed("b", "aborted"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
 def test_a_sequence_that_waits_for_its_first_token_is_cancelled_at_once():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (cancel("a"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-            (first("a"), []),
-            (Step(), []),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (cancel("a"), []),
+        (Blocks(), blocks(free=7, cached=1)),
+        (first("a"), []),
+        (Step(), []),
     )
 
 
 def test_a_running_sequence_is_cancelled_at_once():
     r = rig()
     arrive(r, "a", 6)
-    r.play([(cancel("a"), []), (Blocks(), blocks(free=7, cached=1)), (Step(), [])])
+    r.play((cancel("a"), []), (Blocks(), blocks(free=7, cached=1)), (Step(), []))
 
 
 def test_sequences_of_a_lost_gateway_are_dropped_in_every_state():
@@ -324,15 +288,13 @@ def test_sequences_of_a_lost_gateway_are_dropped_in_every_state():
     r.take(decode("pulling", range(40, 44), gateway="g1"))
     r.step()
     r.play(
-        [
-            (decode("queued", range(60, 64), gateway="g1"), [hold("queued", 1)]),
-            (decode("theirs", range(80, 84), gateway="g2"), [hold("theirs", 1)]),
-            (lost("g1"), [abort("queued"), abort("pulling")]),
-            (Blocks(), blocks(free=5, cached=2, in_flight=1)),
-            (pull_failed("queued", "aborted"), []),
-            (pull_failed("pulling", "aborted"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (decode("queued", range(60, 64), gateway="g1"), [hold("queued", 1)]),
+        (decode("theirs", range(80, 84), gateway="g2"), [hold("theirs", 1)]),
+        (lost("g1"), [abort("queued"), abort("pulling")]),
+        (Blocks(), blocks(free=5, cached=2, in_flight=1)),
+        (pull_failed("queued", "aborted"), []),
+        (pull_failed("pulling", "aborted"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
     (started,) = r.step()
     assert started.seq_id == "theirs"
@@ -343,35 +305,29 @@ def test_sequences_of_a_lost_gateway_are_dropped_in_every_state():
 
 def test_a_sequence_whose_lease_is_lost_while_it_is_queued_is_given_back():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (pull_failed("a", "source silent"), [given_back("a", "pull failed: source silent")]),
-            (Step(), []),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (pull_failed("a", "source silent"), [given_back("a", "pull failed: source silent")]),
+        (Step(), []),
     )
 
 
 def test_a_sequence_whose_pull_fails_is_given_back():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (pull_failed("a", "lease expired"), [given_back("a", "pull failed: lease expired")]),
-            (Blocks(), blocks(free=8)),
-            (first("a"), []),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (pull_failed("a", "lease expired"), [given_back("a", "pull failed: lease expired")]),
+        (Blocks(), blocks(free=8)),
+        (first("a"), []),
     )
 
 
 def test_a_pull_that_fails_twice_is_given_back_once():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (pull_failed("a", "source silent"), [given_back("a", "pull failed: source silent")]),
-            (pull_failed("a", "lease was lost while waiting"), []),
-            (Blocks(), blocks(free=8)),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (pull_failed("a", "source silent"), [given_back("a", "pull failed: source silent")]),
+        (pull_failed("a", "lease was lost while waiting"), []),
+        (Blocks(), blocks(free=8)),
     )
 
 
@@ -380,11 +336,9 @@ def test_blocks_of_a_failed_pull_are_not_found_by_others():
     r.take(decode("a", 8))
     r.step()
     r.play(
-        [
-            (pull_failed("a"), [given_back("a", "pull failed: why")]),
-            (decode("b", 8), [hold("b", 2)]),
-            (Step(), [pull("b", (0, 0), (1, 1))]),
-        ]
+        (pull_failed("a"), [given_back("a", "pull failed: why")]),
+        (decode("b", 8), [hold("b", 2)]),
+        (Step(), [pull("b", (0, 0), (1, 1))]),
     )
 
 
@@ -407,14 +361,9 @@ def test_the_next_attempt_pulls_only_the_missing_blocks(arrived, kept, missing):
     r.take(decode("a", 10))
     r.step()
     r.play(
-        [
-            (
-                pull_failed("a", arrived=arrived),
-                [given_back("a", "pull failed: why", kept=4 * kept)],
-            ),
-            (Blocks(), blocks(free=8 - kept, cached=kept)),
-            (decode("b", 10), [hold("b", 3)]),
-        ]
+        (pull_failed("a", arrived=arrived), [given_back("a", "pull failed: why", kept=4 * kept)]),
+        (Blocks(), blocks(free=8 - kept, cached=kept)),
+        (decode("b", 10), [hold("b", 3)]),
     )
     (started,) = r.step()
     assert [index for index, _ in started.blocks] == missing
@@ -426,13 +375,11 @@ def test_blocks_of_a_failed_pull_extend_the_cached_prefix():
     arrive(r, "a", 4)
     r.take(cancel("a"))
     r.play(
-        [
-            (decode("b", 13), [hold("b", 4)]),
-            (Step(), [pull("b", (1, 1), (2, 2), (3, 3))]),
-            (pull_failed("b", arrived=[1]), [given_back("b", "pull failed: why", kept=8)]),
-            (Blocks(), blocks(free=6, cached=2)),
-            (decode("c", 13), [hold("c", 4)]),
-        ]
+        (decode("b", 13), [hold("b", 4)]),
+        (Step(), [pull("b", (1, 1), (2, 2), (3, 3))]),
+        (pull_failed("b", arrived=[1]), [given_back("b", "pull failed: why", kept=8)]),
+        (Blocks(), blocks(free=6, cached=2)),
+        (decode("c", 13), [hold("c", 4)]),
     )
     (started,) = r.step()
     assert [index for index, _ in started.blocks] == [2, 3]
@@ -440,26 +387,22 @@ def test_blocks_of_a_failed_pull_extend_the_cached_prefix():
 
 def test_blocks_of_a_cancelled_pull_stay_cached():
     rig().play(
-        [
-            (decode("a", 9), [hold("a", 3)]),
-            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
-            (cancel("a"), [abort("a")]),
-            (pull_failed("a", "aborted", [0]), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (decode("a", 9), [hold("a", 3)]),
+        (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+        (cancel("a"), [abort("a")]),
+        (pull_failed("a", "aborted", [0]), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_the_time_of_a_pull_is_reported():
     rig().play(
-        [
-            (decode("a", 6), [hold("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (
-                pull_done("a", transfer_s=0.5, exposed_s=0.125),
-                [kv_ready("a", 2, transfer_s=0.5, exposed_s=0.125)],
-            ),
-        ]
+        (decode("a", 6), [hold("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (
+            pull_done("a", transfer_s=0.5, exposed_s=0.125),
+            [kv_ready("a", 2, transfer_s=0.5, exposed_s=0.125)],
+        ),
     )
 
 
@@ -470,12 +413,10 @@ def test_a_sequence_ends_at_its_greatest_length():
     r = rig()
     arrive(r, "a", 6, more=3)
     r.play(
-        [
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
-            (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
-            (Blocks(), blocks(free=6, cached=2)),
-            (Step(), []),
-        ]
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+        (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
+        (Blocks(), blocks(free=6, cached=2)),
+        (Step(), []),
     )
 
 
@@ -483,10 +424,8 @@ def test_a_sequence_ends_at_a_stop():
     r = rig()
     arrive(r, "a", 6, stops=(5, 8))
     r.play(
-        [
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8, STOP)]),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8, STOP)]),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
@@ -506,11 +445,9 @@ def test_blocks_that_an_answer_fills_are_cached_with_it():
     for sampled in (70, 71, 72, 73, 74):
         r.step(sampled)
     r.play(
-        [
-            (Blocks(), blocks(free=6, cached=2)),
-            (decode("b", [*range(6), 99, 70, 71, 72]), [hold("b", 3)]),
-            (Step(), [pull("b", (2, 2))]),
-        ]
+        (Blocks(), blocks(free=6, cached=2)),
+        (decode("b", [*range(6), 99, 70, 71, 72]), [hold("b", 3)]),
+        (Step(), [pull("b", (2, 2))]),
     )
 
 
@@ -538,11 +475,9 @@ def crowded() -> Rig:
 
 def test_the_youngest_is_given_back_when_memory_is_short():
     crowded().play(
-        [
-            (Blocks(), blocks(owned=4)),
-            (Step(), [given_back("young", "preempted"), Ran("old", 8, 9), token("old")]),
-            (Blocks(), blocks(cached=1, owned=3)),
-        ]
+        (Blocks(), blocks(owned=4)),
+        (Step(), [given_back("young", "preempted"), Ran("old", 8, 9), token("old")]),
+        (Blocks(), blocks(cached=1, owned=3)),
     )
 
 
@@ -550,10 +485,8 @@ def test_a_preempted_sequence_leaves_the_beginning_of_its_prefix_cached():
     r = crowded()
     r.step()
     r.play(
-        [
-            (cancel("old"), []),
-            (decode("young", [*range(20, 27), 99, 99]), [hold("young", 3)]),
-        ]
+        (cancel("old"), []),
+        (decode("young", [*range(20, 27), 99, 99]), [hold("young", 3)]),
     )
     (started,) = r.step()
     assert [index for index, _ in started.blocks] == [1, 2]
@@ -563,15 +496,13 @@ def test_a_sequence_is_given_back_itself_when_no_younger_one_runs():
     r = rig(num_blocks=4)
     arrive(r, "a", 7)
     r.play(
-        [
-            (decode("b", range(20, 27)), [hold("b", 2)]),
-            (Step(), [decoding("a"), pull("b", (0, 2), (1, 3)), Ran("a", 7, 8), token("a")]),
-            (Step(), [given_back("a", "preempted")]),
-            (Blocks(), blocks(cached=2, in_flight=2)),
-            (pull_done("b"), [kv_ready("b", 2)]),
-            (first("b"), []),
-            (Step(), [decoding("b"), Ran("b", 7, 8), token("b")]),
-        ]
+        (decode("b", range(20, 27)), [hold("b", 2)]),
+        (Step(), [decoding("a"), pull("b", (0, 2), (1, 3)), Ran("a", 7, 8), token("a")]),
+        (Step(), [given_back("a", "preempted")]),
+        (Blocks(), blocks(cached=2, in_flight=2)),
+        (pull_done("b"), [kv_ready("b", 2)]),
+        (first("b"), []),
+        (Step(), [decoding("b"), Ran("b", 7, 8), token("b")]),
     )
 
 
@@ -584,21 +515,19 @@ def test_preempting_goes_on_until_a_block_comes_free():
     r.take(first("old"))
     r.step()
     r.play(
-        [
-            (Blocks(), blocks(free=1, owned=4)),  # "young" and "youngest" share their blocks
-            (first("young"), []),
-            (first("youngest"), []),
-            (
-                Step(),
-                [
-                    given_back("youngest", "preempted"),
-                    given_back("young", "preempted"),
-                    Ran("old", 8, 9),
-                    token("old"),
-                ],
-            ),
-            (Blocks(), blocks(cached=2, owned=3)),
-        ]
+        (Blocks(), blocks(free=1, owned=4)),  # "young" and "youngest" share their blocks
+        (first("young"), []),
+        (first("youngest"), []),
+        (
+            Step(),
+            [
+                given_back("youngest", "preempted"),
+                given_back("young", "preempted"),
+                Ran("old", 8, 9),
+                token("old"),
+            ],
+        ),
+        (Blocks(), blocks(cached=2, owned=3)),
     )
 
 
@@ -612,11 +541,9 @@ def held() -> Rig:
     arrive(r, "a", 3)
     r.step()
     r.play(
-        [
-            (decode("b", range(20, 25), is_moved=True), [hold("b", 2)]),
-            (first("b"), []),
-            (Step(), [pull("b", (0, 2), (1, 3))]),
-        ]
+        (decode("b", range(20, 25), is_moved=True), [hold("b", 2)]),
+        (first("b"), []),
+        (Step(), [pull("b", (0, 2), (1, 3))]),
     )
     assert r.core.held_until_s == r.now_s + HOLD_S
     return r
@@ -625,14 +552,9 @@ def held() -> Rig:
 def test_a_step_is_held_so_that_moved_sequences_are_in_it(held):
     held.now_s += HOLD_S / 2
     held.play(
-        [
-            (Step(), []),
-            (pull_done("b"), [kv_ready("b", 2)]),
-            (
-                Step(),
-                [decoding("b"), Ran("a", 4, 5), Ran("b", 5, 6), token("a"), token("b")],
-            ),
-        ]
+        (Step(), []),
+        (pull_done("b"), [kv_ready("b", 2)]),
+        (Step(), [decoding("b"), Ran("a", 4, 5), Ran("b", 5, 6), token("a"), token("b")]),
     )
     assert held.core.held_until_s is None
     assert held.decode.counters["held_steps"] == 1
@@ -641,7 +563,7 @@ def test_a_step_is_held_so_that_moved_sequences_are_in_it(held):
 
 def test_a_step_is_held_briefly_and_the_next_one_is_not(held):
     held.now_s += HOLD_S
-    held.play([(Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")])])
+    held.play((Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")]))
     assert held.core.held_until_s is None
     assert held.decode.counters["held_steps"] == held.decode.counters["held_steps:late"] == 1
 
@@ -649,10 +571,10 @@ def test_a_step_is_held_briefly_and_the_next_one_is_not(held):
 def test_later_arrivals_do_not_extend_a_held_step(held):
     held.now_s += HOLD_S / 2
     held.take(decode("c", range(40, 43), is_moved=True))
-    held.play([(Step(), [pull("c", (0, 4))])])
+    held.play((Step(), [pull("c", (0, 4))]))
     assert held.core.held_until_s == HOLD_S
     held.now_s = HOLD_S
-    held.play([(Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")])])
+    held.play((Step(), [Ran("a", 4, 5), token("a")]), (Step(), [Ran("a", 5, 6), token("a")]))
 
 
 def test_a_later_arrival_holds_a_step_of_its_own(held):
@@ -660,7 +582,7 @@ def test_a_later_arrival_holds_a_step_of_its_own(held):
     held.step()
     held.now_s += REST_S
     held.take(decode("c", range(40, 43), is_moved=True))
-    held.play([(Step(), [pull("c", (0, 4))])])
+    held.play((Step(), [pull("c", (0, 4))]))
     assert held.core.held_until_s == held.now_s + HOLD_S
 
 
@@ -669,16 +591,9 @@ def test_no_step_is_held_soon_after_a_held_step(held):
     held.step()  # which was held
     held.take(decode("c", range(40, 43), is_moved=True))
     held.now_s += REST_S / 2
-    held.play(
-        [
-            (
-                Step(),
-                [pull("c", (0, 4)), Ran("a", 5, 6), Ran("b", 6, 7), token("a"), token("b")],
-            )
-        ]
-    )
+    held.play((Step(), [pull("c", (0, 4)), Ran("a", 5, 6), Ran("b", 6, 7), token("a"), token("b")]))
     held.now_s += REST_S  # neither then: it was passed over once
-    held.play([(Step(), [Ran("a", 6, 7), Ran("b", 7, 8), token("a"), token("b")])])
+    held.play((Step(), [Ran("a", 6, 7), Ran("b", 7, 8), token("a"), token("b")]))
     assert held.decode.counters["held_steps"] == 1
 
 
@@ -709,9 +624,9 @@ def test_prompts_wait_for_a_held_step_too():
     r = Rig(Role.MIXED)
     r.take(decode("b", range(20, 25), is_moved=True))
     r.take(prefill("c", 3))
-    r.play([(Step(), [pull("b", (0, 0), (1, 1))]), (pull_done("b"), [kv_ready("b", 2)])])
+    r.play((Step(), [pull("b", (0, 0), (1, 1))]), (pull_done("b"), [kv_ready("b", 2)]))
     assert r.core.held_until_s == HOLD_S  # until its first token is here too
-    r.play([(first("b"), [])])
+    r.play((first("b"), []))
     r.step()
     assert [row.seq_id for row in r.rows] == ["b", "c"]
 
@@ -730,23 +645,21 @@ def test_a_copy_without_room_is_given_back_and_blocks_no_sequence():
     r = rig(num_blocks=5)
     arrive(r, "a", 7)
     r.play(
-        [
-            (copy("moved.copy", range(20, 36)), [hold("moved.copy", 4)]),
-            (decode("b", range(40, 43)), [hold("b", 1)]),
-            (
-                Step(),
-                [
-                    decoding("a"),
-                    abort("moved.copy"),
-                    given_back("moved.copy", "preempted"),
-                    pull("b", (0, 2)),
-                    Ran("a", 7, 8),
-                    token("a"),
-                ],
-            ),
-            (pull_failed("moved.copy", "aborted"), []),
-            (Blocks(), blocks(free=2, owned=2, in_flight=1)),
-        ]
+        (copy("moved.copy", range(20, 36)), [hold("moved.copy", 4)]),
+        (decode("b", range(40, 43)), [hold("b", 1)]),
+        (
+            Step(),
+            [
+                decoding("a"),
+                abort("moved.copy"),
+                given_back("moved.copy", "preempted"),
+                pull("b", (0, 2)),
+                Ran("a", 7, 8),
+                token("a"),
+            ],
+        ),
+        (pull_failed("moved.copy", "aborted"), []),
+        (Blocks(), blocks(free=2, owned=2, in_flight=1)),
     )
     assert r.decode.counters["copies_dropped"] == 1
 
@@ -759,11 +672,9 @@ def test_copies_are_dropped_before_running_sequences():
     r.step()
     r.step()
     r.play(
-        [
-            (Blocks(), blocks(owned=5)),
-            (Step(), [given_back("young.copy", "preempted"), Ran("a", 12, 13), token("a")]),
-            (Blocks(), blocks(owned=5)),
-        ]
+        (Blocks(), blocks(owned=5)),
+        (Step(), [given_back("young.copy", "preempted"), Ran("a", 12, 13), token("a")]),
+        (Blocks(), blocks(owned=5)),
     )
     assert r.decode.counters["preempted"] == 0
 
@@ -772,13 +683,8 @@ def test_copies_are_dropped_before_a_sequence_waits_for_memory():
     r = rig(num_blocks=3)
     hold_copy(r, "moved.copy", range(8))
     r.play(
-        [
-            (decode("b", range(20, 29)), [hold("b", 3)]),
-            (
-                Step(),
-                [given_back("moved.copy", "preempted"), pull("b", (0, 2), (1, 1), (2, 0))],
-            ),
-        ]
+        (decode("b", range(20, 29)), [hold("b", 3)]),
+        (Step(), [given_back("moved.copy", "preempted"), pull("b", (0, 2), (1, 1), (2, 0))]),
     )
 
 
@@ -786,27 +692,25 @@ def test_a_complete_copy_takes_no_running_place():
     r = rig(max_running=1)
     hold_copy(r, "moved.copy", range(8))
     assert r.decode.num_waiting == 1
-    r.play([(decode("b", range(20, 23)), [hold("b", 1)]), (Step(), [pull("b", (0, 2))])])
+    r.play((decode("b", range(20, 23)), [hold("b", 1)]), (Step(), [pull("b", (0, 2))]))
 
 
 def test_a_copy_is_held_until_cancelled_and_its_blocks_are_found():
     r = rig()
     hold_copy(r, "moved.copy", range(8))
     r.play(
-        [
-            (Blocks(), blocks(free=6, owned=2)),
-            (decode("moved", range(10)), [hold("moved", 3)]),
-            (cancel("moved.copy"), []),
-            (Step(), [pull("moved", (2, 2))]),
-            (copy("moved.copy", range(8)), [hold("moved.copy", 2)]),
-        ]
+        (Blocks(), blocks(free=6, owned=2)),
+        (decode("moved", range(10)), [hold("moved", 3)]),
+        (cancel("moved.copy"), []),
+        (Step(), [pull("moved", (2, 2))]),
+        (copy("moved.copy", range(8)), [hold("moved.copy", 2)]),
     )
 
 
 def test_copies_of_a_lost_gateway_are_released():
     r = rig()
     hold_copy(r, "moved.copy", range(8), gateway="g1")
-    r.play([(lost("g1"), []), (Blocks(), blocks(free=6, cached=2))])
+    r.play((lost("g1"), []), (Blocks(), blocks(free=6, cached=2)))
 
 
 @settings(max_examples=20)  # a unit test has 50 ms

@@ -43,35 +43,23 @@ def rig(**sizes) -> Rig:
 
 def test_a_prompt_is_computed_chunk_by_chunk():
     rig(chunk=4).play(
-        [
-            (prefill("a", 9), []),
-            (
-                Step(),
-                [
-                    opened("a", 3),
-                    started("a", lease=here("a", 3)),
-                    Ran("a", 0, 4),
-                    grown("a", 0),
-                ],
-            ),
-            (Step(), [Ran("a", 4, 8), grown("a", 1)]),
-            (Step(7), [Ran("a", 8, 9), grown("a", 2), prefilled("a", 7)]),
-            (Step(), []),
-            (Blocks(), blocks(free=5, leased=3)),
-        ]
+        (prefill("a", 9), []),
+        (Step(), [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)]),
+        (Step(), [Ran("a", 4, 8), grown("a", 1)]),
+        (Step(7), [Ran("a", 8, 9), grown("a", 2), prefilled("a", 7)]),
+        (Step(), []),
+        (Blocks(), blocks(free=5, leased=3)),
     )
 
 
 def test_chunks_share_the_budget_in_order_of_arrival():
     rig(chunk=8, budget=10, num_blocks=16).play(
-        [
-            (prefill("a", 10, more=1), []),
-            (prefill("b", range(20, 30), more=1), []),
-            (prefill("c", range(40, 50), more=1), []),
-            (Step(), [started("a"), started("b"), Ran("a", 0, 8), Ran("b", 0, 2)]),
-            (Step(), [Ran("a", 8, 10), Ran("b", 2, 10), *done("a"), *done("b")]),
-            (Step(), [started("c"), Ran("c", 0, 8)]),
-        ]
+        (prefill("a", 10, more=1), []),
+        (prefill("b", range(20, 30), more=1), []),
+        (prefill("c", range(40, 50), more=1), []),
+        (Step(), [started("a"), started("b"), Ran("a", 0, 8), Ran("b", 0, 2)]),
+        (Step(), [Ran("a", 8, 10), Ran("b", 2, 10), *done("a"), *done("b")]),
+        (Step(), [started("c"), Ran("c", 0, 8)]),
     )
 
 
@@ -82,20 +70,15 @@ def done(name):
 def test_a_chunk_stops_in_the_middle_of_a_block_when_the_budget_is_spent():
     r = rig(budget=6)
     r.play(
-        [
-            (prefill("a", 8), []),
-            (
-                Step(),
-                [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 6), grown("a", 0)],
-            ),
-            (Step(), [Ran("a", 6, 8), grown("a", 1), prefilled("a")]),
-        ]
+        (prefill("a", 8), []),
+        (Step(), [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 6), grown("a", 0)]),
+        (Step(), [Ran("a", 6, 8), grown("a", 1), prefilled("a")]),
     )
 
 
 def test_only_the_last_chunk_samples():
     r = rig(chunk=4)
-    r.play([(prefill("a", 6), [])])
+    r.play((prefill("a", 6), []))
     r.step()
     assert [row.sampling for row in r.rows] == [None]
     r.step()
@@ -117,25 +100,18 @@ def test_an_answer_that_must_be_longer_may_not_begin_with_a_stop(least, banned):
 
 def test_the_last_partial_block_is_ready_only_at_the_end():
     rig(chunk=6).play(
-        [
-            (prefill("a", 7), []),
-            (
-                Step(),
-                [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 6), grown("a", 0)],
-            ),
-            (Step(), [Ran("a", 6, 7), grown("a", 1), prefilled("a")]),
-        ]
+        (prefill("a", 7), []),
+        (Step(), [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 6), grown("a", 0)]),
+        (Step(), [Ran("a", 6, 7), grown("a", 1), prefilled("a")]),
     )
 
 
 def test_a_chunk_that_fills_no_block_does_not_grow_the_lease():
     rig(chunk=3).play(
-        [
-            (prefill("a", 7), []),
-            (Step(), [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 3)]),
-            (Step(), [Ran("a", 3, 6), grown("a", 0)]),
-            (Step(), [Ran("a", 6, 7), grown("a", 1), prefilled("a")]),
-        ]
+        (prefill("a", 7), []),
+        (Step(), [opened("a", 2), started("a", lease=here("a", 2)), Ran("a", 0, 3)]),
+        (Step(), [Ran("a", 3, 6), grown("a", 0)]),
+        (Step(), [Ran("a", 6, 7), grown("a", 1), prefilled("a")]),
     )
 
 
@@ -143,22 +119,20 @@ def test_cached_blocks_of_a_lease_are_ready_at_once():
     r = rig()
     compute(r, "a", 8)
     r.play(
-        [
-            (ended("a", "released"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-            (prefill("b", 12), []),
-            (
-                Step(),
-                [
-                    opened("b", 3),
-                    grown("b", 0, 1),
-                    started("b", cached=8, lease=here("b", 3)),
-                    Ran("b", 8, 12),
-                    grown("b", 2),
-                    prefilled("b"),
-                ],
-            ),
-        ]
+        (ended("a", "released"), []),
+        (Blocks(), blocks(free=6, cached=2)),
+        (prefill("b", 12), []),
+        (
+            Step(),
+            [
+                opened("b", 3),
+                grown("b", 0, 1),
+                started("b", cached=8, lease=here("b", 3)),
+                Ran("b", 8, 12),
+                grown("b", 2),
+                prefilled("b"),
+            ],
+        ),
     )
 
 
@@ -173,26 +147,24 @@ def test_blocks_that_another_prompt_is_still_leasing_are_shared():
     r = rig()
     compute(r, "a", 9)
     r.play(
-        [
-            (Blocks(), blocks(free=5, leased=3)),
-            (prefill("b", [*range(8), 50, 51]), []),
-            (
-                Step(),
-                [
-                    opened("b", 3),
-                    grown("b", 0, 1),
-                    started("b", cached=8, lease=here("b", 3)),
-                    Ran("b", 8, 10),
-                    grown("b", 3),
-                    prefilled("b"),
-                ],
-            ),
-            (Blocks(), blocks(free=4, leased=4)),
-            (ended("a", "released"), []),
-            (Blocks(), blocks(free=5, leased=3)),
-            (ended("b", "released"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (Blocks(), blocks(free=5, leased=3)),
+        (prefill("b", [*range(8), 50, 51]), []),
+        (
+            Step(),
+            [
+                opened("b", 3),
+                grown("b", 0, 1),
+                started("b", cached=8, lease=here("b", 3)),
+                Ran("b", 8, 10),
+                grown("b", 3),
+                prefilled("b"),
+            ],
+        ),
+        (Blocks(), blocks(free=4, leased=4)),
+        (ended("a", "released"), []),
+        (Blocks(), blocks(free=5, leased=3)),
+        (ended("b", "released"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
@@ -207,86 +179,63 @@ def test_a_prefix_hit_leaves_a_token_to_sample_from(num_tokens, cached):
 def test_equal_prompts_that_start_together_are_both_computed():
     r = rig()
     r.play(
-        [
-            (prefill("a", 5, more=1), []),
-            (prefill("b", 5, more=1), []),
-            (
-                Step(),
-                [
-                    started("a"),
-                    started("b"),
-                    Ran("a", 0, 5),
-                    Ran("b", 0, 5),
-                    *done("a"),
-                    *done("b"),
-                ],
-            ),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (prefill("a", 5, more=1), []),
+        (prefill("b", 5, more=1), []),
+        (
+            Step(),
+            [started("a"), started("b"), Ran("a", 0, 5), Ran("b", 0, 5), *done("a"), *done("b")],
+        ),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_a_prompt_whose_first_token_is_its_last_opens_no_lease():
     rig().play(
-        [
-            (prefill("a", 5, more=1), []),
-            (Step(7), [started("a"), Ran("a", 0, 5), prefilled("a", 7, LENGTH)]),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (prefill("a", 5, more=1), []),
+        (Step(7), [started("a"), Ran("a", 0, 5), prefilled("a", 7, LENGTH)]),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_a_stop_as_first_token_ends_the_lease():
     rig().play(
-        [
-            (prefill("a", 5, stops=(7,)), []),
-            (
-                Step(7),
-                [
-                    opened("a", 2),
-                    started("a", lease=here("a", 2)),
-                    Ran("a", 0, 5),
-                    grown("a", 0, 1),
-                    prefilled("a", 7, STOP),
-                    revoked("a"),
-                ],
-            ),
-            (Blocks(), blocks(free=6, leased=2)),
-            (ended("a", "revoked"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (prefill("a", 5, stops=(7,)), []),
+        (
+            Step(7),
+            [
+                opened("a", 2),
+                started("a", lease=here("a", 2)),
+                Ran("a", 0, 5),
+                grown("a", 0, 1),
+                prefilled("a", 7, STOP),
+                revoked("a"),
+            ],
+        ),
+        (Blocks(), blocks(free=6, leased=2)),
+        (ended("a", "revoked"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_a_lease_that_its_sink_releases_early_does_not_stop_the_prompt():
     rig(chunk=4).play(
-        [
-            (prefill("a", 9), []),
-            (
-                Step(),
-                [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)],
-            ),
-            (ended("a", "released"), []),
-            (Blocks(), blocks(free=5, owned=3)),
-            (Step(), [Ran("a", 4, 8)]),
-            (Step(), [Ran("a", 8, 9), prefilled("a")]),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (prefill("a", 9), []),
+        (Step(), [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)]),
+        (ended("a", "released"), []),
+        (Blocks(), blocks(free=5, owned=3)),
+        (Step(), [Ran("a", 4, 8)]),
+        (Step(), [Ran("a", 8, 9), prefilled("a")]),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
 def test_a_lease_that_expires_gives_an_unfinished_prompt_back():
     rig(chunk=4).play(
-        [
-            (prefill("a", 9), []),
-            (
-                Step(),
-                [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)],
-            ),
-            (ended("a", "expired"), [given_back("a", "lease expired")]),
-            (Blocks(), blocks(free=7, cached=1)),
-            (Step(), []),
-        ]
+        (prefill("a", 9), []),
+        (Step(), [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)]),
+        (ended("a", "expired"), [given_back("a", "lease expired")]),
+        (Blocks(), blocks(free=7, cached=1)),
+        (Step(), []),
     )
 
 
@@ -295,12 +244,10 @@ def test_the_end_of_a_computed_prompts_lease_is_not_reported(reason):
     r = rig()
     compute(r, "a", 6)
     r.play(
-        [
-            (Blocks(), blocks(free=6, leased=2)),
-            (ended("a", reason), []),
-            (Blocks(), blocks(free=7, cached=1)),
-            (ended("a", reason), []),
-        ]
+        (Blocks(), blocks(free=6, leased=2)),
+        (ended("a", reason), []),
+        (Blocks(), blocks(free=7, cached=1)),
+        (ended("a", reason), []),
     )
 
 
@@ -310,20 +257,18 @@ def test_the_end_of_a_computed_prompts_lease_is_not_reported(reason):
 def test_an_offered_prefix_is_pulled_and_the_rest_computed():
     r = rig()
     r.play(
-        [
-            (prefill("a", 11, prefix=2), [hold_prefix("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (Blocks(), blocks(free=5, owned=1, in_flight=2)),
-            (Step(), []),
-            (
-                pull_done("a"),
-                [opened("a", 3), grown("a", 0, 1), started("a", cached=8, lease=here("a", 3))],
-            ),
-            (Blocks(), blocks(free=5, leased=3)),
-            (Step(), [Ran("a", 8, 11), grown("a", 2), prefilled("a")]),
-            (ended("a", "released"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (prefill("a", 11, prefix=2), [hold_prefix("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (Blocks(), blocks(free=5, owned=1, in_flight=2)),
+        (Step(), []),
+        (
+            pull_done("a"),
+            [opened("a", 3), grown("a", 0, 1), started("a", cached=8, lease=here("a", 3))],
+        ),
+        (Blocks(), blocks(free=5, leased=3)),
+        (Step(), [Ran("a", 8, 11), grown("a", 2), prefilled("a")]),
+        (ended("a", "released"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
     assert r.prefill.counters == {"pulled_prefix_blocks": 2}
 
@@ -333,12 +278,10 @@ def test_locally_cached_blocks_are_not_pulled():
     compute(r, "a", 4)
     r.take(ended("a", "released"))
     r.play(
-        [
-            (prefill("b", 13, more=1, prefix=3), [hold_prefix("b", 3)]),
-            (Step(), [pull("b", (1, 1), (2, 2))]),
-            (pull_done("b"), [started("b", cached=12)]),
-            (Step(), [Ran("b", 12, 13), *done("b")]),
-        ]
+        (prefill("b", 13, more=1, prefix=3), [hold_prefix("b", 3)]),
+        (Step(), [pull("b", (1, 1), (2, 2))]),
+        (pull_done("b"), [started("b", cached=12)]),
+        (Step(), [Ran("b", 12, 13), *done("b")]),
     )
 
 
@@ -347,11 +290,9 @@ def test_an_offer_of_cached_blocks_is_given_up():
     compute(r, "a", 8)
     r.take(ended("a", "released"))
     r.play(
-        [
-            (prefill("b", 9, more=1, prefix=2), [hold_prefix("b", 2)]),
-            (Step(), [abort("b"), started("b", cached=8), Ran("b", 8, 9), *done("b")]),
-            (pull_failed("b", "aborted"), []),
-        ]
+        (prefill("b", 9, more=1, prefix=2), [hold_prefix("b", 2)]),
+        (Step(), [abort("b"), started("b", cached=8), Ran("b", 8, 9), *done("b")]),
+        (pull_failed("b", "aborted"), []),
     )
     assert not r.prefill.counters
 
@@ -360,36 +301,30 @@ def test_an_offer_of_cached_blocks_is_given_up():
 def test_a_pulled_prefix_leaves_a_token_to_sample_from(num_tokens, pulled):
     r = rig()
     r.play(
-        [
-            (prefill("a", num_tokens, more=1, prefix=2), [hold_prefix("a", 2)]),
-            (Step(), [pull("a", *((i, i) for i in range(pulled)))]),
-            (pull_done("a"), [started("a", cached=4 * pulled)]),
-            (Step(), [Ran("a", 4 * pulled, num_tokens), *done("a")]),
-        ]
+        (prefill("a", num_tokens, more=1, prefix=2), [hold_prefix("a", 2)]),
+        (Step(), [pull("a", *((i, i) for i in range(pulled)))]),
+        (pull_done("a"), [started("a", cached=4 * pulled)]),
+        (Step(), [Ran("a", 4 * pulled, num_tokens), *done("a")]),
     )
 
 
 def test_others_go_ahead_of_a_prompt_that_pulls():
     rig().play(
-        [
-            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
-            (prefill("b", range(20, 25), more=1), []),
-            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 5), *done("b")]),
-            (pull_done("a"), [started("a", cached=8)]),
-            (Step(), [Ran("a", 8, 9), *done("a")]),
-        ]
+        (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+        (prefill("b", range(20, 25), more=1), []),
+        (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 5), *done("b")]),
+        (pull_done("a"), [started("a", cached=8)]),
+        (Step(), [Ran("a", 8, 9), *done("a")]),
     )
 
 
 def test_a_prompt_whose_pull_is_over_waits_for_no_later_one():
     rig(budget=8, chunk=8).play(
-        [
-            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
-            (prefill("b", range(20, 36), more=1), []),
-            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
-            (pull_done("a"), [started("a", cached=8)]),
-            (Step(), [Ran("a", 8, 9), Ran("b", 8, 15), *done("a")]),
-        ]
+        (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+        (prefill("b", range(20, 36), more=1), []),
+        (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
+        (pull_done("a"), [started("a", cached=8)]),
+        (Step(), [Ran("a", 8, 9), Ran("b", 8, 15), *done("a")]),
     )
 
 
@@ -399,14 +334,12 @@ def test_a_prompt_whose_pull_is_over_waits_for_no_later_one():
 def test_blocks_that_a_pull_does_not_bring_are_computed(arrived, kept):
     r = rig(chunk=16)
     r.play(
-        [
-            (prefill("a", 13, more=1, prefix=3), [hold_prefix("a", 3)]),
-            (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
-            (pull_failed("a", arrived=arrived), [started("a", cached=4 * kept)]),
-            (Blocks(), blocks(free=4, owned=4)),
-            (Step(), [Ran("a", 4 * kept, 13), *done("a")]),
-            (Blocks(), blocks(free=5, cached=3)),
-        ]
+        (prefill("a", 13, more=1, prefix=3), [hold_prefix("a", 3)]),
+        (Step(), [pull("a", (0, 0), (1, 1), (2, 2))]),
+        (pull_failed("a", arrived=arrived), [started("a", cached=4 * kept)]),
+        (Blocks(), blocks(free=4, owned=4)),
+        (Step(), [Ran("a", 4 * kept, 13), *done("a")]),
+        (Blocks(), blocks(free=5, cached=3)),
     )
     assert r.prefill.counters["fallbacks:prefix_pull_failed"] == 1
     assert r.prefill.counters["pulled_prefix_blocks"] == kept
@@ -415,25 +348,21 @@ def test_blocks_that_a_pull_does_not_bring_are_computed(arrived, kept):
 def test_an_offer_that_ends_while_the_prompt_waits_costs_only_the_pull():
     r = rig()
     r.play(
-        [
-            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
-            (pull_failed("a", "source silent"), []),
-            (pull_failed("a", "source silent"), []),
-            (Step(), [started("a"), Ran("a", 0, 8)]),
-        ]
+        (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+        (pull_failed("a", "source silent"), []),
+        (pull_failed("a", "source silent"), []),
+        (Step(), [started("a"), Ran("a", 0, 8)]),
     )
     assert r.prefill.counters == {"fallbacks:prefix_pull_failed": 1}
 
 
 def test_a_pull_that_fails_twice_is_computed_once():
     rig().play(
-        [
-            (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (pull_failed("a", "source silent"), [started("a")]),
-            (pull_failed("a", "lease was lost while waiting"), []),
-            (Step(), [Ran("a", 0, 8)]),
-        ]
+        (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (pull_failed("a", "source silent"), [started("a")]),
+        (pull_failed("a", "lease was lost while waiting"), []),
+        (Step(), [Ran("a", 0, 8)]),
     )
 
 
@@ -441,17 +370,15 @@ def test_prompts_that_wait_for_memory_hold_no_offers():
     r = rig(num_blocks=4)
     compute(r, "a", 12)
     r.play(
-        [
-            (prefill("b", range(50, 58), more=1, prefix=1), [hold_prefix("b", 1)]),
-            (prefill("c", range(60, 68), more=1, prefix=1), [hold_prefix("c", 1)]),
-            (Step(), [abort("b"), abort("c")]),
-            (Step(), []),
-            (pull_failed("b", "aborted"), []),
-            (pull_failed("c", "aborted"), []),
-            (cancel("c"), []),
-            (ended("a", "released"), []),
-            (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
-        ]
+        (prefill("b", range(50, 58), more=1, prefix=1), [hold_prefix("b", 1)]),
+        (prefill("c", range(60, 68), more=1, prefix=1), [hold_prefix("c", 1)]),
+        (Step(), [abort("b"), abort("c")]),
+        (Step(), []),
+        (pull_failed("b", "aborted"), []),
+        (pull_failed("c", "aborted"), []),
+        (cancel("c"), []),
+        (ended("a", "released"), []),
+        (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
     )
     assert r.prefill.counters == {"fallbacks:prefix_without_memory": 2}
 
@@ -459,24 +386,20 @@ def test_prompts_that_wait_for_memory_hold_no_offers():
 def test_a_prompt_that_continues_here_pulls_its_prefix_too():
     r = Rig(Role.MIXED)
     r.play(
-        [
-            (generate("a", 6, prefix=1), [hold_prefix("a", 1)]),
-            (Step(), [pull("a", (0, 0))]),
-            (pull_done("a"), [started("a", cached=4)]),
-            (Step(7), [Ran("a", 4, 6), prefilled("a", 7)]),
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
-        ]
+        (generate("a", 6, prefix=1), [hold_prefix("a", 1)]),
+        (Step(), [pull("a", (0, 0))]),
+        (pull_done("a"), [started("a", cached=4)]),
+        (Step(7), [Ran("a", 4, 6), prefilled("a", 7)]),
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
     )
 
 
 def test_a_prompt_cancelled_while_it_waits_gives_its_offer_up():
     rig().play(
-        [
-            (prefill("a", 9, prefix=2), [hold_prefix("a", 2)]),
-            (cancel("a"), [abort("a")]),
-            (pull_failed("a", "aborted"), []),
-            (Step(), []),
-        ]
+        (prefill("a", 9, prefix=2), [hold_prefix("a", 2)]),
+        (cancel("a"), [abort("a")]),
+        (pull_failed("a", "aborted"), []),
+        (Step(), []),
     )
 
 
@@ -492,17 +415,15 @@ def test_a_prompt_cancelled_while_it_waits_gives_its_offer_up():
 @pytest.mark.parametrize("why", [cancel("a"), lost("g")], ids=["cancelled", "gateway lost"])
 def test_blocks_of_an_aborted_pull_stay_in_flight_until_nothing_writes_to_them(why, end, cached):
     rig().play(
-        [
-            (prefill("a", 9, prefix=2), [hold_prefix("a", 2)]),
-            (Step(), [pull("a", (0, 0), (1, 1))]),
-            (why, [abort("a")]),
-            (Blocks(), blocks(free=5, owned=1, in_flight=2)),
-            (why, []),
-            (Step(), []),
-            (end, []),
-            (Blocks(), blocks(free=8 - cached, cached=cached)),
-            (end, []),
-        ]
+        (prefill("a", 9, prefix=2), [hold_prefix("a", 2)]),
+        (Step(), [pull("a", (0, 0), (1, 1))]),
+        (why, [abort("a")]),
+        (Blocks(), blocks(free=5, owned=1, in_flight=2)),
+        (why, []),
+        (Step(), []),
+        (end, []),
+        (Blocks(), blocks(free=8 - cached, cached=cached)),
+        (end, []),
     )
 
 
@@ -510,34 +431,27 @@ def test_blocks_of_an_aborted_pull_stay_in_flight_until_nothing_writes_to_them(w
 
 
 def test_a_prompt_cancelled_while_it_waits_never_starts():
-    rig().play([(prefill("a", 6), []), (cancel("a"), []), (Step(), [])])
+    rig().play((prefill("a", 6), []), (cancel("a"), []), (Step(), []))
 
 
 def test_a_prompt_cancelled_while_it_is_computed_ends_its_lease():
     rig(chunk=4).play(
-        [
-            (prefill("a", 9), []),
-            (
-                Step(),
-                [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)],
-            ),
-            (cancel("a"), [revoked("a")]),
-            (Blocks(), blocks(free=5, leased=3)),
-            (Step(), []),
-            (ended("a", "revoked"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (prefill("a", 9), []),
+        (Step(), [opened("a", 3), started("a", lease=here("a", 3)), Ran("a", 0, 4), grown("a", 0)]),
+        (cancel("a"), [revoked("a")]),
+        (Blocks(), blocks(free=5, leased=3)),
+        (Step(), []),
+        (ended("a", "revoked"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_a_prompt_without_a_lease_is_cancelled_at_once():
     rig(chunk=4).play(
-        [
-            (prefill("a", 9, more=1), []),
-            (Step(), [started("a"), Ran("a", 0, 4)]),
-            (cancel("a"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (prefill("a", 9, more=1), []),
+        (Step(), [started("a"), Ran("a", 0, 4)]),
+        (cancel("a"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
@@ -545,19 +459,17 @@ def test_a_computed_prompt_is_cancelled_by_ending_its_lease():
     r = rig()
     compute(r, "a", 6)
     r.play(
-        [
-            (cancel("a"), [revoked("a")]),
-            (Blocks(), blocks(free=6, leased=2)),
-            (ended("a", "revoked"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (cancel("a"), [revoked("a")]),
+        (Blocks(), blocks(free=6, leased=2)),
+        (ended("a", "revoked"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_a_cancel_that_comes_twice_or_late_changes_nothing():
     r = rig()
     compute(r, "a", 6)
-    r.play([(ended("a", "released"), []), (cancel("a"), []), (cancel("never"), [])])
+    r.play((ended("a", "released"), []), (cancel("a"), []), (cancel("never"), []))
 
 
 def test_prompts_and_leases_of_a_lost_gateway_are_dropped():
@@ -565,23 +477,19 @@ def test_prompts_and_leases_of_a_lost_gateway_are_dropped():
     r.take(prefill("leased", 4, gateway="g1"))
     r.step()
     r.play(
-        [
-            (prefill("computing", range(20, 29), gateway="g1"), []),
-            (prefill("theirs", range(40, 45), gateway="g2"), []),
-        ]
+        (prefill("computing", range(20, 29), gateway="g1"), []),
+        (prefill("theirs", range(40, 45), gateway="g2"), []),
     )
     assert r.step()[-2:] == [grown("computing", 1), grown("theirs", 4)]
     r.play(
-        [
-            (prefill("waiting", 6, gateway="g1"), []),
-            (lost("g1"), [revoked("computing"), revoked("leased")]),
-            (ended("computing", "revoked"), []),
-            (Blocks(), blocks(free=12, cached=1, leased=3)),
-            (Step(), [Ran("theirs", 4, 5), grown("theirs", 5), prefilled("theirs", gateway="g2")]),
-            (ended("leased", "revoked"), []),
-            (ended("theirs", "released"), []),
-            (Blocks(), blocks(free=13, cached=3)),
-        ]
+        (prefill("waiting", 6, gateway="g1"), []),
+        (lost("g1"), [revoked("computing"), revoked("leased")]),
+        (ended("computing", "revoked"), []),
+        (Blocks(), blocks(free=12, cached=1, leased=3)),
+        (Step(), [Ran("theirs", 4, 5), grown("theirs", 5), prefilled("theirs", gateway="g2")]),
+        (ended("leased", "revoked"), []),
+        (ended("theirs", "released"), []),
+        (Blocks(), blocks(free=13, cached=3)),
     )
 
 
@@ -590,11 +498,9 @@ def test_prompts_and_leases_of_a_lost_gateway_are_dropped():
 
 def test_a_prompt_larger_than_the_pool_is_given_back():
     rig(num_blocks=2).play(
-        [
-            (prefill("a", 9), [given_back("a", "prompt exceeds the KV pool")]),
-            (prefill("b", 8, more=1), []),
-            (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
-        ]
+        (prefill("a", 9), [given_back("a", "prompt exceeds the KV pool")]),
+        (prefill("b", 8, more=1), []),
+        (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
     )
 
 
@@ -602,13 +508,11 @@ def test_a_prompt_waits_for_memory_and_starts_when_a_lease_ends():
     r = rig(num_blocks=4)
     compute(r, "a", 12)
     r.play(
-        [
-            (prefill("b", range(50, 58), more=1), []),
-            (Step(), []),
-            (Blocks(), blocks(free=1, leased=3)),
-            (ended("a", "released"), []),
-            (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
-        ]
+        (prefill("b", range(50, 58), more=1), []),
+        (Step(), []),
+        (Blocks(), blocks(free=1, leased=3)),
+        (ended("a", "released"), []),
+        (Step(), [started("b"), Ran("b", 0, 8), *done("b")]),
     )
 
 
@@ -616,23 +520,21 @@ def test_a_small_prompt_does_not_overtake_a_large_one():
     r = rig(num_blocks=4)
     compute(r, "a", 12)
     r.play(
-        [
-            (prefill("large", range(50, 58), more=1), []),
-            (prefill("small", range(60, 63), more=1), []),
-            (Step(), []),
-            (ended("a", "released"), []),
-            (
-                Step(),
-                [
-                    started("large"),
-                    started("small"),
-                    Ran("large", 0, 8),
-                    Ran("small", 0, 3),
-                    *done("large"),
-                    *done("small"),
-                ],
-            ),
-        ]
+        (prefill("large", range(50, 58), more=1), []),
+        (prefill("small", range(60, 63), more=1), []),
+        (Step(), []),
+        (ended("a", "released"), []),
+        (
+            Step(),
+            [
+                started("large"),
+                started("small"),
+                Ran("large", 0, 8),
+                Ran("small", 0, 3),
+                *done("large"),
+                *done("small"),
+            ],
+        ),
     )
 
 
@@ -641,14 +543,12 @@ def test_a_prompt_that_waits_for_memory_still_finds_its_prefix_afterwards():
     compute(r, "a", 4)
     compute(r, "b", range(20, 32))
     r.play(
-        [
-            (ended("a", "released"), []),
-            (prefill("c", 8, more=1), []),
-            (Step(), []),
-            (Blocks(), blocks(cached=1, leased=3)),
-            (ended("b", "released"), []),
-            (Step(), [started("c", cached=4), Ran("c", 4, 8), *done("c")]),
-        ]
+        (ended("a", "released"), []),
+        (prefill("c", 8, more=1), []),
+        (Step(), []),
+        (Blocks(), blocks(cached=1, leased=3)),
+        (ended("b", "released"), []),
+        (Step(), [started("c", cached=4), Ran("c", 4, 8), *done("c")]),
     )
 
 
@@ -681,16 +581,14 @@ def test_a_scored_prompt_is_computed_even_if_cached():
     r.take(ended("a", "released"))
     r.take(prefill("b", 8, more=1, num_top=0))
     assert r.step()[:2] == [started("b"), Ran("b", 0, 8)]
-    r.play([(Blocks(), blocks(free=6, cached=2))])
+    r.play((Blocks(), blocks(free=6, cached=2)))
 
 
 def test_a_prompt_that_is_scored_gives_an_offered_prefix_up():
     rig().play(
-        [
-            (prefill("a", 8, more=1, num_top=0, prefix=1), [hold_prefix("a", 1), abort("a")]),
-            (pull_failed("a", "aborted"), []),
-            (Blocks(), blocks(free=8)),
-        ]
+        (prefill("a", 8, more=1, num_top=0, prefix=1), [hold_prefix("a", 1), abort("a")]),
+        (pull_failed("a", "aborted"), []),
+        (Blocks(), blocks(free=8)),
     )
 
 
@@ -736,16 +634,16 @@ def test_an_id_in_use_is_refused():
     reason = "the id is in use"
     r = rig(chunk=4)
     r.take(prefill("a", 6))
-    r.play([(prefill("a", 6, gateway="g2"), [given_back("a", reason, gateway="g2")])])
+    r.play((prefill("a", 6, gateway="g2"), [given_back("a", reason, gateway="g2")]))
     r.step()
-    r.play([(prefill("a", 6), [given_back("a", reason)])])
+    r.play((prefill("a", 6), [given_back("a", reason)]))
     r.step()  # it is leased now
-    r.play([(prefill("a", 6), [given_back("a", reason)])])
+    r.play((prefill("a", 6), [given_back("a", reason)]))
     r.take(ended("a", "released"))
-    r.play([(prefill("a", 6), [])])
+    r.play((prefill("a", 6), []))
 
 
 def test_a_prompt_with_a_fault_is_given_back():
     r = rig(vocab_size=50)
     reason = "a token id is not in the vocabulary"
-    r.play([(prefill("a", [50]), [given_back("a", reason, hopeless=True)]), (Step(), [])])
+    r.play((prefill("a", [50]), [given_back("a", reason, hopeless=True)]), (Step(), []))

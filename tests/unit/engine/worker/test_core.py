@@ -56,58 +56,50 @@ B_DONE = prefilled("b", 9)
 )
 def test_a_sequence_that_this_role_cannot_serve_is_given_back(role, event):
     rig = Rig(role)
-    rig.play([(event, [given_back("a", WRONG_ROLE)]), (Step(), []), (Blocks(), blocks(free=8))])
+    rig.play((event, [given_back("a", WRONG_ROLE)]), (Step(), []), (Blocks(), blocks(free=8)))
 
 
 def test_a_mixed_worker_takes_all_kinds_of_sequences():
     rig = Rig(Role.MIXED)
     rig.play(
-        [
-            (prefill("a", 5), []),
-            (generate("b", 5), []),
-            (decode("c", 5), [hold("c", 2)]),
-        ]
+        (prefill("a", 5), []),
+        (generate("b", 5), []),
+        (decode("c", 5), [hold("c", 2)]),
     )
 
 
 def test_a_generated_sequence_is_decoded_where_it_was_prefilled():
     Rig(Role.MIXED).play(
-        [
-            (generate("a", 6, more=3), []),
-            (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7)]),
-            (Blocks(), blocks(free=6, owned=2)),
-            (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
-            (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (generate("a", 6, more=3), []),
+        (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7)]),
+        (Blocks(), blocks(free=6, owned=2)),
+        (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
+        (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
 def test_a_generated_sequence_that_ends_with_its_first_token_is_not_decoded():
     Rig(Role.MIXED).play(
-        [
-            (generate("a", 6, stops=(7,)), []),
-            (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7, STOP)]),
-            (Blocks(), blocks(free=7, cached=1)),
-            (Step(), []),
-        ]
+        (generate("a", 6, stops=(7,)), []),
+        (Step(7), [started("a"), Ran("a", 0, 6), prefilled("a", 7, STOP)]),
+        (Blocks(), blocks(free=7, cached=1)),
+        (Step(), []),
     )
 
 
 def test_a_prompt_is_computed_beside_a_hand_over_and_both_are_decoded():
     rig = Rig(Role.DECODE, prefills_locally=True)
     rig.play(
-        [
-            (decode("a", 5), [hold("a", 2)]),
-            (generate("b", range(20, 30), more=2), []),
-            (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (first("a", 7), []),
-            (Step(8, 9), [decoding("a"), Ran("a", 5, 6), Ran("b", 8, 10), token("a", 8), B_DONE]),
-            (Step(10, 11), [decoding("b"), *A_AND_B_RAN, token("a", 10), token("b", 11, LENGTH)]),
-            (cancel("a"), []),
-            (Blocks(), blocks(free=5, cached=3)),
-        ]
+        (decode("a", 5), [hold("a", 2)]),
+        (generate("b", range(20, 30), more=2), []),
+        (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (first("a", 7), []),
+        (Step(8, 9), [decoding("a"), Ran("a", 5, 6), Ran("b", 8, 10), token("a", 8), B_DONE]),
+        (Step(10, 11), [decoding("b"), *A_AND_B_RAN, token("a", 10), token("b", 11, LENGTH)]),
+        (cancel("a"), []),
+        (Blocks(), blocks(free=5, cached=3)),
     )
 
 
@@ -128,16 +120,14 @@ def test_decoding_sequences_have_a_row_in_every_step_beside_prompts():
 def test_cancelling_a_local_prompt_leaves_the_hand_over_alone(gone):
     rig = Rig(Role.DECODE, prefills_locally=True)
     rig.play(
-        [
-            (decode("a", 5), [hold("a", 2)]),
-            (generate("b", range(20, 30), gateway="h"), []),
-            (Step(), [pull("a", (0, 0), (1, 1)), started("b", gateway="h"), Ran("b", 0, 8)]),
-            (gone, []),
-            (Blocks(), blocks(free=4, cached=2, in_flight=2)),
-            (pull_done("a"), [kv_ready("a", 2)]),
-            (first("a", 7), []),
-            (Step(8), [decoding("a"), Ran("a", 5, 6), token("a", 8)]),
-        ]
+        (decode("a", 5), [hold("a", 2)]),
+        (generate("b", range(20, 30), gateway="h"), []),
+        (Step(), [pull("a", (0, 0), (1, 1)), started("b", gateway="h"), Ran("b", 0, 8)]),
+        (gone, []),
+        (Blocks(), blocks(free=4, cached=2, in_flight=2)),
+        (pull_done("a"), [kv_ready("a", 2)]),
+        (first("a", 7), []),
+        (Step(8), [decoding("a"), Ran("a", 5, 6), token("a", 8)]),
     )
 
 
@@ -152,7 +142,7 @@ def test_a_local_prompt_with_a_taken_id_is_given_back():
 
 def test_adopted_sequences_are_not_bounded_by_the_number_that_may_be_pulled():
     rig = Rig(Role.MIXED, max_running=1, budget=32)
-    rig.play([(generate("a", 3), []), (generate("b", range(20, 23)), [])])
+    rig.play((generate("a", 3), []), (generate("b", range(20, 23)), []))
     rig.step()
     assert rig.step() == [
         decoding("a"),
@@ -169,18 +159,16 @@ def test_a_mixed_worker_decodes_a_prompt_from_its_own_cache():
     rig.take(prefill("a", 8, more=1))
     rig.step()
     rig.play(
-        [
-            (decode("b", 8), [hold("b", 2)]),
-            (Step(), [pull("b")]),
-            (pull_done("b"), [kv_ready("b", 0, cached=2)]),
-        ]
+        (decode("b", 8), [hold("b", 2)]),
+        (Step(), [pull("b")]),
+        (pull_done("b"), [kv_ready("b", 0, cached=2)]),
     )
 
 
 @pytest.mark.parametrize("role", list(Role))
 def test_news_of_unknown_sequences_changes_nothing(role):
     unknown = [cancel("x"), first("x"), lost("x"), ended("x", "expired"), pull_done("x")]
-    Rig(role).play([(event, []) for event in unknown])
+    Rig(role).play(*[(event, []) for event in unknown])
 
 
 # ---------------------------------------------------------------- steps
@@ -189,20 +177,12 @@ def test_news_of_unknown_sequences_changes_nothing(role):
 def test_decode_gets_the_budget_first_and_prefill_the_rest():
     rig = Rig(Role.MIXED, budget=5, chunk=5)
     rig.play(
-        [
-            (generate("a", 3), []),
-            (Step(), [started("a"), Ran("a", 0, 3), prefilled("a")]),
-            (generate("b", range(20, 27)), []),
-            (
-                Step(),
-                [decoding("a"), started("b"), Ran("a", 3, 4), Ran("b", 0, 4), token("a")],
-            ),
-            (Step(), [Ran("a", 4, 5), Ran("b", 4, 7), token("a"), prefilled("b")]),
-            (
-                Step(),
-                [decoding("b"), Ran("a", 5, 6), Ran("b", 7, 8), token("a"), token("b")],
-            ),
-        ]
+        (generate("a", 3), []),
+        (Step(), [started("a"), Ran("a", 0, 3), prefilled("a")]),
+        (generate("b", range(20, 27)), []),
+        (Step(), [decoding("a"), started("b"), Ran("a", 3, 4), Ran("b", 0, 4), token("a")]),
+        (Step(), [Ran("a", 4, 5), Ran("b", 4, 7), token("a"), prefilled("b")]),
+        (Step(), [decoding("b"), Ran("a", 5, 6), Ran("b", 7, 8), token("a"), token("b")]),
     )
 
 
@@ -269,11 +249,9 @@ def test_prefill_takes_no_block_that_a_pull_writes_to():
     rig.take(decode("a", 7))
     rig.step()
     rig.play(
-        [
-            (generate("b", range(20, 25)), []),
-            (Step(), []),
-            (Blocks(), blocks(free=1, in_flight=2)),
-        ]
+        (generate("b", range(20, 25)), []),
+        (Step(), []),
+        (Blocks(), blocks(free=1, in_flight=2)),
     )
 
 
@@ -284,11 +262,9 @@ def test_a_cancel_reaches_both_schedulers():
     rig.step()
     rig.take(pull_done("pull"))
     rig.play(
-        [
-            (cancel("prompt"), []),
-            (cancel("pull"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (cancel("prompt"), []),
+        (cancel("pull"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
@@ -299,7 +275,7 @@ def test_a_lost_gateway_is_lost_to_both_schedulers():
     rig.take(prefill("theirs", range(40, 44), gateway="g2"))
     rig.step()
     rig.take(pull_done("pull"))
-    rig.play([(lost("g1"), []), (Blocks(), blocks(free=5, cached=2, leased=1))])
+    rig.play((lost("g1"), []), (Blocks(), blocks(free=5, cached=2, leased=1)))
 
 
 def test_a_load_report_counts_every_block_and_sequence():
@@ -473,18 +449,16 @@ def test_a_prefix_computed_by_prefill_is_found_by_a_later_one_of_another_gateway
     rig.take(prefill("a", 5, more=1, gateway="g1"))
     rig.step()
     rig.play(
-        [
-            (prefill("b", 6, gateway="g2"), []),
-            (
-                Step(),
-                [
-                    opened("b", 2),
-                    grown("b", 0),
-                    started("b", cached=4, lease=here("b", 2), gateway="g2"),
-                    Ran("b", 4, 6),
-                    grown("b", 1),
-                    prefilled("b", gateway="g2"),
-                ],
-            ),
-        ]
+        (prefill("b", 6, gateway="g2"), []),
+        (
+            Step(),
+            [
+                opened("b", 2),
+                grown("b", 0),
+                started("b", cached=4, lease=here("b", 2), gateway="g2"),
+                Ran("b", 4, 6),
+                grown("b", 1),
+                prefilled("b", gateway="g2"),
+            ],
+        ),
     )

@@ -79,11 +79,9 @@ def test_new_work_is_taken_by_the_new_role(role, taken):
 def test_a_decode_worker_announces_that_it_prefills_locally():
     rig = Rig(Role.PREFILL, prefills_locally=True)
     rig.play(
-        [
-            (set_role(Role.DECODE), [role_changed(Role.DECODE, locally=True)]),
-            (generate("a", 5), []),
-            (set_role(Role.PREFILL), [role_changed(Role.PREFILL), given_back("a", ROLE_CHANGED)]),
-        ]
+        (set_role(Role.DECODE), [role_changed(Role.DECODE, locally=True)]),
+        (generate("a", 5), []),
+        (set_role(Role.PREFILL), [role_changed(Role.PREFILL), given_back("a", ROLE_CHANGED)]),
     )
 
 
@@ -95,18 +93,16 @@ def test_an_impossible_role_changes_nothing(rig):
 
 def test_waiting_prompts_are_given_back_and_running_ones_go_on():
     Rig(Role.PREFILL, num_blocks=4, chunk=4).play(
-        [
-            (prefill("a", 8, more=1), []),
-            (Step(), [started("a"), Ran("a", 0, 4)]),
-            (prefill("b", range(20, 36), prefix=1), [hold_prefix("b", 1)]),
-            (
-                set_role(Role.DECODE),
-                [role_changed(Role.DECODE), abort("b"), given_back("b", ROLE_CHANGED)],
-            ),
-            (Step(9), [Ran("a", 4, 8), prefilled("a", 9, LENGTH)]),
-            (decode("c", 4), [hold("c", 1)]),
-            (Blocks(), blocks(free=2, cached=2)),
-        ]
+        (prefill("a", 8, more=1), []),
+        (Step(), [started("a"), Ran("a", 0, 4)]),
+        (prefill("b", range(20, 36), prefix=1), [hold_prefix("b", 1)]),
+        (
+            set_role(Role.DECODE),
+            [role_changed(Role.DECODE), abort("b"), given_back("b", ROLE_CHANGED)],
+        ),
+        (Step(9), [Ran("a", 4, 8), prefilled("a", 9, LENGTH)]),
+        (decode("c", 4), [hold("c", 1)]),
+        (Blocks(), blocks(free=2, cached=2)),
     )
 
 
@@ -115,12 +111,10 @@ def test_a_lease_outlives_the_role_in_which_it_was_opened():
     rig.take(prefill("a", 6))
     rig.step()
     rig.play(
-        [
-            (set_role(Role.DRAINED), [role_changed(Role.DRAINED)]),
-            (Blocks(), blocks(free=6, leased=2)),
-            (ended("a", "released"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (set_role(Role.DRAINED), [role_changed(Role.DRAINED)]),
+        (Blocks(), blocks(free=6, leased=2)),
+        (ended("a", "released"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
@@ -133,49 +127,43 @@ def test_incomplete_sequences_are_given_back():
     rig.take(pull_done("ready"))
     back = {name: given_back(name, ROLE_CHANGED) for name in ("queued", "ready", "pulling")}
     rig.play(
-        [
-            (
-                set_role(Role.PREFILL),
-                [
-                    role_changed(Role.PREFILL),
-                    *(abort("queued"), back["queued"]),
-                    *(abort("pulling"), back["pulling"]),
-                    back["ready"],
-                ],
-            ),
-            (Blocks(), blocks(free=6, cached=1, in_flight=1)),
-            (first("ready"), []),
-            (pull_done("pulling"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (
+            set_role(Role.PREFILL),
+            [
+                role_changed(Role.PREFILL),
+                *(abort("queued"), back["queued"]),
+                *(abort("pulling"), back["pulling"]),
+                back["ready"],
+            ],
+        ),
+        (Blocks(), blocks(free=6, cached=1, in_flight=1)),
+        (first("ready"), []),
+        (pull_done("pulling"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
 def test_running_sequences_go_on_beside_the_new_work(rig):
     rig.play(
-        [
-            (set_role(Role.PREFILL), [role_changed(Role.PREFILL)]),
-            (prefill("p", range(20, 23), more=1), []),
-            (
-                Step(72, 90),
-                [
-                    *(started("p"), Ran("a", 7, 8), Ran("p", 0, 3)),
-                    *(token("a", 72), prefilled("p", 90, LENGTH)),
-                ],
-            ),
-        ]
+        (set_role(Role.PREFILL), [role_changed(Role.PREFILL)]),
+        (prefill("p", range(20, 23), more=1), []),
+        (
+            Step(72, 90),
+            [
+                *(started("p"), Ran("a", 7, 8), Ran("p", 0, 3)),
+                *(token("a", 72), prefilled("p", 90, LENGTH)),
+            ],
+        ),
     )
 
 
 def test_a_local_prompt_is_decoded_despite_a_new_role():
     Rig(Role.MIXED, chunk=4).play(
-        [
-            (generate("a", 6), []),
-            (Step(), [started("a"), Ran("a", 0, 4)]),
-            (set_role(Role.DRAINED), [role_changed(Role.DRAINED)]),
-            (Step(70), [Ran("a", 4, 6), prefilled("a", 70)]),
-            (Step(71), [decoding("a"), Ran("a", 6, 7), token("a", 71)]),
-        ]
+        (generate("a", 6), []),
+        (Step(), [started("a"), Ran("a", 0, 4)]),
+        (set_role(Role.DRAINED), [role_changed(Role.DRAINED)]),
+        (Step(70), [Ran("a", 4, 6), prefilled("a", 70)]),
+        (Step(71), [decoding("a"), Ran("a", 6, 7), token("a", 71)]),
     )
 
 
@@ -184,17 +172,15 @@ def test_a_local_prompt_is_decoded_despite_a_new_role():
 
 def test_a_running_sequence_leaves_with_the_blocks_of_all_tokens_but_the_last(rig):
     rig.play(
-        [
-            (
-                hand_over("a", "b"),
-                [opened(LEASED, 2), grown(LEASED, 0, 1), handed_over("a", LEASED, 2)],
-            ),
-            (Blocks(), blocks(free=6, leased=2)),
-            (Step(), []),
-            (cancel("a"), []),
-            (ended(LEASED, "released"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (
+            hand_over("a", "b"),
+            [opened(LEASED, 2), grown(LEASED, 0, 1), handed_over("a", LEASED, 2)],
+        ),
+        (Blocks(), blocks(free=6, leased=2)),
+        (Step(), []),
+        (cancel("a"), []),
+        (ended(LEASED, "released"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
     assert rig.offers.counters == {"handed_over": 1}
 
@@ -243,11 +229,9 @@ def test_two_sequences_are_not_handed_over_as_the_same():
     rig.step()
     rig.take(hand_over("a", "b"))
     rig.play(
-        [
-            (hand_over("c", "b"), [handed_over("c")]),
-            (ended(LEASED, "released"), []),
-            (Blocks(), blocks(free=8)),
-        ]
+        (hand_over("c", "b"), [handed_over("c")]),
+        (ended(LEASED, "released"), []),
+        (Blocks(), blocks(free=8)),
     )
 
 
@@ -255,23 +239,19 @@ def test_two_sequences_are_not_handed_over_as_the_same():
 def test_a_cancelled_hand_over_is_freed(rig, gone):
     rig.take(hand_over("a", "b"))
     rig.play(
-        [
-            (gone, [revoked(LEASED)]),
-            (Blocks(), blocks(free=6, leased=2)),
-            (ended(LEASED, "revoked"), []),
-            (Blocks(), blocks(free=7, cached=1)),
-        ]
+        (gone, [revoked(LEASED)]),
+        (Blocks(), blocks(free=6, leased=2)),
+        (ended(LEASED, "revoked"), []),
+        (Blocks(), blocks(free=7, cached=1)),
     )
 
 
 def test_a_handed_over_sequence_continues_elsewhere():
     rig = Rig(Role.DECODE)
     rig.play(
-        [
-            (decode("b", [*range(6), 70], more=2), [hold("b", 2)]),
-            (first("b", 71), []),
-            (Step(), [pull("b", (0, 0), (1, 1))]),
-            (pull_done("b"), [kv_ready("b", 2)]),
-            (Step(72), [decoding("b"), Ran("b", 7, 8), token("b", 72, LENGTH)]),
-        ]
+        (decode("b", [*range(6), 70], more=2), [hold("b", 2)]),
+        (first("b", 71), []),
+        (Step(), [pull("b", (0, 0), (1, 1))]),
+        (pull_done("b"), [kv_ready("b", 2)]),
+        (Step(72), [decoding("b"), Ran("b", 7, 8), token("b", 72, LENGTH)]),
     )

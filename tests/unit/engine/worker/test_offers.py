@@ -38,16 +38,14 @@ def rig() -> Rig:
 
 def test_the_cached_part_of_a_prompt_is_leased_at_once(rig):
     rig.play(
-        [
-            (
-                offer_prefix("b", [*range(12), 50, 51]),
-                [opened("b.prefix", 3), grown("b.prefix", 0, 1, 2), offered("b", 3)],
-            ),
-            (Blocks(), blocks(free=5, leased=3)),
-            (Step(), []),
-            (ended("b.prefix", "released"), []),
-            (Blocks(), blocks(free=5, cached=3)),
-        ]
+        (
+            offer_prefix("b", [*range(12), 50, 51]),
+            [opened("b.prefix", 3), grown("b.prefix", 0, 1, 2), offered("b", 3)],
+        ),
+        (Blocks(), blocks(free=5, leased=3)),
+        (Step(), []),
+        (ended("b.prefix", "released"), []),
+        (Blocks(), blocks(free=5, cached=3)),
     )
     assert rig.offers.counters == {"prefix_offers:held": 1}
 
@@ -64,10 +62,8 @@ def test_only_whole_blocks_that_are_held_and_useful_are_offered(rig, prompt, num
 @pytest.mark.parametrize("prompt", [range(1, 14), range(4), range(1)])
 def test_without_a_whole_block_there_is_no_lease(rig, prompt):
     rig.play(
-        [
-            (offer_prefix("b", prompt), [offered("b", 0)]),
-            (Blocks(), blocks(free=5, cached=3)),
-        ]
+        (offer_prefix("b", prompt), [offered("b", 0)]),
+        (Blocks(), blocks(free=5, cached=3)),
     )
     assert rig.offers.counters == {"prefix_offers:not_held": 1}
 
@@ -81,17 +77,15 @@ def test_a_worker_offers_running_sequences_with_their_answers():
     for sampled in (71, 72):
         r.step(sampled)
     r.play(
-        [
-            (
-                offer_prefix("b", [*range(6), 70, 71, 72, 50]),
-                [opened("b.prefix", 2), grown("b.prefix", 0, 1), offered("b", 2)],
-            ),
-            (cancel("a"), []),
-            (Blocks(), blocks(free=6, leased=2)),
-            (cancel("b"), [revoked("b.prefix")]),
-            (ended("b.prefix", "revoked"), []),
-            (Blocks(), blocks(free=6, cached=2)),
-        ]
+        (
+            offer_prefix("b", [*range(6), 70, 71, 72, 50]),
+            [opened("b.prefix", 2), grown("b.prefix", 0, 1), offered("b", 2)],
+        ),
+        (cancel("a"), []),
+        (Blocks(), blocks(free=6, leased=2)),
+        (cancel("b"), [revoked("b.prefix")]),
+        (ended("b.prefix", "revoked"), []),
+        (Blocks(), blocks(free=6, cached=2)),
     )
 
 
@@ -99,18 +93,16 @@ def test_a_prefix_can_be_offered_to_several_workers_at_once(rig):
     rig.take(offer_prefix("b", HELD))
     rig.take(offer_prefix("c", HELD))
     rig.play(
-        [
-            (ended("b.prefix", "released"), []),
-            (Blocks(), blocks(free=5, leased=3)),
-            (ended("c.prefix", "expired"), []),
-            (Blocks(), blocks(free=5, cached=3)),
-        ]
+        (ended("b.prefix", "released"), []),
+        (Blocks(), blocks(free=5, leased=3)),
+        (ended("c.prefix", "expired"), []),
+        (Blocks(), blocks(free=5, cached=3)),
     )
 
 
 def test_an_offer_requested_twice_is_made_once(rig):
     rig.take(offer_prefix("b", HELD))
-    rig.play([(offer_prefix("b", HELD), []), (ended("b.prefix", "released"), [])])
+    rig.play((offer_prefix("b", HELD), []), (ended("b.prefix", "released"), []))
     assert rig.take(Blocks()) == blocks(free=5, cached=3)
 
 
@@ -118,19 +110,17 @@ def test_an_offer_ends_by_its_gateways_cancel_or_loss(rig):
     rig.take(offer_prefix("b", HELD, gateway="g1"))
     rig.take(offer_prefix("c", HELD, gateway="g2"))
     rig.play(
-        [
-            (cancel("b", gateway="g1"), [revoked("b.prefix")]),
-            (lost("g2"), [revoked("c.prefix")]),
-            (Blocks(), blocks(free=5, leased=3)),
-            (ended("b.prefix", "revoked"), []),
-            (ended("c.prefix", "revoked"), []),
-            (Blocks(), blocks(free=5, cached=3)),
-        ]
+        (cancel("b", gateway="g1"), [revoked("b.prefix")]),
+        (lost("g2"), [revoked("c.prefix")]),
+        (Blocks(), blocks(free=5, leased=3)),
+        (ended("b.prefix", "revoked"), []),
+        (ended("c.prefix", "revoked"), []),
+        (Blocks(), blocks(free=5, cached=3)),
     )
 
 
 def test_news_of_unknown_offers_change_nothing(rig):
-    rig.play([(event, []) for event in (cancel("x"), ended("x.prefix", "expired"), lost("x"))])
+    rig.play(*[(event, []) for event in (cancel("x"), ended("x.prefix", "expired"), lost("x"))])
 
 
 def test_offers_are_counted_in_the_report_and_never_wait_or_run(rig):
