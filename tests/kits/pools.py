@@ -20,6 +20,7 @@ from deploy.pools.events import (
     Connected,
     Died,
     Disconnected,
+    Found,
     GatewayHeard,
     GatewaySeen,
     GatewayStarted,
@@ -37,7 +38,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.wanted import PoolLimits
 from deploy.pools.workers.record import WorkerState
 from engine.config import WorkerConfig
-from engine.control import GatewayReport, Intent, Pools, Version, VersionReport
+from engine.control import GatewayReport, Intent, Member, Pools, Version, VersionReport
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
@@ -53,9 +54,10 @@ ONE_EACH = Pools(1, 1)
 class FakePoolProcess:
     """A worker that obeys at once; its answers take a while."""
 
-    def __init__(self, role: Role, version: str) -> None:
+    def __init__(self, role: Role, version: str, kv_format: KVFormat) -> None:
         self.role = role
         self.version = version
+        self.kv_format = kv_format
         self.refuses: set[Role] = set()
         self.is_deaf = False
         self.is_stuck = False  # never idle
@@ -177,10 +179,10 @@ class PoolWorld:
             self.later(WorkerStartFailed(worker_id, start, reason))
             return
         address = f"{worker_id}@{start}"
-        self.processes[worker_id] = FakePoolProcess(role, wanted.version.name)
+        kv_format = formats_of(wanted.version.worker)[role]
+        self.processes[worker_id] = FakePoolProcess(role, wanted.version.name, kv_format)
         self.addresses[worker_id] = address
         self.later(WorkerStarted(worker_id, start, address), self.start_s)
-        kv_format = formats_of(wanted.version.worker)[role]
         if wanted.version.name in self.unreachable_versions:
             self.processes[worker_id].is_deaf = True
         else:
@@ -225,6 +227,23 @@ class PoolWorld:
         self.processes[worker_id].is_deaf = True
         address = self.addresses[worker_id]
         self.feed(Disconnected(WorkerId(worker_id), address, "silence"))
+
+    def connect(self, *worker_ids: str) -> None:
+        """Connects these workers, by default all of them."""
+        for name in worker_ids or list(self.processes):
+            process, address = self.processes[name], self.addresses[name]
+            self.feed(Connected(WorkerId(name), address, process.role, process.kv_format))
+
+    def replace_controller(self, intent: Intent, gateways=("gateway",), **known) -> None:
+        """Starts the next controller, which finds all workers, and these gateways, running."""
+        self.machine = PoolMachine(
+            intent, limits=self.machine.limits, gateways=["gateway"], **known
+        )
+        workers = tuple(
+            Member(WorkerId(name), self.addresses[name], process.version)
+            for name, process in self.processes.items()
+        )
+        self.feed(Found(workers, gateways))
 
     # -------------------------------------------------------- state
 

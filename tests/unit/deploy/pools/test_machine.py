@@ -13,7 +13,6 @@ from deploy.pools.effects import (
     StartGateway,
 )
 from deploy.pools.events import (
-    Connected,
     Died,
     Disconnected,
     Found,
@@ -31,24 +30,17 @@ from deploy.pools.events import (
     WorkerStopped,
 )
 from deploy.pools.gateways import GATEWAY_UNREACHABLE_S, GatewayState
-from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
 from deploy.pools.workers.record import WorkerState
 from deploy.pools.workers.sightings import FLIP_TIMEOUT_S, UNREACHABLE_S
 from engine.config import PlannerMode
-from engine.control import Intent, Member, Members, Pools, Version
-from engine.layout import KVFormat
+from engine.control import Intent, Members, Pools, Version
 from engine.messages import LoadReport, Role, WorkerId
 from tests.kits.pools import APART, SAME, PoolWorld, settled
 
 
 def wanting(prefill: int, decode: int) -> tuple[Version, ...]:
     return (Version(pools=Pools(prefill, decode)),)
-
-
-def found(world: PoolWorld) -> Found:
-    members = [Member(WorkerId(name), address) for name, address in world.addresses.items()]
-    return Found(tuple(members), ("gateway",))
 
 
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
@@ -175,8 +167,7 @@ def test_worker_that_reconnects_in_time_stays():
     world.hang("decode-0")
     world.run(5)
     world.processes["decode-0"].is_deaf = False
-    address = world.addresses["decode-0"]
-    world.feed(Connected(WorkerId("decode-0"), address, D, KVFormat.FP32))
+    world.connect("decode-0")
     world.run(100)
     assert world.started == []
     assert world.machine.is_settled
@@ -239,7 +230,7 @@ def test_flip_deadline_restarts_after_a_reconnect():
     world.hang("prefill-0")
     world.run(FLIP_TIMEOUT_S + 5)
     world.processes["prefill-0"].is_mute = world.processes["prefill-0"].is_deaf = False
-    world.feed(Connected(WorkerId("prefill-0"), world.addresses["prefill-0"], P, SAME.kv_dtype))
+    world.connect("prefill-0")
     world.feed(PoolTick())
     world.settle()
     assert world.roles()["prefill-0"] is D
@@ -251,7 +242,7 @@ def test_worker_that_returns_in_another_role_is_told_again_a_limited_number_of_t
     process, address = world.processes["decode-0"], world.addresses["decode-0"]
     process.is_mute, process.role = True, P
     world.feed(Disconnected(WorkerId("decode-0"), address, "cut off"))
-    world.feed(Connected(WorkerId("decode-0"), address, P, SAME.kv_dtype))
+    world.connect("decode-0")
     assert not world.machine.is_settled
     assert world.machine.counters["flips"] == 1
     world.run(FLIP_TIMEOUT_S + 2)
@@ -380,15 +371,10 @@ def test_next_controller_continues_with_the_same_intent():
     world.feed(SetPlanner(PlannerMode.DRY_RUN))
     world.settle()
     before = world.machine.members
-    world.machine = PoolMachine(
-        before.intent, limits=world.machine.limits, gateways=["gateway"], version=before.version
-    )
-    world.feed(found(world))
+    world.replace_controller(before.intent, version=before.version)
     world.run(3)
     assert world.started == []  # no decision before all roles are known
-    for name, process in world.processes.items():
-        address = world.addresses[name]
-        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.connect()
     world.settle()
     assert world.started == []
     assert world.machine.members.workers == before.workers
@@ -401,13 +387,8 @@ def test_next_controller_stops_drained_workers_that_are_not_kept():
     world.feed(SetPools(Pools(2, 1)))
     world.settle()
     world.processes["prefill-1"].role = Role.DRAINED
-    world.machine = PoolMachine(
-        Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"], version=9
-    )
-    world.feed(found(world))
-    for name, process in list(world.processes.items()):
-        address = world.addresses[name]
-        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.replace_controller(Intent(wanting(1, 1)), version=9)
+    world.connect()
     world.settle()
     assert world.roles() == {"decode-0": D, "prefill-0": P}
 
@@ -462,18 +443,12 @@ def test_end_of_a_stopped_gateway_is_reported_once():
 def test_next_controller_starts_gateways_although_a_worker_is_missing():
     world = settled(Pools(2, 1))
     world.die("prefill-1")
-    del world.addresses["prefill-1"]
     world.queue.clear()
     world.fails_always.add(P)
-    world.machine = PoolMachine(
-        Intent(wanting(2, 1)), limits=world.machine.limits, gateways=["gateway"]
-    )
-    world.feed(Found(found(world).workers))
+    world.replace_controller(Intent(wanting(2, 1)), gateways=())
     world.run(3)
     assert world.machine.gateways["gateway"] is GatewayState.WAITING
-    for name, process in list(world.processes.items()):
-        address = world.addresses[name]
-        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.connect()
     world.run(3)
     assert world.machine.gateways["gateway"] is GatewayState.SERVING
     assert list(world.roles()) == ["decode-0", "prefill-0"]
@@ -481,12 +456,9 @@ def test_next_controller_starts_gateways_although_a_worker_is_missing():
 
 def test_found_but_unreachable_workers_are_replaced():
     world = settled()
-    world.machine = PoolMachine(
-        Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"]
-    )
     for process in world.processes.values():
         process.is_deaf = True
-    world.feed(found(world))
+    world.replace_controller(Intent(wanting(1, 1)))
     world.run(UNREACHABLE_S + 5)
     world.settle()
     assert world.roles() == {"decode-0": D, "prefill-0": P}
@@ -515,16 +487,8 @@ def taken_over(world: PoolWorld) -> Members:
         process.version = "v2"
     world.feed(PoolTick())
     known = world.machine.members
-    world.machine = PoolMachine(
-        Intent(wanting(1, 1)), limits=world.machine.limits, gateways=["gateway"], is_guess=True
-    )
-    members = tuple(
-        Member(WorkerId(name), address, "v2") for name, address in world.addresses.items()
-    )
-    world.feed(Found(members, ("gateway",)))
-    for name, process in world.processes.items():
-        address = world.addresses[name]
-        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.replace_controller(Intent(wanting(1, 1)), is_guess=True)
+    world.connect()
     return known
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.pools.effects import Publish, StartWorker
-from deploy.pools.events import Connected, Died, Found, GatewaySeen, PoolTick, RoomSeen
-from deploy.pools.machine import PoolMachine
+from deploy.pools.events import Died, GatewaySeen, PoolTick, RoomSeen
 from deploy.pools.orders import (
     Abort,
     AddVersion,
@@ -24,7 +23,7 @@ from deploy.pools.orders import (
 from deploy.pools.versions.rollout import MAX_VERSIONS
 from deploy.pools.workers.record import WorkerState
 from engine.config import WorkerConfig
-from engine.control import GatewayReport, Member, Pools, Version
+from engine.control import GatewayReport, Pools, Version
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
 from tests.kits.pools import PoolWorld, settled
@@ -48,9 +47,31 @@ def weights(world: PoolWorld) -> dict[str, int]:
     return {version.name: version.weight for version in world.machine.intent.versions}
 
 
-def test_version_takes_over_worker_by_worker():
+def updating() -> PoolWorld:
+    """Returns pools of four workers where v2 begins to take over, with room for two more."""
     world = settled(Pools(2, 2), max_workers=6)
     world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    return world
+
+
+def with_canary(*arguments, **options) -> PoolWorld:
+    """Returns pools where v2 serves beside v1."""
+    world = settled(*arguments, **options)
+    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
+    world.settle()
+    return world
+
+
+def with_two_canaries() -> PoolWorld:
+    world = settled(Pools(2, 2), max_workers=10)
+    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
+    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
+    world.settle()
+    return world
+
+
+def test_version_takes_over_worker_by_worker():
+    world = updating()
     shares = [weights(world)]
     for _ in range(200):
         world.run(1)
@@ -116,8 +137,7 @@ def test_version_that_does_not_start_is_given_up():
 
 
 def test_version_that_fails_half_way_gives_everything_back():
-    world = settled(Pools(2, 2), max_workers=6)
-    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    world = updating()
     while by_version(world).get("v2", 0) < 3:
         world.run(1)
     world.bad_versions.add("v2")
@@ -187,9 +207,7 @@ def test_dying_worker_does_not_delay_the_end_of_an_update():
 
 
 def test_versions_side_by_side_share_by_weight_and_scale_apart():
-    world = settled()
-    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
-    world.settle()
+    world = with_canary()
     assert weights(world) == {"v1": 100, "v2": 10}
     world.feed(SetWeights({"v1": 60, "v2": 40}))
     world.feed(SetPools(Pools(1, 2), version="v2"))
@@ -206,8 +224,7 @@ def test_versions_side_by_side_share_by_weight_and_scale_apart():
 
 
 def test_abort_gives_back_workers_and_requests():
-    world = settled(Pools(2, 2), max_workers=6)
-    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    world = updating()
     while by_version(world).get("v1") == 4:
         world.run(1)
     world.feed(Abort("v2"))
@@ -218,10 +235,7 @@ def test_abort_gives_back_workers_and_requests():
 
 
 def test_abort_restores_other_versions_too():
-    world = settled(Pools(2, 2), max_workers=10)
-    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
-    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
-    world.settle()
+    world = with_two_canaries()
     before = world.machine.intent
     world.feed(Finish("v3", Pools(3, 3)))
     while by_version(world)["v2"] == 3:  # one of its workers is v3's by now
@@ -234,10 +248,7 @@ def test_abort_restores_other_versions_too():
 
 
 def test_aborted_version_gets_nothing_back():
-    world = settled(Pools(2, 2), max_workers=10)
-    world.feed(AddVersion(named("v2", Pools(1, 2), weight=10), takes_over=False))
-    world.feed(AddVersion(named("v3", Pools(1, 1), weight=5), takes_over=False))
-    world.settle()
+    world = with_two_canaries()
     world.feed(Finish("v3", Pools(3, 3)))
     while by_version(world)["v1"] == 4:
         world.run(1)
@@ -248,8 +259,7 @@ def test_aborted_version_gets_nothing_back():
 
 
 def test_reports_from_before_an_abort_end_no_workers():
-    world = settled(Pools(2, 2), max_workers=6)
-    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    world = updating()
     heard = None
     while not weights(world)["v2"] or heard != world.machine.members:
         world.run(1)
@@ -266,9 +276,7 @@ def test_reports_from_before_an_abort_end_no_workers():
 
 
 def test_failed_update_leaves_other_versions_alone():
-    world = settled()
-    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
-    world.settle()
+    world = with_canary()
     world.bad_versions.add("v3")
     world.feed(AddVersion(named("v3"), takes_over=True))
     world.settle()
@@ -287,9 +295,7 @@ def test_second_version_that_does_not_start_is_given_up():
 
 
 def test_serving_second_version_survives_one_failing_worker():
-    world = settled()
-    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
-    world.settle()
+    world = with_canary()
     world.bad_versions.add("v2")
     world.feed(SetPools(Pools(1, 2), version="v2"))
     world.run(200)
@@ -314,9 +320,7 @@ def test_past_failures_of_a_serving_worker_do_not_end_an_update():
 
 
 def test_current_version_that_cannot_grow_stays():
-    world = settled()
-    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
-    world.settle()
+    world = with_canary()
     world.bad_versions.add("v1")
     world.feed(Finish("v1", Pools(2, 1)))
     world.run(60)
@@ -331,9 +335,7 @@ def test_current_version_that_cannot_grow_stays():
 
 @pytest.mark.parametrize("max_workers", [4, 5, 8])
 def test_split_version_may_become_mixed_by_a_rollout(max_workers):
-    world = settled(max_workers=max_workers)
-    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
-    world.settle()
+    world = with_canary(max_workers=max_workers)
     world.feed(Finish("v2", Pools(0, 0, 2)))
     world.settle()
     assert by_version(world) == {"v2": 2}
@@ -341,9 +343,7 @@ def test_split_version_may_become_mixed_by_a_rollout(max_workers):
 
 
 def test_split_version_may_become_mixed_without_spare_room():
-    world = settled(Pools(0, 0, 1), max_workers=3)
-    world.feed(AddVersion(named("v2", weight=10), takes_over=False))
-    world.settle()
+    world = with_canary(Pools(0, 0, 1), max_workers=3)
     world.feed(RoomSeen(2, "a node was lost"))
     world.feed(Finish("v2", Pools(0, 0, 2)))
     world.settle()
@@ -481,23 +481,13 @@ def test_number_of_versions_is_limited():
 
 
 def test_next_controller_continues_an_update():
-    world = settled(Pools(2, 2), max_workers=6)
-    world.feed(AddVersion(named("v2", Pools(2, 2)), takes_over=True))
+    world = updating()
     while by_version(world).get("v2", 0) < 3:
         world.run(1)
     before = world.machine.members
     world.queue.clear()
-    world.machine = PoolMachine(
-        before.intent, limits=world.machine.limits, gateways=["gateway"], version=before.version
-    )
-    members = [
-        Member(WorkerId(name), world.addresses[name], process.version)
-        for name, process in world.processes.items()
-    ]
-    world.feed(Found(tuple(members), ("gateway",)))
-    for name, process in world.processes.items():
-        kv_format = KVFormat.INT8 if process.version == "v2" else KVFormat.FP32
-        world.feed(Connected(WorkerId(name), world.addresses[name], process.role, kv_format))
+    world.replace_controller(before.intent, version=before.version)
+    world.connect()
     world.settle()
     assert by_version(world) == {"v2": 4}
 
@@ -506,12 +496,8 @@ def test_workers_of_an_unknown_version_are_stopped():
     world = settled()
     for process in world.processes.values():
         process.version = "lost"
-    members = [Member(WorkerId(name), address, "lost") for name, address in world.addresses.items()]
-    world.machine = PoolMachine(world.machine.intent, limits=world.machine.limits)
-    world.feed(Found(tuple(members)))
-    for name, process in list(world.processes.items()):
-        address = world.addresses[name]
-        world.feed(Connected(WorkerId(name), address, process.role, KVFormat.FP32))
+    world.replace_controller(world.machine.intent)
+    world.connect()
     world.settle()
     assert by_version(world) == {"v1": 2}
 
