@@ -254,6 +254,11 @@ class PoolWorld:
         return {name: w.state for name, w in self.machine.workers.items()}
 
 
+def intent_of(pools: Pools, **fields) -> Intent:
+    """Returns the intent that there is one version, with these pools."""
+    return Intent((Version(pools=pools),), **fields)
+
+
 def settled(*arguments, **options) -> PoolWorld:
     """Returns a world whose pools have reached their wanted size."""
     world = PoolWorld(*arguments, **options)

@@ -19,11 +19,12 @@ from engine.config import (
     RouterConfig,
     WorkerConfig,
 )
-from engine.control import GatewayReport, Intent, Pools, Version
+from engine.control import GatewayReport, Pools
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.planning.planner import PlannerRules
+from tests.kits.pools import intent_of
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 COST = DecodeCost(fixed_s=0.010, row_s=2e-4, context_s=0.0)
@@ -34,16 +35,12 @@ WRITING = Observation(requests_per_s=1.0, num_decoding=280, decode_cost=COST)
 RULES = PlannerRules(ttft_s=2.0, tpot_s=0.03)
 
 
-def intent_of(pools, mode):
-    return Intent((Version(pools=pools),), mode)
-
-
 class World:
     """A machine whose effects happen at once, and a planner of its pools."""
 
     def __init__(self, pools, rules=RULES, max_workers=8, mode=PlannerMode.ON, **more):
         self.machine = PoolMachine(
-            intent_of(pools, mode), limits=PoolLimits(max_workers), gateways=["gateway"]
+            intent_of(pools, planner=mode), limits=PoolLimits(max_workers), gateways=["gateway"]
         )
         self.now_s = 0.0
         self.obeys = True
@@ -171,7 +168,7 @@ def test_operators_order_is_not_taken_back_at_once():
 def test_history_is_bounded(monkeypatch):
     world = World(Pools(2, 2), mode=PlannerMode.DRY_RUN)
     for number in range(600):
-        world.machine.wanted.intent = intent_of(Pools(2, 2, number), PlannerMode.DRY_RUN)
+        world.machine.wanted.intent = intent_of(Pools(2, 2, number), planner=PlannerMode.DRY_RUN)
         world.tick(READING)
     decisions = world.planning.decisions
     assert len(decisions) == 200

@@ -1,0 +1,112 @@
+"""What is heard of workers: silence, returns and deaths."""
+
+from itertools import pairwise
+
+from deploy.pools.events import (
+    Disconnected,
+    PoolTick,
+    RoleSeen,
+    WorkerStarted,
+    WorkerStartFailed,
+    WorkerStopped,
+)
+from deploy.pools.orders import Flip
+from deploy.pools.workers.record import WorkerState
+from deploy.pools.workers.sightings import FLIP_TIMEOUT_S, UNREACHABLE_S
+from engine.control import Pools
+from engine.messages import Role, WorkerId
+from tests.kits.pools import intent_of, settled
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def test_dead_worker_is_restarted_after_growing_pauses():
+    world = settled()
+    world.fails_always = {D}
+    world.die("decode-0")
+    world.run(3600)
+    times = [when for when, _ in world.started]
+    assert len(times) <= 6 + 60
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert gaps[0] < 5
+    assert min(gaps[7:]) >= 60
+    assert any("for the 3. time in a row" in line for line in world.told)
+    world.fails_always = set()
+    world.settle()
+    assert world.roles() == {"prefill-0": P, "decode-0": D}
+
+
+def test_unreachable_worker_is_stopped_by_force_and_replaced():
+    world = settled()
+    world.hang("decode-0")
+    world.run(UNREACHABLE_S - 2)
+    assert world.states()["decode-0"] is WorkerState.SERVING
+    world.settle()
+    assert len(world.started) == 1
+    assert world.machine.counters["workers unreachable"] == 1
+
+
+def test_worker_that_reconnects_in_time_stays():
+    world = settled()
+    world.hang("decode-0")
+    world.run(5)
+    world.processes["decode-0"].is_deaf = False
+    world.connect("decode-0")
+    world.run(100)
+    assert world.started == []
+    assert world.machine.is_settled
+
+
+def test_flip_deadline_restarts_after_a_reconnect():
+    world = settled(Pools(2, 1))
+    world.processes["prefill-0"].is_mute = True
+    world.feed(Flip(WorkerId("prefill-0"), D))
+    world.hang("prefill-0")
+    world.run(FLIP_TIMEOUT_S + 5)
+    world.processes["prefill-0"].is_mute = world.processes["prefill-0"].is_deaf = False
+    world.connect("prefill-0")
+    world.feed(PoolTick())
+    world.settle()
+    assert world.roles()["prefill-0"] is D
+    assert not world.machine.counters["flips failed"]
+
+
+def test_worker_that_returns_in_another_role_is_told_again_a_limited_number_of_times():
+    world = settled(Pools(1, 2))
+    process, address = world.processes["decode-0"], world.addresses["decode-0"]
+    process.is_mute, process.role = True, P
+    world.feed(Disconnected(WorkerId("decode-0"), address, "cut off"))
+    world.connect("decode-0")
+    assert not world.machine.is_settled
+    assert world.machine.counters["flips"] == 1
+    world.run(FLIP_TIMEOUT_S + 2)
+    assert world.machine.counters["flips failed"] == 1
+    process.is_mute = False
+    world.settle()
+    assert sorted(world.roles().values()) == [D, D, P]
+
+
+def test_found_but_unreachable_workers_are_replaced():
+    world = settled()
+    for process in world.processes.values():
+        process.is_deaf = True
+    world.replace_controller(intent_of(Pools(1, 1)))
+    world.run(UNREACHABLE_S + 5)
+    world.settle()
+    assert world.roles() == {"decode-0": D, "prefill-0": P}
+    assert len(world.started) == 2
+
+
+def test_events_of_an_earlier_start_are_ignored():
+    world = settled()
+    old = world.addresses["decode-0"]
+    world.die("decode-0")
+    world.run(2)
+    world.settle()
+    before = repr(world.machine.workers)
+    world.feed(Disconnected(WorkerId("decode-0"), old, "late"))
+    world.feed(RoleSeen(WorkerId("decode-0"), old, P))
+    world.feed(WorkerStarted(WorkerId("decode-0"), 1, old))
+    world.feed(WorkerStartFailed(WorkerId("decode-0"), 1, "late"))
+    world.feed(WorkerStopped(WorkerId("decode-0")))
+    assert repr(world.machine.workers) == before
