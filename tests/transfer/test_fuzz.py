@@ -23,9 +23,7 @@ from hypothesis import strategies as st
 from engine.config import Transport
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
-from engine.worker.blocks import BlockId
 from engine.worker.events import LeaseEnded, PullDone, PullFailed, RevokeLease
-from kvtransfer.lease.effects import SendToSink
 from kvtransfer.lease.sink import MAX_DAMAGED, SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
@@ -183,25 +181,6 @@ def test_a_source_survives_any_message_and_serves_other_sinks():
         survives()
         assert source.endpoint.counters()["bad_messages"] > 0
     assert min(answered[kind] for kind in ("Attached", "Ready", "Data", "Ended")) > 0
-
-
-def test_a_source_that_cannot_send_refuses_to_be_asked():
-    """A pool in a GPU's memory cannot send; a faulty sink asks nevertheless."""
-    offers = Offers(sends=False)
-    machine = SourceMachine(
-        incarnation=Incarnation("source-1"),
-        identity=IDENTITY,
-        num_blocks=NUM_BLOCKS,
-        timing=TIMING,
-        offers=offers,
-    )
-    body = AttachBody(Incarnation("raw"), Incarnation("source-1"), IDENTITY)
-    machine.open(LeaseId("l"), 1, 0.0)
-    machine.grow(LeaseId("l"), (BlockId(1),), 0.0)
-    machine.receive(b"raw", attach(body), 0.0)
-    effects = machine.receive(b"raw", Read(LeaseId("l"), [0]), 0.0)
-    ended = Ended(LeaseId("l"), "bad read")
-    assert effects == [LeaseEnded(LeaseId("l"), "bad read"), SendToSink(b"raw", ended)]
 
 
 # ---------------------------------------------------------------- a source with arbitrary messages

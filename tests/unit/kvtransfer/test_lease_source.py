@@ -36,12 +36,12 @@ SINK, OTHER, STRANGER = b"sink", b"other", b"stranger"
 WIRE = agree(IDENTITY, IDENTITY)
 
 
-def machine(*attached: bytes) -> SourceMachine:
+def machine(*attached: bytes, offers: Offers = OFFERS) -> SourceMachine:
     source = SourceMachine(
         incarnation="life of source",
         identity=IDENTITY,
         num_blocks=10,
-        offers=OFFERS,
+        offers=offers,
         timing=TIMING,
     )
     for peer in attached:
@@ -49,9 +49,9 @@ def machine(*attached: bytes) -> SourceMachine:
     return source
 
 
-def held(*ready: int, num_blocks: int = 4) -> SourceMachine:
+def held(*ready: int, num_blocks: int = 4, offers: Offers = OFFERS) -> SourceMachine:
     """A source with lease `l`, held by SINK; `ready` are its blocks so far."""
-    source = machine(SINK, OTHER)
+    source = machine(SINK, OTHER, offers=offers)
     source.open("l", num_blocks, 0.0)
     source.grow("l", ready, 0.0)
     source.receive(SINK, Hold("l", 0, 0), 0.0)
@@ -182,6 +182,12 @@ def test_a_read_of_too_many_or_unready_blocks_ends_the_lease(indices):
         SendToSink(SINK, Ended("l", "bad read")),
     ]
     assert source.num_leases == 0
+
+
+def test_a_read_from_a_source_that_cannot_send_ends_the_lease():
+    """A pool in a GPU's memory cannot send; a faulty sink asks nevertheless."""
+    source = held(7, offers=Offers(sends=False))
+    assert source.receive(SINK, Read("l", [0]), 1.0)[0] == LeaseEnded("l", "bad read")
 
 
 @pytest.mark.parametrize("message", [Hold("l", 0, 0), Read("l", [0]), Release("l", 0)])
