@@ -11,9 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from decode.arrivals import Arrivals
 from decode.drafts import DraftPlanner
@@ -28,6 +25,7 @@ from tests.kits.fakes.cluster import FakeCluster
 from tests.kits.fakes.gateway import Ask, FakeGateway
 from tests.kits.fakes.model import VOCAB_SIZE
 from tests.kits.fakes.worker import PARTS, WILFUL, WorkerShape
+from tests.kits.seeds import seeds
 
 NUM_GATEWAYS = 2
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
@@ -59,8 +57,8 @@ STOPS = ((), (3,), (1, 5))
 MAX_SUFFIX_LEN = 5
 MAX_ANSWER_LEN = 10  # with a stem and a suffix it fits into the smallest pool
 SECONDS = (0.3, 1.0, 4.0, 7.0)
-RUNS = range(16)
-SEARCHED_RUNS = range(200)  # for rare events; a search ends at the first one
+NUM_EVENTS = 300  # of a run
+SEARCHED_RUNS = seeds(200)  # for rare events; a search ends at the first one
 PREFIX_EVENTS = (
     "prefix_offers:held",
     "prefix_offers:not_held",
@@ -210,139 +208,6 @@ class Traffic:
         return self.cluster.add_gateway(f"g{self._num_gateways}")
 
 
-@st.composite
-def shapes(draw) -> list[WorkerShape]:
-    """Of a prefill, a decode and a mixed worker."""
-    has_draft_model = draw(st.booleans())
-    sizes = {name: st.sampled_from(choices) for name, choices in SIZES.items()}
-    sizes["has_draft_model"] = st.just(has_draft_model)
-    return [draw(st.builds(WorkerShape, st.just(role), **sizes)) for role in ROLES]
-
-
-def prompts() -> "st.SearchStrategy[tuple[int, ...]]":
-    stems = st.builds(lambda s, n: s[:n], st.sampled_from(STEMS), st.sampled_from(STEM_LENS))
-    tokens = st.integers(0, VOCAB_SIZE - 1)
-    suffixes = st.lists(tokens, min_size=1, max_size=MAX_SUFFIX_LEN).map(tuple)
-    return st.builds(lambda stem, suffix: stem + suffix, stems, suffixes)
-
-
-def answer_lens() -> "st.SearchStrategy[tuple[int, int]]":
-    lens = st.integers(1, MAX_ANSWER_LEN)
-    return st.tuples(lens, lens).map(lambda pair: (min(pair) - 1, max(pair)))
-
-
-GATEWAYS = st.integers(0, NUM_GATEWAYS - 1)
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-class WorkersOfAllRoles(RuleBasedStateMachine):
-    """Hypothesis chooses actions on the cluster, and shrinks failing ones."""
-
-    @initialize(shapes=shapes())
-    def start(self, shapes: list[WorkerShape]) -> None:
-        self.traffic = Traffic(*shapes)
-        self.is_sound = True
-
-    def do(self, act: Callable[..., None], *args: object, **kwargs: object) -> None:
-        self.is_sound = False
-        act(*args, **kwargs)
-        self.is_sound = True
-
-    @rule(
-        prompt=prompts(),
-        gateway=GATEWAYS,
-        lens=answer_lens(),
-        stops=st.sampled_from(STOPS),
-        routes=st.sampled_from(ROUTES),
-        sampling=st.sampled_from(SAMPLINGS),
-        num_top=st.sampled_from(NUM_TOPS),
-    )
-    def ask(self, prompt, gateway, lens, stops, routes, sampling, num_top):
-        fields = {"gateway": gateway, "stops": stops, "routes": routes}
-        fields |= {"sampling": sampling, "num_top": num_top}
-        self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
-
-    @rule(
-        which=st.integers(0, 9),
-        token=st.integers(0, VOCAB_SIZE - 1),
-        gateway=GATEWAYS,
-        lens=answer_lens(),
-        routes=st.sampled_from(ROUTES),
-    )
-    def ask_on(self, which, token, gateway, lens, routes):
-        prompt = (*self.traffic.conversation(which), token)
-        fields = {"gateway": gateway, "stops": (), "routes": routes}
-        fields |= {"sampling": SAMPLINGS[0], "num_top": None}
-        self.do(self.traffic.ask, prompt, answer_lens=lens, **fields)
-
-    @rule(num_moves=st.integers(1, 40), seed=SEEDS)
-    def go_on(self, num_moves, seed):
-        self.do(self.traffic.go_on, num_moves, random.Random(seed))
-
-    @rule(num_moves=st.integers(40, 120), seed=SEEDS)
-    def go_on_for_long(self, num_moves, seed):
-        self.do(self.traffic.go_on, num_moves, random.Random(seed))
-
-    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
-    @rule(which=st.integers(0, 9))
-    def cancel(self, which):
-        self.do(self.traffic.cancel, which)
-
-    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
-    @rule(which=st.integers(0, 9))
-    def retry(self, which):
-        self.do(self.traffic.retry, which)
-
-    @rule(which=GATEWAYS, worker=st.sampled_from("pqdm"), role=st.sampled_from(Role))
-    def change_role(self, which, worker, role):
-        self.do(self.traffic.change_role, which, worker, role)
-
-    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
-    @rule(which=st.integers(0, 9), goes_to=st.sampled_from("dm"))
-    def hand_over(self, which, goes_to):
-        self.do(self.traffic.hand_over, which, goes_to)
-
-    @precondition(lambda self: any(gateway.asks for gateway in self.traffic.gateways))
-    @rule(which=st.integers(0, 9))
-    def stop_waiting(self, which):
-        self.do(self.traffic.stop_waiting, which)
-
-    @rule(which=GATEWAYS, num_arriving=st.integers(0, 3))
-    def lose_gateway(self, which, num_arriving):
-        self.do(self.traffic.lose_gateway, which, num_arriving)
-
-    @rule(seconds=st.sampled_from(SECONDS))
-    def wait(self, seconds):
-        self.do(self.traffic.wait, seconds)
-
-    @rule(worker=st.sampled_from("pqdm"), part=st.sampled_from(PARTS))
-    def block(self, worker, part):
-        self.do(self.traffic.block, worker, part)
-
-    @rule(which=GATEWAYS, worker=st.sampled_from("pqdm"))
-    def block_link(self, which, worker):
-        self.do(self.traffic.block_link, which, worker)
-
-    @rule()
-    def unblock(self):
-        self.do(self.traffic.cluster.unblock)
-
-    def teardown(self) -> None:
-        if getattr(self, "is_sound", False):
-            self.traffic.finish(random.Random(0))
-
-
-TestWorkersOfAllRoles = WorkersOfAllRoles.TestCase
-TestWorkersOfAllRoles.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-
-
-# ---------------------------------------------------------------- long runs
-
-
 def random_shapes(rng: random.Random) -> list[WorkerShape]:
     has_draft_model = rng.random() < 0.7
     shapes = []
@@ -358,8 +223,8 @@ def random_prompt(traffic: Traffic, rng: random.Random) -> tuple[int, ...]:
     return stem + tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, MAX_SUFFIX_LEN)))
 
 
-def random_traffic(seed: int, num_events: int) -> Counter[str]:
-    """A busier and longer run than hypothesis makes. Returns the schedulers' counters."""
+def random_traffic(seed: int) -> Counter[str]:
+    """Runs a cluster under random traffic and faults. Returns the schedulers' counters."""
     rng = random.Random(seed)
     traffic = Traffic(*random_shapes(rng))
 
@@ -382,6 +247,7 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
         traffic.cancel_pulling: 0.15,
         lambda: traffic.retry(rng.randrange(100)): 0.01,
         lambda: traffic.stop_waiting(rng.randrange(100)): 0.02,
+        lambda: traffic.hand_over(rng.randrange(100), rng.choice("dm")): 0.05,
         lambda: traffic.hand_over_all(rng.choice("dm")): 0.1,
         lambda: traffic.change_role(
             rng.randrange(NUM_GATEWAYS), rng.choice("pqdm"), rng.choice(list(Role))
@@ -392,7 +258,7 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
         lambda: traffic.block_link(rng.randrange(NUM_GATEWAYS), rng.choice("pqdm")): 0.1,
         traffic.cluster.unblock: 0.08,
     }
-    for event in rng.choices(list(events), list(events.values()), k=num_events):
+    for event in rng.choices(list(events), list(events.values()), k=NUM_EVENTS):
         event()
     traffic.finish(rng)
     counted: Counter[str] = Counter()
@@ -401,15 +267,15 @@ def random_traffic(seed: int, num_events: int) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("seed", RUNS)
+@pytest.mark.parametrize("seed", seeds(24))
 def test_every_request_of_a_long_run_is_answered_correctly(seed):
-    random_traffic(seed, num_events=300)
+    random_traffic(seed)
 
 
 def test_long_runs_reach_every_counted_event():
     missing = {*PREFIX_EVENTS, *SPECULATION_EVENTS}
     for seed in SEARCHED_RUNS:
-        missing -= (+random_traffic(seed, num_events=300)).keys()
+        missing -= (+random_traffic(seed)).keys()
         if not missing:
             return
     raise AssertionError(f"no run came to {missing}")
@@ -554,4 +420,4 @@ def test_deliberate_mistakes_are_noticed(mistake, monkeypatch):
 
 def run_all() -> None:
     for seed in SEARCHED_RUNS:
-        random_traffic(seed, num_events=300)
+        random_traffic(seed)
