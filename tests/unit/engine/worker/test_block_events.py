@@ -356,27 +356,6 @@ def test_batches_in_order_are_applied_at_once():
     news.validate()
 
 
-def test_a_repeated_batch_is_applied_once():
-    news = following()
-    news.handle(Published(0, told(1)), 0.0)
-    assert news.handle(Published(0, told(1)), 0.0) == []
-
-
-def test_batches_published_before_the_snapshot_are_applied_after_it():
-    news = BlockNews()
-    news.open(0.0)
-    for number in (3, 4, 5):
-        assert news.handle(Published(number, told(number)), 0.0) == []
-    news.handle(NewsPiece(4, [CLEARED, *told(3)]), 0.0)
-    news.handle(NewsPiece(4, told(70)), 0.0)
-    assert news.handle(NewsEnded(), 0.0) == [
-        Apply([CLEARED, *told(3), *told(70)]),
-        Apply(told(4)),
-        Apply(told(5)),
-    ]
-    assert news.is_following
-
-
 def test_a_missing_batch_is_requested_and_later_ones_wait():
     news = following()
     assert news.handle(Published(2, told(2)), 0.0) == [AskBatches(0)]
@@ -386,15 +365,6 @@ def test_a_missing_batch_is_requested_and_later_ones_wait():
     assert news.handle(NewsPiece(2, told(2)), 0.0) == []
     assert news.handle(NewsEnded(), 0.0) == []
     assert (news.is_following, news.next_wake_s()) == (True, None)
-
-
-def test_batches_no_longer_kept_come_as_a_snapshot():
-    news = following()
-    assert news.handle(Published(5, told(5)), 0.0) == [AskBatches(0)]
-    news.handle(NewsPiece(3, told(3)), 0.0)
-    assert news.handle(NewsEnded(), 0.0) == [AskSnapshot()]
-    news.handle(NewsPiece(5, [CLEARED, *told(3)]), 0.0)
-    assert news.handle(NewsEnded(), 0.0) == [Apply([CLEARED, *told(3)]), Apply(told(5))]
 
 
 def test_a_lost_last_batch_is_noticed_by_the_workers_count():
@@ -420,16 +390,6 @@ def test_a_request_without_new_batches_ends_in_a_snapshot():
     news.handle(Counted(1), 0.0)
     assert news.handle(NewsTick(), OVERDUE_S) == [AskBatches(0)]
     assert news.handle(NewsEnded(), 1.0) == [AskSnapshot()]
-
-
-def test_an_outdated_snapshot_changes_nothing():
-    news = following()
-    assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
-    assert news.handle(NewsEnded(), 0.0) == [AskSnapshot()]
-    assert news.handle(NewsPiece(1, [CLEARED, *told(0)]), 0.0) == []
-    assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]  # late
-    assert news.handle(NewsEnded(), 0.0) == []
-    assert news.is_following
 
 
 def test_every_piece_of_an_answer_gives_the_next_one_time():
@@ -501,23 +461,6 @@ def test_a_bounded_number_of_batches_waits_for_a_missing_one(monkeypatch):
 
 
 # ---------------------------------------------------------------- what is known from it
-
-
-def test_an_index_follows_the_workers_events():
-    index = PrefixMap()
-    index.add(A, 6)
-    index.add(B, 6)
-    found = hashes(3)
-    apply_events(index, A, [stored(found, None, block_size=BLOCK_SIZE)])
-    apply_events(index, B, [stored(found[:1], None, block_size=BLOCK_SIZE)])
-    assert index.longest(found) == {A: 3, B: 1}
-    apply_events(index, A, [BlockRemoved(found[1:2], None)])
-    assert index.longest(found) == {A: 1, B: 1}
-    apply_events(index, A, [stored(found[1:2], found[0], block_size=BLOCK_SIZE)])
-    assert index.longest(found) == {A: 3, B: 1}
-    apply_events(index, A, [AllBlocksCleared(), *told(70)])
-    assert index.longest(found) == {B: 1}
-    assert index.longest(hashes(1, first=70)) == {A: 1}
 
 
 def test_news_of_gone_workers_or_unknown_blocks_are_harmless():

@@ -167,18 +167,6 @@ def test_of_thousands_of_owners_each_is_found_with_its_depth():
     index.validate()
 
 
-def test_new_worker_does_not_inherit_blocks_of_a_slot(index):
-    for _ in range(3):
-        index.stored(A, chain(24))
-        index.forget(A)
-        index.add(WorkerId("c"), 100)
-        assert index.longest(chain(24)) == {}
-        index.stored(WorkerId("c"), chain(12))
-        assert index.longest(chain(24)) == {WorkerId("c"): 12}
-        index.forget(WorkerId("c"))
-        index.add(A, 100)
-
-
 def test_memory_is_given_back_and_small(index):
     before = index.num_bytes
     blocks = chain(100_000)
