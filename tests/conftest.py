@@ -1,6 +1,8 @@
 """For all tests: what needs a library or a device that is absent is skipped, and says so."""
 
+import asyncio
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, reason in reasons.items():
             if reason is not None and item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.skip(reason=f"marked {mark}: {reason}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -102,37 +102,31 @@ HOSTILE = {
 HARMLESS = {"many newlines"}  # since they are read in one pass
 
 
-def test_hostile_grammars_are_refused_and_stall_nothing():
-    async def run():
-        async with opened_checker() as checker:
-            assert await verdict_of(checker, schema(True)) is None
-            stop = asyncio.Event()
-            watching = asyncio.create_task(longest_gap_s(stop))
-            before = resident_bytes(os.getpid())
-            for name, grammar in HOSTILE.items():
-                begin_s = time.monotonic()
-                refusal = await verdict_of(checker, grammar)
-                assert (refusal is None) == (name in HARMLESS), (name, refusal)
-                assert time.monotonic() - begin_s < 2 * MAX_WALL_S, name
-            assert await verdict_of(checker, schema({"type": "string"})) is None
-            stop.set()
-            assert await watching < MAX_GAP_S
-            assert resident_bytes(os.getpid()) - before < 32 * 2**20
-            assert resident_bytes(pid_of(checker)) < 256 * 2**20
-            # A busy machine may leave some BUSY.
-            assert checker.counters[GrammarVerdict.CRASHED] == 0
-
-    asyncio.run(run())
+async def test_hostile_grammars_are_refused_and_stall_nothing():
+    async with opened_checker() as checker:
+        assert await verdict_of(checker, schema(True)) is None
+        stop = asyncio.Event()
+        watching = asyncio.create_task(longest_gap_s(stop))
+        before = resident_bytes(os.getpid())
+        for name, grammar in HOSTILE.items():
+            begin_s = time.monotonic()
+            refusal = await verdict_of(checker, grammar)
+            assert (refusal is None) == (name in HARMLESS), (name, refusal)
+            assert time.monotonic() - begin_s < 2 * MAX_WALL_S, name
+        assert await verdict_of(checker, schema({"type": "string"})) is None
+        stop.set()
+        assert await watching < MAX_GAP_S
+        assert resident_bytes(os.getpid()) - before < 32 * 2**20
+        assert resident_bytes(pid_of(checker)) < 256 * 2**20
+        # A busy machine may leave some BUSY.
+        assert checker.counters[GrammarVerdict.CRASHED] == 0
 
 
-def test_a_refusal_says_which_limit():
-    async def run():
-        async with opened_checker() as checker:
-            assert "1 s" in await verdict_of(checker, HOSTILE["met remainders"])
-            assert "properties" in await verdict_of(checker, HOSTILE["properties"])
-            assert "remainders" in await verdict_of(checker, HOSTILE["multiples"])
-
-    asyncio.run(run())
+async def test_a_refusal_says_which_limit():
+    async with opened_checker() as checker:
+        assert "1 s" in await verdict_of(checker, HOSTILE["met remainders"])
+        assert "properties" in await verdict_of(checker, HOSTILE["properties"])
+        assert "remainders" in await verdict_of(checker, HOSTILE["multiples"])
 
 
 FORKS = """
@@ -187,34 +181,28 @@ def test_a_planted_bug_is_a_finding(monkeypatch):
         fuzz(0, 5)
 
 
-def test_errors_name_the_field_and_the_tool():
+async def test_errors_name_the_field_and_the_tool():
     tools = [
         {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
         for i, parameters in enumerate([{}, {"properties": {"a": {"type": "strin"}}}, {}])
     ]
 
-    async def run():
-        async with opened_checker() as checker:
-            for fields, param in (
-                ({"guided_regex": "["}, "guided_regex"),
-                ({"tools": tools}, "tools[1].function.parameters"),
-            ):
-                with pytest.raises(ApiError) as caught:
-                    await check_structure(checker, structure_of(fields), VOCABULARY, ASKER)
-                assert (caught.value.param, caught.value.status) == (param, 400)
-
-    asyncio.run(run())
+    async with opened_checker() as checker:
+        for fields, param in (
+            ({"guided_regex": "["}, "guided_regex"),
+            ({"tools": tools}, "tools[1].function.parameters"),
+        ):
+            with pytest.raises(ApiError) as caught:
+                await check_structure(checker, structure_of(fields), VOCABULARY, ASKER)
+            assert (caught.value.param, caught.value.status) == (param, 400)
 
 
-def test_a_verdict_is_cached_and_shared_by_waiters_of_one_grammar():
-    async def run():
-        async with opened_checker() as checker:
-            grammar = schema({"enum": ["a"]})
-            await asyncio.gather(*(verdict_of(checker, grammar) for _ in range(20)))
-            await verdict_of(checker, grammar)
-            assert checker.counters[GrammarVerdict.FOLLOWED] == 1
-
-    asyncio.run(run())
+async def test_a_verdict_is_cached_and_shared_by_waiters_of_one_grammar():
+    async with opened_checker() as checker:
+        grammar = schema({"enum": ["a"]})
+        await asyncio.gather(*(verdict_of(checker, grammar) for _ in range(20)))
+        await verdict_of(checker, grammar)
+        assert checker.counters[GrammarVerdict.FOLLOWED] == 1
 
 
 def test_timing_does_not_reveal_other_tenants_grammars():
@@ -227,90 +215,70 @@ def test_timing_does_not_reveal_other_tenants_grammars():
     assert asyncio.run(run()) == 2  # compiled once for each
 
 
-def test_tenants_take_turns():
-    async def run():
-        async with opened_checker() as checker:
-            order = []
+async def test_tenants_take_turns():
+    async with opened_checker() as checker:
+        order = []
 
-            async def ask(tenant, index):
-                await verdict_of(checker, schema({"const": f"{tenant}{index}"}), tenant)
-                order.append(tenant)
+        async def ask(tenant, index):
+            await verdict_of(checker, schema({"const": f"{tenant}{index}"}), tenant)
+            order.append(tenant)
 
-            many = [asyncio.create_task(ask("many", i)) for i in range(30)]
-            few = [asyncio.create_task(ask("few", i)) for i in range(2)]
-            await asyncio.gather(*many, *few)
-            assert max(i for i, tenant in enumerate(order) if tenant == "few") < 8
-
-    asyncio.run(run())
+        many = [asyncio.create_task(ask("many", i)) for i in range(30)]
+        few = [asyncio.create_task(ask("few", i)) for i in range(2)]
+        await asyncio.gather(*many, *few)
+        assert max(i for i, tenant in enumerate(order) if tenant == "few") < 8
 
 
-def test_too_many_waiting_grammars_are_refused_as_busy(monkeypatch):
+async def test_too_many_waiting_grammars_are_refused_as_busy(monkeypatch):
     monkeypatch.setattr(grammar_checker, "MAX_WAITING", 4)
 
-    async def run():
-        async with opened_checker() as checker:
-            asked = [verdict_of(checker, schema({"const": i})) for i in range(10)]
-            found = await asyncio.gather(*asked)
-            assert found[:4] == [None] * 4
-            assert all("too many" in message for message in found[4:])
-            monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
-            structure = structure_of({"guided_regex": "abc"})
-            with pytest.raises(ApiError) as caught:
-                await check_structure(checker, structure, VOCABULARY, ASKER)
-            assert caught.value.status == 503
-
-    asyncio.run(run())
+    async with opened_checker() as checker:
+        asked = [verdict_of(checker, schema({"const": i})) for i in range(10)]
+        found = await asyncio.gather(*asked)
+        assert found[:4] == [None] * 4
+        assert all("too many" in message for message in found[4:])
+        monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
+        structure = structure_of({"guided_regex": "abc"})
+        with pytest.raises(ApiError) as caught:
+            await check_structure(checker, structure, VOCABULARY, ASKER)
+        assert caught.value.status == 503
 
 
-def test_a_cancelled_grammar_is_not_compiled():
-    async def run():
-        async with opened_checker() as checker:
-            asked = [
-                asyncio.create_task(verdict_of(checker, schema({"const": i}))) for i in range(20)
-            ]
-            first = asyncio.create_task(verdict_of(checker, schema({"const": "x"})))
-            await asyncio.wait(asked[:1])
-            for task in asked[1:]:
-                task.cancel()
-            assert await first is None
-            assert checker.counters[GrammarVerdict.FOLLOWED] < 5
-
-    asyncio.run(run())
+async def test_a_cancelled_grammar_is_not_compiled():
+    async with opened_checker() as checker:
+        asked = [asyncio.create_task(verdict_of(checker, schema({"const": i}))) for i in range(20)]
+        first = asyncio.create_task(verdict_of(checker, schema({"const": "x"})))
+        await asyncio.wait(asked[:1])
+        for task in asked[1:]:
+            task.cancel()
+        assert await first is None
+        assert checker.counters[GrammarVerdict.FOLLOWED] < 5
 
 
-def test_a_child_that_dies_is_replaced():
-    async def run():
-        async with opened_checker() as checker:
-            assert await verdict_of(checker, schema({"const": 1})) is None
-            first = pid_of(checker)
-            os.kill(first, signal.SIGKILL)
-            assert "did not answer" in await verdict_of(checker, schema({"const": 2}))
-            assert await verdict_of(checker, schema({"const": 2})) is None
-            assert pid_of(checker) != first
-
-    asyncio.run(run())
+async def test_a_child_that_dies_is_replaced():
+    async with opened_checker() as checker:
+        assert await verdict_of(checker, schema({"const": 1})) is None
+        first = pid_of(checker)
+        os.kill(first, signal.SIGKILL)
+        assert "did not answer" in await verdict_of(checker, schema({"const": 2}))
+        assert await verdict_of(checker, schema({"const": 2})) is None
+        assert pid_of(checker) != first
 
 
-def test_the_child_ends_with_its_checker_even_while_it_compiles():
-    async def run():
-        async with opened_checker() as checker:
-            await verdict_of(checker, schema({"const": 1}))
-            pid = pid_of(checker)
-            busy = asyncio.create_task(verdict_of(checker, HOSTILE["met remainders"]))
-            await asyncio.wait([busy], timeout=0.1)
-            begin_s = time.monotonic()
-        assert time.monotonic() - begin_s < 3.0
-        assert not is_running(pid)
-        busy.cancel()
-
-    asyncio.run(run())
+async def test_the_child_ends_with_its_checker_even_while_it_compiles():
+    async with opened_checker() as checker:
+        await verdict_of(checker, schema({"const": 1}))
+        pid = pid_of(checker)
+        busy = asyncio.create_task(verdict_of(checker, HOSTILE["met remainders"]))
+        await asyncio.wait([busy], timeout=0.1)
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 3.0
+    assert not is_running(pid)
+    busy.cancel()
 
 
-def test_a_model_whose_tokenizer_cannot_guide_refuses_grammars():
-    async def run():
-        async with opened_checker() as checker:
-            for vocabulary in (None, Vocabulary("/nowhere", 8, (0,))):
-                with pytest.raises(GrammarError):
-                    await checker.check(vocabulary, schema(True), ASKER)
-
-    asyncio.run(run())
+async def test_a_model_whose_tokenizer_cannot_guide_refuses_grammars():
+    async with opened_checker() as checker:
+        for vocabulary in (None, Vocabulary("/nowhere", 8, (0,))):
+            with pytest.raises(GrammarError):
+                await checker.check(vocabulary, schema(True), ASKER)

@@ -32,59 +32,47 @@ class Stream:
         await asyncio.sleep(0)
 
 
-def test_post_sends_at_once_if_nothing_waits():
-    async def run():
-        stream = Stream()
-        outbox = Outbox(stream.send)
-        outbox.post(b"1")
-        outbox.post(b"2")
-        assert stream.sent == [b"1", b"2"]
-
-    asyncio.run(run())
+async def test_post_sends_at_once_if_nothing_waits():
+    stream = Stream()
+    outbox = Outbox(stream.send)
+    outbox.post(b"1")
+    outbox.post(b"2")
+    assert stream.sent == [b"1", b"2"]
 
 
-def test_frames_keep_their_order():
-    async def run():
-        stream = Stream(paused=True)
-        outbox = Outbox(stream.send)
-        for frame in (b"1", b"2", b"3"):
-            outbox.post(frame)
-        for num_sent in range(3):
-            assert (len(stream.sent), stream.num_begun) == (num_sent, num_sent + 1)
-            await stream.release()
-        assert stream.sent == [b"1", b"2", b"3"]
-
-    asyncio.run(run())
+async def test_frames_keep_their_order():
+    stream = Stream(paused=True)
+    outbox = Outbox(stream.send)
+    for frame in (b"1", b"2", b"3"):
+        outbox.post(frame)
+    for num_sent in range(3):
+        assert (len(stream.sent), stream.num_begun) == (num_sent, num_sent + 1)
+        await stream.release()
+    assert stream.sent == [b"1", b"2", b"3"]
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_nothing_is_sent_after_a_failed_frame(paused):
-    async def run():
-        stream = Stream(paused=paused)
-        stream.error = ConnectionError("gone")
-        outbox = Outbox(stream.send)
-        outbox.post(b"1")
-        if paused:
-            outbox.post(b"2")
-            await stream.release()
-        assert outbox.broken == "gone"
-        with pytest.raises(ConnectionError, match="gone"):
-            outbox.post(b"3")
-        assert stream.num_begun == 1
-
-    asyncio.run(run())
-
-
-def test_closed_outbox_cancels_a_frame_in_flight():
-    async def run():
-        stream = Stream(paused=True)
-        outbox = Outbox(stream.send)
-        outbox.post(b"1")
+async def test_nothing_is_sent_after_a_failed_frame(paused):
+    stream = Stream(paused=paused)
+    stream.error = ConnectionError("gone")
+    outbox = Outbox(stream.send)
+    outbox.post(b"1")
+    if paused:
         outbox.post(b"2")
-        outbox.close()
         await stream.release()
-        assert (stream.sent, stream.num_begun) == ([], 1)
-        with pytest.raises(ConnectionError, match="closed"):
-            outbox.post(b"3")
+    assert outbox.broken == "gone"
+    with pytest.raises(ConnectionError, match="gone"):
+        outbox.post(b"3")
+    assert stream.num_begun == 1
 
-    asyncio.run(run())
+
+async def test_closed_outbox_cancels_a_frame_in_flight():
+    stream = Stream(paused=True)
+    outbox = Outbox(stream.send)
+    outbox.post(b"1")
+    outbox.post(b"2")
+    outbox.close()
+    await stream.release()
+    assert (stream.sent, stream.num_begun) == ([], 1)
+    with pytest.raises(ConnectionError, match="closed"):
+        outbox.post(b"3")

@@ -62,52 +62,43 @@ def connect(name, written, app=nothing):
     return connection, transport
 
 
-def test_parts_of_all_connections_are_sent_together_at_the_end_of_a_turn():
-    async def run():
-        written = []
-        (first, _), (second, _) = connect("a", written), connect("b", written)
-        first.write(b"hello")
-        second.write(b"x" * 16)
-        first.write(b"!")
-        assert written == []
-        await asyncio.sleep(0)
-        assert written == [
-            ("a", b"5\r\nhello\r\n"),
-            ("b", b"10\r\n" + b"x" * 16 + b"\r\n"),
-            ("a", b"1\r\n!\r\n"),
-        ]
-        await asyncio.sleep(0)
-        assert len(written) == 3
-
-    asyncio.run(run())
+async def test_parts_of_all_connections_are_sent_together_at_the_end_of_a_turn():
+    written = []
+    (first, _), (second, _) = connect("a", written), connect("b", written)
+    first.write(b"hello")
+    second.write(b"x" * 16)
+    first.write(b"!")
+    assert written == []
+    await asyncio.sleep(0)
+    assert written == [
+        ("a", b"5\r\nhello\r\n"),
+        ("b", b"10\r\n" + b"x" * 16 + b"\r\n"),
+        ("a", b"1\r\n!\r\n"),
+    ]
+    await asyncio.sleep(0)
+    assert len(written) == 3
 
 
-def test_flush_sends_waiting_parts_exactly_once():
-    async def run():
-        written = []
-        connection, _ = connect("a", written)
-        connection.flush()
-        connection.write(b"1")
-        connection.flush()
-        assert written == [("a", b"1\r\n1\r\n")]
-        connection.write(b"2")
-        await asyncio.sleep(0)
-        assert written == [("a", b"1\r\n1\r\n"), ("a", b"1\r\n2\r\n")]
-
-    asyncio.run(run())
+async def test_flush_sends_waiting_parts_exactly_once():
+    written = []
+    connection, _ = connect("a", written)
+    connection.flush()
+    connection.write(b"1")
+    connection.flush()
+    assert written == [("a", b"1\r\n1\r\n")]
+    connection.write(b"2")
+    await asyncio.sleep(0)
+    assert written == [("a", b"1\r\n1\r\n"), ("a", b"1\r\n2\r\n")]
 
 
-def test_a_client_that_left_meanwhile_does_not_keep_others_waiting():
-    async def run():
-        written = []
-        (gone, transport), (other, _) = connect("gone", written), connect("other", written)
-        gone.write(b"1")
-        other.write(b"2")
-        transport.closing = True
-        await asyncio.sleep(0)
-        assert written == [("other", b"1\r\n2\r\n")]
-
-    asyncio.run(run())
+async def test_a_client_that_left_meanwhile_does_not_keep_others_waiting():
+    written = []
+    (gone, transport), (other, _) = connect("gone", written), connect("other", written)
+    gone.write(b"1")
+    other.write(b"2")
+    transport.closing = True
+    await asyncio.sleep(0)
+    assert written == [("other", b"1\r\n2\r\n")]
 
 
 def test_loops_have_nothing_to_do_with_one_another():
@@ -186,75 +177,60 @@ async def echo(scope, receive, send):
     await send({"type": "http.response.body", "body": way + body})
 
 
-def test_a_body_that_has_come_is_not_waited_for_and_the_head_comes_with_the_answer():
-    async def run():
-        written = []
-        connection, _ = connect("a", written, echo)
-        connection.data_received(request(b"hello"))
-        await until(lambda: written)
-        [(_, data)] = written
-        head, _, body = data.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert body == b"d\r\nat once hello\r\n0\r\n\r\n"
-
-    asyncio.run(run())
+async def test_a_body_that_has_come_is_not_waited_for_and_the_head_comes_with_the_answer():
+    written = []
+    connection, _ = connect("a", written, echo)
+    connection.data_received(request(b"hello"))
+    await until(lambda: written)
+    [(_, data)] = written
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert body == b"d\r\nat once hello\r\n0\r\n\r\n"
 
 
-def test_pipelined_requests_keep_their_own_bodies():
-    async def run():
-        written = []
-        connection, _ = connect("a", written, echo)
-        connection.data_received(request(b"first") + request(b"second"))
-        await until(lambda: len(written) == 2)
-        bodies = [data.partition(b"\r\n\r\n")[2].split(b"\r\n")[1] for _, data in written]
-        assert bodies == [b"at once first", b"at once second"]
-        assert connection._callers == []
-
-    asyncio.run(run())
+async def test_pipelined_requests_keep_their_own_bodies():
+    written = []
+    connection, _ = connect("a", written, echo)
+    connection.data_received(request(b"first") + request(b"second"))
+    await until(lambda: len(written) == 2)
+    bodies = [data.partition(b"\r\n\r\n")[2].split(b"\r\n")[1] for _, data in written]
+    assert bodies == [b"at once first", b"at once second"]
+    assert connection._callers == []
 
 
-def test_a_body_that_comes_late_is_waited_for():
-    async def run():
-        written = []
-        connection, _ = connect("a", written, echo)
-        connection.data_received(request(b"hello")[:-2])
-        await asyncio.sleep(0)
-        connection.data_received(b"lo")
-        await until(lambda: written)
-        assert b"waited for hel" in written[0][1]
-
-    asyncio.run(run())
+async def test_a_body_that_comes_late_is_waited_for():
+    written = []
+    connection, _ = connect("a", written, echo)
+    connection.data_received(request(b"hello")[:-2])
+    await asyncio.sleep(0)
+    connection.data_received(b"lo")
+    await until(lambda: written)
+    assert b"waited for hel" in written[0][1]
 
 
-def test_a_body_that_is_asked_for_is_waited_for():
-    async def run():
-        written = []
-        connection, _ = connect("a", written, echo)
-        connection.data_received(request(b"hello", b"expect: 100-continue"))
-        await until(lambda: b"hello" in b"".join(data for _, data in written))
-        data = b"".join(data for _, data in written)
-        assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
-
-    asyncio.run(run())
+async def test_a_body_that_is_asked_for_is_waited_for():
+    written = []
+    connection, _ = connect("a", written, echo)
+    connection.data_received(request(b"hello", b"expect: 100-continue"))
+    await until(lambda: b"hello" in b"".join(data for _, data in written))
+    data = b"".join(data for _, data in written)
+    assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
 
 
-def test_a_head_alone_is_sent_at_the_end_of_its_turn():
+async def test_a_head_alone_is_sent_at_the_end_of_its_turn():
     async def slow(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await asyncio.Event().wait()
 
-    async def run():
-        written = []
-        connection, _ = connect("a", written, slow)
-        connection.data_received(request(b""))
-        await until(lambda: written)
-        assert written[0][1].endswith(b"\r\n\r\n")
-        connection.cycle.transport.close()
-        assert len(written) == 1
-        for task in connection.tasks:
-            task.cancel()
-
-    asyncio.run(run())
+    written = []
+    connection, _ = connect("a", written, slow)
+    connection.data_received(request(b""))
+    await until(lambda: written)
+    assert written[0][1].endswith(b"\r\n\r\n")
+    connection.cycle.transport.close()
+    assert len(written) == 1
+    for task in connection.tasks:
+        task.cancel()
 
 
 def test_an_answer_over_a_connection_is_whole():
@@ -318,14 +294,11 @@ def test_a_stopping_server_may_cancel_running_answers():
     run_alone(run())
 
 
-def test_a_body_that_is_too_long_is_refused_though_it_has_come():
-    async def run():
-        written = []
-        router = FakeRouter()
-        connection, _ = connect("a", written, make_app(router, max_body_bytes=10))
-        connection.data_received(asked())
-        await until(lambda: written)
-        assert written[0][1].startswith(b"HTTP/1.1 413 ")
-        assert router.requests == []
-
-    asyncio.run(run())
+async def test_a_body_that_is_too_long_is_refused_though_it_has_come():
+    written = []
+    router = FakeRouter()
+    connection, _ = connect("a", written, make_app(router, max_body_bytes=10))
+    connection.data_received(asked())
+    await until(lambda: written)
+    assert written[0][1].startswith(b"HTTP/1.1 413 ")
+    assert router.requests == []
