@@ -37,9 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine in an event loop of its own."""
+    """Runs a test that is a coroutine, and checks that it leaves no task behind."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+
+    async def run() -> None:
+        await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
     return True

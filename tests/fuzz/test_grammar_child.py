@@ -275,6 +275,7 @@ async def test_the_child_ends_with_its_checker_even_while_it_compiles():
     assert time.monotonic() - begin_s < 3.0
     assert not is_running(pid)
     busy.cancel()
+    await asyncio.wait([busy])
 
 
 async def test_a_model_whose_tokenizer_cannot_guide_refuses_grammars():

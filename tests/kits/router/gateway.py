@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,13 +320,3 @@ def samples(app: Any) -> dict[str, dict[Any, float]]:
             assert key not in series, f"{sample.name} {key} comes twice"
             series[key] = sample.value
     return found
-
-
-def run_alone(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` and checks that it leaves no task behind."""
-
-    async def checked() -> None:
-        await work
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(checked())

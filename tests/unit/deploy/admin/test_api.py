@@ -117,28 +117,25 @@ def test_every_page_needs_the_key(method, path, key):
     }
 
 
-def test_non_ascii_key_is_refused(capfd):
+async def test_non_ascii_key_is_refused(capfd):
     app = admin_app(FakeController(Pools(2, 1)), key=KEY, clock=SetClock())
     sent: list[dict[str, Any]] = []
 
-    async def run() -> None:
-        async def receive() -> dict[str, Any]:
-            raise AssertionError("a body is not read before the key is known")
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("a body is not read before the key is known")
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
 
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/pools",
-            "raw_path": b"/v1/pools",
-            "query_string": b"",
-            "headers": [(b"authorization", b"Bearer \xff\xc3\x28\x00")],
-        }
-        await app(scope, receive, send)
-
-    asyncio.run(run())
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/pools",
+        "raw_path": b"/v1/pools",
+        "query_string": b"",
+        "headers": [(b"authorization", b"Bearer \xff\xc3\x28\x00")],
+    }
+    await app(scope, receive, send)
     assert sent[0]["status"] == 401
     assert capfd.readouterr().err == ""
 

@@ -112,20 +112,17 @@ def test_held_step_begins_in_time_without_events():
 # ---------------------------------------------------------------- the asyncio thread
 
 
-def test_failed_watch_ends_the_worker(monkeypatch):
+async def test_failed_watch_ends_the_worker(monkeypatch):
     """Otherwise no part would notice a step that hangs."""
     crashes: list[BaseException] = []
     monkeypatch.setattr(worker_host, "REPORT_EVERY_S", 0.0)
 
-    async def test() -> None:
-        worker = host(Role.MIXED)
-        worker._on_crash, worker._loop = crashes.append, asyncio.get_running_loop()
-        worker._watch = StepWatch(None, 0.0)
-        worker._clock = None  # which fails as a bug would
-        async with asyncio.timeout(5):
-            await worker._watch_steps()
-
-    asyncio.run(test())
+    worker = host(Role.MIXED)
+    worker._on_crash, worker._loop = crashes.append, asyncio.get_running_loop()
+    worker._watch = StepWatch(None, 0.0)
+    worker._clock = None  # which fails as a bug would
+    async with asyncio.timeout(5):
+        await worker._watch_steps()
     assert [type(crash) for crash in crashes] == [AttributeError]
 
 

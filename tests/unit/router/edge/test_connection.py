@@ -14,7 +14,6 @@ from tests.kits.router.gateway import (
     Never,
     answer,
     make_app,
-    run_alone,
     tokens,
 )
 
@@ -119,19 +118,16 @@ def test_loops_have_nothing_to_do_with_one_another():
     assert written == [("second loop", b"1\r\n2\r\n")]
 
 
-def test_a_failing_connection_is_cut_and_others_get_their_parts(caplog):
-    async def run():
-        written, cut = [], []
-        (first, _), (broken, transport), (last, _) = (connect(name, written) for name in "abc")
-        transport.write = lambda data: 1 / 0
-        transport.abort = lambda: cut.append("b")
-        for connection in (first, broken, last):
-            connection.write(b"1")
-        first.flush()
-        assert written == [("a", b"1\r\n1\r\n"), ("c", b"1\r\n1\r\n")]
-        assert cut == ["b"]
-
-    asyncio.run(run())
+async def test_a_failing_connection_is_cut_and_others_get_their_parts(caplog):
+    written, cut = [], []
+    (first, _), (broken, transport), (last, _) = (connect(name, written) for name in "abc")
+    transport.write = lambda data: 1 / 0
+    transport.abort = lambda: cut.append("b")
+    for connection in (first, broken, last):
+        connection.write(b"1")
+    first.flush()
+    assert written == [("a", b"1\r\n1\r\n"), ("c", b"1\r\n1\r\n")]
+    assert cut == ["b"]
     assert "its connection is cut" in caplog.text
 
 
@@ -231,67 +227,53 @@ async def test_a_head_alone_is_sent_at_the_end_of_its_turn():
     assert len(written) == 1
     for task in connection.tasks:
         task.cancel()
+    await asyncio.wait(connection.tasks)
 
 
-def test_an_answer_over_a_connection_is_whole():
-    async def run():
-        written = []
-        router = FakeRouter(answer("abc"))
-        connection, _ = connect("a", written, make_app(router))
-        connection.data_received(asked())
-        await until(lambda: written and written[-1][1].endswith(b"0\r\n\r\n"))
-        await until(lambda: not connection.tasks)
-        text = b"".join(data for _, data in written)
-        assert text.count(b"data: {") == 4  # three tokens, and the end
-        assert written[0][1].count(b"data: {") == 1  # the first one comes with the head
-        assert router.cancelled == []
-
-    run_alone(run())
+async def test_an_answer_over_a_connection_is_whole():
+    written = []
+    router = FakeRouter(answer("abc"))
+    connection, _ = connect("a", written, make_app(router))
+    connection.data_received(asked())
+    await until(lambda: written and written[-1][1].endswith(b"0\r\n\r\n"))
+    await until(lambda: not connection.tasks)
+    text = b"".join(data for _, data in written)
+    assert text.count(b"data: {") == 4  # three tokens, and the end
+    assert written[0][1].count(b"data: {") == 1  # the first one comes with the head
+    assert router.cancelled == []
 
 
-def test_a_client_that_leaves_cancels_its_request_and_nothing_stays_behind():
+async def test_a_client_that_leaves_cancels_its_request_and_nothing_stays_behind():
     router = FakeRouter([tokens("a"), Never()])
-
-    async def run():
-        connection, transport = connect("a", [], make_app(router))
-        connection.data_received(asked())
-        await router.waiting.wait()
-        transport.closing = True
-        connection.connection_lost(None)
-        await until(lambda: not connection.tasks)
-
-    run_alone(run())
+    connection, transport = connect("a", [], make_app(router))
+    connection.data_received(asked())
+    await router.waiting.wait()
+    transport.closing = True
+    connection.connection_lost(None)
+    await until(lambda: not connection.tasks)
     assert router.live == 0
     assert router.cancelled == [router.requests[0].request_id]
 
 
-def test_a_client_that_leaves_before_its_request_is_looked_at_asks_the_router_nothing():
+async def test_a_client_that_leaves_before_its_request_is_looked_at_asks_the_router_nothing():
     router = FakeRouter()
-
-    async def run():
-        connection, transport = connect("a", [], make_app(router))
-        connection.data_received(asked())
-        transport.closing = True
-        connection.connection_lost(None)
-        await until(lambda: not connection.tasks)
-
-    run_alone(run())
+    connection, transport = connect("a", [], make_app(router))
+    connection.data_received(asked())
+    transport.closing = True
+    connection.connection_lost(None)
+    await until(lambda: not connection.tasks)
     assert router.requests == []
 
 
-def test_a_stopping_server_may_cancel_running_answers():
+async def test_a_stopping_server_may_cancel_running_answers():
     router = FakeRouter([Never()])
-
-    async def run():
-        connection, _ = connect("a", [], make_app(router))
-        connection.data_received(asked())
-        await router.waiting.wait()
-        [task] = connection.tasks
-        task.cancel()
-        await asyncio.wait([task])
-        assert router.live == 0
-
-    run_alone(run())
+    connection, _ = connect("a", [], make_app(router))
+    connection.data_received(asked())
+    await router.waiting.wait()
+    [task] = connection.tasks
+    task.cancel()
+    await asyncio.wait([task])
+    assert router.live == 0
 
 
 async def test_a_body_that_is_too_long_is_refused_though_it_has_come():

@@ -21,7 +21,6 @@ from tests.kits.router.gateway import (
     complete,
     make_app,
     post,
-    run_alone,
     samples,
     tokens,
 )
@@ -155,20 +154,16 @@ def test_every_choice_of_a_chat_stream_begins_with_the_role():
     assert roles == [0, 1]
 
 
-def test_the_choices_of_a_stream_come_as_they_are_made():
+async def test_the_choices_of_a_stream_come_as_they_are_made():
     router = FakeRouter([tokens("a"), Never()], answer("bc"))
-
-    async def ask():
-        connection = Connection(make_app(router), "POST", "/v1/completions", {})
-        connection.put_body(b'{"prompt": "yo", "stream": true, "n": 2}')
-        task = asyncio.create_task(connection.run())
-        await router.waiting.wait()
-        await until_quiet(connection)
-        assert b'"text":"a"' in connection.reply.body
-        connection.leave()
-        await task
-
-    run_alone(ask())
+    connection = Connection(make_app(router), "POST", "/v1/completions", {})
+    connection.put_body(b'{"prompt": "yo", "stream": true, "n": 2}')
+    task = asyncio.create_task(connection.run())
+    await router.waiting.wait()
+    await until_quiet(connection)
+    assert b'"text":"a"' in connection.reply.body
+    connection.leave()
+    await task
     assert router.cancelled == [router.requests[0].request_id]
 
 
@@ -196,34 +191,26 @@ def test_a_choice_that_fails_breaks_the_stream_off():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_all_choices(stream):
+async def test_a_client_that_leaves_cancels_all_choices(stream):
     router = FakeRouter([tokens("a"), Never()], answer("bc"), [Never()])
-
-    async def leave():
-        connection = Connection(make_app(router), "POST", "/v1/completions", {})
-        connection.put_body(msgspec.json.encode({"prompt": "yo", "n": 3, "stream": stream}))
-        call = asyncio.create_task(connection.run())
-        await router.waiting.wait()
-        connection.leave()
-        assert not (await call).is_complete
-
-    run_alone(leave())
+    connection = Connection(make_app(router), "POST", "/v1/completions", {})
+    connection.put_body(msgspec.json.encode({"prompt": "yo", "n": 3, "stream": stream}))
+    call = asyncio.create_task(connection.run())
+    await router.waiting.wait()
+    connection.leave()
+    assert not (await call).is_complete
     assert router.live == 0
     assert len(router.requests) == 3
     assert {router.requests[0].request_id, router.requests[2].request_id} <= set(router.cancelled)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bug_in_one_choice_is_raised_and_leaves_nothing_behind(stream):
+async def test_a_bug_in_one_choice_is_raised_and_leaves_nothing_behind(stream):
     router = FakeRouter([RuntimeError("bug")], [Never()])
-
-    async def ask():
-        connection = Connection(make_app(router), "POST", "/v1/completions", {})
-        connection.put_body(msgspec.json.encode({"prompt": "yo", "n": 2, "stream": stream}))
-        with pytest.raises(ExceptionGroup, match="unhandled"):
-            await connection.run()
-
-    run_alone(ask())
+    connection = Connection(make_app(router), "POST", "/v1/completions", {})
+    connection.put_body(msgspec.json.encode({"prompt": "yo", "n": 2, "stream": stream}))
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        await connection.run()
     assert router.live == 0
 
 

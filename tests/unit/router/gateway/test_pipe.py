@@ -15,7 +15,6 @@ from tests.kits.router.gateway import (
     Never,
     answer,
     make_app,
-    run_alone,
     tokens,
 )
 
@@ -84,111 +83,88 @@ SCORED = [
         ),
     ],
 )
-def test_an_answer_is_the_same_with_a_pipe_and_without(script, fields):
-    async def both():
-        plain = connect(FakeRouter(script), **fields)
-        piped = connect(FakeRouter(script), **fields)
-        pipe = Pipe(piped)
-        await plain.run()
-        await piped.run()
-        assert pipe.num_written >= 2
-        assert body(piped.reply) == body(plain.reply)
-        assert piped.reply.is_complete
-
-    run_alone(both())
+async def test_an_answer_is_the_same_with_a_pipe_and_without(script, fields):
+    plain = connect(FakeRouter(script), **fields)
+    piped = connect(FakeRouter(script), **fields)
+    pipe = Pipe(piped)
+    await plain.run()
+    await piped.run()
+    assert pipe.num_written >= 2
+    assert body(piped.reply) == body(plain.reply)
+    assert piped.reply.is_complete
 
 
-def test_the_first_token_is_sent_with_the_head_and_not_before():
-    async def run():
-        connection = connect(FakeRouter(answer("ab")))
-        pipe = Pipe(connection)
-        reply = await connection.run()
-        assert reply.status == 200
-        assert pipe.num_written == 1  # of the second token: the last comes with the end
-        assert texts(reply) == {0: "ab"}
-
-    run_alone(run())
+async def test_the_first_token_is_sent_with_the_head_and_not_before():
+    connection = connect(FakeRouter(answer("ab")))
+    pipe = Pipe(connection)
+    reply = await connection.run()
+    assert reply.status == 200
+    assert pipe.num_written == 1  # of the second token: the last comes with the end
+    assert texts(reply) == {0: "ab"}
 
 
-def test_piped_parts_are_sent_before_later_sends():
-    async def run():
-        connection = connect(FakeRouter(answer("abc")))
-        pipe = Pipe(connection)
-        reply = await connection.run()
-        assert pipe.num_written == 2
-        assert pipe._unsent == []
-        assert [event["choices"][0]["delta"] for event in reply.events()[1:-2]] == [
-            {"content": "a"},
-            {"content": "b"},
-            {"content": "c"},
-        ]
-
-    run_alone(run())
+async def test_piped_parts_are_sent_before_later_sends():
+    connection = connect(FakeRouter(answer("abc")))
+    pipe = Pipe(connection)
+    reply = await connection.run()
+    assert pipe.num_written == 2
+    assert pipe._unsent == []
+    assert [event["choices"][0]["delta"] for event in reply.events()[1:-2]] == [
+        {"content": "a"},
+        {"content": "b"},
+        {"content": "c"},
+    ]
 
 
-def test_a_client_that_reads_too_slowly_is_waited_for():
-    async def run():
-        connection = connect(FakeRouter(answer("abc")))
-        pipe = Pipe(connection)
-        pipe.is_ready = False
-        reply = await connection.run()
-        assert pipe.num_written == 0
-        assert texts(reply) == {0: "abc"}
-
-    run_alone(run())
+async def test_a_client_that_reads_too_slowly_is_waited_for():
+    connection = connect(FakeRouter(answer("abc")))
+    pipe = Pipe(connection)
+    pipe.is_ready = False
+    reply = await connection.run()
+    assert pipe.num_written == 0
+    assert texts(reply) == {0: "abc"}
 
 
-def test_choices_keep_their_order_where_some_pieces_are_written_at_once():
-    async def run():
-        connection = connect(FakeRouter(answer("abcd"), answer("wxyz")), n=2)
-        pipe = Pipe(connection)
-        sends = 0
-        send = connection._send
+async def test_choices_keep_their_order_where_some_pieces_are_written_at_once():
+    connection = connect(FakeRouter(answer("abcd"), answer("wxyz")), n=2)
+    pipe = Pipe(connection)
+    sends = 0
+    send = connection._send
 
-        async def slowly(message):
-            nonlocal sends
-            sends += 1
-            pipe.is_ready = sends % 2 == 0
-            await asyncio.sleep(0)
-            await send(message)
+    async def slowly(message):
+        nonlocal sends
+        sends += 1
+        pipe.is_ready = sends % 2 == 0
+        await asyncio.sleep(0)
+        await send(message)
 
-        connection._send = slowly
-        assert texts(await connection.run()) == {0: "abcd", 1: "wxyz"}
-
-    run_alone(run())
+    connection._send = slowly
+    assert texts(await connection.run()) == {0: "abcd", 1: "wxyz"}
 
 
-def test_a_stop_string_found_at_once_cancels_before_the_end_is_sent():
+async def test_a_stop_string_found_at_once_cancels_before_the_end_is_sent():
     router = FakeRouter([tokens("a"), tokens("b"), tokens("c"), Never()])
+    connection = connect(router, stop="c")
+    Pipe(connection)
+    send = connection._send
 
-    async def run():
-        connection = connect(router, stop="c")
-        Pipe(connection)
-        send = connection._send
+    async def checked(message):
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            assert len(router.cancelled) == 1
+        await send(message)
 
-        async def checked(message):
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                assert len(router.cancelled) == 1
-            await send(message)
-
-        connection._send = checked
-        assert texts(await connection.run()) == {0: "ab"}
-
-    run_alone(run())
+    connection._send = checked
+    assert texts(await connection.run()) == {0: "ab"}
     assert router.live == 0
 
 
-def test_a_client_leaving_during_piped_writes_cancels_its_request():
+async def test_a_client_leaving_during_piped_writes_cancels_its_request():
     router = FakeRouter([tokens("a"), tokens("b"), Never()])
-
-    async def run():
-        connection = connect(router)
-        pipe = Pipe(connection)
-        call = asyncio.create_task(connection.run())
-        await router.waiting.wait()
-        assert pipe.num_written == 1
-        connection.leave()
-        assert not (await call).is_complete
-
-    run_alone(run())
+    connection = connect(router)
+    pipe = Pipe(connection)
+    call = asyncio.create_task(connection.run())
+    await router.waiting.wait()
+    assert pipe.num_written == 1
+    connection.leave()
+    assert not (await call).is_complete
     assert len(router.cancelled) == 1

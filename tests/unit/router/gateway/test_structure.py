@@ -190,16 +190,13 @@ def test_marks_that_are_special_tokens_are_shown_to_the_parser_only():
     assert "".join(hidden.push(i) for i in ids) == "a"
 
 
-def test_a_grammar_is_checked_in_a_thread_and_the_client_may_leave_meanwhile():
+async def test_a_grammar_is_checked_in_a_thread_and_the_client_may_leave_meanwhile():
     router = FakeRouter([Never()])
 
-    async def leave():
-        connection = Connection(make_app(router), "POST", "/v1/completions", {})
-        connection.put_body(b'{"prompt": "yo", "guided_regex": "a+"}')
-        call = asyncio.create_task(connection.run())
-        await router.waiting.wait()
-        connection.leave()
-        await call
-
-    asyncio.run(leave())
+    connection = Connection(make_app(router), "POST", "/v1/completions", {})
+    connection.put_body(b'{"prompt": "yo", "guided_regex": "a+"}')
+    call = asyncio.create_task(connection.run())
+    await router.waiting.wait()
+    connection.leave()
+    await call
     assert len(router.cancelled) == 1
