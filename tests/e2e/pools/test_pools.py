@@ -172,15 +172,20 @@ def test_planner_follows_a_changing_load(served, admin, run_dir):
 
 def test_workers_and_requests_are_listed(served, admin, run_dir):
     body = {"prompt": "a", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
-        assert response.status_code == 200, response.read()
-        lines = response.iter_lines()  # kept: without it the connection is closed
-        next(lines)
-        listed = admin.requests()
-        assert listed.num_requests == 1
-        assert listed.requests[0].request.decode is not None
-        shown = baton(run_dir, "requests").stdout
-        assert listed.requests[0].request.request_id in shown
+
+    def is_listed() -> bool:
+        """A request may end before the command has started, so each attempt sends a new one."""
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as stream:
+            assert stream.status_code == 200, stream.read()
+            lines = stream.iter_lines()  # kept: without it the connection is closed
+            next(lines)
+            listed = admin.requests()
+            shown = baton(run_dir, "requests").stdout
+        assert listed.num_requests == len(listed.requests)
+        decoding = [each.request for each in listed.requests if each.request.decode is not None]
+        return any(request.request_id in shown for request in decoding)
+
+    poll_until(is_listed, "`baton requests` lists a request in service", CHANGE_S)
     for command in ("pools", "workers"):
         shown = baton(run_dir, command)
         assert "decode-" in shown.stdout or "prefill-" in shown.stdout, shown.stderr
