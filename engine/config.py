@@ -8,7 +8,7 @@ it. docs/tuning.md explains the settings that affect performance.
 
 import ipaddress
 import tomllib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,20 @@ def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, 
         raise ValueError(message)
 
 
+def _require_positive(section: str, config: msgspec.Struct, names: Iterable[str]) -> None:
+    """Raises ValueError if one of these settings is 0, negative or no number. None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or value > 0, f"{section}.{name} must be positive")
+
+
+def _require_not_negative(section: str, config: msgspec.Struct, names: Iterable[str]) -> None:
+    """Raises ValueError if one of these settings is negative or no number. None is allowed."""
+    for name in names:
+        value = getattr(config, name)
+        _require(value is None or value >= 0, f"{section}.{name} must not be negative")
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of every worker."""
 
@@ -116,9 +130,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculate: Speculate = Speculate.OFF
     draft_model: str | None = None  # directory
     max_draft_tokens: int = 8  # of one sequence in one step
-    publish_token_ids: bool = (
-        False  # in block events, for other indexers: every subscriber reads them
-    )
+    publish_token_ids: bool = False  # in block events, where every subscriber can read them
     # A worker whose step takes longer ends, so that another one starts. None: no limit.
     step_timeout_s: float | None = 60.0
 
@@ -130,9 +142,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.draft_model)
 
     def __post_init__(self) -> None:
-        positive = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running")
-        for name in (*positive, "max_draft_tokens"):
-            _require(getattr(self, name) > 0, f"worker.{name} must be positive")
+        sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running")
+        optional = ("kv_mib", "max_model_len", "threads", "step_timeout_s")
+        _require_positive("worker", self, (*sizes, *optional, "max_draft_tokens"))
         _require(
             self.speculate is not Speculate.DRAFT or self.draft_model is not None,
             "worker.speculate = draft needs worker.draft_model",
@@ -141,9 +153,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.max_running <= self.max_batch_tokens,
             "worker.max_running must not exceed worker.max_batch_tokens",
         )
-        for name in ("kv_mib", "max_model_len", "threads", "step_timeout_s"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"worker.{name} must be positive")
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -172,11 +181,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo_tpot_s: float | None = None  # decode workers are filled only as far as they keep it
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if name in ("policy", "seed"):
-                continue
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"router.{name} must be positive")
+        amounts = set(self.__struct_fields__) - {"policy", "seed"}
+        _require_positive("router", self, sorted(amounts))
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -210,18 +216,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
         _require(
-            self.keys_file is None or self.keys_file.startswith(("/", "~")),
-            "gateway.keys_file must be an absolute path, or begin with ~",
-        )
-        _require(
             abs(self.min_priority) <= MAX_PRIORITY,
             f"gateway.min_priority must be within ±{MAX_PRIORITY}",
         )
-        for name in (
-            *("max_body_bytes", "processes", "max_choices", "max_connections"),
-            *("max_connections_per_address", "max_head_bytes", "head_timeout_s"),
-        ):
-            _require(getattr(self, name) > 0, f"gateway.{name} must be positive")
+        counts = ("processes", "max_choices", "max_connections", "max_connections_per_address")
+        bounds = ("max_body_bytes", "max_head_bytes", "head_timeout_s")
+        _require_positive("gateway", self, (*counts, *bounds))
+        _require_not_negative("gateway", self, ("drain_timeout_s",))
         _require(
             is_loopback(self.host) or self.keys_file is not None or self.open_to_all,
             f"gateway.host = {self.host} can be reached from other machines, and no key is needed:"
@@ -236,13 +237,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.tls_client_ca is None or self.tls_cert is not None,
             "gateway.tls_client_ca needs gateway.tls_cert",
         )
-        for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        for name in ("keys_file", "tls_cert", "tls_key", "tls_client_ca"):
             value = getattr(self, name)
             _require(
                 value is None or value.startswith(("/", "~")),
                 f"gateway.{name} must be an absolute path, or begin with ~",
             )
-        _require(self.drain_timeout_s >= 0, "gateway.drain_timeout_s must not be negative")
 
 
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -261,17 +261,13 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: Spread = Spread.PACK  # over the nodes of a cluster
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "mixed", "num_gpus"):
-            value = getattr(self, name)
-            _require(value is None or value >= 0, f"pools.{name} must not be negative")
+        _require_not_negative("pools", self, ("prefill", "decode", "mixed", "num_gpus"))
         _require(
             self.num_gpus <= 1 or float(self.num_gpus).is_integer(),
             "pools.num_gpus must be whole, or less than 1",
         )
-        most = self.max_workers
-        _require(most is None or most > 0, "pools.max_workers must be positive")
-        for name in ("drain_timeout_s", "steady_s", "update_timeout_s"):
-            _require(getattr(self, name) > 0, f"pools.{name} must be positive")
+        times = ("drain_timeout_s", "steady_s", "update_timeout_s")
+        _require_positive("pools", self, ("max_workers", *times))
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,14 +285,12 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_workers: int | None = None  # None: the number of workers stays as ordered
     cool_down_s: float = 15.0  # a pool that grew gives no worker back for this long
     grow_after_s: float = 30.0  # both pools must lack workers for this long before more are ordered
-    shrink_after_s: float = (
-        300.0  # both must have too many for this long before some are given back
-    )
+    shrink_after_s: float = 300.0  # both must have too many for this long before some are stopped
 
     def __post_init__(self) -> None:
+        _require_positive("planner", self, ("min_prefill", "min_decode", "min_workers"))
         for what in ("prefill", "decode", "workers"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            _require(least > 0, f"planner.min_{what} must be positive")
             _require(
                 most is None or most >= least,
                 f"planner.max_{what} must not be below planner.min_{what}",
@@ -305,8 +299,8 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.max_workers is None or self.max_workers >= self.min_prefill + self.min_decode,
             "planner.max_workers must not be below planner.min_prefill + planner.min_decode",
         )
-        for name in ("cool_down_s", "grow_after_s", "shrink_after_s"):
-            _require(getattr(self, name) >= 0, f"planner.{name} must not be negative")
+        times = ("cool_down_s", "grow_after_s", "shrink_after_s")
+        _require_not_negative("planner", self, times)
 
 
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -343,10 +337,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load_config(
     path: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> Config:
-    """Reads the tree from a TOML file, the environment and flags ("worker.kv_mib": 64); None is
-    unset.
+    """Reads the tree from a TOML file, the environment and flags such as "worker.kv_mib": 64.
 
-    Raises ConfigError.
+    A flag that is None is not set. Raises ConfigError.
     """
     tree: dict[str, Any] = read_toml(path) if path is not None else {}
     for key, value in environment.items():

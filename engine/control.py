@@ -39,9 +39,7 @@ class Pools(msgspec.Struct, frozen=True):
 
     def of(self, role: Role) -> int:
         """Returns the number of workers of a role; 0 for drained workers."""
-        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}.get(
-            role, 0
-        )
+        return 0 if role is Role.DRAINED else int(getattr(self, role))
 
     def moved(self, old: Role, new: Role) -> "Pools":
         """Returns the pools with one worker moved between roles."""

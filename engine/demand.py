@@ -4,7 +4,8 @@
 and `router.planning.planner` decides by their sum.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,7 @@ class Observation:
     """
 
     requests_per_s: float = 0.0
-    prefill_s_per_s: float = (
-        0.0  # predicted time of one worker for their prompts, without cached parts
-    )
+    prefill_s_per_s: float = 0.0  # predicted time of one worker for the uncached prompt parts
     output_tokens_per_s: float = 0.0  # predicted tokens of their answers
     queued_s: float = 0.0  # predicted time for prompts that wait for a prefill worker
     prefilling_s: float = 0.0  # predicted time for what prefill workers have left to do
@@ -45,20 +44,9 @@ class Observation:
     def __add__(self, other: "Observation") -> "Observation":
         """Returns the sum. The decode cost is from the gateway that decodes more."""
         more, fewer = sorted((self, other), key=lambda one: one.num_decoding, reverse=True)
-        return Observation(
-            requests_per_s=self.requests_per_s + other.requests_per_s,
-            prefill_s_per_s=self.prefill_s_per_s + other.prefill_s_per_s,
-            output_tokens_per_s=self.output_tokens_per_s + other.output_tokens_per_s,
-            queued_s=self.queued_s + other.queued_s,
-            prefilling_s=self.prefilling_s + other.prefilling_s,
-            num_queued=self.num_queued + other.num_queued,
-            queued_tokens=self.queued_tokens + other.queued_tokens,
-            num_decoding=self.num_decoding + other.num_decoding,
-            context_tokens=self.context_tokens + other.context_tokens,
-            reserved_tokens=self.reserved_tokens + other.reserved_tokens,
-            decode_cost=more.decode_cost or fewer.decode_cost,
-            num_gateways=self.num_gateways + other.num_gateways,
-        )
+        names = [field.name for field in fields(self) if field.name != "decode_cost"]
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Observation(**sums, decode_cost=more.decode_cost or fewer.decode_cost)
 
     def waiting_s(self, num_prefill: int) -> float:
         """Returns the waiting work, in seconds of one worker, beyond one prompt in each."""
