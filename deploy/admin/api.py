@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,9 +61,9 @@ from deploy.pools.versions.orders import known
 from deploy.pools.workers.record import PoolWorker
 from engine.clock import Clock
 from engine.config import AdminConfig, is_loopback
-from engine.control import SERVING_ROLES, Pools, Version
+from engine.control import SERVING_ROLES, GatewayReport, Pools, Version
 from engine.errors import ConfigError
-from engine.messages import WorkerId
+from engine.messages import LoadReport, WorkerId
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener
 
@@ -74,6 +75,9 @@ CLOSE_TIMEOUT_S = 5.0
 LIMITS = EdgeLimits(
     max_connections=256, max_connections_per_address=256, max_bodies_bytes=16 * 2**20
 )
+
+_NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0, 0, 0)
+_SILENT = GatewayReport("it does not report", 0, 0, 0, 0, 0.0)
 
 T = TypeVar("T")
 
@@ -308,9 +312,9 @@ class _Pages:
         return [self._worker(workers[name]) for name in sorted(workers)]
 
     def _worker(self, worker: PoolWorker) -> WorkerInfo:
-        load, restarts = worker.load, self._controller.machine.restarts
-        ready = self._controller.workers.get(worker.worker_id)
-        runs = worker.address is not None and ready is not None
+        load, restarts = worker.load or _NO_LOAD, self._controller.machine.restarts
+        runs = worker.address is not None
+        ready = self._controller.workers.get(worker.worker_id) if runs else None
         return WorkerInfo(
             worker_id=worker.worker_id,
             version=worker.version,
@@ -322,14 +326,14 @@ class _Pages:
             is_leaving=worker.leaves,
             failures=restarts.num_failed(worker.worker_id),
             is_crash_looping=restarts.is_looping(worker.worker_id),
-            pid=ready.pid if runs and ready is not None else None,
+            pid=None if ready is None else ready.pid,
             address=worker.address,
-            waiting_seqs=0 if load is None else load.waiting_seqs,
-            running_seqs=0 if load is None else load.running_seqs,
+            waiting_seqs=load.waiting_seqs,
+            running_seqs=load.running_seqs,
             leaving_seqs=worker.num_leaving_seqs,
-            open_leases=0 if load is None else load.open_leases,
-            num_blocks=ready.num_blocks if runs and ready is not None else 0,
-            free_blocks=0 if load is None else load.free_blocks + load.cached_blocks,
+            open_leases=load.open_leases,
+            num_blocks=0 if ready is None else ready.num_blocks,
+            free_blocks=load.free_blocks + load.cached_blocks,
         )
 
     def _gateways(self) -> list[GatewayInfo]:
@@ -337,36 +341,27 @@ class _Pages:
         for name, state in self._controller.machine.gateways.items():
             ready = self._controller.gateways.get(name)
             link = self._controller.gateway_links.get(name)
-            report = None if link is None else link.report
+            heard = None if link is None else link.report
+            report = heard or _SILENT
             found.append(
                 GatewayInfo(
                     name=name,
                     url="" if ready is None else ready.url,
                     pid=None if ready is None else ready.pid,
                     state=state,
-                    is_connected=report is not None,
-                    missing="it does not report" if report is None else report.missing,
-                    members_version=0 if report is None else report.members_version,
-                    num_requests=0 if report is None else report.num_requests,
-                    num_waiting=0 if report is None else report.num_waiting,
+                    is_connected=heard is not None,
+                    missing=report.missing,
+                    members_version=report.members_version,
+                    num_requests=report.num_requests,
+                    num_waiting=report.num_waiting,
                 )
             )
         return found
 
 
 def _decision(decision: PlannerDecision, now_s: float) -> DecisionInfo:
-    return DecisionInfo(
-        number=decision.number,
-        age_s=now_s - decision.at_s,
-        mode=decision.mode,
-        before=decision.before,
-        after=decision.after,
-        num_workers=decision.num_workers,
-        outcome=decision.outcome,
-        why_refused=decision.why_refused,
-        summary=str(decision),
-        reasons=decision.reasons,
-    )
+    told = asdict(decision)
+    return DecisionInfo(age_s=now_s - told.pop("at_s"), summary=str(decision), **told)
 
 
 def _worker_id(request: Request) -> WorkerId:

@@ -87,9 +87,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     address: str | None
     waiting_seqs: int
     running_seqs: int
-    leaving_seqs: (
-        int  # of these: sequences that decode here until they move, as the role does not decode
-    )
+    leaving_seqs: int  # of these, sequences that move away: the role does not decode
     open_leases: int
     num_blocks: int
     free_blocks: int  # including cached ones
