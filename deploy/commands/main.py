@@ -15,9 +15,9 @@ from typer.core import TyperGroup
 
 from deploy.commands.chat import ChatClient, converse, first_model
 from deploy.commands.keys import keys_app
-from deploy.commands.operator import register
-from deploy.commands.up import register as register_cluster
-from deploy.commands.versions import register as register_versions
+from deploy.commands.operator import operator_app
+from deploy.commands.up import up_app
+from deploy.commands.versions import update_app
 from engine.errors import BatonError, ConfigError
 
 # Commands that are imported only when they are asked for, as "module:attribute": their import
@@ -75,9 +75,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-register(app)
-register_versions(app)
-register_cluster(app)
+for group in (operator_app, update_app, up_app):
+    app.add_typer(group)
 app.add_typer(keys_app, name="keys")
 
 

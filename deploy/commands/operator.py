@@ -7,16 +7,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from deploy.admin.client import AdminClient, AdminError, connect
+from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.schema import PoolsAnswer, StepInfo
 from deploy.commands.options import (
-    AdminKey,
-    AdminUrl,
     Wait,
     Watch,
     WorkerName,
-    connect_below,
-    is_group_call,
+    operates,
 )
 from deploy.commands.views import (
     planner_view,
@@ -33,122 +30,85 @@ from engine.messages import Role
 
 POLL_EVERY_S = 0.2
 
+operator_app = typer.Typer()  # its commands stand at the top level
 pools_app = typer.Typer(help="How many workers of each role there are.")
+operator_app.add_typer(pools_app, name="pools")
 
 
-@pools_app.callback(invoke_without_command=True)
-def pools_command(
-    context: typer.Context,
-    watch: Watch = False,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(pools_app.callback(invoke_without_command=True))
+def pools_command(client: AdminClient, *, watch: Watch = False) -> None:
     """Shows the pools."""
-    if is_group_call(context, admin_url, admin_key):
-        with connect(admin_url, admin_key) as client:
-            show(lambda: pools_view(client.pools()), watch=watch)
+    show(lambda: pools_view(client.pools()), watch=watch)
 
 
-@pools_app.command("set")
+@operates(pools_app.command("set"))
 def set_command(
-    context: typer.Context,
+    client: AdminClient,
     counts: Annotated[list[str], typer.Argument(metavar="ROLE=NUMBER...")],
     version: Annotated[
         str | None, typer.Option(help="version to change (default: the current one)")
     ] = None,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
+    *,
+    wait: Wait = True,
 ) -> None:
     """Sets the number of workers: `baton pools set prefill=3 decode=5`."""
-    wanted = parse_counts(counts)
-    with connect_below(context, admin_url, admin_key) as client:
-        follow(client, client.set_pools(wanted, version), wait=wait)
+    follow(client, client.set_pools(parse_counts(counts), version), wait=wait)
 
 
+@operates(operator_app.command("flip"))
 def flip_command(
+    client: AdminClient,
     worker: WorkerName,
     to: Annotated[
         Role | None, typer.Option(help="new role (default: the other one of prefill and decode)")
     ] = None,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
+    *,
+    wait: Wait = True,
 ) -> None:
     """Changes a worker's role in place and moves its sequences. A drained worker serves again."""
-    with connect(admin_url, admin_key) as client:
-        role = to or _other_role(client.pools(), worker)
-        answer = client.order(worker, "flip", {"role": role})
-        follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, role))
+    role = to or _other_role(client.pools(), worker)
+    answer = client.order(worker, "flip", {"role": role})
+    follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, role))
 
 
-def drain_command(
-    worker: WorkerName,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(operator_app.command("drain"))
+def drain_command(client: AdminClient, worker: WorkerName, *, wait: Wait = True) -> None:
     """Takes all work from a worker and keeps it; `baton flip WORKER --to ROLE` brings it back."""
-    with connect(admin_url, admin_key) as client:
-        answer = client.order(worker, "drain")
-        follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, Role.DRAINED))
+    answer = client.order(worker, "drain")
+    follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, Role.DRAINED))
 
 
-def stop_worker_command(
-    worker: WorkerName,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(operator_app.command("stop-worker"))
+def stop_worker_command(client: AdminClient, worker: WorkerName, *, wait: Wait = True) -> None:
     """Drains a worker, then ends it. Its pool has one worker less from then on."""
-    with connect(admin_url, admin_key) as client:
-        follow(client, client.order(worker, "stop"), wait=wait)
+    follow(client, client.order(worker, "stop"), wait=wait)
 
 
-def workers_command(
-    watch: Watch = False,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(operator_app.command("workers"))
+def workers_command(client: AdminClient, *, watch: Watch = False) -> None:
     """Shows every worker."""
-    with connect(admin_url, admin_key) as client:
-        show(lambda: workers_view(client.pools().workers), watch=watch)
+    show(lambda: workers_view(client.pools().workers), watch=watch)
 
 
-def requests_command(
-    watch: Watch = False,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(operator_app.command("requests"))
+def requests_command(client: AdminClient, *, watch: Watch = False) -> None:
     """Shows the requests that are being served."""
-    with connect(admin_url, admin_key) as client:
-        show(lambda: requests_table(client.requests()), watch=watch)
+    show(lambda: requests_table(client.requests()), watch=watch)
 
 
+@operates(operator_app.command("planner"))
 def planner_command(
+    client: AdminClient,
     mode: Annotated[
         PlannerMode | None, typer.Argument(help="how its proposals are treated from now on")
     ] = None,
-    watch: Watch = False,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
+    *,
+    watch: Watch = False,
 ) -> None:
     """Shows what the planner of the pools proposes and did. With MODE, sets its mode first."""
-    with connect(admin_url, admin_key) as client:
-        if mode is not None:
-            client.set_planner(mode)
-        show(lambda: planner_view(client.planner()), watch=watch)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.add_typer(pools_app, name="pools")
-    app.command("flip")(flip_command)
-    app.command("drain")(drain_command)
-    app.command("stop-worker")(stop_worker_command)
-    app.command("workers")(workers_command)
-    app.command("requests")(requests_command)
-    app.command("planner")(planner_command)
+    if mode is not None:
+        client.set_planner(mode)
+    show(lambda: planner_view(client.planner()), watch=watch)
 
 
 def parse_counts(counts: list[str]) -> dict[str, int]:

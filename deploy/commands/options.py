@@ -4,12 +4,14 @@ Errors have one place too: a subcommand raises a BatonError, and `deploy.command
 it in one line and exits with status 1.
 """
 
+from collections.abc import Callable
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from deploy.admin.client import AdminClient, connect
+from deploy.admin.client import connect
 
 AdminUrl = Annotated[
     str | None,
@@ -39,16 +41,34 @@ KeysFile = Annotated[
 ]
 
 
-def is_group_call(context: typer.Context, url: str | None, key: str | None) -> bool:
-    """Returns true if a group was called without a subcommand.
+def operates(
+    register: Callable[[Callable[..., None]], object],
+) -> Callable[[Callable[..., None]], None]:
+    """Registers a command that gets a client of the admin API as its first parameter.
 
-    Otherwise it keeps the options given to the group for `connect_below`.
+    The command has the options that lead to the client. Those of a group hold for its subcommands
+    too. A group itself is called only without a subcommand.
     """
-    context.obj = (url, key)
-    return context.invoked_subcommand is None
 
+    def declare(command: Callable[..., None]) -> None:
+        def run(
+            context: typer.Context,
+            admin_url: AdminUrl = None,
+            admin_key: AdminKey = None,
+            **given: Any,
+        ) -> None:
+            group_url, group_key = context.obj or (None, None)
+            context.obj = (admin_url or group_url, admin_key or group_key)
+            if context.invoked_subcommand is None:
+                with connect(*context.obj) as client:
+                    command(client, **given)
 
-def connect_below(context: typer.Context, url: str | None, key: str | None) -> AdminClient:
-    """Connects for a subcommand of a group: options may be given to either. Raises AdminError."""
-    group_url, group_key = context.obj
-    return connect(url or group_url, key or group_key)
+        context, *options, _ = signature(run).parameters.values()
+        _, *own = signature(command).parameters.values()
+        shown = [context, *own, *(each.replace(kind=each.KEYWORD_ONLY) for each in options)]
+        run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in shown}
+        run.__doc__ = command.__doc__
+        register(run)
+
+    return declare

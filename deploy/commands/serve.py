@@ -1,6 +1,7 @@
 """`baton serve`: runs a deployment on this machine until a signal."""
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +36,18 @@ from engine.layout import KVFormat
 LOOK_EVERY_S = 0.1  # how often a stop looks for signals
 
 
+# Options that have the name of the setting that they change, by its section.
+_OPTIONS = {
+    "gateway": ("host", "port", "model_name", "tls_cert", "tls_key", "open_to_all", "keys_file"),
+    "router": ("policy",),
+    "pools": ("prefill", "decode", "mixed", "max_workers"),
+    "worker": (
+        *("weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib", "max_model_len"),
+        *("kv_transport", "block_size", "threads", "speculate", "draft_model"),
+    ),
+}
+
+
 class LauncherKind(StrEnum):
     """How services run."""
 
@@ -43,6 +56,7 @@ class LauncherKind(StrEnum):
 
 
 def serve(  # noqa: PLR0913 - a command's options
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="directory, hf://org/name@revision, s3://… or gs://…")
     ] = str(BUNDLED_MODEL),
@@ -62,9 +76,9 @@ def serve(  # noqa: PLR0913 - a command's options
     keys_file: Annotated[
         Path | None, typer.Option(help="file of API keys, see `baton keys` (default: no keys)")
     ] = None,
-    open_to_all: Annotated[  # noqa: FBT002
-        bool, typer.Option("--open-to-all", help="serve other machines without API keys")
-    ] = False,
+    open_to_all: Annotated[
+        bool | None, typer.Option("--open-to-all", help="serve other machines without API keys")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file: serve HTTPS")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key")] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
@@ -105,42 +119,29 @@ def serve(  # noqa: PLR0913 - a command's options
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
 ) -> None:
     """Serves a model until Ctrl-C; without MODEL, the bundled one."""
-    flags: dict[str, Any] = {
-        "gateway.host": host,
-        "gateway.port": port,
-        "gateway.model_name": model_name
-        or (None if model != str(BUNDLED_MODEL) else "baton-bundled"),
-        "gateway.tls_cert": None if tls_cert is None else str(tls_cert.expanduser().resolve()),
-        "gateway.tls_key": None if tls_key is None else str(tls_key.expanduser().resolve()),
-        "gateway.open_to_all": open_to_all or None,
-        "gateway.keys_file": None if keys_file is None else str(keys_file.expanduser().resolve()),
-        "gateway.record_dir": None if record is None else str(record.resolve()),
-        "router.policy": policy,
-        "pools.prefill": prefill,
-        "pools.decode": decode,
-        "pools.mixed": mixed,
-        "pools.max_workers": max_workers,
-        "admin.port": admin_port,
-        "worker.weights": weights,
-        "worker.kv_dtype": kv_dtype,
-        "worker.decode_kv_dtype": decode_kv_dtype,
-        "worker.kv_wire_dtype": kv_wire_dtype,
-        "worker.kv_mib": kv_mib,
-        "worker.max_model_len": max_model_len,
-        "worker.kv_transport": kv_transport,
-        "worker.block_size": block_size,
-        "worker.threads": threads,
-        "worker.speculate": speculate,
-        "worker.draft_model": None if draft_model is None else str(draft_model.resolve()),
-    }
-    if model == str(BUNDLED_MODEL) and draft_model is None and speculate in WITH_DRAFT:
-        flags["worker.draft_model"] = str(BUNDLED_DRAFT)
+    flags = _flags(context.params)
+    if model == str(BUNDLED_MODEL):
+        flags["gateway.model_name"] = model_name or "baton-bundled"
+        if draft_model is None and speculate in WITH_DRAFT:
+            flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
     configure_logging(log_level, MonotonicClock())
     forget_environment(os.environ)
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     deployment.log_level = log_level
     raise typer.Exit(run(deployment, Console(stderr=True)))
+
+
+def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that options give, by their paths. Files become absolute."""
+    flags = {
+        f"{section}.{name}": options[name] for section in _OPTIONS for name in _OPTIONS[section]
+    }
+    flags |= {"gateway.record_dir": options["record"], "admin.port": options["admin_port"]}
+    return {
+        path: str(value.expanduser().resolve()) if isinstance(value, Path) else value
+        for path, value in flags.items()
+    }
 
 
 def _launcher(kind: LauncherKind, places: str | None) -> Launcher:

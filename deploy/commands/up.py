@@ -11,14 +11,10 @@ from deploy.commands.views import pools_view, table_of
 from deploy.ray.config import load_up_config
 from deploy.ray.up import Status, bring_up, cluster_of, take_down
 
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.command(name="up")(up_command)
-    app.command(name="status")(status_command)
-    app.command(name="down")(down_command)
+up_app = typer.Typer()  # its commands stand at the top level
 
 
+@up_app.command("up")
 def up_command(config: ClusterFile = Path("baton.yaml")) -> None:
     """Brings up a cluster and Baton on it. Parts that run already stay as they are."""
     console = Console(stderr=True)
@@ -28,6 +24,7 @@ def up_command(config: ClusterFile = Path("baton.yaml")) -> None:
     _say(console, status)
 
 
+@up_app.command("status")
 def status_command(config: ClusterFile = Path("baton.yaml")) -> None:
     """Shows the nodes, the pools and the gateways of a cluster."""
     console = Console(stderr=True)
@@ -37,6 +34,7 @@ def status_command(config: ClusterFile = Path("baton.yaml")) -> None:
     _say(console, status)
 
 
+@up_app.command("down")
 def down_command(config: ClusterFile = Path("baton.yaml")) -> None:
     """Takes down Baton, and the cluster if `ray up` made it; status 1 if anything is left."""
     console = Console(stderr=True)

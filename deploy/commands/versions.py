@@ -9,20 +9,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from deploy.admin.client import AdminClient, AdminError, connect
+from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.schema import PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
 from deploy.commands.operator import follow
 from deploy.commands.options import (
-    AdminKey,
-    AdminUrl,
     Decode,
     Mixed,
     Prefill,
     VersionName,
     Wait,
     Watch,
-    connect_below,
-    is_group_call,
+    operates,
 )
 from deploy.commands.views import show, table_of
 from deploy.ray.config import load_up_config, read_yaml
@@ -30,10 +27,14 @@ from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
 
+update_app = typer.Typer()  # its commands stand at the top level
 versions_app = typer.Typer(help="Versions of the model that are served side by side.")
+update_app.add_typer(versions_app, name="versions")
 
 
+@operates(update_app.command("update"))
 def update_command(  # noqa: PLR0913 - a command's options
+    client: AdminClient,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -54,9 +55,8 @@ def update_command(  # noqa: PLR0913 - a command's options
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = None,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
+    *,
+    wait: Wait = True,
 ) -> None:
     """Serves another model, or the same one with another configuration, without a pause.
 
@@ -73,65 +73,43 @@ def update_command(  # noqa: PLR0913 - a command's options
         pools=counts,
         weight=weight,
     )
-    with connect(admin_url, admin_key) as client:
-        answer = client.update(body)
-        _follow(client, answer, answer.versions[-1].name, wait=wait)
+    answer = client.update(body)
+    _follow(client, answer, answer.versions[-1].name, wait=wait)
 
 
-@versions_app.callback(invoke_without_command=True)
-def versions_command(
-    context: typer.Context,
-    watch: Watch = False,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(versions_app.callback(invoke_without_command=True))
+def versions_command(client: AdminClient, *, watch: Watch = False) -> None:
     """Shows the versions."""
-    if is_group_call(context, admin_url, admin_key):
-        with connect(admin_url, admin_key) as client:
-            show(lambda: versions_table(client.pools()), watch=watch)
+    show(lambda: versions_table(client.pools()), watch=watch)
 
 
-@versions_app.command("weight")
+@operates(versions_app.command("weight"))
 def weight_command(
-    context: typer.Context,
-    weights: Annotated[list[str], typer.Argument(metavar="VERSION=WEIGHT...")],
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
+    client: AdminClient, weights: Annotated[list[str], typer.Argument(metavar="VERSION=WEIGHT...")]
 ) -> None:
     """Shares new requests by weight: `baton versions weight v1=90 v2=10`."""
-    wanted = parse_weights(weights)
-    with connect_below(context, admin_url, admin_key) as client:
-        follow(client, client.set_weights(wanted), wait=False)
+    follow(client, client.set_weights(parse_weights(weights)), wait=False)
 
 
-@versions_app.command("finish")
-def finish_command(  # noqa: PLR0913 - a command's options
-    context: typer.Context,
+@operates(versions_app.command("finish"))
+def finish_command(
+    client: AdminClient,
     version: VersionName,
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = None,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
+    *,
+    wait: Wait = True,
 ) -> None:
     """Lets a version take over from all others, worker by worker."""
-    with connect_below(context, admin_url, admin_key) as client:
-        answer = client.finish(version, _counts(prefill, decode, mixed))
-        _follow(client, answer, version, wait=wait)
+    answer = client.finish(version, _counts(prefill, decode, mixed))
+    _follow(client, answer, version, wait=wait)
 
 
-@versions_app.command("abort")
-def abort_command(
-    context: typer.Context,
-    version: VersionName,
-    wait: Wait = True,  # noqa: FBT002
-    admin_url: AdminUrl = None,
-    admin_key: AdminKey = None,
-) -> None:
+@operates(versions_app.command("abort"))
+def abort_command(client: AdminClient, version: VersionName, *, wait: Wait = True) -> None:
     """Gives all new requests to the current version. This one ends after its last request."""
-    with connect_below(context, admin_url, admin_key) as client:
-        follow(client, client.abort(version), wait=wait)
+    follow(client, client.abort(version), wait=wait)
 
 
 def read_update(path: Path) -> UpdateBody:
@@ -155,12 +133,6 @@ def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
     settings = msgspec.to_builtins(config.worker)
     worker = {key: settings[key] for key in tree.get("worker", {})}
     return UpdateBody(worker=worker or None, pools=counts, model_name=config.gateway.model_name)
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands."""
-    app.add_typer(versions_app, name="versions")
-    app.command("update")(update_command)
 
 
 def parse_weights(weights: list[str]) -> dict[str, int]:
