@@ -193,12 +193,12 @@ class _Pages:
         return _json(200, WorkersAnswer(self._workers()))
 
     async def requests(self, _: Request) -> Response:
-        number, found = await self._controller.requests()
+        number, found = await self._controller.sessions.requests()
         found.sort(key=lambda each: -each[1].age_s)
         return _json(200, RequestsAnswer(number, [ListedRequest(*each) for each in found]))
 
     async def block_events(self, _: Request) -> Response:
-        return _json(200, self._controller.block_events())
+        return _json(200, self._controller.sessions.block_events())
 
     async def set_pools(self, request: Request) -> Response:
         body = await _body(request, PoolsBody)
@@ -340,7 +340,7 @@ class _Pages:
         found = []
         for name, state in self._controller.machine.gateways.items():
             ready = self._controller.gateways.get(name)
-            link = self._controller.gateway_links.get(name)
+            link = self._controller.sessions.gateway_links.get(name)
             heard = None if link is None else link.report
             report = heard or _SILENT
             found.append(

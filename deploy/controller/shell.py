@@ -9,8 +9,7 @@ their roles. Requests never wait for the controller.
 import asyncio
 from collections.abc import Callable, Mapping
 
-from deploy.admin.schema import BlockEventsAnswer
-from deploy.controller.links import HANDSHAKE_TIMEOUT_S, GatewayLink
+from deploy.controller.links import HANDSHAKE_TIMEOUT_S
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.services import PoolServices
 from deploy.controller.sessions import PoolSessions
@@ -18,6 +17,7 @@ from deploy.controller.tasks import ControllerTasks, pause
 from deploy.launcher import Launcher
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.pools.effects import (
+    HistoryStep,
     PoolEffect,
     Publish,
     SetWorkerRole,
@@ -25,7 +25,6 @@ from deploy.pools.effects import (
     StartWorker,
     StopGateway,
     StopWorker,
-    Tell,
 )
 from deploy.pools.events import Died, Found, GatewayUnheard, PoolEvent, PoolTick, RoomSeen
 from deploy.pools.machine import PoolMachine
@@ -34,7 +33,7 @@ from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import PoolLimits
 from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, WorkerReady
 from engine.clock import Clock
-from engine.control import Intent, Member, Pools, RequestInfo
+from engine.control import Intent, Member, Pools
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from engine.net.trust import Secret
@@ -71,6 +70,8 @@ class PoolController:
             tasks=self._tasks,
             handle=self._handle,
         )
+        self.workers: Mapping[WorkerId, WorkerReady] = self._services.workers
+        self.gateways: Mapping[str, GatewayReady] = self._services.gateways
         self._asked_for: tuple[int, Pools] | None = None  # room, of this launcher
         self._is_closing = False
 
@@ -139,7 +140,7 @@ class PoolController:
         gateways = tuple(name for name in self.gateways if name in self.machine.gateways)
         if members or gateways:
             self._handle(Found(members, gateways))
-        for name, link in self.gateway_links.items():
+        for name, link in self.sessions.gateway_links.items():
             if not link.is_open:
                 self._handle(GatewayUnheard(name, "it does not answer"))
         for worker_id, ready in self.workers.items():
@@ -168,29 +169,6 @@ class PoolController:
         if isinstance(order, SetPlanner):
             self.planning.check(order.mode)
         self._handle(order)
-
-    async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:
-        """Returns how many requests are served, and the oldest of each gateway with its name."""
-        return await self.sessions.requests()
-
-    def block_events(self) -> BlockEventsAnswer:
-        """Returns what a subscriber of block events needs."""
-        return self.sessions.block_events()
-
-    @property
-    def workers(self) -> Mapping[WorkerId, WorkerReady]:
-        """Each worker's answer to its start."""
-        return self._services.workers
-
-    @property
-    def gateways(self) -> Mapping[str, GatewayReady]:
-        """Each gateway's answer to its start."""
-        return self._services.gateways
-
-    @property
-    def gateway_links(self) -> Mapping[str, GatewayLink]:
-        """The session with each gateway."""
-        return self.sessions.gateway_links
 
     @property
     def counters(self) -> dict[str, int]:
@@ -226,8 +204,8 @@ class PoolController:
                 self._services.stop_gateway(name)
             case Publish(members):
                 self.sessions.publish(members)
-            case Tell(step):
-                self._report(str(step))
+            case HistoryStep():
+                self._report(str(effect))
 
     # ------------------------------------------------------------ time and room
 

@@ -99,7 +99,7 @@ class Deployment:
         if self._thread is None:
             return None
         try:
-            return self._thread.ask(self.controller.requests(), COUNT_TIMEOUT_S)[0]
+            return self._thread.ask(self.controller.sessions.requests(), COUNT_TIMEOUT_S)[0]
         except (OrderRefused, TimeoutError):
             return None
 

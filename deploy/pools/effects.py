@@ -55,7 +55,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class HistoryStep:
-    """One line of the history of the pools."""
+    """Report one line of the history of the pools to the operator."""
 
     number: int
     at_s: float
@@ -67,11 +67,6 @@ class HistoryStep:
         return f"{self.subject} {self.what}" + (f": {self.why}" if self.why else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
-    """Report a step to the operator."""
-
-    step: HistoryStep
-
-
-PoolEffect = StartWorker | StopWorker | SetWorkerRole | StartGateway | StopGateway | Publish | Tell
+PoolEffect = (
+    StartWorker | StopWorker | SetWorkerRole | StartGateway | StopGateway | Publish | HistoryStep
+)

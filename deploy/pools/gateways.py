@@ -9,9 +9,8 @@ A part of the machine of the pools (`deploy.pools.machine`), and as pure:
 Each start and each end is answered by an event. Gateways' reports are kept here too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any
 
 from deploy.pools.effects import PoolEffect, StartGateway, StopGateway
 from deploy.pools.events import (
@@ -49,16 +48,6 @@ class Gateways:
         self._reports: dict[str, GatewayReport] = {}  # the latest ones
         self._restarts = restarts
         self._history = history
-
-    def handlers(self) -> Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]]:
-        """Returns the handler of each event."""
-        return {
-            GatewayStarted: self.on_started,
-            GatewayFailed: self.on_failed,
-            GatewayUnheard: self.on_unheard,
-            GatewayStopped: self.on_stopped,
-            GatewaySeen: self.on_seen,
-        }
 
     @property
     def all_serve(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 
-from deploy.pools.effects import HistoryStep, Tell
+from deploy.pools.effects import HistoryStep
 
 MAX_STEPS_KEPT = 1000
 
@@ -15,9 +15,9 @@ class PoolHistory:
         self.counters: Counter[str] = Counter()
         self._num_steps = 0
 
-    def tell(self, now_s: float, subject: str, what: str, why: str = "") -> Tell:
-        """Records a step. Returns the effect that reports it."""
+    def tell(self, now_s: float, subject: str, what: str, why: str = "") -> HistoryStep:
+        """Records a step and returns it, as the effect that reports it."""
         self._num_steps += 1
         step = HistoryStep(self._num_steps, now_s, subject, what.removeprefix(f"{subject} "), why)
         self.steps.append(step)
-        return Tell(step)
+        return step

@@ -22,25 +22,48 @@ Every wait has a deadline. A flip without an answer is given up. A worker that d
 is stopped anyway. A worker without a session is stopped by force.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from deploy.pools.effects import HistoryStep, PoolEffect, Publish
+from deploy.pools.effects import PoolEffect, Publish
 from deploy.pools.events import (
+    Connected,
     Died,
+    Disconnected,
     Found,
+    GatewayFailed,
     GatewayHeard,
+    GatewaySeen,
+    GatewayStarted,
+    GatewayStopped,
+    GatewayUnheard,
+    LoadSeen,
     Overtaken,
     PoolEvent,
     PoolTick,
+    RoleSeen,
     RoomSeen,
+    WorkerStarted,
+    WorkerStartFailed,
+    WorkerStopped,
 )
 from deploy.pools.gateways import Gateways, GatewayState
 from deploy.pools.history import PoolHistory
-from deploy.pools.orders import Order
+from deploy.pools.orders import (
+    Abort,
+    AddVersion,
+    Drain,
+    Finish,
+    Flip,
+    Order,
+    SetPlanner,
+    SetPools,
+    SetWeights,
+    Stop,
+)
 from deploy.pools.restarts import Restarts
 from deploy.pools.versions.rollout import Scene
 from deploy.pools.versions.updates import VersionUpdates
@@ -76,20 +99,43 @@ class PoolMachine:
         self._history = history = PoolHistory()
         self._workers = workers = PoolWorkers(self.wanted, self.restarts, history)
         self._gateways = Gateways(gateways, restarts=self.restarts, history=history)
+        self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
+        self.gateways: Mapping[str, GatewayState] = self._gateways.states
+        self.history = history.steps  # the latest ones, oldest first
+        self.counters = history.counters  # how often each kind of trouble happened
         self._sightings = WorkerSightings(workers, self.wanted, self.restarts, history)
         self._moves = WorkerMoves(workers, self.wanted, history)
         self._updates = VersionUpdates(workers, self.wanted, self.restarts, history)
-        self._handlers: Mapping[type, Any] = {
+        orders = WorkerOrders(workers, self.wanted, history)
+        # Each handler yields effects. Those of orders raise OrderRefused before any change.
+        self._handlers: Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]] = {
             Found: self._on_found,
             Died: self._on_died,
             GatewayHeard: self._on_gateway_heard,
             Overtaken: self._on_overtaken,
             RoomSeen: self._on_room,
             PoolTick: self._on_tick,
-            **self._sightings.handlers(),
-            **self._gateways.handlers(),
-            **WorkerOrders(workers, self.wanted, history).handlers(),
-            **self._updates.handlers(),
+            WorkerStarted: self._sightings.on_started,
+            WorkerStartFailed: self._sightings.on_start_failed,
+            WorkerStopped: self._sightings.on_stopped,
+            Connected: self._sightings.on_connected,
+            Disconnected: self._sightings.on_disconnected,
+            RoleSeen: self._sightings.on_role,
+            LoadSeen: self._sightings.on_load,
+            GatewayStarted: self._gateways.on_started,
+            GatewayFailed: self._gateways.on_failed,
+            GatewayUnheard: self._gateways.on_unheard,
+            GatewayStopped: self._gateways.on_stopped,
+            GatewaySeen: self._gateways.on_seen,
+            SetPools: orders.set_pools,
+            Flip: orders.flip,
+            Drain: orders.drain,
+            Stop: orders.stop,
+            SetPlanner: orders.set_planner,
+            AddVersion: self._updates.add,
+            SetWeights: self._updates.set_weights,
+            Finish: self._updates.finish,
+            Abort: self._updates.abort,
         }
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
@@ -120,26 +166,6 @@ class PoolMachine:
     def limits(self) -> PoolLimits:
         """How many workers there can be, and deadlines."""
         return self.wanted.limits
-
-    @property
-    def workers(self) -> Mapping[WorkerId, PoolWorker]:
-        """The record of each worker."""
-        return self._workers.by_id
-
-    @property
-    def gateways(self) -> Mapping[str, GatewayState]:
-        """The state of each gateway."""
-        return self._gateways.states
-
-    @property
-    def history(self) -> deque[HistoryStep]:
-        """The latest steps, oldest first."""
-        return self._history.steps
-
-    @property
-    def counters(self) -> Counter[str]:
-        """How often each kind of trouble happened."""
-        return self._history.counters
 
     @property
     def is_settled(self) -> bool:

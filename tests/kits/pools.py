@@ -8,13 +8,13 @@ from itertools import count
 import msgspec
 
 from deploy.pools.effects import (
+    HistoryStep,
     Publish,
     SetWorkerRole,
     StartGateway,
     StartWorker,
     StopGateway,
     StopWorker,
-    Tell,
 )
 from deploy.pools.events import (
     Connected,
@@ -160,7 +160,7 @@ class PoolWorld:
             case StopGateway(name):
                 self.stopped_gateways.append((self.now_s, name))
                 self.later(GatewayStopped(name))
-            case Tell(step):
+            case HistoryStep() as step:
                 self.told.append(str(step))
             case Publish(members):
                 assert members == self.machine.members

@@ -1,7 +1,6 @@
 """Carries out orders about versions, drives rollouts step by step, and gives up hopeless ones."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from deploy.model_source import is_remote
 from deploy.pools.effects import PoolEffect
@@ -31,15 +30,6 @@ class VersionUpdates:
         self._history = history
         self._stalled_s = 0.0  # fetches of a model do not count
         self._swept_s: float | None = None
-
-    def handlers(self) -> Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]]:
-        """Returns the handler of each order. Each raises OrderRefused before any change."""
-        return {
-            AddVersion: self.add,
-            SetWeights: self.set_weights,
-            Finish: self.finish,
-            Abort: self.abort,
-        }
 
     # ------------------------------------------------------------ orders
 

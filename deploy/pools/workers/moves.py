@@ -1,6 +1,7 @@
 """Carries out the moves that `deploy.pools.workers.reconcile` chooses."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from deploy.pools.effects import PoolEffect
 from deploy.pools.history import PoolHistory
@@ -19,66 +20,66 @@ from deploy.pools.workers.registry import PoolWorkers
 from engine.messages import Role
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerMoves:
     """Makes moves until the pools need no more for now."""
 
-    def __init__(self, workers: PoolWorkers, wanted: Wanted, history: PoolHistory) -> None:
-        self._workers = workers
-        self._wanted = wanted
-        self._history = history
+    workers: PoolWorkers
+    wanted: Wanted
+    history: PoolHistory
 
     def reconcile(self, now_s: float) -> Iterator[PoolEffect]:
         """Makes all moves that are possible now, and starts the workers that are due."""
         while (move := self._next_move()) is not None:
             yield from self._make(move, now_s)
-        yield from self._workers.start_due(now_s)
+        yield from self.workers.start_due(now_s)
 
     def _next_move(self) -> PoolMove | None:
         """Chooses a move. Workers of unknown versions stay until a gateway has been heard.
 
         That gateway may know their versions, and they may be the only workers that serve.
         """
-        all_workers = workers = self._workers.by_id
-        versions = self._wanted.intent.versions
-        if self._wanted.is_unheard:
+        all_workers = workers = self.workers.by_id
+        versions = self.wanted.intent.versions
+        if self.wanted.is_unheard:
             names = {version.name for version in versions}
             workers = {name: w for name, w in all_workers.items() if w.version in names}
-        most = self._wanted.limits.max_workers - (len(all_workers) - len(workers))
+        most = self.wanted.limits.max_workers - (len(all_workers) - len(workers))
         return next_move(workers, versions, most)
 
     def _make(self, move: PoolMove, now_s: float) -> Iterator[PoolEffect]:
-        by_id = self._workers.by_id
+        by_id = self.workers.by_id
         match move:
             case Drop(worker_id):
-                self._workers.forget(by_id[worker_id])
-                yield self._history.tell(now_s, worker_id, "is not started", "too many")
+                self.workers.forget(by_id[worker_id])
+                yield self.history.tell(now_s, worker_id, "is not started", "too many")
             case FlipTo(worker_id, role):
                 why = f"too many {by_id[worker_id].target} workers, too few {role}"
-                yield from self._workers.flip(by_id[worker_id], role, why, now_s)
+                yield from self.workers.flip(by_id[worker_id], role, why, now_s)
             case Begin(version, role):
-                worker_id = self._workers.begin(version, role, now_s)
+                worker_id = self.workers.begin(version, role, now_s)
                 why = self._lack(version, role)
-                yield self._history.tell(now_s, worker_id, "is being started", why)
+                yield self.history.tell(now_s, worker_id, "is being started", why)
             case Retire(worker_id):
                 yield from self._retire(by_id[worker_id], now_s)
             case Abandon(worker_id):
                 worker = by_id[worker_id]
                 worker.target, worker.leaves = Role.DRAINED, True
                 why = f"{worker.version} is over"
-                yield self._history.tell(now_s, worker_id, "is stopped while it starts", why)
-                yield self._workers.end(worker, now_s, by_force=True)
+                yield self.history.tell(now_s, worker_id, "is stopped while it starts", why)
+                yield self.workers.end(worker, now_s, by_force=True)
 
     def _retire(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         worker.leaves = True
-        version = self._wanted.intent.version(worker.version)
+        version = self.wanted.intent.version(worker.version)
         if worker.state is WorkerState.DRAINED:
-            yield self._workers.end(worker, now_s)
+            yield self.workers.end(worker, now_s)
         elif worker.state is not WorkerState.DRAINING:
             why = f"too many {worker.target} workers"
             if version is None or version.is_over:
                 why = f"{worker.version} is over"
-            yield from self._workers.drain(worker, why, now_s)
+            yield from self.workers.drain(worker, why, now_s)
 
     def _lack(self, version: str, role: Role) -> str:
-        several = f" of {version}" if len(self._wanted.intent.versions) > 1 else ""
+        several = f" of {version}" if len(self.wanted.intent.versions) > 1 else ""
         return f"too few {role} workers{several}"

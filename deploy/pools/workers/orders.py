@@ -1,7 +1,7 @@
 """Carries out orders about workers and pools."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,42 +18,32 @@ from engine.control import SERVING_ROLES, Pools, Version
 from engine.messages import Role, WorkerId
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerOrders:
     """Handlers of orders. Each yields effects, or raises OrderRefused before any change."""
 
-    def __init__(self, workers: PoolWorkers, wanted: Wanted, history: PoolHistory) -> None:
-        self._workers = workers
-        self._wanted = wanted
-        self._history = history
-
-    def handlers(self) -> Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]]:
-        """Returns the handler of each order."""
-        return {
-            SetPools: self.set_pools,
-            Flip: self.flip,
-            Drain: self.drain,
-            Stop: self.stop,
-            SetPlanner: self.set_planner,
-        }
+    workers: PoolWorkers
+    wanted: Wanted
+    history: PoolHistory
 
     def set_pools(self, order: SetPools, now_s: float) -> Iterator[PoolEffect]:
         """Sets the wanted number of workers of each role."""
-        wanted = self._wanted
+        wanted = self.wanted
         name = order.version or wanted.intent.current.name
         intent = versions.resized(wanted.intent, name, order.pools)
         self._check_room(versions.known(wanted.intent, name), order.pools)
         wanted.intent = intent
         subject = "pools" if len(intent.versions) == 1 else f"pools of {name}"
         what = f"are to be {counts_text(order.pools)}"
-        yield self._history.tell(now_s, subject, what, order.why)
+        yield self.history.tell(now_s, subject, what, order.why)
 
     def flip(self, order: Flip, now_s: float) -> Iterator[PoolEffect]:
         """Gives a worker another role."""
         worker = self._known(order.worker_id)
         self._check_flip(worker, order.role)
-        self._wanted.intent = versions.moved(self._wanted.intent, worker, order.role)
+        self.wanted.intent = versions.moved(self.wanted.intent, worker, order.role)
         worker.refuses.discard(order.role)
-        yield from self._workers.flip(worker, order.role, "ordered", now_s)
+        yield from self.workers.flip(worker, order.role, "ordered", now_s)
 
     def drain(self, order: Drain, now_s: float) -> Iterator[PoolEffect]:
         """Takes all work from a worker that keeps running."""
@@ -76,36 +66,36 @@ class WorkerOrders:
         if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
             yield from self._end_start(worker, now_s)
         elif worker.state is WorkerState.DRAINED or not worker.is_connected:
-            yield self._workers.end(worker, now_s, by_force=not worker.is_connected)
+            yield self.workers.end(worker, now_s, by_force=not worker.is_connected)
 
     def set_planner(self, order: SetPlanner, now_s: float) -> Iterator[PoolEffect]:
         """Switches the planner."""
-        self._wanted.intent = msgspec.structs.replace(self._wanted.intent, planner=order.mode)
-        yield self._history.tell(now_s, "planner", f"is {order.mode}", "ordered")
+        self.wanted.intent = msgspec.structs.replace(self.wanted.intent, planner=order.mode)
+        yield self.history.tell(now_s, "planner", f"is {order.mode}", "ordered")
 
     def _take_out(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         """Drains a worker, and wants one worker less in its pool."""
-        self._wanted.intent = versions.moved(self._wanted.intent, worker, Role.DRAINED)
+        self.wanted.intent = versions.moved(self.wanted.intent, worker, Role.DRAINED)
         if worker.state in (WorkerState.WAITING, WorkerState.STARTING):
             worker.target = Role.DRAINED
         else:
-            yield from self._workers.drain(worker, "ordered", now_s)
+            yield from self.workers.drain(worker, "ordered", now_s)
 
     def _end_start(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         """Ends a worker that does not listen yet."""
         worker_id = worker.worker_id
         if worker.state is WorkerState.WAITING:
-            self._workers.forget(worker)
-            yield self._history.tell(now_s, worker_id, "is not started", "ordered")
+            self.workers.forget(worker)
+            yield self.history.tell(now_s, worker_id, "is not started", "ordered")
         else:
-            yield self._history.tell(now_s, worker_id, "is stopped while it starts", "ordered")
-            yield self._workers.end(worker, now_s, by_force=True)
+            yield self.history.tell(now_s, worker_id, "is stopped while it starts", "ordered")
+            yield self.workers.end(worker, now_s, by_force=True)
 
     # ------------------------------------------------------------ checks
 
     def _check_room(self, version: Version, pools: Pools) -> None:
-        limits, kept = self._wanted.limits, self._workers.kept()
-        others = (each for each in self._wanted.intent.versions if each is not version)
+        limits, kept = self.wanted.limits, self.workers.kept()
+        others = (each for each in self.wanted.intent.versions if each is not version)
         of_others = sum(each.pools.total for each in others)
         # After the loss of a node there may be more workers than room: they may still change roles.
         grows = pools.total > version.pools.total
@@ -122,7 +112,7 @@ class WorkerOrders:
         if role is Role.DRAINED:
             raise OrderRefused("a worker is not flipped to drained, it is drained", status=400)
         _check_takes_orders(worker, role)
-        version = versions.known(self._wanted.intent, worker.version)
+        version = versions.known(self.wanted.intent, worker.version)
         needed = formats_of(version.worker)[role]
         if worker.kv_format != needed:
             raise OrderRefused(
@@ -131,14 +121,14 @@ class WorkerOrders:
         self._check_not_last(worker, role)
 
     def _check_not_last(self, worker: PoolWorker, role: Role) -> None:
-        what = last_that(worker, role, self._workers.by_id.values())
+        what = last_that(worker, role, self.workers.by_id.values())
         if what is not None:
             raise OrderRefused(f"{worker.worker_id} is the last worker that {what}")
 
     def _known(self, worker_id: WorkerId) -> PoolWorker:
-        worker = self._workers.by_id.get(worker_id)
+        worker = self.workers.by_id.get(worker_id)
         if worker is None:
-            there = ", ".join(sorted(self._workers.by_id)) or "none"
+            there = ", ".join(sorted(self.workers.by_id)) or "none"
             raise OrderRefused(f"no worker is called {worker_id}; there are: {there}", status=404)
         return worker
 

@@ -1,7 +1,7 @@
 """Handles facts about workers: starts, ends, sessions, roles, loads; and their deadlines."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from deploy.pools.effects import PoolEffect, SetWorkerRole
 from deploy.pools.events import (
@@ -26,28 +26,14 @@ FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
 UNREACHABLE_S = 30.0  # a worker without a session for so long is stopped by force
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerSightings:
     """Handlers of events about workers. Each yields effects."""
 
-    def __init__(
-        self, workers: PoolWorkers, wanted: Wanted, restarts: Restarts, history: PoolHistory
-    ) -> None:
-        self._workers = workers
-        self._wanted = wanted
-        self._restarts = restarts
-        self._history = history
-
-    def handlers(self) -> Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]]:
-        """Returns the handler of each event."""
-        return {
-            WorkerStarted: self.on_started,
-            WorkerStartFailed: self.on_start_failed,
-            WorkerStopped: self.on_stopped,
-            Connected: self.on_connected,
-            Disconnected: self.on_disconnected,
-            RoleSeen: self.on_role,
-            LoadSeen: self.on_load,
-        }
+    workers: PoolWorkers
+    wanted: Wanted
+    restarts: Restarts
+    history: PoolHistory
 
     def on_found(self, member: Member, now_s: float) -> Iterator[PoolEffect]:
         """Adds a worker that an earlier controller started."""
@@ -55,55 +41,55 @@ class WorkerSightings:
         worker = PoolWorker(worker_id, None, now_s, WorkerState.JOINING, member.version)
         worker.address, worker.lost_s = member.address, now_s
         worker.context_len, worker.has_run = member.context_len, True
-        self._workers.by_id[worker_id] = worker
-        yield self._history.tell(now_s, worker_id, "was found running")
+        self.workers.by_id[worker_id] = worker
+        yield self.history.tell(now_s, worker_id, "was found running")
 
     def on_started(self, event: WorkerStarted, now_s: float) -> Iterator[PoolEffect]:
         """Waits for a session with a worker that listens now."""
-        worker = self._workers.starting(event.worker_id, event.start)
+        worker = self.workers.starting(event.worker_id, event.start)
         if worker is None:
             return
-        self._workers.enter(worker, WorkerState.JOINING, now_s)
+        self.workers.enter(worker, WorkerState.JOINING, now_s)
         worker.address, worker.lost_s = event.address, now_s
         worker.context_len, worker.has_run = event.context_len, True
-        again = self._restarts.num_failed(worker.worker_id) > 0
-        self._restarts.started(worker.worker_id, now_s)
+        again = self.restarts.num_failed(worker.worker_id) > 0
+        self.restarts.started(worker.worker_id, now_s)
         what = "was started again" if again else "was started"
-        yield self._history.tell(now_s, worker.worker_id, what)
+        yield self.history.tell(now_s, worker.worker_id, what)
 
     def on_start_failed(self, event: WorkerStartFailed, now_s: float) -> Iterator[PoolEffect]:
         """Tries again later."""
-        worker = self._workers.starting(event.worker_id, event.start)
+        worker = self.workers.starting(event.worker_id, event.start)
         if worker is not None:
-            self._workers.waits_for_nodes |= event.waits_for_node
-            yield from self._workers.lose(worker, f"did not start: {event.reason}", now_s)
+            self.workers.waits_for_nodes |= event.waits_for_node
+            yield from self.workers.lose(worker, f"did not start: {event.reason}", now_s)
 
     def on_stopped(self, event: WorkerStopped, now_s: float) -> Iterator[PoolEffect]:
         """Forgets a worker that was not wanted; starts a wanted worker again."""
-        worker = self._workers.by_id.get(event.worker_id)
+        worker = self.workers.by_id.get(event.worker_id)
         if worker is None or worker.state is not WorkerState.STOPPING:
             return
         if worker.target is Role.DRAINED or worker.target is None:
-            self._workers.forget(worker)
-            yield self._history.tell(now_s, worker.worker_id, "was stopped")
+            self.workers.forget(worker)
+            yield self.history.tell(now_s, worker.worker_id, "was stopped")
         else:
-            yield from self._workers.lose(worker, "was stopped", now_s)
+            yield from self.workers.lose(worker, "was stopped", now_s)
 
     def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
         """Starts a wanted worker again later; forgets any other worker."""
-        worker = self._workers.by_id.get(WorkerId(event.name))
+        worker = self.workers.by_id.get(WorkerId(event.name))
         if worker is None or not worker.runs:
             return
-        self._history.counters["workers died"] += 1
+        self.history.counters["workers died"] += 1
         if worker.target is Role.DRAINED or worker.target is None:
-            self._workers.forget(worker)
-            yield self._history.tell(now_s, event.name, event.how, "it was not needed")
+            self.workers.forget(worker)
+            yield self.history.tell(now_s, event.name, event.how, "it was not needed")
         else:
-            yield from self._workers.lose(worker, event.how, now_s)
+            yield from self.workers.lose(worker, event.how, now_s)
 
     def on_connected(self, event: Connected, now_s: float) -> Iterator[PoolEffect]:
         """Takes a worker into its pool, and repeats its role if it has another one."""
-        worker = self._workers.at(event.worker_id, event.address)
+        worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
         worker.is_connected, worker.lost_s = True, None
@@ -112,36 +98,36 @@ class WorkerSightings:
         if worker.target is None:
             worker.target = event.role
             worker.leaves = (
-                event.role is Role.DRAINED and worker.worker_id not in self._wanted.intent.drained
+                event.role is Role.DRAINED and worker.worker_id not in self.wanted.intent.drained
             )
         if worker.state is WorkerState.JOINING:
             goes = worker.target is Role.DRAINED
             state = WorkerState.DRAINING if goes else WorkerState.SERVING
-            self._workers.enter(worker, state, now_s)
+            self.workers.enter(worker, state, now_s)
         if worker.state is WorkerState.FLIPPING and worker.role is worker.target:
-            self._workers.enter(worker, WorkerState.SERVING, now_s)
+            self.workers.enter(worker, WorkerState.SERVING, now_s)
         if worker.role is worker.target:
             return
         assert worker.target is not None
         if worker.state is WorkerState.SERVING:
             why = f"it came back as {worker.role}"
-            yield from self._workers.flip(worker, worker.target, why, now_s)
+            yield from self.workers.flip(worker, worker.target, why, now_s)
             return
         if worker.state is WorkerState.FLIPPING:  # it missed the order: its deadline begins anew
-            self._workers.enter(worker, WorkerState.FLIPPING, now_s)
+            self.workers.enter(worker, WorkerState.FLIPPING, now_s)
         yield SetWorkerRole(worker.worker_id, worker.target)
 
     def on_disconnected(self, event: Disconnected, now_s: float) -> Iterator[PoolEffect]:
         """Starts the deadline by which a session must be open again."""
-        worker = self._workers.at(event.worker_id, event.address)
+        worker = self.workers.at(event.worker_id, event.address)
         if worker is None or not worker.is_connected:
             return
         worker.is_connected, worker.lost_s, worker.load = False, now_s, None
-        yield self._history.tell(now_s, worker.worker_id, "cannot be reached", event.reason)
+        yield self.history.tell(now_s, worker.worker_id, "cannot be reached", event.reason)
 
     def on_role(self, event: RoleSeen, now_s: float) -> Iterator[PoolEffect]:
         """Ends a flip if the worker confirms or refuses the role."""
-        worker = self._workers.at(event.worker_id, event.address)
+        worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
         before = worker.role
@@ -150,21 +136,21 @@ class WorkerSightings:
         if event.role is worker.target:
             if worker.state is WorkerState.FLIPPING:
                 took_s = now_s - worker.since_s
-                self._workers.enter(worker, WorkerState.SERVING, now_s)
+                self.workers.enter(worker, WorkerState.SERVING, now_s)
                 what = f"is {event.role} now, {took_s:.1f} s"
-                yield self._history.tell(now_s, worker.worker_id, what)
+                yield self.history.tell(now_s, worker.worker_id, what)
         elif worker.state is WorkerState.SERVING:  # another program told it
             worker.target = event.role
             if event.role is Role.DRAINED:
-                self._workers.enter(worker, WorkerState.DRAINING, now_s)
+                self.workers.enter(worker, WorkerState.DRAINING, now_s)
             what = f"became {event.role}"
-            yield self._history.tell(now_s, worker.worker_id, what, "not by an order")
+            yield self.history.tell(now_s, worker.worker_id, what, "not by an order")
         elif event.role is before:
-            yield from self._workers.give_up_flip(worker, "the worker refuses it", now_s)
+            yield from self.workers.give_up_flip(worker, "the worker refuses it", now_s)
 
     def on_load(self, event: LoadSeen, now_s: float) -> Iterator[PoolEffect]:
         """Ends a drain, or the moves after a flip, once the worker holds no such work."""
-        worker = self._workers.at(event.worker_id, event.address)
+        worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
         worker.load = event.load
@@ -172,42 +158,42 @@ class WorkerSightings:
             took_s = now_s - worker.moves_since_s
             worker.moves_since_s = None
             what = f"has stopped decoding, after {took_s:.1f} s"
-            yield self._history.tell(now_s, worker.worker_id, what)
+            yield self.history.tell(now_s, worker.worker_id, what)
         if worker.state is WorkerState.DRAINING and worker.role is Role.DRAINED and worker.is_idle:
             what = f"is drained, after {now_s - worker.since_s:.1f} s"
-            yield self._history.tell(now_s, worker.worker_id, what)
-            self._workers.enter(worker, WorkerState.DRAINED, now_s)
+            yield self.history.tell(now_s, worker.worker_id, what)
+            self.workers.enter(worker, WorkerState.DRAINED, now_s)
         if worker.state is WorkerState.DRAINED and worker.leaves:
-            yield self._workers.end(worker, now_s)
+            yield self.workers.end(worker, now_s)
 
     # ------------------------------------------------------------ deadlines
 
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
         """Acts on the deadlines that have passed: sessions, flips, drains."""
-        for worker in list(self._workers.by_id.values()):
+        for worker in list(self.workers.by_id.values()):
             yield from self._sweep(worker, now_s)
 
     def _sweep(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         waited_s = now_s - worker.since_s
         if worker.runs and worker.lost_s is not None:
             if now_s - worker.lost_s >= UNREACHABLE_S:
-                self._history.counters["workers unreachable"] += 1
+                self.history.counters["workers unreachable"] += 1
                 why = f"no session for {UNREACHABLE_S:g} s"
-                yield self._history.tell(now_s, worker.worker_id, "is stopped", why)
-                yield self._workers.end(worker, now_s, by_force=True)
+                yield self.history.tell(now_s, worker.worker_id, "is stopped", why)
+                yield self.workers.end(worker, now_s, by_force=True)
         elif worker.state is WorkerState.FLIPPING and waited_s >= FLIP_TIMEOUT_S:
             why = f"no answer in {FLIP_TIMEOUT_S:g} s"
-            yield from self._workers.give_up_flip(worker, why, now_s)
+            yield from self.workers.give_up_flip(worker, why, now_s)
         elif self._drains_too_long(worker, waited_s):
-            self._history.counters["drains timed out"] += 1
+            self.history.counters["drains timed out"] += 1
             why = f"not drained in {waited_s:.0f} s, {worker.num_seqs} sequences are retried"
-            yield self._history.tell(now_s, worker.worker_id, "is stopped anyway", why)
-            yield self._workers.end(worker, now_s)
+            yield self.history.tell(now_s, worker.worker_id, "is stopped anyway", why)
+            yield self.workers.end(worker, now_s)
 
     def _drains_too_long(self, worker: PoolWorker, waited_s: float) -> bool:
         """A drained worker that keeps running has no deadline."""
         drains = worker.state is WorkerState.DRAINING and worker.leaves
-        return drains and waited_s >= self._wanted.limits.drain_timeout_s
+        return drains and waited_s >= self.wanted.limits.drain_timeout_s
 
 
 def _note_role(worker: PoolWorker, role: Role, now_s: float) -> None:

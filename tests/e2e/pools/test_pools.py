@@ -240,7 +240,7 @@ def test_next_controller_finds_all_services_and_loses_nothing():
         first.order(SetPools(Pools(1, 2)))
         await until(lambda: first.machine.is_settled)
         version, pids = first.machine.members.version, pids_of(first)
-        link = next(iter(first.gateway_links.values()))
+        link = next(iter(first.sessions.gateway_links.values()))
         await until(lambda: link.report is not None and link.report.members_version == version)
         with Trickle(first.url) as trickle:
             await first.close()

@@ -58,7 +58,7 @@ class FakeController:
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, PlannerRules(), order=self._handle)
-        self.workers, self.gateways, self.gateway_links, self.counters = {}, {}, {}, {}
+        self.workers, self.gateways, self.counters = {}, {}, {}
         self.sessions = PoolSessions(
             Secret("token"),
             clock=SetClock(),
@@ -75,11 +75,6 @@ class FakeController:
 
     def _handle(self, event) -> None:
         self.machine.handle(event, 3.0)
-
-    block_events = PoolController.block_events
-
-    async def requests(self):
-        return 0, []
 
 
 def ask(method, path, body=None, key: str | None = KEY, controller=None) -> httpx.Response:
