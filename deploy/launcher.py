@@ -39,17 +39,16 @@ class Launcher(Protocol):
     def keep_places(self, names: Collection[str]) -> None:
         """Keeps the reservations of these dead workers, which will be started again.
 
-        Gives up the reservations of all other dead workers. Quick if there are none.
+        Gives up the reservations of all other dead workers. Quick if there are none. Does nothing
+        where no place is reserved.
         """
-        ...
 
     def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
         """Asks for nodes until `num_workers` fit in all. `room` tells what has come.
 
         `wanted` gives the roles, and may add up to less than `num_workers` for now. Each call
-        replaces the one before; 0 workers withdraws it.
+        replaces the one before; 0 workers withdraws it. Does nothing on a single machine.
         """
-        ...
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker and waits until it listens. On ConfigError nothing is left of it."""
@@ -72,7 +71,7 @@ class Launcher(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """Returns how often each fault of the launcher's own was overcome, by name."""
-        ...
+        return {}
 
     def dead(self) -> dict[str, str]:
         """Returns services that ended by themselves since the last call, with how each ended.

@@ -70,19 +70,16 @@ class _Session(Protocol):
         ...
 
 
-async def keep(address: str, secret: Secret, session: _Session) -> None:
-    """Dials again after each end of the session, until it is cancelled."""
-    never = asyncio.get_running_loop().create_future()
-    while True:
-        client = SessionClient(address, secret, silence_s=SILENCE_S)
-        try:
-            await client.open()
-            await _run(client, session)
-        except (ConnectionError, TimeoutError, ProtocolError) as error:
-            log.info("%s: %s; trying again", address, str(error) or type(error).__name__)
-        finally:
-            await client.close()
-        await asyncio.wait([never], timeout=RETRY_EVERY_S)
+async def talk(address: str, secret: Secret, session: _Session) -> None:
+    """Dials a peer and runs one session, until it ends or the peer cannot be reached."""
+    client = SessionClient(address, secret, silence_s=SILENCE_S)
+    try:
+        await client.open()
+        await _run(client, session)
+    except (ConnectionError, TimeoutError, ProtocolError) as error:
+        log.info("%s: %s; trying again", address, str(error) or type(error).__name__)
+    finally:
+        await client.close()
 
 
 async def _run(client: SessionClient, session: _Session) -> None:

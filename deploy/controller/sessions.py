@@ -11,7 +11,7 @@ from deploy.controller.links import (
     RETRY_EVERY_S,
     GatewayLink,
     WorkerLink,
-    keep,
+    talk,
 )
 from deploy.controller.tasks import ControllerTasks, pause
 from deploy.pools.events import GatewayHeard, GatewaySeen, GatewayUnheard, Overtaken, PoolEvent
@@ -182,10 +182,13 @@ class PoolSessions:
             task.cancel()
 
     async def _keep(self, address: str, link: WorkerLink | GatewayLink) -> None:
-        """Dials again after a bug too. Otherwise a healthy worker would be stopped for it."""
+        """Dials again after each end of the session, and after a bug.
+
+        Otherwise a healthy worker would be stopped for the bug.
+        """
         while True:
             try:
-                await keep(address, self._secret, link)
+                await talk(address, self._secret, link)
             except Exception as error:
                 self._tasks.note_bug(error)
             await pause(RETRY_EVERY_S)

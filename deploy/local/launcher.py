@@ -3,25 +3,24 @@
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 
-from deploy.launcher import STOP_TIMEOUT_S
+from deploy.launcher import STOP_TIMEOUT_S, Launcher
 from deploy.local.nursery import Nursery
 from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
 from deploy.pools.placement import LEAST_ROOM
 from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
-from engine.control import Pools
 from engine.errors import ConfigError
 
 T = TypeVar("T")
 
 
-class ProcessLauncher:
+class ProcessLauncher(Launcher):
     """Runs every service as a child of a nursery.
 
     `shared` is a nursery that other launchers use too; `close` leaves it alone. `place_of` puts
@@ -59,12 +58,6 @@ class ProcessLauncher:
     def scarce(self, num_gpus: float) -> str:
         """Names the number of cores."""
         return f"this machine has {len(os.sched_getaffinity(0))} cores"
-
-    def keep_places(self, names: Collection[str]) -> None:
-        """Does nothing: no place is reserved here."""
-
-    def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
-        """Does nothing: a machine does not grow."""
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker process."""

@@ -7,6 +7,7 @@ Only files of this folder import ray, and of those not `up`, `config`, `files`, 
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -75,6 +76,19 @@ class ServiceActor:
         """Answers while the actor lives."""
 
 
+@dataclass(slots=True, eq=False)
+class _Hosted:
+    """One actor, compared by identity: a later one may have the same name.
+
+    The ping, once there is one, is never answered before the actor ends.
+    """
+
+    actor: Any
+    kind: str
+    ready: ServiceReady | None = None  # its service's answer, once it has started
+    ping: Any = None
+
+
 class ServiceActors:
     """The actors of one launcher, by service name.
 
@@ -83,20 +97,18 @@ class ServiceActors:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._actors: dict[str, Any] = {}
-        self._kinds: dict[str, str] = {}
-        self._pings: dict[str, Any] = {}
-        self._ready: dict[str, ServiceReady] = {}
+        self._hosted: dict[str, _Hosted] = {}
         self._hurry = threading.Event()
 
     @property
     def names(self) -> set[str]:
         """Names of all actors, those that still start included."""
-        return set(self._actors)
+        return set(self._hosted)
 
     def ready(self) -> dict[str, ServiceReady]:
         """The services that have started, with their answers."""
-        return dict(self._ready)
+        hosted = list(self._hosted.items())
+        return {name: each.ready for name, each in hosted if each.ready is not None}
 
     def start_worker(self, spec: WorkerSpec, options: Mapping[str, Any]) -> WorkerReady:
         """Starts a worker and waits until it listens. Raises ConfigError."""
@@ -112,17 +124,17 @@ class ServiceActors:
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor. By force, or while it still starts, it is not asked to stop."""
-        actor = self._actors.get(name)
-        if actor is not None and not by_force and name in self._ready:
-            self._await_stops({name: actor})
+        hosted = self._hosted.get(name)
+        if hosted is not None and not by_force:
+            self._await_stops({name: hosted})
         self._drop(name)
 
     def stop_all(self) -> None:
         """Stops all gateways at once, then all workers at once."""
         for kind in ("gateway", "worker"):
-            actors = {n: self._actors[n] for n, k in list(self._kinds.items()) if k == kind}
-            self._await_stops({n: a for n, a in actors.items() if n in self._ready})
-            for name in actors:
+            of_kind = {n: each for n, each in list(self._hosted.items()) if each.kind == kind}
+            self._await_stops(of_kind)
+            for name in of_kind:
                 self._drop(name)
 
     def hurry(self) -> None:
@@ -132,19 +144,18 @@ class ServiceActors:
     def dead(self) -> dict[str, str]:
         """Returns the actors whose ping failed, each once, with the reason."""
         dead = {}
-        for name, ping in list(self._pings.items()):
-            ready, _ = ray.wait([ping], timeout=0)
-            if not ready:
+        for name, hosted in list(self._hosted.items()):
+            if hosted.ping is None or not ray.wait([hosted.ping], timeout=0)[0]:
                 continue
             try:
-                ray.get(ping)
-                self._ping(name)
+                ray.get(hosted.ping)
+                hosted.ping = hosted.actor.ping.remote()
             except ray.exceptions.ActorUnavailableError:  # it may be back in a moment
-                self._ping(name)
+                hosted.ping = hosted.actor.ping.remote()
             except ray.exceptions.RayError as error:
-                if self._pings.get(name) is ping:  # no other thread has stopped it meanwhile
+                if self._hosted.get(name) is hosted:  # no other thread has stopped it meanwhile
                     if isinstance(error, ray.exceptions.ActorDiedError):
-                        self._forget(name)  # Ray has ended it and freed its name
+                        del self._hosted[name]  # Ray has ended it and freed its name
                     else:
                         self._drop(name)
                     dead[name] = f"{name} ended: {_reason(error)}"
@@ -160,18 +171,16 @@ class ServiceActors:
             actor = ray.get_actor(name, namespace=namespace)
         except ValueError:  # it has ended meanwhile
             return None
-        self._actors[name] = actor
         try:
             kind, answer = ray.get(actor.describe.remote(), timeout=ADOPT_TIMEOUT_S)
         except ray.exceptions.RayError as error:
             log.warning("%s does not answer and is ended: %s", name, _reason(error))
-            kind, answer = "", b""
+            answer = b""
         if not answer:
-            self._drop(name)
+            ray.kill(actor)
             return None
-        self._kinds[name] = kind
-        self._ready[name] = msgspec.json.decode(answer, type=_READY_TYPES[kind])
-        self._ping(name)
+        ready = msgspec.json.decode(answer, type=_READY_TYPES[kind])
+        self._hosted[name] = _Hosted(actor, kind, ready, actor.ping.remote())
         return str(kind)
 
     def _start(
@@ -179,11 +188,11 @@ class ServiceActors:
     ) -> ServiceReady:
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(ServiceActor)
         encoded = msgspec.json.encode(spec)
-        actor = None
+        hosted = None
         try:
             chosen = {**options, **self._options}
             actor = actor_class.options(name=name, **chosen).remote(kind, encoded)
-            self._actors[name], self._kinds[name] = actor, kind
+            self._hosted[name] = hosted = _Hosted(actor, kind)
             answer, error = b"", ""
             # The actor may never get its place, so this wait has a deadline of its own.
             ray.get(actor.ping.remote(), timeout=READY_TIMEOUT_S)
@@ -193,25 +202,26 @@ class ServiceActors:
                 answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
             if error:
                 raise ConfigError(f"{name}: {error}")
-            if self._actors.get(name) is not actor:
+            if self._hosted.get(name) is not hosted:
                 raise ConfigError(f"{name} was stopped while it started")
         except ConfigError:
-            self._drop_own(name, actor)
+            self._drop_own(name, hosted)
             raise
         except (ray.exceptions.RayError, ValueError) as failure:  # ValueError: the name is taken
-            self._drop_own(name, actor)
+            self._drop_own(name, hosted)
             raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
-        self._ping(name)
-        self._ready[name] = ready = msgspec.json.decode(bytes(answer), type=_READY_TYPES[kind])
+        hosted.ping = actor.ping.remote()
+        hosted.ready = ready = msgspec.json.decode(bytes(answer), type=_READY_TYPES[kind])
         return ready
 
-    def _await_stops(self, actors: Mapping[str, Any]) -> None:
-        """Asks these actors to stop and waits, with one deadline for all."""
-        if not actors:
+    def _await_stops(self, hosted: Mapping[str, _Hosted]) -> None:
+        """Asks the started ones of these actors to stop and waits, with one deadline for all."""
+        started = {name: each for name, each in hosted.items() if each.ready is not None}
+        if not started:
             return
-        ready = [self._ready[name] for name in actors]
+        ready = [each.ready for each in started.values()]
         drains_s = [each.drain_timeout_s for each in ready if isinstance(each, GatewayReady)]
-        stopping = {name: actor.stop.remote() for name, actor in actors.items()}
+        stopping = {name: each.actor.stop.remote() for name, each in started.items()}
         clock = MonotonicClock()
         end_s = clock.now_s() + STOP_TIMEOUT_S + max(drains_s, default=0.0)
         left, is_hurried = list(stopping.values()), False
@@ -219,36 +229,24 @@ class ServiceActors:
             _, left = ray.wait(left, num_returns=len(left), timeout=LOOK_EVERY_S)
             if self._hurry.is_set() and not is_hurried:
                 is_hurried, end_s = True, clock.now_s() + HURRIED_TIMEOUT_S
-                for actor in actors.values():
-                    actor.hurry.remote()
+                for each in started.values():
+                    each.actor.hurry.remote()
         for name, answer in stopping.items():
             try:
                 ray.get(answer, timeout=0)
             except ray.exceptions.RayError as error:
                 log.warning("%s did not stop by itself: %s", name, _reason(error))
 
-    def _ping(self, name: str) -> None:
-        actor = self._actors.get(name)
-        if actor is not None:
-            self._pings[name] = actor.ping.remote()
-
-    def _drop_own(self, name: str, actor: Any) -> None:
+    def _drop_own(self, name: str, hosted: _Hosted | None) -> None:
         """Ends the actor that a start made, unless another actor has its name by now."""
-        if actor is not None and self._actors.get(name) is actor:
+        if hosted is not None and self._hosted.get(name) is hosted:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
         """Forgets an actor and kills it, so that its name is free again."""
-        actor = self._forget(name)
-        if actor is not None:
-            ray.kill(actor)
-
-    def _forget(self, name: str) -> Any:
-        """Returns the actor, if there is one."""
-        self._pings.pop(name, None)
-        self._ready.pop(name, None)
-        self._kinds.pop(name, None)
-        return self._actors.pop(name, None)
+        hosted = self._hosted.pop(name, None)
+        if hosted is not None:
+            ray.kill(hosted.actor)
 
 
 def _reason(error: Exception) -> str:

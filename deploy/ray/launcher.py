@@ -15,6 +15,7 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from deploy.launcher import Launcher
 from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.ray.actors import ServiceActors, ServiceReady
 from deploy.ray.own_ray import NAMESPACE, OwnRay
@@ -27,7 +28,7 @@ CONTROLLER = "controller"  # the name of the one actor that is no service
 ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives each head one of these
 
 
-class OwnRayLauncher:
+class OwnRayLauncher(Launcher):
     """Runs services as actors of a Ray that it starts on this machine, on loopback only."""
 
     def __init__(self) -> None:
@@ -47,12 +48,6 @@ class OwnRayLauncher:
         """Names what this machine has of the scarcest resource."""
         return ANYWHERE.with_gpus(num_gpus).scarce(nodes())
 
-    def keep_places(self, names: Collection[str]) -> None:
-        """Does nothing: no place is reserved here."""
-
-    def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
-        """Does nothing: a machine does not grow."""
-
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
         return self._actors.start_worker(spec, {})
@@ -69,10 +64,6 @@ class OwnRayLauncher:
         """Returns the actors that this launcher has started."""
         return self._actors.ready()
 
-    def counters(self) -> Mapping[str, int]:
-        """Counts nothing."""
-        return {}
-
     def dead(self) -> dict[str, str]:
         """Returns the actors that died, each once."""
         return self._actors.dead()
@@ -87,7 +78,7 @@ class OwnRayLauncher:
         self._actors.hurry()
 
 
-class ClusterLauncher:
+class ClusterLauncher(Launcher):
     """Runs services as detached actors of the Ray that this process has joined.
 
     Each worker gets a place (`deploy.ray.places`), which reserves its GPUs; gateways run on the

@@ -129,7 +129,7 @@ class World:
         )
         self.links: dict[str, object] = {}  # by address
 
-    async def keep(self, address: str, _secret: object, link: object) -> None:
+    async def talk(self, address: str, _secret: object, link: object) -> None:
         self.links[address] = link
         await asyncio.get_running_loop().create_future()
 
@@ -142,7 +142,7 @@ def play(monkeypatch):
 
     def run(scene: Callable[[World], Coroutine[None, None, None]], running, config=None) -> World:
         world = World(running, config or Config())
-        monkeypatch.setattr(sessions, "keep", world.keep)
+        monkeypatch.setattr(sessions, "talk", world.talk)
 
         async def whole() -> None:
             try:
@@ -300,18 +300,18 @@ def test_launcher_that_raises_is_asked_again(play):
 
 
 def test_session_restarts_after_a_bug(play, monkeypatch):
-    num_kept = 0
+    num_talks = 0
 
-    async def keep(_address: str, _secret: object, _link: object) -> None:
-        nonlocal num_kept
-        num_kept += 1
+    async def talk(_address: str, _secret: object, _link: object) -> None:
+        nonlocal num_talks
+        num_talks += 1
         raise KeyError("a bug")
 
     async def scene(world: World) -> None:
-        monkeypatch.setattr(sessions, "keep", keep)
+        monkeypatch.setattr(sessions, "talk", talk)
         monkeypatch.setattr(sessions, "RETRY_EVERY_S", 0.01)
         await world.controller.open()
-        await until(lambda: num_kept > len(WORKERS))
+        await until(lambda: num_talks > len(WORKERS))
         assert world.controller.counters["controller bugs"] >= 1
         assert "nurseries lost" not in world.controller.counters
 

@@ -249,7 +249,7 @@ def test_actor_ended_by_ray_is_not_killed_again(fake_ray, monkeypatch):
     launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     launcher.start_gateway(SPEC)
     monkeypatch.setattr(fake_ray, "kill", None)
-    launcher._actors._pings["gateway"] = ActorDiedError("its node died.")
+    launcher._actors._hosted["gateway"].ping = ActorDiedError("its node died.")
     assert launcher.dead() == {"gateway": "gateway ended: its node died"}
     assert launcher.running() == {}
 
@@ -258,7 +258,7 @@ def test_unavailable_actor_is_not_dead(fake_ray):
     launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
     launcher.start_gateway(SPEC)
     actor = fake_ray.names["gateway"]
-    launcher._actors._pings["gateway"] = ActorUnavailableError("later")
+    launcher._actors._hosted["gateway"].ping = ActorUnavailableError("later")
     assert launcher.dead() == {}
     assert fake_ray.names == {"gateway": actor}
     assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
