@@ -7,12 +7,11 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-from deploy.admin.client import AdminClient, AdminError, find_deployment
+from deploy.admin.client import AdminClient, AdminError
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.shell import PoolController
@@ -61,11 +60,6 @@ class Crowd:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("operator") / "run"
-
-
-@pytest.fixture(scope="module")
 def served(run_dir) -> Iterator[Served]:
     with serve(
         "--launcher",
@@ -75,12 +69,6 @@ def served(run_dir) -> Iterator[Served]:
         BATON_PLANNER__COOL_DOWN_S="1",
     ) as running:
         yield running
-
-
-@pytest.fixture
-def admin(served, run_dir) -> Iterator[AdminClient]:
-    with AdminClient(*find_deployment(None, None, {"BATON_RUN_DIR": str(run_dir)})) as client:
-        yield client
 
 
 def settle(admin: AdminClient) -> None:

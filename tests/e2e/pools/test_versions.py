@@ -3,12 +3,10 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-from deploy.admin.client import AdminClient, find_deployment
 from tests.kits.operator import CHANGE_S, baton
 from tests.kits.services.served import Served, poll_until, serve
 
@@ -19,20 +17,9 @@ LONG = {"prompt": "def f(", "max_tokens": 1500, "temperature": 0, "ignore_eos": 
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("operator") / "run"
-
-
-@pytest.fixture(scope="module")
 def served(run_dir) -> Iterator[Served]:
     with serve("--launcher", "process", BATON_RUN_DIR=str(run_dir)) as running:
         yield running
-
-
-@pytest.fixture
-def admin(served, run_dir) -> Iterator[AdminClient]:
-    with AdminClient(*find_deployment(None, None, {"BATON_RUN_DIR": str(run_dir)})) as client:
-        yield client
 
 
 class LongAnswer(threading.Thread):
