@@ -42,6 +42,7 @@ class Launcher(Protocol):
         Gives up the reservations of all other dead workers. Quick if there are none. Does nothing
         where no place is reserved.
         """
+        return
 
     def ask_for(self, num_workers: int, wanted: Pools, num_gpus: float) -> None:
         """Asks for nodes until `num_workers` fit in all. `room` tells what has come.
@@ -49,6 +50,7 @@ class Launcher(Protocol):
         `wanted` gives the roles, and may add up to less than `num_workers` for now. Each call
         replaces the one before; 0 workers withdraws it. Does nothing on a single machine.
         """
+        return
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker and waits until it listens. On ConfigError nothing is left of it."""

@@ -14,6 +14,7 @@ from deploy.commands.options import (
     Watch,
     WorkerName,
     operates,
+    parse_numbers,
 )
 from deploy.commands.views import (
     planner_view,
@@ -25,9 +26,9 @@ from deploy.commands.views import (
 )
 from engine.config import PlannerMode
 from engine.control import SERVING_ROLES
-from engine.errors import ConfigError
 from engine.messages import Role
 
+COUNTS = "ROLE=NUMBER"
 POLL_EVERY_S = 0.2
 
 operator_app = typer.Typer()  # its commands stand at the top level
@@ -44,7 +45,7 @@ def pools_command(client: AdminClient, *, watch: Watch = False) -> None:
 @operates(pools_app.command("set"))
 def set_command(
     client: AdminClient,
-    counts: Annotated[list[str], typer.Argument(metavar="ROLE=NUMBER...")],
+    counts: Annotated[list[str], typer.Argument(metavar=f"{COUNTS}...")],
     version: Annotated[
         str | None, typer.Option(help="version to change (default: the current one)")
     ] = None,
@@ -52,7 +53,9 @@ def set_command(
     wait: Wait = True,
 ) -> None:
     """Sets the number of workers: `baton pools set prefill=3 decode=5`."""
-    follow(client, client.set_pools(parse_counts(counts), version), wait=wait)
+    follow(
+        client, client.set_pools(parse_numbers(counts, COUNTS, SERVING_ROLES), version), wait=wait
+    )
 
 
 @operates(operator_app.command("flip"))
@@ -109,18 +112,6 @@ def planner_command(
     if mode is not None:
         client.set_planner(mode)
     show(lambda: planner_view(client.planner()), watch=watch)
-
-
-def parse_counts(counts: list[str]) -> dict[str, int]:
-    """Reads numbers of workers by role from texts like "prefill=3". Raises ConfigError."""
-    wanted: dict[str, int] = {}
-    for given in counts:
-        role, _, number = given.partition("=")
-        if role not in SERVING_ROLES or not number.isdecimal() or role in wanted:
-            roles = ", ".join(SERVING_ROLES)
-            raise ConfigError(f"{given!r} is not ROLE=NUMBER, with each role once, one of {roles}")
-        wanted[role] = int(number)
-    return wanted
 
 
 def follow(

@@ -4,7 +4,7 @@ Errors have one place too: a subcommand raises a BatonError, and `deploy.command
 it in one line and exits with status 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy.admin.client import connect
+from engine.errors import ConfigError
 
 AdminUrl = Annotated[
     str | None,
@@ -72,3 +73,22 @@ def operates(
         register(run)
 
     return declare
+
+
+def parse_numbers(
+    texts: Iterable[str], form: str, names: Sequence[str] | None = None
+) -> dict[str, int]:
+    """Reads numbers by name from texts like "prefill=3". Raises ConfigError.
+
+    `form` shows the two parts, such as "ROLE=NUMBER". `names` are the allowed ones; None: any.
+    """
+    numbers: dict[str, int] = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        is_known = bool(name) if names is None else name in names
+        if not is_known or not number.isdecimal() or name in numbers:
+            kind = form.partition("=")[0].lower()
+            known = "" if names is None else f", one of {', '.join(names)}"
+            raise ConfigError(f"{text!r} is not {form}, with each {kind} once{known}")
+        numbers[name] = int(number)
+    return numbers

@@ -195,7 +195,7 @@ def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int
     if num_answers != 0:
         how_many = "answers are" if num_answers is None else f"{num_answers} answers"
         console.print(
-            f"draining: {how_many} running, up to {deployment.drain_timeout_s:g} s; "
+            f"draining: {how_many} running, up to {deployment.config.gateway.drain_timeout_s:g} s; "
             "Ctrl-C again to stop now",
             highlight=False,
         )
@@ -231,7 +231,8 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
         ' "messages": [{"role": "user", "content": '
         '"Write a Python function `add`: Return the sum of a and b."}]}'
     )
-    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if deployment.needs_key else ""
+    needs_key = deployment.config.gateway.keys_file is not None
+    key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needs_key else ""
     json = "-H 'Content-Type: application/json'"
     command = f"curl -N {ready.url}/v1/chat/completions{key} {json} -d "
     console.print("Try it:", highlight=False)

@@ -20,12 +20,14 @@ from deploy.commands.options import (
     Wait,
     Watch,
     operates,
+    parse_numbers,
 )
 from deploy.commands.views import show, table_of
 from deploy.ray.config import load_up_config, read_yaml
 from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
-from engine.errors import ConfigError
+
+WEIGHTS = "VERSION=WEIGHT"
 
 update_app = typer.Typer()  # its commands stand at the top level
 versions_app = typer.Typer(help="Versions of the model that are served side by side.")
@@ -85,10 +87,10 @@ def versions_command(client: AdminClient, *, watch: Watch = False) -> None:
 
 @operates(versions_app.command("weight"))
 def weight_command(
-    client: AdminClient, weights: Annotated[list[str], typer.Argument(metavar="VERSION=WEIGHT...")]
+    client: AdminClient, weights: Annotated[list[str], typer.Argument(metavar=f"{WEIGHTS}...")]
 ) -> None:
     """Shares new requests by weight: `baton versions weight v1=90 v2=10`."""
-    follow(client, client.set_weights(parse_weights(weights)), wait=False)
+    follow(client, client.set_weights(parse_numbers(weights, WEIGHTS)), wait=False)
 
 
 @operates(versions_app.command("finish"))
@@ -133,17 +135,6 @@ def _body_of(config: Config, tree: Mapping[str, Any]) -> UpdateBody:
     settings = msgspec.to_builtins(config.worker)
     worker = {key: settings[key] for key in tree.get("worker", {})}
     return UpdateBody(worker=worker or None, pools=counts, model_name=config.gateway.model_name)
-
-
-def parse_weights(weights: list[str]) -> dict[str, int]:
-    """Reads weights by version from texts like "v1=90". Raises ConfigError."""
-    wanted: dict[str, int] = {}
-    for given in weights:
-        name, _, number = given.rpartition("=")
-        if not name or not number.isdecimal() or name in wanted:
-            raise ConfigError(f"{given!r} is not VERSION=WEIGHT, with each version once")
-        wanted[name] = int(number)
-    return wanted
 
 
 def versions_table(answer: PoolsAnswer) -> Table:

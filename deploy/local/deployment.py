@@ -64,7 +64,7 @@ class Deployment:
     def __init__(self, launcher: Launcher, *, model: str | Path, config: Config) -> None:
         self._launcher = launcher
         self._model = str(model)  # in the forms of `model_source`
-        self._config = config
+        self.config = config
         self.log_level = "warning"
         self.on_news: Report = lambda _: None  # called with news, in another thread
         self._siblings: tempfile.TemporaryDirectory[str] | None = None
@@ -104,16 +104,6 @@ class Deployment:
             return None
 
     @property
-    def needs_key(self) -> bool:
-        """True if clients need an API key."""
-        return self._config.gateway.keys_file is not None
-
-    @property
-    def drain_timeout_s(self) -> float:
-        """Time that answers have to end when it closes, s."""
-        return self._config.gateway.drain_timeout_s
-
-    @property
     def gateways(self) -> list[GatewayReady]:
         """All gateway processes, ordered by name."""
         found = self.controller.gateways
@@ -125,11 +115,11 @@ class Deployment:
     def _open(self) -> GatewayReady:
         plan = plan_of(
             self._model,
-            self._config,
+            self.config,
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=available_bytes(),
         )
-        if self._config.gateway.processes > 1:
+        if self.config.gateway.processes > 1:
             self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
             plan = msgspec.structs.replace(plan, siblings=self._siblings.name)
         plan = msgspec.structs.replace(plan, log_level=self.log_level)

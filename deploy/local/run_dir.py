@@ -80,8 +80,8 @@ def _check_private(directory: Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
+    except PermissionError:  # it belongs to another user
+        return True
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
     return True

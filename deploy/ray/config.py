@@ -19,8 +19,6 @@ from deploy.commands.defaults import BUNDLED_MODEL, pools_of
 from engine.config import Config
 from engine.errors import ConfigError
 
-FOLDER = Path(__file__).parents[1] / "cluster"
-
 
 class UpConfig(msgspec.Struct, frozen=True):
     """The file's contents. Exactly one of `cluster` and `address` is set."""

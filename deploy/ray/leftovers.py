@@ -71,14 +71,14 @@ def nodes_of(cluster: Mapping[str, Any]) -> list[str]:
     return [provider["head_ip"], *provider.get("worker_ips", [])]
 
 
-def look(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
-    """Returns processes of the session on the cluster's nodes."""
-    return _look(cluster, session, nodes_of(cluster))
-
-
-def look_at_head(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
-    """Returns processes of the session on the head."""
-    return _look(cluster, session, nodes_of(cluster)[:1])
+def look(
+    cluster: Mapping[str, Any], session: str, *, num_nodes: int | None = None
+) -> list[LeftProcess]:
+    """Returns processes of the session on the first nodes; the head comes first. None: on all."""
+    assert session, "every process would match"
+    script = f"session={session}\n{_LOOK}\nlook"
+    nodes = nodes_of(cluster)[:num_nodes]
+    return [left for node in nodes for left in _ask(cluster, node, script)]
 
 
 def end(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
@@ -116,12 +116,6 @@ def ssh_command(auth: Mapping[str, Any]) -> list[str]:
     key = auth.get("ssh_private_key")
     identity = ["-i", os.path.expanduser(key)] if key else []
     return ["ssh", *identity, *(x for k, v in options.items() for x in ("-o", f"{k}={v}"))]
-
-
-def _look(cluster: Mapping[str, Any], session: str, nodes: list[str]) -> list[LeftProcess]:
-    assert session, "every process would match"
-    script = f"session={session}\n{_LOOK}\nlook"
-    return [left for node in nodes for left in _ask(cluster, node, script)]
 
 
 def _ask(cluster: Mapping[str, Any], node: str, script: str) -> list[LeftProcess]:

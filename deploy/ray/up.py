@@ -159,7 +159,7 @@ class RayUp:
     def _found_on_head(self) -> list[LeftProcess]:
         """Returns processes of the last session on the head, or why it cannot be looked at."""
         session = self._session()
-        return leftovers.look_at_head(read_cluster(self._file), session) if session else []
+        return leftovers.look(read_cluster(self._file), session, num_nodes=1) if session else []
 
     def _session(self) -> str:
         """The session of the last answer; empty if there was none."""

@@ -21,7 +21,8 @@ from deploy.admin.schema import (
     PoolsAnswer,
     VersionsAnswer,
 )
-from deploy.commands.operator import check_role, parse_counts
+from deploy.commands.operator import COUNTS, check_role
+from deploy.commands.options import parse_numbers
 from deploy.commands.versions import versions_table
 from deploy.commands.views import planner_view, pools_view
 from deploy.controller.sessions import PoolSessions
@@ -35,7 +36,7 @@ from deploy.pools.orders import OrderRefused, SetPlanner
 from deploy.pools.planning import Planning
 from deploy.pools.wanted import PoolLimits
 from engine.config import PlannerMode, WorkerConfig
-from engine.control import GatewayReport, Intent, Pools, Version
+from engine.control import SERVING_ROLES, GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
@@ -335,10 +336,11 @@ def test_run_directory_follows_the_environment():
 
 
 def test_counts_are_parsed_by_role():
-    assert parse_counts(["prefill=3", "decode=5"]) == {"prefill": 3, "decode": 5}
+    given = parse_numbers(["prefill=3", "decode=5"], COUNTS, SERVING_ROLES)
+    assert given == {"prefill": 3, "decode": 5}
     for wrong in (["prefill"], ["prefill=x"], ["drained=1"], ["prefill=1", "prefill=2"]):
         with pytest.raises(ConfigError, match="is not ROLE=NUMBER"):
-            parse_counts(wrong)
+            parse_numbers(wrong, COUNTS, SERVING_ROLES)
 
 
 def test_unexpected_result_of_an_order_is_reported():

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from deploy.commands.serve import _say_ready
 from deploy.services.spec import GatewayReady, WorkerReady
+from engine.config import Config, GatewayConfig
 
 
 def report(*, needs_key=False, **says) -> str:
@@ -21,9 +22,9 @@ def report(*, needs_key=False, **says) -> str:
         max_len=81_920,
         **says,
     )
-    deployment = SimpleNamespace(
-        needs_key=needs_key, controller=SimpleNamespace(workers={"decode-0": worker})
-    )
+    config = Config(gateway=GatewayConfig(keys_file="/keys" if needs_key else None))
+    controller = SimpleNamespace(workers={"decode-0": worker})
+    deployment = SimpleNamespace(config=config, controller=controller)
     console = Console(file=StringIO(), width=200)
     _say_ready(console, deployment, GatewayReady("http://127.0.0.1:8000", "tiny", 8))
     return console.file.getvalue()

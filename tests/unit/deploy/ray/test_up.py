@@ -4,14 +4,16 @@ from pathlib import Path
 
 import pytest
 
+import deploy
 from deploy.commands.defaults import pools_of
 from deploy.ray import leftovers, up
-from deploy.ray.config import FOLDER, load_up_config, num_nodes_of, read_cluster
+from deploy.ray.config import load_up_config, num_nodes_of, read_cluster
 from deploy.ray.leftovers import LeftProcess
 from deploy.ray.up import ClusterNode, RayUp, Running, Status, bring_up, cluster_of, take_down
 from engine.control import Pools
 from engine.errors import ConfigError
 
+FOLDER = Path(deploy.__file__).parent / "cluster"
 STATUS = Status(
     "session_1", (ClusterNode("10.0.0.1", is_alive=True, resources={"CPU": 4.0}),), None
 )
