@@ -53,9 +53,8 @@ def set_command(
     wait: Wait = True,
 ) -> None:
     """Sets the number of workers: `baton pools set prefill=3 decode=5`."""
-    follow(
-        client, client.set_pools(parse_numbers(counts, COUNTS, SERVING_ROLES), version), wait=wait
-    )
+    wanted = parse_numbers(counts, COUNTS, SERVING_ROLES)
+    follow(client, client.set_pools(wanted, version), wait=wait)
 
 
 @operates(operator_app.command("flip"))
