@@ -1,8 +1,8 @@
 """Logging that clients cannot flood, forge or stretch.
 
-The *kind* of a record is its logger, its level and its message without arguments. Only so many
-records of a kind are written in a period; the next record, or the end, tells how many were left
-out. A record is one line: control characters are escaped, and long texts are cut. Lines of a
+The *kind* of a record is its logger, its level and its message without arguments. At most
+`MOST_OF_A_KIND` records of a kind are written in a period. The next record, or the end, counts the
+others. A record is one line: control characters are escaped, and long texts are cut. Lines of a
 traceback are indented, so that none looks like a record.
 """
 

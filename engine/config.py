@@ -166,7 +166,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # of the other are put back. None: it waits until they end.
     turn_after_s: float | None = 1.0
     silence_s: float = 3.0  # a worker that sends nothing for this long counts as lost
-    stuck_step_s: float = 5.0  # so does one whose step is longer, and much longer than predicted
+    stuck_step_s: float = 5.0  # so does a worker whose step is longer, and far above its prediction
     # A prompt that takes this many times its predicted time is computed on a second worker as well;
     # the first one to finish goes on. None: no second worker.
     hedge_after: float | None = 3.0
@@ -177,7 +177,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_backlog_tokens: int = 1024  # the same, while the worker's speed is unknown
     offer_timeout_s: float = 1.0  # longest wait of a prompt for the offer of a cached prefix
     move_timeout_s: float = 10.0  # longest wait if only a worker that cannot pull its KV has room
-    slo_ttft_s: float | None = None  # requests predicted to exceed it are refused; None: none is
+    slo_ttft_s: float | None = None  # requests predicted to exceed it are refused; None: no bound
     slo_tpot_s: float | None = None  # decode workers are filled only as far as they keep it
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 The controller dials each gateway. The first frames are `ControllerHello` and `GatewayWelcome`.
 Frames are lists of messages, as in `engine.messages`. A gateway keeps the last `Members` that it
-was told, also while no controller runs. They include the operator's intent, so a new controller
+got, also while no controller runs. They include the operator's intent, so a new controller
 learns it from any gateway and goes on with a higher number.
 
 A *version* is a model and how workers serve it. Mostly there is one. During an update or a
@@ -94,7 +94,7 @@ class Rollout(msgspec.Struct, frozen=True):
     """A version takes over, worker by worker, from all others but those in `stay`."""
 
     to: str
-    pools: Pools  # of `to`, in the end
+    pools: Pools  # the final ones of `to`
     before: tuple[Version, ...]  # the versions at the start, restored by an abort
     stay: tuple[str, ...] = ()  # after an abort: those beside the current version
 
@@ -171,7 +171,7 @@ class ListRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatewayWelcome(msgspec.Struct, frozen=True, tag=True):
-    """A gateway's answer to `ControllerHello`, with the last members that it was told."""
+    """A gateway's answer to `ControllerHello`, with the last members that it got."""
 
     version: int
     gateway_id: GatewayId

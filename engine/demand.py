@@ -1,4 +1,4 @@
-"""What a gateway observes of the load: recent demand, and work that waits.
+"""A gateway's observations of the load: recent demand, and work that waits.
 
 `router.planning.demand` makes observations. Gateways report them to the controller of the pools,
 and `router.planning.planner` decides by their sum.

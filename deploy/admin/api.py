@@ -126,7 +126,7 @@ class AdminService:
         """Does nothing: a close never waits long."""
 
     async def close(self) -> None:
-        """Stops to answer, and closes the controller."""
+        """Stops answering, and closes the controller."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         if self._listener is not None:

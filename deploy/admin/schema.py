@@ -35,7 +35,7 @@ class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `worker` has settings of `[worker]` by name; omitted settings are as in the current version.
     With a weight the version is served beside the others, with these pools. Without a weight it
-    replaces all others, and has these pools in the end.
+    replaces all others, and these are its final pools.
     """
 
     name: str | None = None
@@ -254,14 +254,35 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("post", "/v1/pools", "Set how many workers there are", PoolsBody, PoolsAnswer, []),
     ("get", "/v1/workers", "All workers", None, WorkersAnswer, []),
     ("get", "/v1/requests", "Requests in service", None, RequestsAnswer, []),
-    ("post", "/v1/workers/{worker_id}/flip", "Change a role", FlipBody, PoolsAnswer, [_WORKER]),
-    ("post", "/v1/workers/{worker_id}/drain", "Take work away", None, PoolsAnswer, [_WORKER]),
-    ("post", "/v1/workers/{worker_id}/stop", "Drain and stop", None, PoolsAnswer, [_WORKER]),
+    (
+        "post",
+        "/v1/workers/{worker_id}/flip",
+        "Change a worker's role",
+        FlipBody,
+        PoolsAnswer,
+        [_WORKER],
+    ),
+    ("post", "/v1/workers/{worker_id}/drain", "Drain a worker", None, PoolsAnswer, [_WORKER]),
+    (
+        "post",
+        "/v1/workers/{worker_id}/stop",
+        "Drain a worker, then stop it",
+        None,
+        PoolsAnswer,
+        [_WORKER],
+    ),
     ("get", "/v1/versions", "Versions of the model", None, VersionsAnswer, []),
     ("post", "/v1/versions", "Start a version beside the others", UpdateBody, PoolsAnswer, []),
     ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
-    ("post", "/v1/versions/{name}/finish", "Take over", FinishBody, PoolsAnswer, [_VERSION]),
-    ("post", "/v1/versions/{name}/abort", "Give all back", None, PoolsAnswer, [_VERSION]),
+    (
+        "post",
+        "/v1/versions/{name}/finish",
+        "Replace all other versions",
+        FinishBody,
+        PoolsAnswer,
+        [_VERSION],
+    ),
+    ("post", "/v1/versions/{name}/abort", "Remove a version", None, PoolsAnswer, [_VERSION]),
     ("get", "/v1/block-events", "Keys and addresses of block events", None, BlockEventsAnswer, []),
     ("get", "/v1/planner", "The planner and its decisions", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),

@@ -37,9 +37,9 @@ def add_command(  # noqa: PLR0913 - a command's options
     expires: Annotated[
         str | None, typer.Option(help="lifetime such as 30d, 12h or 2w (default: unlimited)")
     ] = None,
-    requests_per_s: Annotated[float | None, typer.Option("--requests-per-s")] = None,
-    tokens_per_min: Annotated[int | None, typer.Option("--tokens-per-min")] = None,
-    max_streams: Annotated[int | None, typer.Option("--max-streams")] = None,
+    requests_per_s: Annotated[float | None, typer.Option(help="limit of requests")] = None,
+    tokens_per_min: Annotated[int | None, typer.Option(help="limit of tokens")] = None,
+    max_streams: Annotated[int | None, typer.Option(help="limit of open answers")] = None,
     debug: Annotated[  # noqa: FBT002
         bool, typer.Option("--debug", help="allow decisions, timelines and /metrics")
     ] = False,

@@ -86,9 +86,9 @@ def chat(
     model: Annotated[
         str | None, typer.Option(help="model name (default: the first that is served)")
     ] = None,
-    temperature: Annotated[float, typer.Option()] = 0.7,
-    max_tokens: Annotated[int, typer.Option()] = 256,
-    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY")] = "",
+    temperature: Annotated[float, typer.Option(help="of sampling; 0 is greedy")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="most tokens of an answer")] = 256,
+    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="key of the server")] = "",
 ) -> None:
     """Chats with a server in the terminal."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

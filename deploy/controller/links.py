@@ -49,7 +49,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
 REPORT_STALE_S = 5.0  # gateways report once a second
-SILENCE_S = 5.0  # a peer that sends nothing for so long counts as lost
+SILENCE_S = 5.0  # a peer that sends nothing for this long counts as lost
 
 
 class _Session(Protocol):
@@ -97,7 +97,7 @@ async def _run(client: SessionClient, session: _Session) -> None:
 
 
 class WorkerLink:
-    """Turns what a worker says into events."""
+    """Turns a worker's messages into events."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class WorkerLink:
         self.info: Welcome | None = None  # from its latest handshake
 
     def set_role(self, role: Role) -> None:
-        """Sends a role. If there is no session, the machine repeats it at the next one."""
+        """Sends a role. If there is no session, the machine sends it in the next one."""
         if self._client is not None:
             try:
                 self._client.post(encode_frame([SetRole(role)]))
             except ConnectionError as error:
-                log.info("%s was not told its role: %s", self._worker_id, error)
+                log.info("%s did not get its role: %s", self._worker_id, error)
 
     async def shake_hands(self, client: SessionClient) -> None:
         """Checks that the expected worker answers."""
@@ -152,7 +152,7 @@ class WorkerLink:
 
 
 class GatewayLink:
-    """Tells a gateway the members, and keeps its latest report."""
+    """Sends a gateway the members, and keeps its latest report."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class GatewayLink:
                         answer.set_result(message)
 
     def lost(self, reason: str) -> None:
-        """Forgets the report. The next handshake tells the members again."""
+        """Forgets the report. After the next handshake the members are sent again."""
         log.info("the session with a gateway is over: %s", reason)
         self._client = None
         self.report = None
@@ -254,4 +254,4 @@ class GatewayLink:
             try:
                 self._client.post(encode_control([message]))
             except ConnectionError as error:
-                log.info("a gateway was not told: %s", error)
+                log.info("a gateway did not get a message: %s", error)

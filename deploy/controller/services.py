@@ -28,7 +28,7 @@ RETRY_STOP_EVERY_S = 1.0
 
 
 class PoolServices:
-    """Asks the launcher for starts and ends; knows what each running service said of itself."""
+    """Asks the launcher for starts and ends, and keeps the answer of each running service."""
 
     machine: PoolMachine  # set before the first effect
 

@@ -26,9 +26,9 @@ from engine.net.trust import Secret
 
 
 class PoolSessions:
-    """Dials workers and gateways, and turns what they say into events.
+    """Dials workers and gateways, and turns their messages into events.
 
-    Until `begin` gateways are only asked which members they know.
+    Before `begin`, gateways are only asked which members they know.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PoolSessions:
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
 
     async def adopt(self, gateways: Mapping[str, GatewayReady]) -> Members | None:
-        """Dials gateways that run. Returns the newest members that any of them was told."""
+        """Dials gateways that run. Returns the newest members that they know."""
         waits: list[asyncio.Task[object]] = []
         for name, ready in gateways.items():
             heard = asyncio.Event()
@@ -65,7 +65,7 @@ class PoolSessions:
         return max(members, key=lambda each: each.version, default=None)
 
     def begin(self, machine: PoolMachine) -> None:
-        """From now on the machine hears of gateways, and they hear of its members."""
+        """Connects gateways to the machine: it gets their events, they get its members."""
         self._machine = machine
 
     def dial_worker(self, worker_id: WorkerId, address: str) -> None:
@@ -99,12 +99,12 @@ class PoolSessions:
     # ------------------------------------------------------------ to workers and gateways
 
     def set_role(self, worker_id: WorkerId, role: Role) -> None:
-        """Tells a worker its role. If it has no session, the machine repeats it later."""
+        """Sends a worker its role. If it has no session, the machine sends it again later."""
         if (link := self.links.get(worker_id)) is not None:
             link.set_role(role)
 
     def publish(self, members: Members) -> None:
-        """Tells all gateways which workers there are."""
+        """Sends the members to all gateways."""
         for gateway in self.gateway_links.values():
             gateway.tell(members)
 
@@ -116,7 +116,7 @@ class PoolSessions:
         return [None if link is None else link.fresh_report for link in links]
 
     def infos(self) -> dict[WorkerId, Welcome]:
-        """Returns how workers introduced themselves."""
+        """Returns the `Welcome` of each worker."""
         return {name: link.info for name, link in self.links.items() if link.info is not None}
 
     async def requests(self) -> tuple[int, list[tuple[str, RequestInfo]]]:

@@ -132,7 +132,7 @@ class PoolController:
         )
 
     def _tell_found(self) -> None:
-        """Tells the machine what ran already, and dials the workers."""
+        """Reports to the machine what ran already, and dials the workers."""
         members = tuple(
             Member(name, ready.address, ready.version, ready.context_len)
             for name, ready in self.workers.items()

@@ -1,4 +1,4 @@
-"""Tasks and threads of the controller: none of their bugs ends the others."""
+"""Tasks and threads of the controller. A bug in one does not end the others."""
 
 import asyncio
 import logging

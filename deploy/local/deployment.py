@@ -26,13 +26,13 @@ from engine.control import SERVING_ROLES
 from engine.errors import ConfigError
 from engine.model.loading.files import check_files
 
-COUNT_TIMEOUT_S = 1.0  # an answer this late is not waited for: the stop goes on
+COUNT_TIMEOUT_S = 1.0  # for a count of the answers; then the stop goes on without it
 
 Report = Callable[[str], None]
 
 
 def with_admin_key(config: Config) -> Config:
-    """Adds a new admin key if none is configured. The run directory tells it to the operator."""
+    """Adds a new admin key if none is configured. Operators find it in the run directory."""
     if config.admin.key is not None:
         return config
     admin = msgspec.structs.replace(config.admin, key=secrets.token_urlsafe(24))

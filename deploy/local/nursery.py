@@ -75,7 +75,7 @@ class Child:
     def __init__(self, *, stdin: BinaryIO, stdout: BinaryIO, news: socket.socket) -> None:
         self.stdin = stdin
         self.stdout = stdout
-        self.exit_status: int | None = None  # known after the end, if the nursery lived to tell
+        self.exit_status: int | None = None  # known after the end, if the nursery was alive then
         self._news = news
         self._pid: int | None = None
         self._pidfd: int | None = None

@@ -75,7 +75,7 @@ class _Stop(BaseException):
 
 
 class _Stopping:
-    """The handler of SIGTERM: the first ends the service, later ones hurry that."""
+    """The handler of SIGTERM: the first stops the service, later ones end its answers at once."""
 
     def __init__(self, thread: ServiceThread[object]) -> None:
         self.has_begun = False

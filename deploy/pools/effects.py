@@ -26,7 +26,7 @@ class StopWorker:
 
 @dataclass(frozen=True, slots=True)
 class SetWorkerRole:
-    """Tell a worker its role."""
+    """Send a worker its role."""
 
     worker_id: WorkerId
     role: Role
@@ -48,7 +48,7 @@ class StopGateway:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell all gateways which workers there are."""
+    """Send the list of workers to all gateways."""
 
     members: Members
 

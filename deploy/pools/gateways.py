@@ -1,4 +1,4 @@
-"""Which gateways are started, which serve, and which are ended because they have no session.
+"""Starts gateways, and stops those that have no session.
 
 A part of the machine of the pools (`deploy.pools.machine`), and as pure:
 
@@ -38,7 +38,7 @@ class GatewayState(StrEnum):
 
 
 class Gateways:
-    """Owns what is known of gateways. Each handler of an event yields effects."""
+    """Owns the state of each gateway. Each handler of an event yields effects."""
 
     def __init__(self, names: Sequence[str], *, restarts: Restarts, history: PoolHistory) -> None:
         """`restarts` and `history` are shared with workers."""

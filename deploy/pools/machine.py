@@ -91,7 +91,7 @@ class PoolMachine:
     ) -> None:
         """`version` is that of the last members that an earlier controller published.
 
-        `is_guess`: such a controller ran, and no gateway could tell its intent yet.
+        `is_guess`: an earlier controller ran, and no gateway could tell its intent yet.
         """
         self.members = Members(version, (), intent)
         self.restarts = Restarts(limits.steady_s)

@@ -73,7 +73,7 @@ class SetWeights:
 class Finish:
     """Replaces all other versions with this version.
 
-    `pools` are its workers in the end. By default they are at least those of the current version.
+    `pools` are its final workers. By default they are at least those of the current version.
     """
 
     name: str

@@ -5,7 +5,7 @@ call these resources `prefill_node` and `decode_node`. A node offers as many uni
 workers of that role. The resource decides where a role *starts*, if there is room. A flipped worker
 stays where it is, and its successor takes the same place.
 
-What other programs use of a node is not known here. Ray decides in the end.
+Resources that other programs use are not known here. Ray makes the final choice.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""When a service that ended is started again: later after each failure, until it lives a while."""
+"""Times the restarts of services: each failure in a row doubles the wait."""
 
 from dataclasses import dataclass
 

@@ -13,8 +13,8 @@ class PoolLimits:
     max_workers: int
     why_no_more: str = ""  # than `max_workers`
     drain_timeout_s: float = 60.0
-    update_timeout_s: float = 900.0  # an update without a step for so long is given up
-    steady_s: float = STEADY_S  # after so long a run, a failure counts as the first again
+    update_timeout_s: float = 900.0  # an update without a step for this long is given up
+    steady_s: float = STEADY_S  # after a run of this length, a failure counts as the first again
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ from engine.messages import Role
 
 log = logging.getLogger(__name__)
 
-PLACE_TIMEOUT_S = 60.0  # then another role's place will do, or the start fails and is retried
+PLACE_TIMEOUT_S = 60.0  # then it takes another role's place, or the start fails and is tried again
 CHOSEN_TIMEOUT_S = 2.0  # after this, what was just freed has been taken by others
 WAIT_EVERY_S = 0.5
 PREFIX = "baton"  # group names are PREFIX:ROLE:WORKER

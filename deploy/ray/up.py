@@ -129,8 +129,8 @@ class RayUp:
         while (num_alive := sum(node.is_alive for node in self.ask("look").nodes)) < num_nodes:
             if clock.now_s() > end_s:
                 raise ConfigError(
-                    f"{num_alive} of {num_nodes} nodes have come (`ray monitor {self._file}` says"
-                    " more); `baton up` again goes on with them"
+                    f"{num_alive} of {num_nodes} nodes have joined; see `ray monitor {self._file}`,"
+                    " and run `baton up` again to continue"
                 )
             pause.wait(NODES_EVERY_S)
 
@@ -237,7 +237,7 @@ def take_down(cluster: Cluster, report: Report) -> list[LeftProcess]:
     try:
         cluster.ask("stop")
     except ConfigError as error:
-        report(f"{error}; the cluster is ended all the same")
+        report(f"{error}; the cluster is taken down anyway")
     report("ending the cluster")
     return cluster.down()
 

@@ -33,7 +33,7 @@ from router.version_routers import VersionRouters
 log = logging.getLogger(__name__)
 
 OTHER_DESCRIPTORS = 1024  # open files of a gateway beside its clients' connections
-LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts all the same, and answers 503
+LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts anyway, and answers 503
 
 
 class GatewayService:

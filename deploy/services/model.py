@@ -1,4 +1,4 @@
-"""Where a service finds its model on this machine."""
+"""Finds the model of a service on this machine, and fetches it."""
 
 import logging
 import os

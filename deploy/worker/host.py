@@ -124,7 +124,7 @@ class WorkerHost:
         self._refused: Counter[str] = Counter()  # refused sessions, by reason
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
-        self._long_step: StillStepping | None = None  # the present one, if it is to be told of
+        self._long_step: StillStepping | None = None  # the present step, if it is long
 
     async def open(self) -> str:
         """Starts the threads; returns the address of the gRPC server."""
@@ -161,9 +161,11 @@ class WorkerHost:
             host=self._identity.host,
         )
         self._events = self._publisher.open()
-        who = self._identity
         self._server = SessionServer(
-            self._session, who.secret, who.host, on_refused=self._count_refused
+            self._session,
+            self._identity.secret,
+            self._identity.host,
+            on_refused=self._count_refused,
         )
         self._watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
@@ -396,7 +398,7 @@ class WorkerHost:
         self._loop.call_soon_threadsafe(self._post_all, frame)
 
     def _change_role(self, message: RoleChanged) -> None:
-        """Tells present gateways. Later ones learn the role from Welcome."""
+        """Sends a new role to all connected gateways. Later ones learn it from Welcome."""
         if message.role is not self._duties.role:
             log.info("this worker is a %s worker now", message.role)
         self._duties = replace(self._duties, role=message.role)

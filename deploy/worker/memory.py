@@ -15,7 +15,7 @@ KV_SHARE = 0.5  # of what is left after weights and head-room
 HEAD_ROOM_BYTES = 512 * 2**20  # interpreter, libraries, activations, logits
 LEAST_BYTES = 256 * 2**20
 PLENTY_BYTES = 512 * 2**20  # enough whatever the context
-NUM_CONTEXTS = 8  # so many whole contexts are also enough
+NUM_CONTEXTS = 8  # this many whole contexts are also enough
 PAGE_BYTES = 64 * 2**20  # sizes are multiples of it
 
 
@@ -39,7 +39,7 @@ def kv_bytes(
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes that this process and its like may still allocate."""
+    """Returns the bytes that this process and its control groups may still allocate."""
     found = [_meminfo((root / "proc/meminfo").read_text())]
     found += _group_rooms(root)
     return max(min(found), 0)

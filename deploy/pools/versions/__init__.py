@@ -1,1 +1,1 @@
-"""Versions of the model that are served: how each comes, takes over from others, and goes."""
+"""Versions of the model: orders about them, and rollouts."""

@@ -1,4 +1,4 @@
-"""How a version comes, takes over from the others, and goes. Pure: from an `Intent` the next one.
+"""Lets a version take over from the others. Pure: each step returns the next `Intent`.
 
 A version takes over by these steps. Each waits until the step before has come true.
 

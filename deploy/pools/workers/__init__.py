@@ -1,1 +1,1 @@
-"""Workers of the pools: what is known of each, and what is done with each next."""
+"""Workers of the pools: their records, the events about them, and their next moves."""

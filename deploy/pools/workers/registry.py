@@ -41,7 +41,7 @@ class PoolWorkers:
         return worker
 
     def members(self) -> tuple[Member, ...]:
-        """Returns the workers that run, in the order of their names, as gateways are told them."""
+        """Returns the workers that run, in the order of their names."""
         return tuple(
             Member(worker.worker_id, worker.address, worker.version, worker.context_len)
             for worker in sorted(self.by_id.values(), key=lambda w: w.worker_id)

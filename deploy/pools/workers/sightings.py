@@ -23,7 +23,7 @@ from engine.control import Member
 from engine.messages import Role, WorkerId
 
 FLIP_TIMEOUT_S = 10.0  # a worker answers between two steps
-UNREACHABLE_S = 30.0  # a worker without a session for so long is stopped by force
+UNREACHABLE_S = 30.0  # a worker without a session for this long is stopped by force
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class WorkerSightings:
             yield from self.workers.lose(worker, event.how, now_s)
 
     def on_connected(self, event: Connected, now_s: float) -> Iterator[PoolEffect]:
-        """Takes a worker into its pool, and repeats its role if it has another one."""
+        """Takes a worker into its pool, and sends its role again if it reports another one."""
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
@@ -139,7 +139,7 @@ class WorkerSightings:
                 self.workers.enter(worker, WorkerState.SERVING, now_s)
                 what = f"is {event.role} now, {took_s:.1f} s"
                 yield self.history.tell(now_s, worker.worker_id, what)
-        elif worker.state is WorkerState.SERVING:  # another program told it
+        elif worker.state is WorkerState.SERVING:  # another program set it
             worker.target = event.role
             if event.role is Role.DRAINED:
                 self.workers.enter(worker, WorkerState.DRAINING, now_s)

@@ -75,7 +75,9 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
 
     admin.set_weights({"v1": 100, "v2": 0})
     version = admin.pools().version
-    poll_until(lambda: admin.pools().gateways[0].members_version >= version, "it is told", CHANGE_S)
+    poll_until(
+        lambda: admin.pools().gateways[0].members_version >= version, "it has them", CHANGE_S
+    )
     stream = LongAnswer(served.url)
     stream.start()
     assert stream.has_begun.wait(CHANGE_S)

@@ -31,7 +31,7 @@ def test_requests_survive_a_killed_controller(tmp_path, monkeypatch):
     config = with_admin_key(
         Config(worker=WorkerConfig(kv_mib=64), gateway=GatewayConfig(port=0, model_name="tiny"))
     )
-    pools = Pools(0, 0, mixed=1)  # as few as will do
+    pools = Pools(0, 0, mixed=1)  # the fewest that can serve
     plan = ControllerPlan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
     own_ray = OwnRay()
     own_ray.open()

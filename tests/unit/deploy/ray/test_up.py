@@ -141,7 +141,7 @@ def test_down_stops_baton_first_and_ends_even_a_silent_cluster():
     cluster = FakeCluster(left=left, error="no answer")
     assert take_down(cluster, told.append) == left
     assert cluster.asked == ["stop", "down"]
-    assert "no answer; the cluster is ended all the same" in told
+    assert "no answer; the cluster is taken down anyway" in told
 
 
 def test_answer_is_found_behind_lines_of_shells_and_ray():
