@@ -17,6 +17,7 @@ from kvtransfer.packing import pack, unpack
 from kvtransfer.records import RecordPiece
 from kvtransfer.wire import agree
 from tests.kits.records import COPIES, copied_by, random_records, whole
+from tests.kits.seeds import seeds
 
 SHORTEST_LONG = 241  # bytes: below, XXH3 is another algorithm
 
@@ -85,7 +86,7 @@ def test_frames_too_short_for_that_have_the_checksum_of_xxhash():
 
 
 @pytest.mark.usefixtures("_only_native")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_frames_of_up_to_4_mib_have_the_checksum_of_xxhash(seed):
     rng = np.random.default_rng(seed)
     record_bytes = 64 * int(rng.integers(4, 2048))

@@ -27,6 +27,7 @@ from router.native.index import PrefixIndex
 from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need, Placement
 from router.policies.candidates import LEAST_WAIT_S, Backlog, find
 from router.policies.slo import Slo
+from tests.kits.seeds import seeds
 
 BLOCK = 16
 BACKLOG_S = 3.0
@@ -311,7 +312,7 @@ def _outcome(choice):
     return choice.why
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_the_fleet_chooses_as_well_as_the_policy(seed):
     both = RandomCluster(seed)
     for _ in range(50):
@@ -322,7 +323,7 @@ def test_the_fleet_chooses_as_well_as_the_policy(seed):
 
 def test_random_clusters_are_decided_in_every_way():
     outcomes = Counter()
-    for seed in range(40):
+    for seed in seeds(40):
         both = RandomCluster(seed)
         for _ in range(25):
             both.step()
