@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import msgspec
@@ -129,29 +130,33 @@ class World:
         )
         self.links: dict[str, object] = {}  # by address
 
+    def connect(self, *names: str) -> None:
+        """Connects these workers, by default both."""
+        for name in names or WORKERS:
+            role = Role(name.removesuffix("-0"))
+            address = WORKERS[name].address
+            self.controller._handle(Connected(name, address, role, KVFormat.FP32))
+
     async def talk(self, address: str, _secret: object, link: object) -> None:
         self.links[address] = link
         await asyncio.get_running_loop().create_future()
 
 
 @pytest.fixture
-def play(monkeypatch):
-    """Returns a function that runs a scene with a controller that finds these services."""
+def playing(monkeypatch):
+    """Returns a function that makes a world with a controller that finds these services."""
     monkeypatch.setattr(shell, "WATCH_EVERY_S", 0.01)
     monkeypatch.setattr(services, "RETRY_STOP_EVERY_S", 0.01)
 
-    def run(scene: Callable[[World], Coroutine[None, None, None]], running, config=None) -> World:
+    @asynccontextmanager
+    async def run(running, config=None):
         world = World(running, config or Config())
         monkeypatch.setattr(sessions, "talk", world.talk)
-
-        async def whole() -> None:
-            try:
-                await asyncio.wait_for(scene(world), DEADLINE_S)
-            finally:
-                await world.controller.close()
-
-        asyncio.run(whole())
-        return world
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield world
+        finally:
+            await world.controller.close()
 
     return run
 
@@ -198,20 +203,18 @@ class FakeListener:
         pass
 
 
-def test_next_controller_takes_over_while_no_gateway_runs(play, monkeypatch, tmp_path):
+async def test_next_controller_takes_over_while_no_gateway_runs(playing, monkeypatch, tmp_path):
     sock = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 7), close=lambda: None)
     monkeypatch.setattr(admin.socket, "create_server", lambda _: sock)
     monkeypatch.setattr(admin, "Listener", FakeListener)
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path))
 
-    async def scene(world: World) -> None:
+    async with playing(WORKERS) as world:
         config = AdminConfig(key="key")
         service = AdminService(world.controller, config=config, clock=world.clock)
         assert await service.open() == "http://127.0.0.1:7"
         assert world.controller.url == ""
         await service.close()
-
-    play(scene, WORKERS)
 
 
 OLD = Members(
@@ -224,8 +227,8 @@ OLD = Members(
 SECOND = Version("v2", model="other", pools=Pools(1, 1))
 
 
-def test_reconnected_gateway_gets_the_members_it_missed(play):
-    async def scene(world: World) -> None:
+async def test_reconnected_gateway_gets_the_members_it_missed(playing):
+    async with playing(WORKERS | GATEWAY) as world:
         gateway = FakeGateway(OLD)
         opening = asyncio.create_task(world.controller.open())
         await until(lambda: "gateway:1" in world.links)
@@ -239,13 +242,11 @@ def test_reconnected_gateway_gets_the_members_it_missed(play):
         await gateway.connect(link)
         assert gateway.members.intent.pools == Pools(1, 2)
 
-    play(scene, WORKERS | GATEWAY)
 
-
-def test_gateway_heard_late_follows_the_new_controller(play, monkeypatch):
+async def test_gateway_heard_late_follows_the_new_controller(playing, monkeypatch):
     monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
 
-    async def scene(world: World) -> None:
+    async with playing(WORKERS | GATEWAY) as world:
         await world.controller.open()
         assert world.controller.machine.members.version < OLD.version
         gateway = FakeGateway(OLD)
@@ -253,17 +254,15 @@ def test_gateway_heard_late_follows_the_new_controller(play, monkeypatch):
         assert gateway.members == world.controller.machine.members
         assert gateway.members.version > OLD.version
 
-    play(scene, WORKERS | GATEWAY)
 
-
-def test_gateway_heard_late_supplies_the_intent(play, monkeypatch):
+async def test_gateway_heard_late_supplies_the_intent(playing, monkeypatch):
     monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
     others = {name: msgspec.structs.replace(ready, version="v2") for name, ready in WORKERS.items()}
     told = Members(
         0, tuple(Member(n, w.address, "v2", 64) for n, w in others.items()), Intent((SECOND,))
     )
 
-    async def scene(world: World) -> None:
+    async with playing(others | GATEWAY) as world:
         world.launcher.num_places = 2
         await world.controller.open()
         for name, ready in others.items():
@@ -278,28 +277,23 @@ def test_gateway_heard_late_supplies_the_intent(play, monkeypatch):
         assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
         assert world.launcher.stopped == []
 
-    play(scene, others | GATEWAY)
 
-
-def test_launcher_that_raises_is_asked_again(play):
-    async def scene(world: World) -> None:
+async def test_launcher_that_raises_is_asked_again(playing):
+    async with playing({"prefill-0": WORKERS["prefill-0"]}) as world:
         launcher = world.launcher
         await world.controller.open()
         launcher.errors = [OSError("no start"), RuntimeError("no stop")]
-        ready = WORKERS["prefill-0"]
-        world.controller._handle(Connected("prefill-0", ready.address, Role.PREFILL, KVFormat.FP32))
+        world.connect("prefill-0")
         await until(lambda: ("decode-0", True) in launcher.stopped)
         workers = world.controller.machine.workers
         await until(lambda: workers["decode-0"].state is WorkerState.WAITING)
         world.clock.at_s = 10.0
         await until(lambda: workers["decode-0"].state is WorkerState.JOINING)
-
-    told = play(scene, {"prefill-0": WORKERS["prefill-0"]}).told
-    assert any("did not start: no start" in line for line in told), told
-    assert "the controller has a bug: RuntimeError('no stop')" in told
+    assert any("did not start: no start" in line for line in world.told), world.told
+    assert "the controller has a bug: RuntimeError('no stop')" in world.told
 
 
-def test_session_restarts_after_a_bug(play, monkeypatch):
+async def test_session_restarts_after_a_bug(playing, monkeypatch):
     num_talks = 0
 
     async def talk(_address: str, _secret: object, _link: object) -> None:
@@ -307,7 +301,7 @@ def test_session_restarts_after_a_bug(play, monkeypatch):
         num_talks += 1
         raise KeyError("a bug")
 
-    async def scene(world: World) -> None:
+    async with playing(WORKERS) as world:
         monkeypatch.setattr(sessions, "talk", talk)
         monkeypatch.setattr(sessions, "RETRY_EVERY_S", 0.01)
         await world.controller.open()
@@ -315,16 +309,13 @@ def test_session_restarts_after_a_bug(play, monkeypatch):
         assert world.controller.counters["controller bugs"] >= 1
         assert "nurseries lost" not in world.controller.counters
 
-    play(scene, WORKERS)
 
-
-def test_stopped_worker_is_gone_only_after_its_start_has_ended(play):
-    async def scene(world: World) -> None:
+async def test_stopped_worker_is_gone_only_after_its_start_has_ended(playing):
+    async with playing(WORKERS) as world:
         launcher = world.launcher
         await world.controller.open()
         machine = world.controller.machine
-        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
-            world.controller._handle(Connected(name, f"{name}:1", role, KVFormat.FP32))
+        world.connect()
         launcher.may_start.clear()
         world.controller.order(SetPools(Pools(2, 1)))
         world.controller.order(Stop("prefill-1"))
@@ -335,17 +326,14 @@ def test_stopped_worker_is_gone_only_after_its_start_has_ended(play):
         await until(lambda: "prefill-1" not in machine.workers)
         assert "prefill-1" not in launcher.services
 
-    play(scene, WORKERS)
 
-
-def test_long_fetches_delay_nothing_else(play, monkeypatch):
+async def test_long_fetches_delay_nothing_else(playing, monkeypatch):
     monkeypatch.setattr(tasks, "MAX_THREADS", 1)
 
-    async def scene(world: World) -> None:
+    async with playing(WORKERS) as world:
         launcher = world.launcher
         await world.controller.open()
-        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
-            world.controller._handle(Connected(name, f"{name}:1", role, KVFormat.FP32))
+        world.connect()
         launcher.may_start.clear()
         world.controller.order(SetPools(Pools(2, 2)))
         num_looks = launcher.num_looks
@@ -354,20 +342,16 @@ def test_long_fetches_delay_nothing_else(play, monkeypatch):
         await until(lambda: ("prefill-1", True) in launcher.stopped)
         launcher.may_start.set()
 
-    play(scene, WORKERS)
 
-
-def test_launchers_error_ends_a_first_start(play):
-    async def scene(world: World) -> None:
+async def test_launchers_error_ends_a_first_start(playing):
+    async with playing({}) as world:
         world.launcher.errors = [OSError("no start")]
         with pytest.raises(ConfigError, match=r"^no start$"):
             await world.controller.open()
 
-    play(scene, {})
 
-
-def test_first_start_waits_for_expected_nodes(play):
-    async def scene(world: World) -> None:
+async def test_first_start_waits_for_expected_nodes(playing):
+    async with playing({}, Config(pools=PoolsConfig(max_workers=4))) as world:
         world.launcher.errors = [NoPlace("no node")]
         opening = asyncio.create_task(world.controller.open())
         await until(lambda: any("did not start: no node" in line for line in world.told))
@@ -376,30 +360,23 @@ def test_first_start_waits_for_expected_nodes(play):
         assert not opening.done()
         opening.cancel()
 
-    play(scene, {}, Config(pools=PoolsConfig(max_workers=4)))
 
-
-def test_first_start_without_expected_nodes_fails_at_once(play):
-    async def scene(world: World) -> None:
+async def test_first_start_without_expected_nodes_fails_at_once(playing):
+    async with playing({}) as world:
         world.launcher.errors = [NoPlace("no node")]
         with pytest.raises(ConfigError, match=r"^no node$"):
             await world.controller.open()
 
-    play(scene, {})
 
-
-def test_places_are_given_up_once_all_found_roles_are_known(play):
-    async def scene(world: World) -> None:
+async def test_places_are_given_up_once_all_found_roles_are_known(playing):
+    async with playing({"prefill-0": WORKERS["prefill-0"]}) as world:
         await world.controller.open()
         looked = world.launcher.num_looks
         await until(lambda: world.launcher.num_looks > looked + 1)
         assert world.launcher.kept == []  # it is not known yet that decode-0 is wanted
-        ready = WORKERS["prefill-0"]
-        world.controller._handle(Connected("prefill-0", ready.address, Role.PREFILL, KVFormat.FP32))
+        world.connect("prefill-0")
         await until(lambda: world.launcher.kept != [])
         assert world.launcher.kept[0] == set(WORKERS)
-
-    play(scene, {"prefill-0": WORKERS["prefill-0"]})
 
 
 # ---------------------------------------------------------------- the planner
@@ -408,15 +385,14 @@ FLOOD = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0)
 PLANNED = Config(planner=PlannerConfig(mode=PlannerMode.ON, max_workers=6, grow_after_s=0.0))
 
 
-def test_controller_plans_from_reports_and_asks_for_room(play, monkeypatch):
+async def test_controller_plans_from_reports_and_asks_for_room(playing, monkeypatch):
     monkeypatch.setattr(sessions, "HANDSHAKE_TIMEOUT_S", 0.01)
 
-    async def scene(world: World) -> None:
+    async with playing(WORKERS | GATEWAY, PLANNED) as world:
         pools = world.controller
         await pools.open()
         assert pools.machine.intent.planner is PlannerMode.ON
-        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
-            pools._handle(Connected(name, WORKERS[name].address, role, KVFormat.FP32))
+        world.connect()
         link = world.links["gateway:1"]
         link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, FLOOD)]))
         await until(lambda: world.launcher.asked_for == [(6, Pools(3, 1))])
@@ -428,16 +404,12 @@ def test_controller_plans_from_reports_and_asks_for_room(play, monkeypatch):
         await until(lambda: pools.machine.limits.max_workers == 7)
         pools.order(SetPlanner(PlannerMode.OFF))
         await until(lambda: world.launcher.asked_for[1:] == [(0, Pools(3, 1))])
-
-    told = play(scene, WORKERS | GATEWAY, PLANNED).told
-    assert "pools can have 7 workers: before, 4" in told
+    assert "pools can have 7 workers: before, 4" in world.told
 
 
-def test_controller_without_a_planner_asks_for_no_room(play):
-    async def scene(world: World) -> None:
+async def test_controller_without_a_planner_asks_for_no_room(playing):
+    async with playing(WORKERS) as world:
         await world.controller.open()
         ticked = world.launcher.num_looks
         await until(lambda: world.launcher.num_looks > ticked + 1)
         assert world.launcher.asked_for == []
-
-    play(scene, WORKERS)
