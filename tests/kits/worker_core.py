@@ -377,6 +377,13 @@ class Rig:
             return self.step(*event.tokens)
         return list(self.core.handle(event, self.now_s))
 
+    def arrive(self, name: str, prompt, token=SAMPLED, **fields) -> None:
+        """Lets a sequence come, be pulled, and get its first token."""
+        self.take(decode(name, prompt, **fields))
+        self.step()
+        self.take(pull_done(name))
+        self.take(first(name, token))
+
     def step(self, *tokens: int | tuple[int, ...]) -> list[Effect | Ran]:
         plan, effects = self.core.plan(self.now_s)
         self.rows = ()

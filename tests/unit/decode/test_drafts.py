@@ -39,14 +39,6 @@ def rig(proposer=Proposer.DRAFT, num_tokens=3, **sizes) -> Rig:
     return Rig(Role.DECODE, speculator=speculator, **sizes)
 
 
-def arrive(r: Rig, name: str, prompt, token=SAMPLED, **fields) -> None:
-    """A sequence comes, is pulled, and has its first token."""
-    r.take(decode(name, prompt, **fields))
-    r.step()
-    r.take(pull_done(name))
-    r.take(first(name, token))
-
-
 def row_of(r: Rig, name: str):
     (row,) = [row for row in r.rows if row.seq_id == name]
     return row
@@ -57,7 +49,7 @@ def row_of(r: Rig, name: str):
 
 def test_correct_tokens_of_the_draft_model_are_taken():
     r = rig()
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     r.play(
         (Step((7, 8, 9)), [decoding("a"), Ran("a", 6, 7), tokens("a", 7, 8, 9, drafted=3)]),
         (Step((1, 2, 3, 4)), [Ran("a", 9, 10), tokens("a", 1, 2, 3, 4, drafted=3)]),
@@ -67,7 +59,7 @@ def test_correct_tokens_of_the_draft_model_are_taken():
 
 def test_tokens_that_followed_the_same_tokens_are_drafted():
     r = rig(Proposer.NGRAM, 4)
-    arrive(r, "a", REPEATING, 3)
+    r.arrive("a", REPEATING, 3)
     r.step((4, 5, 9))
     row = row_of(r, "a")
     assert (row.draft, row.num_to_draft, row.draft_token_ids) == ([4, 5, 1, 2], 0, [3])
@@ -78,7 +70,7 @@ def test_tokens_that_followed_the_same_tokens_are_drafted():
 
 def test_without_a_match_a_row_is_plain():
     r = rig(Proposer.NGRAM)
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     assert r.step(7) == [decoding("a"), Ran("a", 6, 7), token("a", 7)]
     assert r.decode.counters["spec_steps"] == 0
     assert (r.decode.counters["steps"], r.decode.counters["step_tokens"]) == (1, 1)
@@ -86,7 +78,7 @@ def test_without_a_match_a_row_is_plain():
 
 def test_results_of_drafts_are_learned_and_forgotten_with_the_sequence():
     r = rig()
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     r.step((7, 8, 9))
     r.take(cancel("a"))
     speculator = r.decode.drafts.speculator
@@ -100,7 +92,7 @@ def test_results_of_drafts_are_learned_and_forgotten_with_the_sequence():
 @pytest.mark.parametrize(("more", "drafted"), [(2, 0), (3, 1), (4, 2), (5, 3), (9, 3)])
 def test_a_draft_leaves_room_for_the_token_that_follows_it(more, drafted):
     r = rig()
-    arrive(r, "a", 6, more=more)
+    r.arrive("a", 6, more=more)
     r.step()
     assert row_of(r, "a").max_drafted == drafted
 
@@ -108,7 +100,7 @@ def test_a_draft_leaves_room_for_the_token_that_follows_it(more, drafted):
 @pytest.mark.parametrize(("least", "drafted"), [(0, 3), (1, 3), (2, 0), (3, 1), (4, 2), (5, 3)])
 def test_a_ban_for_one_token_of_a_row_holds_for_all(least, drafted):
     r = rig()
-    arrive(r, "a", 6, least=least, stops=(5,))
+    r.arrive("a", 6, least=least, stops=(5,))
     r.step()
     row = row_of(r, "a")
     assert (row.max_drafted, row.banned) == (drafted, (5,) if least > 1 else ())
@@ -117,8 +109,8 @@ def test_a_ban_for_one_token_of_a_row_holds_for_all(least, drafted):
 @pytest.mark.parametrize(("budget", "drafted"), [(2, [0, 0]), (5, [1, 0]), (10, [3, 1])])
 def test_drafts_take_half_of_the_budget_that_plain_rows_leave(budget, drafted):
     r = rig(budget=budget)
-    arrive(r, "a", 3)
-    arrive(r, "b", range(20, 23))
+    r.arrive("a", 3)
+    r.arrive("b", range(20, 23))
     r.step()
     assert [row.max_drafted for row in r.rows] == drafted
 
@@ -128,7 +120,7 @@ def test_drafts_take_half_of_the_budget_that_plain_rows_leave(budget, drafted):
 
 def test_blocks_for_rejected_tokens_come_back_at_once():
     r = rig(num_tokens=6)
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     plan, _ = r.core.plan(0.0)
     assert len(plan.rows[0].block_table) == 4  # for 6 + 1 + 6 tokens
     assert r.pool.counts().owned == 4
@@ -144,15 +136,15 @@ def result(plan, *chosen):
 
 def test_blocks_for_kept_tokens_stay():
     r = rig(num_tokens=6)
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     r.step((1, 2, 3, 4, 5, 6, 7))
     r.play((Blocks(), blocks(free=4, owned=4)))
 
 
 def test_a_draft_is_as_long_as_memory_allows_and_preempts_no_sequence():
     r = rig(num_blocks=4, num_tokens=6)
-    arrive(r, "a", 6)
-    arrive(r, "b", range(20, 26))
+    r.arrive("a", 6)
+    r.arrive("b", range(20, 26))
     effects = r.step()
     assert given_back("b", "preempted") not in effects
     # They have 8 and 7 tokens, and two blocks each.
@@ -161,14 +153,14 @@ def test_a_draft_is_as_long_as_memory_allows_and_preempts_no_sequence():
 
 def test_a_draft_takes_nothing_that_others_will_need_soon():
     r = rig(num_blocks=8, num_tokens=8, growth=8, budget=64)
-    arrive(r, "a", 6)
-    arrive(r, "b", range(20, 26))
+    r.arrive("a", 6)
+    r.arrive("b", range(20, 26))
     r.step()
     # They have 8 and 7 tokens, and two blocks each. Of the other 4, 2 each are for growth.
     assert [row.max_drafted for row in r.rows] == [8, 8]
     r = rig(num_blocks=7, num_tokens=8, growth=4, budget=64)
-    arrive(r, "a", 6)
-    arrive(r, "b", range(20, 26))
+    r.arrive("a", 6)
+    r.arrive("b", range(20, 26))
     r.decode.memory.growth_tokens = 8  # now there are only 3 blocks for the 4 that they may need
     r.step()
     assert [row.max_drafted for row in r.rows] == [4, 5]
@@ -176,7 +168,7 @@ def test_a_draft_takes_nothing_that_others_will_need_soon():
 
 def test_a_sequence_is_admitted_before_there_are_blocks_for_drafts():
     r = rig(num_blocks=4, num_tokens=8, budget=64)
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     r.play(
         (decode("b", range(20, 26)), [hold("b", 2)]),
         (
@@ -196,7 +188,7 @@ def test_a_sequence_is_admitted_before_there_are_blocks_for_drafts():
 
 def test_an_answer_ends_at_a_stop_that_was_drafted():
     r = rig()
-    arrive(r, "a", 6, stops=(8,))
+    r.arrive("a", 6, stops=(8,))
     assert r.step((7, 8, 9, 1))[-1] == tokens("a", 7, 8, drafted=3, accepted=2, finish=STOP)
     assert r.decode.num_running == 0
     assert r.pool.counts().owned == 0
@@ -204,20 +196,20 @@ def test_an_answer_ends_at_a_stop_that_was_drafted():
 
 def test_an_answer_ends_at_its_greatest_length_within_a_step():
     r = rig()
-    arrive(r, "a", 6, more=5)
+    r.arrive("a", 6, more=5)
     assert r.step((7, 8, 9, 1))[-1] == tokens("a", 7, 8, 9, 1, drafted=3, finish=LENGTH)
 
 
 def test_log_probabilities_end_where_the_answer_ends():
     r = rig()
-    arrive(r, "a", 6, stops=(8,), sampling=Sampling(logprobs=0))
+    r.arrive("a", 6, stops=(8,), sampling=Sampling(logprobs=0))
     (*_, done) = r.step((7, 8, 9, 1))
     assert done.message.logprobs == [score(7), score(8)]
 
 
 def test_kept_tokens_fill_blocks_that_others_find():
     r = rig(num_tokens=6)
-    arrive(r, "a", 6, more=10)
+    r.arrive("a", 6, more=10)
     r.step((1, 2, 3, 4, 5, 6, 7))
     r.take(cancel("a"))
     r.take(decode("b", [*range(6), SAMPLED, 1, 2, 3, 4, 5, 0]))
@@ -230,7 +222,7 @@ def test_kept_tokens_fill_blocks_that_others_find():
 
 def test_the_draft_model_computes_its_last_proposal_if_that_was_kept():
     r = rig()
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     seen = []
     for chosen in ((1, 2, 3, 4), (5,), (6, 7), (8, 9, 1, 2), (3,)):
         r.step(chosen)
@@ -240,7 +232,7 @@ def test_the_draft_model_computes_its_last_proposal_if_that_was_kept():
 
 def test_the_draft_model_catches_up_when_a_block_is_full():
     r = rig(None)
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     seen = []
     for chosen in range(1, 9):
         r.step(chosen)
@@ -251,7 +243,7 @@ def test_the_draft_model_catches_up_when_a_block_is_full():
 
 def test_a_block_is_found_when_both_models_have_computed_it():
     r = rig(None)
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     r.decode.drafts.speculator.may_see = False
     for chosen in range(1, 6):
         r.step(chosen)
@@ -261,7 +253,7 @@ def test_a_block_is_found_when_both_models_have_computed_it():
 
 def test_without_a_draft_model_every_full_block_is_found():
     r = Rig(Role.DECODE, speculator=FixedSpeculator(None, has_draft_model=False))
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     for chosen in range(1, 6):
         r.step(chosen)
     r.play((cancel("a"), []), (Blocks(), blocks(free=6, cached=2)))
@@ -269,7 +261,7 @@ def test_without_a_draft_model_every_full_block_is_found():
 
 def test_drafts_of_ngrams_leave_the_draft_model_behind_until_a_block_is_full():
     r = rig(Proposer.NGRAM, 2)
-    arrive(r, "a", REPEATING, 3)
+    r.arrive("a", REPEATING, 3)
     seen = []
     for chosen in ((4, 5, 1), (2,), (3,), (9,)):
         r.step(chosen)
@@ -283,8 +275,8 @@ def test_drafts_of_ngrams_leave_the_draft_model_behind_until_a_block_is_full():
 
 def test_rows_carry_their_tokens_if_there_are_penalties():
     r = rig()
-    arrive(r, "a", 6, sampling=Sampling(presence_penalty=1.0))
-    arrive(r, "b", range(20, 23))
+    r.arrive("a", 6, sampling=Sampling(presence_penalty=1.0))
+    r.arrive("b", range(20, 23))
     r.step()
     a, b = row_of(r, "a"), row_of(r, "b")
     assert a.history[:7] == array("i", [*range(6), SAMPLED])
@@ -320,7 +312,7 @@ def test_a_first_token_beyond_the_vocabulary_gives_the_sequence_back():
 
 def test_an_id_in_use_is_refused():
     r = rig()
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     again = given_back("a", "the id is in use", gateway="g2")
     r.play((decode("a", 6, gateway="g2"), [again]))
     r.take(decode("b", 3))

@@ -37,14 +37,6 @@ def rig(**sizes) -> Rig:
     return Rig(Role.DECODE, **sizes)
 
 
-def arrive(r: Rig, name: str, prompt, **fields) -> None:
-    """A sequence comes, is pulled, and has its first token."""
-    r.take(decode(name, prompt, **fields))
-    r.step()
-    r.take(pull_done(name))
-    r.take(first(name))
-
-
 # ---------------------------------------------------------------- arrival
 
 
@@ -87,7 +79,7 @@ def test_the_first_token_may_come_before_memory():
 
 def test_a_step_computes_the_first_token_in_the_block_that_follows_a_full_one():
     r = rig()
-    arrive(r, "a", 8)
+    r.arrive("a", 8)
     r.play(
         (Blocks(), blocks(free=6, owned=2)),
         (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
@@ -114,7 +106,7 @@ def test_a_prompt_that_leaves_no_room_for_a_token_is_given_back():
 
 def test_sequences_are_admitted_in_order_of_arrival():
     r = rig(num_blocks=8)
-    arrive(r, "running", 12)
+    r.arrive("running", 12)
     r.play(
         (decode("large", range(20, 40)), [hold("large", 5)]),
         (decode("small", range(40, 42)), [hold("small", 1)]),
@@ -126,7 +118,7 @@ def test_sequences_are_admitted_in_order_of_arrival():
 
 def test_arriving_and_running_sequences_together_are_bounded():
     r = rig(max_running=2)
-    arrive(r, "a", 3)
+    r.arrive("a", 3)
     r.play(
         (decode("b", range(20, 23)), [hold("b", 1)]),
         (decode("c", range(40, 43)), [hold("c", 1)]),
@@ -141,7 +133,7 @@ def test_arriving_and_running_sequences_together_are_bounded():
 
 def test_cached_blocks_are_not_pulled():
     r = rig()
-    arrive(r, "a", 9)
+    r.arrive("a", 9)
     r.play(
         (decode("b", [*range(8), 50, 51]), [hold("b", 3)]),
         (Step(), [decoding("a"), pull("b", (2, 3)), Ran("a", 9, 10), token("a")]),
@@ -154,7 +146,7 @@ def test_cached_blocks_are_not_pulled():
 
 def test_a_fully_cached_sequence_starts_an_empty_pull():
     r = rig()
-    arrive(r, "a", 8)
+    r.arrive("a", 8)
     r.play(
         (cancel("a"), []),
         (decode("b", 8), [hold("b", 2)]),
@@ -168,7 +160,7 @@ def test_a_fully_cached_sequence_starts_an_empty_pull():
 
 def test_a_queued_sequence_finds_what_is_cached_by_the_time_it_is_admitted():
     r = rig(max_running=1)
-    arrive(r, "a", 8)
+    r.arrive("a", 8)
     r.play(
         (decode("b", 8), [hold("b", 2)]),
         (Step(), [decoding("a"), Ran("a", 8, 9), token("a")]),
@@ -180,7 +172,7 @@ def test_a_queued_sequence_finds_what_is_cached_by_the_time_it_is_admitted():
 @pytest.mark.parametrize(("num_blocks", "admitted"), [(7, False), (8, True)])
 def test_room_includes_the_growth_of_all_that_run(num_blocks, admitted):
     r = rig(num_blocks=num_blocks, growth=8)
-    arrive(r, "a", 7)
+    r.arrive("a", 7)
     r.take(decode("b", range(20, 27)))
     starts = [e for e in r.step() if type(e).__name__ == "StartPull"]
     assert bool(starts) == admitted
@@ -188,7 +180,7 @@ def test_room_includes_the_growth_of_all_that_run(num_blocks, admitted):
 
 def test_room_for_growth_ends_where_an_answer_ends():
     r = rig(num_blocks=7, growth=8)
-    arrive(r, "a", 7)
+    r.arrive("a", 7)
     r.take(decode("b", range(20, 27), more=2))
     assert pull("b", (0, 2), (1, 3)) in r.step()
 
@@ -249,7 +241,7 @@ def test_blocks_of_an_aborted_pull_are_not_reused_before_it_ends():
 
 def test_cached_blocks_of_an_aborted_pull_are_let_go_when_it_is_over():
     r = rig()
-    arrive(r, "a", 8)
+    r.arrive("a", 8)
     r.play(
         (cancel("a"), []),
         (decode("b", 12), [hold("b", 3)]),
@@ -275,13 +267,13 @@ def test_a_sequence_that_waits_for_its_first_token_is_cancelled_at_once():
 
 def test_a_running_sequence_is_cancelled_at_once():
     r = rig()
-    arrive(r, "a", 6)
+    r.arrive("a", 6)
     r.play((cancel("a"), []), (Blocks(), blocks(free=7, cached=1)), (Step(), []))
 
 
 def test_sequences_of_a_lost_gateway_are_dropped_in_every_state():
     r = rig(max_running=3)
-    arrive(r, "running", 4, gateway="g1")
+    r.arrive("running", 4, gateway="g1")
     r.take(decode("here", range(20, 24), gateway="g1"))
     r.step()
     r.take(pull_done("here"))
@@ -372,7 +364,7 @@ def test_the_next_attempt_pulls_only_the_missing_blocks(arrived, kept, missing):
 
 def test_blocks_of_a_failed_pull_extend_the_cached_prefix():
     r = rig()
-    arrive(r, "a", 4)
+    r.arrive("a", 4)
     r.take(cancel("a"))
     r.play(
         (decode("b", 13), [hold("b", 4)]),
@@ -411,7 +403,7 @@ def test_the_time_of_a_pull_is_reported():
 
 def test_a_sequence_ends_at_its_greatest_length():
     r = rig()
-    arrive(r, "a", 6, more=3)
+    r.arrive("a", 6, more=3)
     r.play(
         (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
         (Step(9), [Ran("a", 7, 8), token("a", 9, LENGTH)]),
@@ -422,7 +414,7 @@ def test_a_sequence_ends_at_its_greatest_length():
 
 def test_a_sequence_ends_at_a_stop():
     r = rig()
-    arrive(r, "a", 6, stops=(5, 8))
+    r.arrive("a", 6, stops=(5, 8))
     r.play(
         (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8, STOP)]),
         (Blocks(), blocks(free=7, cached=1)),
@@ -431,7 +423,7 @@ def test_a_sequence_ends_at_a_stop():
 
 def test_a_stop_is_banned_until_the_answer_is_long_enough():
     r = rig()
-    arrive(r, "a", 6, least=2, stops=(5, 8))
+    r.arrive("a", 6, least=2, stops=(5, 8))
     banned = []
     for _ in range(3):
         r.step()
@@ -441,7 +433,7 @@ def test_a_stop_is_banned_until_the_answer_is_long_enough():
 
 def test_blocks_that_an_answer_fills_are_cached_with_it():
     r = rig()
-    arrive(r, "a", 6, more=6)
+    r.arrive("a", 6, more=6)
     for sampled in (70, 71, 72, 73, 74):
         r.step(sampled)
     r.play(
@@ -453,8 +445,8 @@ def test_blocks_that_an_answer_fills_are_cached_with_it():
 
 def test_a_budget_smaller_than_the_batch_serves_the_oldest():
     r = rig(budget=1)
-    arrive(r, "a", 3)
-    arrive(r, "b", range(20, 23))
+    r.arrive("a", 3)
+    r.arrive("b", range(20, 23))
     assert r.step() == [Ran("a", 4, 5), token("a")]
     r.take(cancel("a"))
     assert r.step() == [decoding("b"), Ran("b", 3, 4), token("b")]
@@ -494,7 +486,7 @@ def test_a_preempted_sequence_leaves_the_beginning_of_its_prefix_cached():
 
 def test_a_sequence_is_given_back_itself_when_no_younger_one_runs():
     r = rig(num_blocks=4)
-    arrive(r, "a", 7)
+    r.arrive("a", 7)
     r.play(
         (decode("b", range(20, 27)), [hold("b", 2)]),
         (Step(), [decoding("a"), pull("b", (0, 2), (1, 3)), Ran("a", 7, 8), token("a")]),
@@ -538,7 +530,7 @@ def test_preempting_goes_on_until_a_block_comes_free():
 def held() -> Rig:
     """One that runs, and one that has come from elsewhere and is being pulled."""
     r = rig()
-    arrive(r, "a", 3)
+    r.arrive("a", 3)
     r.step()
     r.play(
         (decode("b", range(20, 25), is_moved=True), [hold("b", 2)]),
@@ -612,7 +604,7 @@ def test_a_hold_that_delays_no_sequence_is_not_counted():
 @pytest.mark.parametrize("event", [pull_failed("b"), cancel("b"), lost("g2")])
 def test_a_step_is_not_held_for_a_failed_pull(event):
     r = rig()
-    arrive(r, "a", 3)
+    r.arrive("a", 3)
     r.take(decode("b", range(20, 25), is_moved=True, gateway="g2"))
     r.step()
     assert r.core.held_until_s is not None
@@ -643,7 +635,7 @@ def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
 
 def test_a_copy_without_room_is_given_back_and_blocks_no_sequence():
     r = rig(num_blocks=5)
-    arrive(r, "a", 7)
+    r.arrive("a", 7)
     r.play(
         (copy("moved.copy", range(20, 36)), [hold("moved.copy", 4)]),
         (decode("b", range(40, 43)), [hold("b", 1)]),
@@ -666,7 +658,7 @@ def test_a_copy_without_room_is_given_back_and_blocks_no_sequence():
 
 def test_copies_are_dropped_before_running_sequences():
     r = rig(num_blocks=5)
-    arrive(r, "a", 8)
+    r.arrive("a", 8)
     for name, prompt in (("old.copy", range(20, 24)), ("young.copy", range(40, 44))):
         hold_copy(r, name, prompt)
     r.step()

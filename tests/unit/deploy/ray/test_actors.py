@@ -141,6 +141,11 @@ def fake_ray(monkeypatch) -> Iterator[FakeRay]:
         sys.modules.pop(name, None)
 
 
+@pytest.fixture
+def launcher(fake_ray):
+    return importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
@@ -150,8 +155,7 @@ def fake_ray(monkeypatch) -> Iterator[FakeRay]:
         ((b"", "no port"), "gateway: no port"),
     ],
 )
-def test_failed_actor_leaves_its_name_free(fake_ray, answer, says):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_failed_actor_leaves_its_name_free(fake_ray, launcher, answer, says):
     fake_ray.answer = answer
     with pytest.raises(ConfigError, match=says):
         launcher.start_gateway(SPEC)
@@ -161,8 +165,7 @@ def test_failed_actor_leaves_its_name_free(fake_ray, answer, says):
     assert launcher.start_gateway(SPEC).pid == 7
 
 
-def test_unplaced_actor_has_the_short_deadline(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_unplaced_actor_has_the_short_deadline(fake_ray, launcher):
     fake_ray.made = RayError("Get timed out")
     with pytest.raises(ConfigError, match="gateway did not start: Get timed out"):
         launcher.start_gateway(SPEC)
@@ -177,8 +180,7 @@ def test_unplaced_actor_has_the_short_deadline(fake_ray):
         ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
     ],
 )
-def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray, launcher):
     ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     fake_ray.answer = (msgspec.json.encode(ready), "")
     launcher.start_worker(
@@ -229,24 +231,21 @@ def test_opening_controller_is_awaited_through_short_outages(find_controller):
     )
 
 
-def test_taken_actor_name_is_a_typed_error(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_taken_actor_name_is_a_typed_error(fake_ray, launcher):
     fake_ray.names["gateway"] = FakeActor(None)
     with pytest.raises(ConfigError, match="already taken"):
         launcher.start_gateway(SPEC)
     assert list(fake_ray.names) == ["gateway"]  # another owner's actor stays
 
 
-def test_ended_actor_is_reported_once_and_frees_its_name(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_ended_actor_is_reported_once_and_frees_its_name(fake_ray, launcher):
     launcher.start_gateway(SPEC)
     assert launcher.dead() == {"gateway": "gateway ended: the actor died"}
     assert launcher.dead() == {}
     assert fake_ray.names == {}
 
 
-def test_actor_ended_by_ray_is_not_killed_again(fake_ray, monkeypatch):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_actor_ended_by_ray_is_not_killed_again(fake_ray, launcher, monkeypatch):
     launcher.start_gateway(SPEC)
     monkeypatch.setattr(fake_ray, "kill", None)
     launcher._actors._hosted["gateway"].ping = ActorDiedError("its node died.")
@@ -254,8 +253,7 @@ def test_actor_ended_by_ray_is_not_killed_again(fake_ray, monkeypatch):
     assert launcher.running() == {}
 
 
-def test_unavailable_actor_is_not_dead(fake_ray):
-    launcher = importlib.import_module("deploy.ray.launcher").OwnRayLauncher()
+def test_unavailable_actor_is_not_dead(fake_ray, launcher):
     launcher.start_gateway(SPEC)
     actor = fake_ray.names["gateway"]
     launcher._actors._hosted["gateway"].ping = ActorUnavailableError("later")

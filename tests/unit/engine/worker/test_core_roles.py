@@ -46,10 +46,7 @@ LEASED = moved_lease_id(SeqId("b"))
 def rig() -> Rig:
     """A decode worker that runs "a": six tokens of prompt, two of answer, the last not fed back."""
     r = Rig(Role.DECODE)
-    r.take(decode("a", 6))
-    r.step()
-    r.take(pull_done("a"))
-    r.take(first("a", 70))
+    r.arrive("a", 6, 70)
     r.step(71)
     assert r.take(Blocks()) == blocks(free=6, owned=2)
     return r
@@ -190,10 +187,7 @@ def test_a_block_that_only_the_last_token_needs_is_not_leased(rig):
     rig.step(73)
     rig.take(cancel("a"))
     r = Rig(Role.DECODE)
-    r.take(decode("a", 7))
-    r.step()
-    r.take(pull_done("a"))
-    r.take(first("a", 70))
+    r.arrive("a", 7, 70)
     r.step(71)
     r.step(72)
     assert r.take(Blocks()) == blocks(free=5, owned=3)

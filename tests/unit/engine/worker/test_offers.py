@@ -10,16 +10,13 @@ from tests.kits.worker_core import (
     Step,
     blocks,
     cancel,
-    decode,
     ended,
-    first,
     grown,
     lost,
     offer_prefix,
     offered,
     opened,
     prefill,
-    pull_done,
     revoked,
 )
 
@@ -70,10 +67,7 @@ def test_without_a_whole_block_there_is_no_lease(rig, prompt):
 
 def test_a_worker_offers_running_sequences_with_their_answers():
     r = Rig(Role.DECODE)
-    r.take(decode("a", 6))
-    r.step()
-    r.take(pull_done("a"))
-    r.take(first("a", 70))
+    r.arrive("a", 6, 70)
     for sampled in (71, 72):
         r.step(sampled)
     r.play(
