@@ -36,7 +36,7 @@ class Finding(Exception):
 
 
 def fuzz(first: int, runs: int) -> Counter[str]:
-    """The verdicts, counted. Raises Finding."""
+    """Returns the number of each verdict. Raises Finding."""
     child, counts, floor_bytes = GrammarChild(), Counter[str](), 0
     try:
         for seed in range(first, first + runs):
@@ -64,7 +64,7 @@ def fuzz(first: int, runs: int) -> Counter[str]:
 
 
 def follow(grammar: Grammar, seed: int) -> None:
-    """Writes a random answer. Raises Finding where a token takes long."""
+    """Writes a random answer. Raises Finding if a token takes too long."""
     rng = np.random.default_rng(seed)
     try:
         guide = bundled_guides().open(grammar, ())
@@ -81,7 +81,7 @@ def follow(grammar: Grammar, seed: int) -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Of a process."""
+    """Returns the resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 

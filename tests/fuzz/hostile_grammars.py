@@ -20,7 +20,7 @@ SPECIAL = ("<|endoftext|>", "<[0-4]>", "<[*]>", "<tool_call>", "<[99999999]>")
 
 
 def count(rng: random.Random) -> int:
-    """A size: mostly small, at times large."""
+    """Draws a size: mostly small, at times large."""
     return int(MAX_COUNT ** rng.random())
 
 
@@ -45,7 +45,7 @@ def hostile_regex(rng: random.Random, depth: int = 3) -> str:
 
 
 def hostile_schema(rng: random.Random, depth: int = 3) -> Any:
-    """A JSON schema that multiplies, nests, repeats or is none."""
+    """A JSON schema that multiplies, nests, repeats or is invalid."""
     if depth == 0 or rng.random() < 0.1:
         return rng.choice([*WEIRD, {"type": "string", "pattern": hostile_regex(rng, 2)}])
     inner = hostile_schema(rng, depth - 1)

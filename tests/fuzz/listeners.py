@@ -34,7 +34,7 @@ MAX_PIECE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """host:port of each, and the process."""
+    """The host:port of each listener, and the process."""
 
     addresses: dict[str, str]
     pid: int
@@ -73,7 +73,7 @@ def _serve(told: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[Listeners]:
-    """Ended by force afterwards; it must have lived until then."""
+    """Runs the listeners; afterwards the process must still live, and is killed."""
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
     process = context.Process(target=_serve, args=(told,), daemon=True)
@@ -126,7 +126,7 @@ async def _has_session(address: str) -> bool:
 
 
 def throw(listeners: Listeners, name: str, pieces: list[bytes]) -> None:
-    """Says all that in one connection, as far as the listener lets it, and hangs up."""
+    """Sends all messages over one connection until the listener ends it, and hangs up."""
     host, port = listeners.addresses[name].rsplit(":", 1)
     with (
         suppress(OSError),
@@ -155,7 +155,7 @@ def spoiled_opening(name: str, rng: random.Random) -> list[bytes]:
 
 
 def _greeting(mechanism: bytes, minor: int = 0) -> bytes:
-    """ZMTP 3, its first 64 bytes."""
+    """The first 64 bytes of ZMTP 3."""
     start = b"\xff" + bytes(8) + b"\x7f\x03" + bytes([minor])
     return start + mechanism.ljust(20, b"\0") + bytes(32)
 
@@ -184,13 +184,13 @@ _ZMTP = [
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """HTTP/2."""
+    """A frame of HTTP/2."""
     head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
     return head + payload
 
 
 def _headers(**more: bytes) -> bytes:
-    """Literal fields, none of them indexed."""
+    """Literal header fields, without an index."""
     fields = {
         b":method": b"POST",
         b":scheme": b"http",

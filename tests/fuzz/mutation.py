@@ -23,7 +23,7 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def spoiled(script: Sequence[Message], rng: random.Random) -> Script:
-    """The script but for a few changes; at times none."""
+    """Changes the script in a few places, at times in none."""
     result = list(script)
     for _ in range(rng.randint(0, MAX_CHANGES)):
         result = changed_once(result, rng)
@@ -31,7 +31,7 @@ def spoiled(script: Sequence[Message], rng: random.Random) -> Script:
 
 
 def changed_once(script: Script, rng: random.Random) -> Script:
-    """The script but for one of its messages."""
+    """Changes one message of the script."""
     if not script:
         return []
     result = list(script)
@@ -61,7 +61,7 @@ def _changed(message: Message, rng: random.Random) -> list[Message]:
 
 
 def _with_other_frames(message: Message, rng: random.Random) -> Message:
-    """A frame more or less, but not none."""
+    """Adds or removes a frame; one always stays."""
     frames = list(message)
     index = rng.randrange(len(frames))
     if len(frames) > 1 and rng.random() < 0.5:
@@ -75,7 +75,7 @@ def _with_other_frames(message: Message, rng: random.Random) -> Message:
 
 
 def with_damage(frame: bytes, rng: random.Random) -> bytes:
-    """Cut off, flipped bits, or bytes too many."""
+    """Cuts bytes off, flips bits, or adds bytes."""
     damaged = bytearray(frame)
     match rng.choice(["cut", "flip", "more"]):
         case "cut":
@@ -93,7 +93,7 @@ def with_damage(frame: bytes, rng: random.Random) -> bytes:
 
 
 def with_another_field(frame: bytes, rng: random.Random) -> bytes:
-    """One field of a map in it has another value, or is missing."""
+    """Changes or removes one field of a map in the message."""
     try:
         tree = msgspec.msgpack.decode(frame)
         places = list(_places(tree))
@@ -122,7 +122,7 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _another(value: Any, rng: random.Random) -> Any:
-    """Mostly of the same type, so that it gets past the decoder."""
+    """Draws another value, mostly of the same type, so that it gets past the decoder."""
     if rng.random() < 0.1:
         return rng.choice((*OTHERS, *INTEGERS, *TEXTS))
     another = ANOTHER.get(type(value))

@@ -102,7 +102,7 @@ class FakeSocket:
         self.sent: list[Any] = []
 
     def deliver(self, *message: bytes) -> None:
-        """One more message comes."""
+        """Adds a message to those received."""
         self._messages.append(message)
 
     def recv(self, _flags: int = 0, *, copy: bool = True) -> Any:
@@ -122,7 +122,7 @@ class FakeSocket:
         return zmq.MessageTracker() if options.get("track") else None
 
     def set(self, *_: object) -> None:
-        """Options make no difference."""
+        """Ignores the option."""
 
     def connect(self, _address: str) -> None:
         """Does nothing: there is no peer."""
@@ -136,7 +136,7 @@ class FakeSocket:
 
 
 class FakeContext:
-    """Makes such sockets; those beyond the scripts receive nothing."""
+    """Makes a FakeSocket for each script; later sockets receive nothing."""
 
     def __init__(self, *scripts: Script) -> None:
         self._scripts = deque(scripts)
@@ -149,10 +149,10 @@ class FakeContext:
 
 class FakePoller:
     def register(self, *_: object) -> None:
-        """Nothing is waited for."""
+        """Does nothing: messages are there at once."""
 
     def unregister(self, *_: object) -> None:
-        """Nor was it."""
+        """Does nothing."""
 
 
 # ---------------------------------------------------------------- the two ends
@@ -297,7 +297,7 @@ def _decode_all(frame: bytes) -> None:
 
 
 def packed(target: str, script: Script) -> bytes:
-    """An input."""
+    """Returns an input."""
     return bytes([TARGETS.index(target)]) + msgspec.msgpack.encode(script)
 
 

@@ -42,7 +42,7 @@ DEADLINE_S = 30.0
 
 @dataclass
 class Worker:
-    """One end, with its pool and everything that it reported."""
+    """One endpoint, with its pool and everything that it reported."""
 
     endpoint: TransferEndpoint
     pool: PrivatePool | SharedPool
@@ -51,7 +51,7 @@ class Worker:
     crashes: list[BaseException] = field(default_factory=list)
 
     def next_event(self, kind: type) -> Event:
-        """The next event of that kind, within the deadline."""
+        """Waits for the next event of that kind."""
         clock = MonotonicClock()
         end_s = clock.now_s() + DEADLINE_S
         while True:
@@ -89,7 +89,7 @@ class Worker:
         return lease is not None and lease.holder is not None
 
     def connections(self) -> list[str]:
-        """Addresses of the sources to which there are any."""
+        """Returns the addresses of the connected sources."""
         return list(self.endpoint._sink_end._links)
 
     def end_of_pull(self) -> Event:
@@ -108,7 +108,7 @@ def is_done(event: Event, transport: str) -> bool:
 
 
 def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
-    """Random bytes in every block."""
+    """Fills every block with random bytes."""
     rng = np.random.default_rng(seed)
     pool.blocks[:] = rng.integers(0, 256, pool.blocks.shape, dtype=np.uint8)
 
@@ -126,7 +126,7 @@ def worker(
     timing: Timing = TIMING,
     secret: Secret = SECRET,
 ) -> Iterator[Worker]:
-    """An open endpoint; closed, and its thread gone, afterwards."""
+    """Opens an endpoint, and closes it with its thread afterwards."""
     pool = host_pool(NUM_BLOCKS, layout.block_bytes, transport)
     pool.open()
     events: queue.Queue[Event] = queue.Queue()

@@ -255,7 +255,7 @@ class PoolWorld:
 
 
 def intent_of(pools: Pools, **fields) -> Intent:
-    """Returns the intent that there is one version, with these pools."""
+    """Returns an intent of one version with these pools."""
     return Intent((Version(pools=pools),), **fields)
 
 

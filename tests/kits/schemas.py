@@ -195,7 +195,7 @@ class SchemaMaker:
 
 
 def random_schema(seed: int) -> dict[str, object]:
-    """The schema of this seed."""
+    """Returns the schema for a seed."""
     return SchemaMaker(random.Random(seed)).document()
 
 

@@ -175,7 +175,7 @@ def pull_failed(name, reason="why", arrived=()) -> PullFailed:
 
 
 class Step:
-    """The core plans and runs a step; the rows that sample get these tokens.
+    """A step of the core; the rows that sample get these tokens.
 
     Several tokens for one row are a tuple: all but the last were drafted and kept.
     """

@@ -43,7 +43,7 @@ HASHES = [BlockHash(bytes([i] * 16)) for i in range(6)]
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_bounds():
-    """So that all of them are reached."""
+    """Makes bounds so small that all of them are reached."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
         patch.setattr(block_news, "MAX_EARLY_BATCHES", 3)
@@ -87,7 +87,7 @@ class TellingWorker(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """A life of the worker, and sessions with it."""
+        """Begins a life of the worker, and sessions with it."""
         self.pool = BlockPool(NUM_BLOCKS, keeps_news=True)
         self.log = EventLog(block_size=1, max_batches=3)
         self.held: list[BlockId] = []
@@ -107,7 +107,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(contents=st.lists(st.sampled_from([*HASHES, None]), max_size=4), data=st.data())
     def work(self, contents, data):
-        """A step: lets go of some blocks, and fills others, which may evict."""
+        """Runs a step: releases some blocks and fills others, which may evict."""
         self.num_steps += 1
         kept = data.draw(st.lists(st.sampled_from(self.held), max_size=1)) if self.held else []
         self.pool.disown([block for block in self.held if block not in kept])
@@ -134,7 +134,7 @@ class TellingWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.num_steps > 12)
     @rule()
     def restart(self):
-        """Sessions end with the worker; a gateway forgets it, and meets another."""
+        """Restarts the worker; gateways forget it and open new sessions."""
         self.num_steps = 0
         self.start()
 
@@ -142,7 +142,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), is_lost=st.booleans(), data=st.data())
     def deliver(self, gateway, is_lost, data):
-        """Any batch that is on its way arrives before the others, or never."""
+        """Delivers any batch that is on its way before the others, or loses it."""
         there = self.gateways[gateway]
         if there.batches:
             index = data.draw(st.integers(0, len(there.batches) - 1))
@@ -153,7 +153,7 @@ class TellingWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.published)
     @rule(gateway=st.integers(0, 1), data=st.data())
     def deliver_again(self, gateway, data):
-        """Whatever was published arrives once more, or at last."""
+        """Delivers any published batch once more, or late."""
         number, payload = data.draw(st.sampled_from(self.published))
         self.handle(self.gateways[gateway], Published(number, decode_batch(payload)))
 
@@ -179,7 +179,7 @@ class TellingWorker(RuleBasedStateMachine):
 
     @rule(gateway=st.integers(0, 1), num=st.integers(1, 4))
     def deliver_answer(self, gateway, num):
-        """Answers come over a stream: in order, or not at all."""
+        """Delivers pieces of an answer, which come over a stream: in order."""
         for _ in range(num):
             self.deliver_piece(self.gateways[gateway])
 

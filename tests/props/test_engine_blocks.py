@@ -69,7 +69,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
 
     @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def hold(self, data, kind):
-        """Anyone may hold blocks that are held, or that a match found."""
+        """Holds blocks that have a holder already, or that a match found."""
         known = [i for i, b in enumerate(self.twin) if not b.is_idle or b.content is not None]
         blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         HOLD[kind](self.pool, blocks)

@@ -67,7 +67,7 @@ class Letter:
 
 @dataclass(eq=False)
 class Process:
-    """One life of a source: its machine, its memory, its books."""
+    """One life of a source: its machine, memory and records."""
 
     machine: SourceMachine
     memory: list[Content] = field(default_factory=lambda: [next(rubbish) for _ in range(12)])
@@ -488,7 +488,7 @@ def test_on_a_bad_network_every_pull_ends_once_and_correctly(seed):
 
 
 def one_pull(*, copies_at_once: bool) -> tuple[World, Source, Pull]:
-    """A lease of two blocks, one of them ready, held by a sink that knows of that one."""
+    """Returns a held lease of two blocks; one is ready, and its sink knows so."""
     world = World(copies_at_once=(copies_at_once,) * NUM_SINKS, windows=(64,) * NUM_SINKS)
     source = next(iter(world.sources.values()))
     lease = source.open("lease", 2)

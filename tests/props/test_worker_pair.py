@@ -126,7 +126,7 @@ class Traffic:
         )
 
     def conversation(self, which: int) -> tuple[int, ...]:
-        """The beginning of an earlier prompt with its answer, to be asked on."""
+        """Returns the beginning of an earlier prompt with its answer, to be continued."""
         asks = self.cluster.asks
         if not asks:
             return ()
@@ -138,7 +138,7 @@ class Traffic:
             gateway.cancel(ask)
 
     def cancel_pulling(self) -> None:
-        """Requests whose prefix is being written; a random choice rarely meets one."""
+        """Cancels the requests whose prefix is being pulled; a random choice rarely hits one."""
         for gateway in self.gateways:
             for ask in list(gateway.asks.values()):
                 if ask.seq_id in self.cluster.workers[ask.route.prefill].prefill.waiting.pulling:
@@ -152,7 +152,7 @@ class Traffic:
         self.gateways[which].set_role(WorkerId(worker), role)
 
     def hand_over(self, which: int, target: str) -> None:
-        """One of those that run, wherever the news of it stand."""
+        """Hands a request over that has not ended, however much its gateway knows."""
         for gateway, ask in self._live(which):
             gateway.hand_over(ask, WorkerId(target))
 
@@ -166,7 +166,7 @@ class Traffic:
             gateway.stop_waiting(ask)
 
     def lose_gateway(self, which: int, num_arriving: int) -> None:
-        """Another one takes its place; its clients do not come back."""
+        """Replaces a gateway; its clients do not come back."""
         self.cluster.lose(self.gateways[which], num_arriving)
         self.gateways[which] = self._new_gateway()
 
@@ -199,7 +199,7 @@ class Traffic:
             assert worker.endpoint.sink.num_pulls == 0
 
     def _live(self, which: int) -> list[tuple[FakeGateway, Ask]]:
-        """One of the asks that have not ended, if there is any."""
+        """Returns one request that has not ended, if there is any."""
         live = [(gateway, ask) for gateway in self.gateways for ask in gateway.asks.values()]
         return [live[which % len(live)]] if live else []
 
@@ -285,12 +285,12 @@ def test_long_runs_reach_every_counted_event():
 
 
 def _keep_what_has_not_arrived(self, arrived, pool):
-    """Of a pull that has begun to bring blocks, the next one counts as well."""
+    """Counts the block after the last arrived one as arrived too."""
     _keep(self, range(max(arrived, default=-2) + 2), pool)
 
 
 def _forget_the_aborted_prefix(self, seq_id):
-    """A cancelled prompt lets go of blocks that its pull still writes to."""
+    """Releases blocks of a cancelled prompt while its pull still writes to them."""
     effects = _cancel_prompt(self, seq_id)
     if (job := self.aborting.pop(seq_id, None)) is not None:
         self._pool.end_write(job.pulled)
@@ -299,23 +299,23 @@ def _forget_the_aborted_prefix(self, seq_id):
 
 
 def _count_all_as_pulled(self, seq_id, failed):
-    """A prefix pull that failed is taken for done."""
+    """Takes a failed prefix pull for done."""
     return _end_pull(self, seq_id, None)
 
 
 def _lease_no_idle_block(self, blocks):
-    """Only blocks with an owner are held for a lease."""
+    """Leases only blocks that have an owner."""
     _lease(self, [block for block in blocks if block not in self._idle])
 
 
 def _grow_too_early(self, job, num_ready):
-    """A block counts as ready when its first token is computed."""
+    """Counts a block as ready when its first token is computed."""
     computed = -(-job.seq.num_computed_tokens // self._block_size)
     return _grow(self, job, max(num_ready, computed))
 
 
 def _forget_the_aborted(self, seq_id):
-    """A cancelled pull is forgotten before it has ended."""
+    """Forgets a cancelled pull before it has ended."""
     effects = _cancel(self, seq_id)
     if (arriving := self.aborting.pop(seq_id, None)) is not None:
         self._pool.end_write(arriving.pulled)
@@ -324,14 +324,14 @@ def _forget_the_aborted(self, seq_id):
 
 
 def _see_all_that_was_accepted(self, row, result, seq):
-    """The draft model is thought to have computed the last token that it proposed."""
+    """Assumes that the draft model has computed the last token that it proposed."""
     if not self.has_draft_model or not row.draft_token_ids:
         return _num_seen(self, row, result, seq)
     return min(row.end + result.num_accepted, len(seq.token_ids))
 
 
 def _see_what_was_left_out(self, row, result, seq):
-    """The draft model is thought to compute every row."""
+    """Assumes that the draft model computes every row."""
     return None
 
 
@@ -340,7 +340,7 @@ def _draft_as_if_nothing_was_banned(self):
 
 
 def _take_all_that_was_accepted(self, row, result, now_s):
-    """Tokens behind a stop count too."""
+    """Takes tokens behind a stop too."""
     effects = _advance(self, row, result, now_s)
     effects[0].message.token_ids[:] = result.token_ids
     return effects

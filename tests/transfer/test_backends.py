@@ -44,7 +44,7 @@ def pair(request):
         yield source, sink
 
 
-def test_all_blocks_arrive_and_nothing_else_is_touched(pair):
+def test_all_blocks_arrive_and_no_other_block_is_touched(pair):
     source, sink = pair
     there, here = scattered(150, seed=3), scattered(150, seed=4)
     before = sink.pool.blocks.copy()
@@ -115,7 +115,7 @@ def test_a_revoked_lease_fails_the_pull(pair):
 
 def test_an_unknown_lease_fails_the_pull(pair):
     source, sink = pair
-    end = sink.pull("s", LeaseRef(LeaseId("nobody's"), source.address, 2), [(0, 1)])
+    end = sink.pull("s", LeaseRef(LeaseId("unknown"), source.address, 2), [(0, 1)])
     assert end == PullFailed(SeqId("s"), "lease unknown")
 
 
@@ -134,10 +134,10 @@ def test_an_aborted_pull_ends_the_lease_and_writes_no_more(pair):
 
 def test_the_sink_of_a_silent_source_gives_up_in_time(pair):
     _, sink = pair
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as nobody:
-        nobody.linger = 0
-        trusted_source(context, nobody)
-        port = nobody.bind_to_random_port("tcp://127.0.0.1")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.linger = 0
+        trusted_source(context, silent)
+        port = silent.bind_to_random_port("tcp://127.0.0.1")
         address = TransferAddress("dead", "dead-1", f"tcp://127.0.0.1:{port}")
         end = sink.pull("s", LeaseRef(LeaseId("l"), address, 1), [(0, 1)])
     assert end == PullFailed(SeqId("s"), "source silent")

@@ -20,7 +20,7 @@ if not any(importlib.util.find_spec(package) for package in PACKAGES):
 
 
 class Hidden:
-    """A pool that tells where it is and nothing else."""
+    """A pool that gives its region and no access to its bytes."""
 
     blocks = None
 

@@ -70,7 +70,7 @@ class RawSource:
         self.lease = LeaseRef(LeaseId("l"), address, 4)
 
     def expect(self, kind: type | UnionType) -> ToSource:
-        """The next message of that kind; renewals in between are passed over."""
+        """Returns the next message of that kind, and drops renewals before it."""
         while True:
             self._peer, frame = self._router.recv_multipart()
             message = decode_to_source(frame)
@@ -95,7 +95,7 @@ class RawSource:
         assert read == Read(LeaseId("l"), [0, 1])
 
     def held(self) -> Hold:
-        """The next renewal."""
+        """Returns the next renewal."""
         hold = self.expect(Hold)
         assert isinstance(hold, Hold)
         return hold

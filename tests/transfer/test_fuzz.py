@@ -81,7 +81,7 @@ def _few_words(caplog):
 
 
 def changed(script: Script, seeds: Sequence[int]) -> Script:
-    """The script with one change for each seed."""
+    """Returns the script with one change for each seed."""
     return reduce(lambda so_far, seed: changed_once(so_far, random.Random(seed)), seeds, script)
 
 
@@ -90,7 +90,7 @@ def framed(*messages: ToSink | ToSource) -> Script:
 
 
 def validate_always(machine: SourceMachine | SinkMachine) -> None:
-    """After every message, on the endpoint's thread: it does not hold, the thread dies."""
+    """Validates after every message on the endpoint's thread; a violation ends the thread."""
     receive = machine.receive
 
     def checked(*arguments):
@@ -127,7 +127,7 @@ class RawSink:
 
     def answers(self) -> Iterator[Message]:
         """Returns all answers of the source."""
-        for mark in ("nobody's lease", "another"):  # blocks are sent after the first, if with it
+        for mark in ("no lease", "another"):  # blocks are sent after the first, if with it
             self.say(framed(self.attach, Hold(LeaseId(mark), 0, 0)))
             while True:
                 frames = tuple(self._dealer.recv_multipart())
@@ -199,7 +199,7 @@ class RawSource:
         )
 
     def expect(self, timeout_s: float = DEADLINE_S) -> ToSource | None:
-        """The next message, if one comes in time; from now on its sender is spoken to."""
+        """Returns the next message, if one comes in time. Later messages go to its sender."""
         if not self._router.poll(int(1000 * timeout_s)):
             return None
         self._peer, frame = self._router.recv_multipart()

@@ -49,7 +49,7 @@ def _each_copy(request):
 
 @pytest.fixture
 def _only_native(monkeypatch):
-    """C++ finds the checksums, or the test fails."""
+    """Fails the test unless C++ computes the checksums."""
 
     def refuse(frame):
         raise AssertionError(f"{len(frame)} records are hashed by xxhash")

@@ -73,7 +73,7 @@ def test_both_implementations_give_the_same_bytes(
 @pytest.mark.parametrize("source", [KVFormat.FP32, KVFormat.BF16])
 @pytest.mark.parametrize("to", KVFormat)
 def test_all_bit_patterns_of_bf16_are_converted_alike(source, to):
-    """With a neighbour that is as large or not: every exponent, every sign, every last bit."""
+    """Pairs each with an equal and with another number: every exponent, sign and last bit."""
     bits = np.arange(2**16, dtype=np.uint16)
     finite = bits[bits & 0x7F80 != 0x7F80]
     layout = KVLayout(len(finite), source, (KVSection(1, 1, 2),))

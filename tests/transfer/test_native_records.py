@@ -43,7 +43,7 @@ def copies(draw):
 
 @pytest.mark.parametrize("by", COPIES)
 @given(copies())
-def test_any_pieces_of_any_records_arrive_and_nothing_else_changes(by, copy):
+def test_any_pieces_of_any_records_arrive_and_no_other_byte_changes(by, copy):
     sink_shape, source_shape, sink_ids, source_ids, pieces = copy
     sink, source = random_records(*sink_shape), random_records(*source_shape, seed=1)
     expected = [bytearray(record) for record in sink]

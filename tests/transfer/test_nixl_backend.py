@@ -134,7 +134,7 @@ def sink() -> Iterator[Sink]:
 
 
 def ends(reader: NixlReader, num: int = 1) -> dict[int, str | None]:
-    """The next `num` reads that end."""
+    """Returns the next `num` reads that end."""
     ended: dict[int, str | None] = {}
 
     def have_ended() -> bool:
@@ -159,7 +159,7 @@ def read_all(reader: NixlReader, read_id: int, num_blocks: int = NUM_BLOCKS) -> 
 # ---------------------------------------------------------------- reads
 
 
-def test_scattered_blocks_arrive_and_nothing_else_is_touched(sink):
+def test_scattered_blocks_arrive_and_no_other_block_is_touched(sink):
     sink.pool.blocks[:] = contents(NUM_BLOCKS, seed=2)
     expected = sink.pool.blocks.copy()
     rng = np.random.default_rng(3)
@@ -186,7 +186,7 @@ def test_adjacent_blocks_arrive_where_they_belong(sink):
         assert not np.delete(sink.pool.blocks, [30, 31, 32, 40, 41], axis=0).any()
 
 
-def test_of_each_record_only_the_pieces_are_read(sink):
+def test_only_the_pieces_of_each_record_are_read(sink):
     pieces = (RecordPiece(0, 64, 1000), RecordPiece(8192, 4096, 128))
     there, here = [63, 0, 31], [1, 62, 5]
     with source() as other:
@@ -303,7 +303,7 @@ def test_a_restarted_source_can_be_read_after_the_old_one_died(sink):
 
 
 def test_a_cancelled_read_of_a_stopped_source_ends_and_writes_no_more(monkeypatch):
-    """Over tcp, where the source sends the bytes: they are on their way as the read is given up."""
+    """Uses tcp, where the source sends the bytes: they are in flight when the read is cancelled."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     num_blocks = 4096  # more than sockets buffer
     with source(num_blocks=num_blocks) as other:

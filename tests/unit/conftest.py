@@ -1,4 +1,4 @@
-"""In unit tests the forbidden raises: sockets, sleep, Ray; and heavy libraries are absent."""
+"""Unit tests cannot use sockets, sleep or Ray, and heavy libraries are absent."""
 
 import socket
 import subprocess
@@ -29,7 +29,7 @@ _real_time = SimpleNamespace(**vars(time))
 
 
 def _adopt_socket(self, family=-1, type=-1, proto=-1, fileno=None):
-    """Only descriptors that are there already: asyncio's loops wake through a socket pair."""
+    """Allows only existing descriptors: asyncio's loops wake through a socket pair."""
     if fileno is None:
         raise Forbidden("a unit test opens a socket")
     _open_socket(self, family, type, proto, fileno)

@@ -1,4 +1,4 @@
-"""What documents name is there: files, links, commands and their options."""
+"""Documents name only files, links, commands and options that exist."""
 
 import importlib.util
 import re
@@ -27,7 +27,7 @@ def test_linked_files_exist(page):
 
 @pytest.mark.parametrize("command", ours("baton"), ids=str)
 def test_baton_commands_parse(command):
-    """The subcommand exists and takes these options; their values are not looked at."""
+    """Checks that the subcommand exists and takes these options, but not their values."""
     found = typer.main.get_command(app)
     words = list(command.words[1:])
     context = found.context_class(found)

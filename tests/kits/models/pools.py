@@ -96,9 +96,7 @@ class Asked:
 
 
 class KeenSpeculator(Speculator):
-    """Drafts by chance in cases where the real speculator, which looks at the machine,
-    would not.
-    """
+    """Drafts at random also where the real speculator, which measures the machine, would not."""
 
     def __init__(self, mode: Speculate, **options: Any) -> None:
         super().__init__(mode, **options)
@@ -179,7 +177,7 @@ class Pools:
     def __init__(self, prefill: Worker, decode: Worker, *, every_local: int | None = None) -> None:
         """The same worker twice means colocated serving.
 
-        One of this many attempts is the decode worker's alone, prompt included.
+        The decode worker alone serves one of `every_local` attempts, prompt included.
         """
         self._every_local = 1 if prefill is decode else every_local
         self._local: set[SeqId] = set()
@@ -322,5 +320,5 @@ class Pools:
 
 
 def counted(worker: Worker) -> Mapping[str, float]:
-    """A scheduler count of the worker."""
+    """Returns the counters of the worker's schedulers."""
     return worker.core.load(0, {}).counters

@@ -20,7 +20,7 @@ NUM_BLOCKS = 128
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Of KV where prompts are computed, where answers are, and between them."""
+    """The KV formats for prompts, for answers and for the transfer between them."""
 
     prefill: KVFormat = KVFormat.FP32
     decode: KVFormat = KVFormat.FP32
@@ -68,7 +68,7 @@ def _next_token(runner, token_ids: Sequence[int], num_computed: int, sampling: S
 
 
 def _hand_over(source, sink, wire_format: KVFormat | None) -> None:
-    """Every block of the source to the same place at the sink."""
+    """Copies every block of the source to the same place at the sink."""
     one, other = (
         Identity(r.fingerprint, r.layout, kv_wire_dtype=wire_format) for r in (source, sink)
     )

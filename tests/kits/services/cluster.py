@@ -31,7 +31,7 @@ from router.service import Router
 
 
 class FirstByName(random.Random):
-    """Ties fall to the first by name, so that a test knows who is chosen."""
+    """Breaks ties by name, so that a test knows the chosen worker."""
 
     def choice(self, seq):
         return seq[0]
@@ -56,7 +56,7 @@ TRANSPORTS = (
 
 @dataclass(slots=True)
 class Answer:
-    """Everything that the router said about one request."""
+    """Everything that the router reported about one request."""
 
     token_ids: list[int] = field(default_factory=list)
     outcome: Outcome | None = None
@@ -76,12 +76,12 @@ class Workers:
 
     @property
     def live(self) -> set[WorkerId]:
-        """Those whose process has not ended."""
+        """Returns the workers whose process has not ended."""
         processes = self.launcher.processes
         return {WorkerId(p.name) for p in processes if p.is_running()}
 
     def kill(self, worker_id: str) -> None:
-        """kill -9 of one worker that this test started."""
+        """Kills one worker that this test started, with SIGKILL."""
         os.kill(self.ready[WorkerId(worker_id)].pid, signal.SIGKILL)
 
 
@@ -128,7 +128,7 @@ async def router(
     estimates: Estimates | None = None,
     natively: bool = False,
 ) -> AsyncIterator[Router]:
-    """A router that all workers have joined. When all is asked, they hold nothing for anybody.
+    """A router that all workers have joined. After all requests the workers hold nothing.
 
     Ties fall to the first by name, unless `natively`: C++ has a generator of its own for them.
     """

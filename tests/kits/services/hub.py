@@ -14,7 +14,7 @@ NAME = "org/tiny"
 
 @dataclass(slots=True)
 class Hub:
-    """One model with branches; `requests` are the paths of all that was asked."""
+    """One model with branches; `requests` holds the path of each request."""
 
     url: str
     commits: dict[str, Mapping[str, bytes]] = field(default_factory=dict)  # by commit
@@ -23,7 +23,7 @@ class Hub:
     cut_after_bytes: int | None = None  # of a file's body, then the connection ends
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """A new version; its id."""
+        """Adds a version and returns its id."""
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
         self.commits[commit] = dict(files)
         self.branches[branch] = commit

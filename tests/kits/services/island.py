@@ -34,7 +34,7 @@ sleep infinity & wait
 
 
 def unavailable() -> str | None:
-    """Why there can be none here, or None."""
+    """Returns why this machine cannot have an island, or None."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
@@ -48,7 +48,7 @@ def unavailable() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Where it is on this machine, and its first process as seen from here."""
+    """The folder of an island on this machine, and its first process as seen from here."""
 
     folder: Path
     pid: int
@@ -62,7 +62,7 @@ class Island:
         return self.folder / "key"
 
     def command(self, *arguments: str) -> list[str]:
-        """To run something in there."""
+        """Returns the command that runs something in the island."""
         return ["nsenter", "-t", str(self.pid), "-p", "-n", "-m", *arguments]
 
     def environment(self) -> dict[str, str]:
@@ -103,7 +103,7 @@ class Island:
 
 @contextmanager
 def island(folder: Path) -> Iterator[Island]:
-    """Nothing of it is left afterwards, whatever happens."""
+    """Makes an island, and removes all of it afterwards."""
     _furnish(folder)
     outside = subprocess.Popen(
         [

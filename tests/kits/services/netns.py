@@ -2,9 +2,9 @@
 
     hub ── gate ── near ══ link ══ far ── gate ── hub
 
-Processes in the two places reach each other over the link only; whoever runs the test is in the hub
+Processes in the two places reach each other over the link only; the test itself is in the hub
 and reaches both, whatever becomes of the link. A cut is silent: packets vanish, no interface goes
-down and nobody is refused. There are two kinds of link:
+down and no connection is refused. There are two kinds of link:
 
     NetemLink     a veth pair under `tc netem`; the kernel must have that
     RelayedLink   a TUN device at each end and a thread here that carries the packets, late or not
@@ -47,11 +47,11 @@ class Link(Protocol):
     """The link between the two places, closed before them."""
 
     def open(self, near: NetworkPlace, far: NetworkPlace) -> None:
-        """Makes `DEVICE` in both, up and without an address. Raises Unavailable."""
+        """Makes `DEVICE` in both places, up and without an address. Raises Unavailable."""
         ...
 
     def cut(self) -> None:
-        """From now on nothing comes through."""
+        """Loses all packets from now on."""
         ...
 
     def heal(self) -> None:
@@ -116,13 +116,13 @@ class NetemLink:
         self._shape("change", LOSS)
 
     def carried_bytes(self) -> int:
-        """As the far end counts."""
+        """Returns the bytes that the far end has received."""
         with inside(self._ends[1].fd):
             answer = run("ip", "-s", "-j", "link", "show", "dev", DEVICE)
         return int(json.loads(answer)[0]["stats64"]["rx"]["bytes"])
 
     def close(self) -> None:
-        """The pair goes with the places."""
+        """Does nothing: the pair vanishes with the places."""
 
     def _shape(self, verb: str, loss: float) -> None:
         how = f"netem delay {DELAY_S * 1000:g}ms loss {loss:.0%} rate {8 * RATE_BYTES_PER_S}bit"
@@ -162,7 +162,7 @@ class RelayedLink:
         self._thread.start()
 
     def cut(self) -> None:
-        """Also what is on its way does not arrive."""
+        """Loses all packets, also those on their way."""
         self._is_cut = True
 
     def heal(self) -> None:
@@ -209,7 +209,7 @@ class RelayedLink:
                 heapq.heappush(self._late, late)
 
     def _deliver(self) -> None:
-        """Hands over what has been under way for long enough."""
+        """Delivers the packets that have been under way for long enough."""
         now_s = self._clock.now_s()
         while self._late and self._late[0][0] <= now_s:
             _, _, end, packet = heapq.heappop(self._late)

@@ -12,7 +12,7 @@ from deploy.services.spec import WorkerReady, WorkerSpec
 
 
 class NullWorkers(ProcessLauncher):
-    """Gateways are what they are; the worker sends each answer a token every `pace_s`."""
+    """A launcher of real gateways and of a worker that sends each answer a token every `pace_s`."""
 
     def __init__(self, nursery: Nursery, pace_s: float = 0.001) -> None:
         super().__init__(nursery)

@@ -47,7 +47,7 @@ def marked_pids(mark: str) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Of a process; empty if it has ended."""
+    """Returns the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
@@ -76,7 +76,7 @@ def metrics(url: str) -> dict[str, float]:
 
 
 def matching(pattern: str, samples: dict[str, float]) -> dict[str, float]:
-    """Samples whose names begin so."""
+    """Returns the samples whose names begin with the prefix."""
     return {name: value for name, value in samples.items() if re.match(pattern, name)}
 
 
@@ -115,7 +115,7 @@ def serve(
 ) -> Iterator[Served]:
     """Runs `baton serve` with two workers, and so much more environment; interrupts it at the end.
 
-    Then the workers hold nothing for anybody, and afterwards no process is left.
+    Then the workers hold no request, and afterwards no process is left.
     """
     mark = uuid.uuid4().hex
     options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]

@@ -16,7 +16,7 @@ TABLES = ("tcp", "tcp6", "udp", "udp6")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A socket that takes what others send."""
+    """A socket that receives from others."""
 
     protocol: str
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -61,7 +61,7 @@ def tree(pid: int) -> set[int]:
 
 
 def _inodes(pid: int) -> set[str]:
-    """Of a process's sockets; none of one that has ended."""
+    """Returns the inodes of a process's sockets; none if it has ended."""
     found = set()
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):

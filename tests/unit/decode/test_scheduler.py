@@ -90,7 +90,7 @@ def test_a_step_computes_the_first_token_in_the_block_that_follows_a_full_one():
 
 
 def test_events_of_unknown_sequences_change_nothing():
-    unknown = [first("x"), cancel("x"), pull_done("x"), pull_failed("x"), lost("nobody")]
+    unknown = [first("x"), cancel("x"), pull_done("x"), pull_failed("x"), lost("x")]
     rig().play(*[(event, []) for event in unknown])
 
 
@@ -528,7 +528,7 @@ def test_preempting_goes_on_until_a_block_comes_free():
 
 @pytest.fixture
 def held() -> Rig:
-    """One that runs, and one that has come from elsewhere and is being pulled."""
+    """A running sequence, and a moved one that is being pulled."""
     r = rig()
     r.arrive("a", 3)
     r.step()
@@ -627,7 +627,7 @@ def test_prompts_wait_for_a_held_step_too():
 
 
 def hold_copy(r: Rig, name: str, prompt, **fields) -> None:
-    """A copy comes and is pulled."""
+    """Lets a copy come and be pulled."""
     r.take(copy(name, prompt, **fields))
     r.step()
     r.take(pull_done(name))

@@ -31,7 +31,7 @@ MEAN_NOISE = 1 + 0.003 * 3
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Milliseconds."""
+    """The step costs of a machine, in milliseconds."""
 
     step: float = 1.0
     row: float = 0.02
@@ -51,7 +51,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Texts:
-    """What each sequence's tokens are. `period` makes them repeat; None is noise."""
+    """The tokens of each sequence. `period` makes them repeat; None is noise."""
 
     period: int | None = None
     vocab_size: int = VOCAB_SIZE
@@ -66,7 +66,7 @@ class Texts:
 
 
 class KnownRunner:
-    """Of the draft model's tokens the share `acceptance` is right."""
+    """A runner whose draft model is right about the share `acceptance` of its tokens."""
 
     def __init__(self, machine: Machine, texts: Texts, acceptance: float, seed: int) -> None:
         self.machine = machine
@@ -108,7 +108,7 @@ class KnownRunner:
         return RowResult(tuple(true[: num_accepted + 1]), len(draft))
 
     def _disturb(self, milliseconds: float) -> float:
-        """Steps vary a little, and now and then somebody else has the machine."""
+        """Varies the time of a step a little; now and then another process has the machine."""
         noise = self._rng.gauss(1.0, 0.03)
         return milliseconds * noise * (4.0 if self._rng.random() < 0.003 else 1.0)
 
@@ -148,7 +148,7 @@ class Bench:
         self.core.handle(Adopted(seq), 0.0)
 
     def gain(self, num_steps: int) -> float:
-        """How much faster these steps came to their tokens than plain ones would have."""
+        """Returns the speed-up of these steps over steps without drafts."""
         runner = self.runner
         num_before = self.decode.counters["step_tokens"]
         spent_ms, plain_ms = runner.spent_ms, runner.plain_ms
@@ -164,7 +164,7 @@ class Bench:
 
 
 def best_gain(machine: Machine, acceptance: float, batch: int, context_len: float) -> float:
-    """What the best constant length comes to."""
+    """Returns the speed-up of the best constant draft length."""
     plain_ms = machine.target_ms(batch, 0, batch * context_len)
     gains = [1.0]
     for k in range(1, MAX_DRAFT_TOKENS + 1):

@@ -48,7 +48,7 @@ def test_so_many_of_a_kind_are_written_and_then_how_many_were_not(log):
     assert last.endswith("client 1000 did it")
 
 
-def test_what_was_left_out_is_said_at_the_end(log):
+def test_dropped_lines_are_counted_at_the_end(log):
     for _ in range(MOST_OF_A_KIND + 7):
         log.error("again")
     log.handler.close()

@@ -1,4 +1,4 @@
-"""What a model's name means, and what is refused before anything is fetched."""
+"""The meaning of a model's name, and its refusal before a fetch."""
 
 import sys
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_clients_call_a_model_by_the_last_of_its_name_and_a_hubs_by_all():
     assert name_of("s3://bucket/models/llama/") == "llama"
 
 
-def test_what_has_a_version_in_its_name_is_pinned_already(tmp_path, monkeypatch):
+def test_names_with_a_version_are_already_pinned(tmp_path, monkeypatch):
     commit = f"hf://org/name@{'0f' * 20}"
     monkeypatch.chdir(tmp_path)
     assert pinned(commit) == commit
@@ -105,7 +105,7 @@ def test_what_has_a_version_in_its_name_is_pinned_already(tmp_path, monkeypatch)
     assert pinned(".") == str(tmp_path)
 
 
-def test_the_cache_is_where_the_operator_says_else_where_caches_are():
+def test_cache_folder_is_the_operators_or_the_default():
     assert default_cache({"BATON_CACHE": "/scratch", "XDG_CACHE_HOME": "/c"}) == Path("/scratch")
     assert default_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/baton")
     assert default_cache({}) == Path.home() / ".cache" / "baton"

@@ -81,12 +81,12 @@ to_controller = st.one_of(
 
 
 @given(st.lists(to_gateway, max_size=3))
-def test_what_a_controller_says_arrives(messages):
+def test_messages_of_a_controller_arrive(messages):
     assert decode_from_controller(encode_control(messages)) == messages
 
 
 @given(st.lists(to_controller, max_size=3))
-def test_what_a_gateway_says_arrives(messages):
+def test_messages_of_a_gateway_arrive(messages):
     assert decode_from_gateway(encode_control(messages)) == messages
 
 

@@ -67,7 +67,7 @@ def fp8_value(code):
 
 
 def fp8_code(x):
-    """The nearest; of two, the even."""
+    """Returns the nearest code; of two equally near, the even one."""
     codes = range(0x7F)
     nearest = min(codes, key=lambda code: (abs(fp8_value(code) - abs(x)), code & 1))
     return nearest | (0x80 if math.copysign(1, x) < 0 else 0)

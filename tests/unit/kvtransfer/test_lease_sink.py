@@ -80,17 +80,17 @@ def releasing() -> SinkMachine:
 
 
 def sent(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
-    """These blocks of `l` have come from the source."""
+    """Reports these blocks of `l` as sent by the source."""
     return sink.fetched("l", indices, now_s, sent_by_source=True)
 
 
 def copied(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
-    """These blocks of `l` have been copied from the source's memory."""
+    """Reports these blocks of `l` as copied from the source's memory."""
     return sink.fetched("l", indices, now_s, sent_by_source=False)
 
 
 def waiting() -> SinkMachine:
-    """Attach has been sent, and nothing heard."""
+    """Returns a sink that has sent Attach and received nothing."""
     sink = machine()
     sink.hold("s", lease(), 0.0)
     return sink
@@ -586,14 +586,14 @@ def test_the_release_of_a_former_pull_of_the_same_lease_confirms_nothing():
     assert effects == [PullFailed("t", "lease released")]
 
 
-def test_an_abort_is_reported_at_once_and_told_to_the_source():
+def test_an_abort_is_reported_at_once_and_sent_to_the_source():
     for state in ("held", "pulling", "partly ready", "releasing"):
         sink = STATES[state]()
         assert sink.abort("s", 0.1) == [PullFailed("s", "aborted"), to(Release("l", 0))], state
         assert sink.num_pulls == 0
 
 
-def test_an_abort_before_the_source_has_answered_is_told_when_it_has():
+def test_an_abort_before_the_source_has_answered_is_sent_afterwards():
     sink = waiting()
     assert sink.abort("s", 0.1) == [PullFailed("s", "aborted")]
     assert sink.receive(ADDRESS, ACCEPT, 0.2) == [

@@ -59,7 +59,7 @@ def held(*ready: int, num_blocks: int = 4, offers: Offers = OFFERS) -> SourceMac
 
 
 def answer(source: SourceMachine, message: object, peer: bytes = SINK, now_s: float = 1.0):
-    """The one effect of a message."""
+    """Returns the one effect of a message."""
     (effect,) = source.receive(peer, message, now_s)
     source.validate()
     return effect
@@ -142,7 +142,7 @@ def test_opening_a_lease_sends_nothing():
     assert source.num_leases == 1
 
 
-def test_only_the_holder_is_told_of_new_blocks():
+def test_only_the_holder_hears_of_new_blocks():
     source = machine(SINK)
     source.open("l", 4, 0.0)
     assert source.grow("l", (7, 8), 0.0) == []

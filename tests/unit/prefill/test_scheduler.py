@@ -137,7 +137,7 @@ def test_cached_blocks_of_a_lease_are_ready_at_once():
 
 
 def compute(r: Rig, name: str, prompt) -> None:
-    """A prompt comes and is computed at once."""
+    """Lets a prompt come and be computed at once."""
     r.take(prefill(name, prompt))
     while r.step():
         pass

@@ -1,4 +1,4 @@
-"""What a gateway reports to controllers of what was asked of it."""
+"""The report of a gateway to controllers about its requests."""
 
 import asyncio
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ class World:
         self.version = 0
 
     def seen(self, mode, at_s):
-        """In the report, if the planner is in that mode."""
+        """Returns the observation in the report, if the planner is in that mode."""
         self.clock.at_s = at_s
         self.version += 1
         return self.server._take(Members(self.version, (), Intent(planner=mode))).seen

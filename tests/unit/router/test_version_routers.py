@@ -1,4 +1,4 @@
-"""A gateway's versions as a controller names them: which are served, and from when on."""
+"""A gateway's versions as a controller names them: which it serves, and when it begins."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ DEADLINE_S = 5.0
 
 
 class SessionRouter(FakeRouter):
-    """Knows its workers' addresses, and whether it is open."""
+    """A router that records its workers' addresses, and whether it is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SessionRouter(FakeRouter):
 
 
 class World:
-    """The versions of a gateway; tokenizers of those that are held are not loaded for now."""
+    """The versions of a gateway; the tokenizers of held versions do not load yet."""
 
     def __init__(self, *held: str) -> None:
         self.held = {name: threading.Event() for name in held}
@@ -61,7 +61,7 @@ class World:
         return self.routers.versions
 
     def names(self) -> list[str]:
-        """Of the table that requests are given by."""
+        """Returns the names in the table that places requests."""
         return [each.name for each in self.versions.table]
 
 
@@ -85,7 +85,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def members(number: int, *versions: Version, workers: str = "") -> Members:
-    """`workers`: a letter for each of the versions in turn that has a worker, `-` where not."""
+    """Returns members; `workers` has a letter for each version with a worker, or else `-`."""
     has = workers.ljust(len(versions), "w")
     return Members(
         number,
@@ -191,8 +191,8 @@ def test_unnamed_version_closes_after_its_last_request():
     play(scene)
 
 
-def test_a_version_that_requests_are_still_given_to_is_not_left_before_there_is_another():
-    """As a gateway finds it that has not heard of the controller for some time."""
+def test_a_version_with_new_requests_stays_until_another_serves():
+    """A gateway is in this state after it has missed the controller for some time."""
 
     async def scene(world: World) -> None:
         await world.routers.open(members(1, V1))
@@ -209,7 +209,7 @@ def test_a_version_that_requests_are_still_given_to_is_not_left_before_there_is_
     play(scene, "v2")
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_told_and_tried_again(monkeypatch):
+def test_a_tokenizer_that_cannot_be_loaded_is_reported_and_tried_again(monkeypatch):
     monkeypatch.setattr("router.version_routers.RETRY_EVERY_S", 0.01)
 
     async def scene(world: World) -> None:

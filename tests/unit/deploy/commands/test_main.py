@@ -36,7 +36,7 @@ def test_other_commands_import_no_benchmark_torch_or_ray():
     assert not {"'bench'", "'torch'", "'ray'"} & set(done.stdout.strip("{}\n").split(", "))
 
 
-def test_without_the_bench_package_its_commands_are_not_listed_and_say_so(monkeypatch):
+def test_without_the_bench_package_its_commands_are_hidden_and_explain_why(monkeypatch):
     absent = main.importlib.util.find_spec
 
     def find(name):

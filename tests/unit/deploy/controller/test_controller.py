@@ -327,7 +327,7 @@ async def test_stopped_worker_is_gone_only_after_its_start_has_ended(playing):
         assert "prefill-1" not in launcher.services
 
 
-async def test_long_fetches_delay_nothing_else(playing, monkeypatch):
+async def test_long_fetches_delay_no_other_order(playing, monkeypatch):
     monkeypatch.setattr(tasks, "MAX_THREADS", 1)
 
     async with playing(WORKERS) as world:

@@ -183,7 +183,7 @@ def test_child_without_a_descriptor_is_refused():
 
 
 @pytest.mark.parametrize("unread", [b"", b"which makes it a reset"])
-def test_nursery_survives_news_to_a_closed_parent(unread):
+def test_nursery_survives_reports_to_a_closed_parent(unread):
     news, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with news:
         news.sendall(unread)

@@ -231,7 +231,7 @@ def test_only_mixed_workers_are_not_planned():
     )
 
 
-def test_planner_pauses_during_an_update_and_begins_anew():
+def test_planner_pauses_during_an_update_and_starts_fresh():
     world = World(Pools(2, 2))
     alone = world.machine.intent
     other = msgspec.structs.replace(alone.current, name="other", weight=0)

@@ -47,7 +47,7 @@ class Worker:
         return self.watch.look(self.now_s)
 
     def hang(self, seconds: int) -> list[StillStepping | None]:
-        """What is told second by second while a step goes on."""
+        """Returns the reports of each second while a step goes on."""
         return [self.look() for _ in range(seconds)]
 
 

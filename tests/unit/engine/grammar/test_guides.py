@@ -456,7 +456,7 @@ def test_a_grammar_that_takes_too_long_is_a_fault(monkeypatch):
     assert guide.fault == "following the grammar takes too long"
 
 
-def test_a_token_that_was_not_allowed_is_a_fault():
+def test_a_forbidden_token_is_a_fault():
     guide = guides().open(schema(SCHEMA), ())
     guide.consume(ids_of("hello")[0])
     assert guide.fault is not None

@@ -223,7 +223,7 @@ def test_a_duplicate_block_is_reported_once():
     assert pool.take_news() == [Evicted(content)]
 
 
-def test_a_pool_without_news_readers_notes_nothing():
+def test_pool_without_readers_records_no_events():
     pool = BlockPool(1)
     pool.set_hash(pool.allocate(1)[0], hashes(1)[0])
     assert pool.take_news() == []
@@ -264,7 +264,7 @@ def test_blocks_that_follow_one_another_are_one_event():
     ]
 
 
-def test_batches_are_numbered_and_no_news_is_no_batch():
+def test_batches_are_numbered_and_never_empty():
     log = opened_log()
     assert log.append([], 0.0) == []
     assert [number for number, _ in log.append(chain(1), 0.0)] == [0]
@@ -272,7 +272,7 @@ def test_batches_are_numbered_and_no_news_is_no_batch():
     assert log.num_batches == 2
 
 
-def test_large_news_become_several_batches(monkeypatch):
+def test_many_events_become_several_batches(monkeypatch):
     monkeypatch.setattr(block_events, "MAX_BLOCKS_PER_BATCH", 2)
     batches = events_of(opened_log().append(chain(3), 0.0))
     first, second, third = hashes(3)
@@ -463,7 +463,7 @@ def test_a_bounded_number_of_batches_waits_for_a_missing_one(monkeypatch):
 # ---------------------------------------------------------------- what is known from it
 
 
-def test_news_of_gone_workers_or_unknown_blocks_are_harmless():
+def test_events_of_gone_workers_or_unknown_blocks_are_harmless():
     index = PrefixMap()
     index.add(A, 6)
     for worker_id in (A, B):

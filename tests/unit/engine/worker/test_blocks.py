@@ -189,7 +189,7 @@ def test_the_first_of_two_equal_blocks_is_found(pool):
     assert pool.match(hashes("a", 1)) == first
 
 
-def test_a_duplicate_is_reused_at_once_and_does_not_take_the_first_ones_hash_away(pool):
+def test_a_duplicate_is_reused_at_once_and_leaves_the_first_hash(pool):
     first = allocate_full(pool, "a", 1)
     second = allocate_full(pool, "a", 1)
     pool.disown(first)

@@ -1,4 +1,4 @@
-"""Schedulers around one pool: which one gets an event or the budget, and what is reported."""
+"""Schedulers around one pool: the split of events and budget, and the reports."""
 
 from itertools import pairwise
 
@@ -166,7 +166,7 @@ def test_a_mixed_worker_decodes_a_prompt_from_its_own_cache():
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_news_of_unknown_sequences_changes_nothing(role):
+def test_events_of_unknown_sequences_change_nothing_in_any_role(role):
     unknown = [cancel("x"), first("x"), lost("x"), ended("x", "expired"), pull_done("x")]
     Rig(role).play(*[(event, []) for event in unknown])
 
@@ -352,7 +352,7 @@ def test_the_workload_counts_pulling_prompts_but_not_cancelled_ones():
 
 
 def timed_step(rig: Rig, seconds: float = 0.5, token: int = 99) -> None:
-    """A step that the runner timed."""
+    """Runs a step that the runner times."""
     rig.seconds = seconds
     rig.step(token)
     rig.seconds = None

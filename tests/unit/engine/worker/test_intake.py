@@ -51,7 +51,7 @@ def prefill(token_ids=(1, 2, 3), *, num_top=None, limits=None, **sampling) -> Pr
 
 
 def outcome(message, intake=INTAKE):
-    """The sequence, or the reason why there is none."""
+    """Returns the sequence, or the reason for its refusal."""
     opened = intake.open(GatewayId("g"), message)
     return opened.reason if isinstance(opened, GivenBack) else opened
 

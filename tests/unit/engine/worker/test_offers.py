@@ -113,7 +113,7 @@ def test_an_offer_ends_by_its_gateways_cancel_or_loss(rig):
     )
 
 
-def test_news_of_unknown_offers_change_nothing(rig):
+def test_events_of_unknown_offers_change_nothing(rig):
     rig.play(*[(event, []) for event in (cancel("x"), ended("x.prefix", "expired"), lost("x"))])
 
 

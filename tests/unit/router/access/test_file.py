@@ -169,7 +169,7 @@ def test_unusable_contents_keep_the_old_keys_and_are_counted(path, clock, caplog
     assert len(caplog.records) == 1
 
 
-def test_when_the_file_is_mended_it_counts_again(path, clock):
+def test_a_mended_file_counts_again(path, clock):
     keys = key_file(path, "a", clock=clock)
     path.write_text("{")
     later(clock)

@@ -49,7 +49,7 @@ def test_a_key_opens_until_it_expires():
 
 
 @pytest.mark.parametrize("key", [b"", b"A", b"a ", b"k\xe9y", b"\xff" * 8, b"a" * 2**20])
-def test_anything_else_opens_nothing(key):
+def test_other_headers_open_nothing(key):
     assert KeyTable([record("a", "ann")]).find(key, NOW_S) is None
 
 

@@ -50,7 +50,7 @@ def learned(num, factor_of=lambda rng: 1.0, costs=H200, seed=0):
 
 
 def worst(online, costs=H200):
-    """The largest relative error over the sizes that were seen."""
+    """Returns the largest relative error over the observed sizes."""
     known = online.costs("w")
     pairs = [(known.prefill.seconds(n, p), costs.prefill.seconds(n, p)) for n, p in PROMPTS]
     pairs += [(known.decode.seconds(b, kv), costs.decode.seconds(b, kv)) for b, kv in STEPS]
@@ -90,7 +90,7 @@ def test_steps_that_were_interrupted_hardly_count():
     assert worst(online) < 0.12
 
 
-def test_workers_that_changed_are_learned_anew():
+def test_changed_workers_are_measured_again():
     rng, online = random.Random(1), learned(200)
     slower = WorkerCosts(
         prefill=PrefillCost(9e-3, 15e-5, 2e-9),

@@ -1,4 +1,4 @@
-"""What is predicted of workers, and from when on."""
+"""Predictions of workers, and when they begin."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How long answers are taken to become."""
+"""The predicted length of answers."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What is promised to workers: every debit is credited back once."""
+"""Reservations at workers: every debit is credited back once."""
 
 import pytest
 from msgspec.structs import replace
@@ -38,7 +38,7 @@ def test_second_release_of_a_claim_is_ignored(worker):
     assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
 
 
-def test_a_worker_that_waits_for_a_prefix_gets_nothing_done_meanwhile(worker):
+def test_a_worker_that_waits_for_a_prefix_is_idle(worker):
     worker.reserve_prefill("a", 7, seconds=0.5, now_s=1.0, waits=True)
     assert worker.ready_s(3.0) == 0.5
     worker.begin_prefill("a", 3.0)

@@ -19,7 +19,7 @@ from tests.kits.router.gateway import (
 
 
 class Transport(asyncio.Transport):
-    """Keeps what is written, beside what other transports of the same list were given."""
+    """A transport that adds its writes to a list shared with other transports."""
 
     def __init__(self, name, written):
         super().__init__()
@@ -90,7 +90,7 @@ async def test_flush_sends_waiting_parts_exactly_once():
     assert written == [("a", b"1\r\n1\r\n"), ("a", b"1\r\n2\r\n")]
 
 
-async def test_a_client_that_left_meanwhile_does_not_keep_others_waiting():
+async def test_a_client_that_left_delays_no_other_client():
     written = []
     (gone, transport), (other, _) = connect("gone", written), connect("other", written)
     gone.write(b"1")
@@ -100,7 +100,7 @@ async def test_a_client_that_left_meanwhile_does_not_keep_others_waiting():
     assert written == [("other", b"1\r\n2\r\n")]
 
 
-def test_loops_have_nothing_to_do_with_one_another():
+def test_loops_are_independent():
     written = []
 
     async def leave_unsent():
@@ -164,7 +164,7 @@ async def until(holds):
 
 
 async def echo(scope, receive, send):
-    """Answers with the body, and with how it came."""
+    """Answers with the body, and whether it had to wait for it."""
     body = caller_of(scope).take_body()
     way = b"at once " if body is not None else b"waited for "
     if body is None:

@@ -25,7 +25,7 @@ from tests.kits.router.gateway import (
 
 
 def asked(ask, fields, **headers):
-    """The one request that the router got."""
+    """Returns the one request that the router got."""
     router = FakeRouter()
     assert ask(router, fields, **headers).status == 200
     (request,) = router.requests

@@ -27,7 +27,7 @@ from tests.kits.router.gateway import (
 
 
 def scored(text: str, logprob: float) -> list[Update]:
-    """One update, each token of the same log-probability."""
+    """Returns one update whose tokens have the same log-probability."""
     scores = (Logprobs(logprob, 1),) * len(text)
     return [tokens(text, logprobs=scores, outcome=LENGTH)]
 
@@ -103,7 +103,7 @@ def test_a_stop_string_ends_only_its_own_choice():
     assert router.cancelled == [router.requests[0].request_id]
 
 
-def test_of_several_candidates_the_likeliest_are_answered_with_and_all_are_counted():
+def test_the_likeliest_candidates_are_returned_and_all_are_counted():
     router = FakeRouter(scored("bad", -3.0), scored("best!", -1.0), scored("good", -2.0))
     body = complete(router, {"n": 2, "best_of": 3}).json()
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "best!"), (1, "good")]

@@ -105,7 +105,7 @@ def test_a_long_messages_body_decodes_like_a_short_one():
     assert long == short
 
 
-def test_fields_of_grammars_and_refused_ones_are_kept():
+def test_fields_of_grammars_and_refused_fields_are_kept():
     fields = {"response_format": {"type": "json_object"}, "suffix": "x", "tools": []}
     assert decode_fields(json.dumps({**fields, **PADDING}).encode(), CompletionBody) == fields
 

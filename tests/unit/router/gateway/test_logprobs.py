@@ -24,13 +24,13 @@ EURO = "€".encode()
 
 
 def lp(logprob: float, *top: tuple[str | int, float], rank: int = 1) -> Logprobs:
-    """Of a token, with the likeliest, each named by its letter or its id."""
+    """Returns the log-probabilities of a token and of the likeliest, named by letter or id."""
     ids = tuple(ord(t) if isinstance(t, str) else t for t, _ in top)
     return Logprobs(logprob, rank, ids, tuple(p for _, p in top))
 
 
 def say(*scored: tuple[int | str, float], **rest) -> Update:
-    """Tokens, each with its log-probability."""
+    """Returns an update of tokens with their log-probabilities."""
     ids = tuple(ord(t) if isinstance(t, str) else t for t, _ in scored)
     return Update(token_ids=ids, logprobs=tuple(lp(p) for _, p in scored), **rest)
 
@@ -79,7 +79,7 @@ def test_a_chat_answer_has_an_item_for_each_token_with_the_likeliest_beside():
     }
 
 
-def test_a_completion_has_lists_in_which_the_chosen_token_is_always_told():
+def test_lists_of_a_completion_always_have_the_chosen_token():
     scores = (lp(-0.5, ("h", -0.5)), lp(-9.0, ("y", -0.1), rank=7))
     router = FakeRouter([tokens("hi", logprobs=scores, outcome=LENGTH)])
     [choice] = complete(router, {"logprobs": 1}).json()["choices"]
@@ -91,7 +91,7 @@ def test_a_completion_has_lists_in_which_the_chosen_token_is_always_told():
     }
 
 
-def test_without_top_logprobs_only_the_chosen_tokens_are_told():
+def test_without_top_logprobs_only_chosen_tokens_are_listed():
     router = FakeRouter([say(("h", -0.5), outcome=LENGTH)])
     assert chat_items(chat(router, {"logprobs": True})) == [("h", -0.5)]
     assert router.requests[0].sampling.logprobs == 0
@@ -133,7 +133,7 @@ def test_the_token_that_ends_an_answer_has_no_item():
     assert chat_items(chat(router, {"logprobs": True})) == [("h", -0.5)]
 
 
-def test_special_tokens_that_end_nothing_are_told_by_name():
+def test_special_tokens_that_end_nothing_have_their_name():
     router = FakeRouter([say((258, -0.5), outcome=LENGTH)])
     assert chat_items(chat(router, {"logprobs": True})) == [("<|user|>", -0.5)]
 
@@ -141,7 +141,7 @@ def test_special_tokens_that_end_nothing_are_told_by_name():
 # ---------------------------------------------------------------- streams
 
 
-def test_in_a_stream_they_come_with_their_text():
+def test_log_probabilities_of_a_stream_come_with_their_text():
     script = [say(("a", -1.0)), say(("b", -2.0), ("c", -3.0)), say((EOS, -1.0), outcome=STOP)]
     events = chat(FakeRouter(script), {"logprobs": True, "stream": True}).events()
     assert contents(events) == [[("a", -1.0)], [("b", -2.0), ("c", -3.0)]]
@@ -154,14 +154,14 @@ def test_offsets_go_on_from_chunk_to_chunk():
     assert [o for s in scored for o in s["text_offset"]] == [0, 1, 2]
 
 
-def test_of_half_a_character_they_wait_for_its_end():
+def test_log_probabilities_of_half_a_character_wait_for_its_end():
     script = [say((byte, -float(i))) for i, byte in enumerate(EURO)]
     script.append(say(("x", -9.0), outcome=LENGTH))
     events = chat(FakeRouter(script), {"logprobs": True, "stream": True}).events()
     assert [[p for _, p in chunk] for chunk in contents(events)] == [[0.0, -1.0, -2.0], [-9.0]]
 
 
-def test_of_text_that_is_held_back_they_are_held_back_too():
+def test_log_probabilities_are_held_back_with_their_text():
     script = [say(("a", -1.0)), say(("<", -2.0)), say(("b", -3.0), outcome=LENGTH)]
     fields = {"logprobs": True, "stream": True, "stop": "<end>"}
     events = chat(FakeRouter(script), fields).events()
@@ -188,7 +188,7 @@ def prompt_scored(*scores: Logprobs) -> FakeRouter:
 YO = lp(-4.0, ("x", -0.5), ("p", -1.5), rank=9)
 
 
-def test_the_prompts_are_told_as_vllm_tells_them():
+def test_log_probabilities_of_the_prompt_have_vllms_form():
     router = prompt_scored(YO)
     [choice] = complete(router, {"prompt_logprobs": 1}).json()["choices"]
     assert router.requests[0].prompt_logprobs == 1
@@ -201,7 +201,7 @@ def test_the_prompts_are_told_as_vllm_tells_them():
     ]
 
 
-def test_a_chat_tells_the_prompts_once():
+def test_a_chat_has_the_prompts_log_probabilities_once():
     body = chat(prompt_scored(YO, YO, YO), {"prompt_logprobs": 0, "n": 1}).json()
     assert body["prompt_logprobs"][0] is None
     assert [list(item) for item in body["prompt_logprobs"][1:]] == [["121"], ["111"], ["259"]]

@@ -1,6 +1,6 @@
 """No request pauses the gateway's loop: measured with bodies that once did.
 
-This needs a quiet machine. `test_prompt_length` and `test_json_fields` test what holds on any.
+This needs a quiet machine. `test_prompt_length` and `test_json_fields` need none.
 """
 
 import asyncio

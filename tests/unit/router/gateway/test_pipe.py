@@ -20,7 +20,7 @@ from tests.kits.router.gateway import (
 
 
 class Pipe:
-    """A connection's: what is written is part of the body, as soon as it has to be."""
+    """The pipe of a connection; a flush adds the written parts to the body."""
 
     def __init__(self, connection: Connection) -> None:
         self.is_ready = True
@@ -60,7 +60,7 @@ def texts(reply):
 
 
 def body(reply):
-    """A stream, without what differs from answer to answer."""
+    """Returns the events of a stream, without the ids and times that differ between answers."""
     return [
         event if event == "[DONE]" else event | {"id": "", "created": 0} for event in reply.events()
     ]

@@ -36,7 +36,7 @@ LIMITS = Limits(100)
 
 
 def salts(*bodies, keys=None, key=None):
-    """Of the requests that came of these bodies."""
+    """Returns the salts of the requests that these bodies led to."""
     router = FakeRouter()
     app = make_app(router, keys=keys)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -128,7 +128,7 @@ def test_gateway_and_worker_hash_alike():
 
 
 def prompt(code: int) -> list[int]:
-    """Bytes as tokens: what comes before the code is known to all."""
+    """Returns bytes as tokens; the text before the code is public."""
     return [*b"The entry code is ", *f"{code:05d}".encode(), *b" and stays so."][:32]
 
 

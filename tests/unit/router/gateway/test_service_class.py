@@ -126,7 +126,7 @@ def test_the_decision_header_is_that_of_the_first_choice():
 
 @pytest.mark.parametrize("may_debug", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_of_the_deployment_only_keys_that_may_debug_are_told(tmp_path, may_debug, stream):
+def test_only_debug_keys_see_the_decision_and_the_timeline(tmp_path, may_debug, stream):
     file = key_file(tmp_path / "keys.json", "secret", debug=may_debug)
     app = make_app(FakeRouter(SCRIPT), keys=file)
     headers = {"x_baton_decision": "1", "x_baton_timeline": "1", "authorization": "Bearer secret"}

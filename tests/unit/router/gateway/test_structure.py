@@ -190,7 +190,7 @@ def test_marks_that_are_special_tokens_are_shown_to_the_parser_only():
     assert "".join(hidden.push(i) for i in ids) == "a"
 
 
-async def test_a_grammar_is_checked_in_a_thread_and_the_client_may_leave_meanwhile():
+async def test_a_client_may_leave_while_its_grammar_is_checked():
     router = FakeRouter([Never()])
 
     connection = Connection(make_app(router), "POST", "/v1/completions", {})

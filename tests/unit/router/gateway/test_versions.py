@@ -22,7 +22,7 @@ KEYS = [f"request-{i}" for i in range(4000)]
 
 
 class NamedRouter(FakeRouter):
-    """Its fingerprint says which version it is."""
+    """A router whose fingerprint names its version."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ weights = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size
 
 
 @given(weights)
-def test_each_has_its_share_of_many_keys(shares):
+def test_each_version_has_its_share_of_many_keys(shares):
     counts = Counter(by_weight(shares, key) for key in KEYS)
     total = sum(shares.values())
     for name, weight in shares.items():

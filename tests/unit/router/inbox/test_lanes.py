@@ -10,7 +10,7 @@ from router.inbox.lanes import NUM_THREADS, WIDE_BODY_BYTES, Lane, Lanes
 
 
 class Work:
-    """Something to parse, which goes on until it is let go."""
+    """A parse that lasts until the test releases it."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Placements in C++ against the `slo` policy in Python, and what C++ is told."""
+"""Placements in C++ against the `slo` policy in Python, and the updates that C++ gets."""
 
 import math
 import random
@@ -124,11 +124,11 @@ def chain(seed, num_blocks=12):
 # ---------------------------------------------------------------- random clusters
 
 
-TIES = 60  # ways in which they may fall, tried before a choice counts as another one
+TIES = 60  # seeds that break ties, tried before two choices count as different
 
 
 class RandomCluster:
-    """Workers with claims and blocks by lot."""
+    """Workers with random claims and blocks."""
 
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
@@ -233,20 +233,20 @@ class RandomCluster:
             self.cluster.lose(self.rng.choice(self.workers).info.worker_id)
 
     def join(self):
-        """Sometimes under the name of one that was lost."""
+        """Adds a worker, sometimes under the name of a lost one."""
         name = f"w{self.rng.randrange(2 * self.num_workers)}"
         if name not in self.cluster.view.workers:
             self.add(name)
 
     def change_role(self):
-        """Its claims stay, also those that it would not be given any more."""
+        """Changes a role; claims stay, also those that the new role would not get."""
         role = self.rng.choice(list(Role))
         local = role is Role.DECODE and self.rng.random() < 0.7
         name = self.rng.choice(self.workers).info.worker_id
         self.cluster.change_role(name, RoleChanged(role, prefills_locally=local))
 
     def observe(self):
-        """Often enough, and costs are others than they were."""
+        """Observes costs, sometimes often enough to change the estimate."""
         rng, worker, estimates = self.rng, self.rng.choice(self.workers), self.cluster.estimates
         for _ in range(rng.choice([1, 20])):
             num_tokens = rng.choice([16, 64, 256])
@@ -283,8 +283,9 @@ class RandomCluster:
             self.check(ours, theirs, hashes, need)
 
     def another(self, ours, hashes, need):
-        """Another choice of the policy. Who decodes at the same pace prefills locally, or does not:
-        ties decide who is asked that.
+        """Returns another choice of the policy.
+
+        Of decode workers with the same pace, some prefill locally; ties decide between them.
         """
         for seed in range(TIES):
             theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed)
@@ -293,7 +294,7 @@ class RandomCluster:
         return theirs
 
     def check(self, ours, theirs, hashes, need):
-        """Equally good, and all that is said of it true."""
+        """Asserts that both choices are equally good, and that ours describes itself correctly."""
         assert ours.ttft_s == pytest.approx(theirs.ttft_s)
         apart = ours.placement.prefill != ours.placement.decode
         if apart and theirs.placement.prefill != theirs.placement.decode:
@@ -341,7 +342,7 @@ NEED = Need(8 * BLOCK + 1, 8 * BLOCK + 40)
 
 
 def cluster_of(*roles, **fields):
-    """Of p0, p1, d0, …, local decode workers as l0, …"""
+    """Returns a cluster of p0, p1, d0, …; decode workers that prefill locally are l0, …"""
     kinds = {"p": P, "d": D, "l": D, "m": M}
     return Cluster(*(welcome(n, kinds[n[0]], local=n[0] == "l") for n in roles), **fields)
 
@@ -428,7 +429,7 @@ def test_others_that_are_as_good_are_all_chosen_and_by_a_seed_the_same():
     assert len({placement.decode for placement in first}) > 90
 
 
-def test_of_several_that_hold_the_same_any_is_chosen_and_any_is_pulled_from():
+def test_equal_holders_are_chosen_and_pulled_from_alike():
     cluster = cluster_of(*(f"p{i}" for i in range(100)), "p-other", "d0")
     for i in range(100):
         cluster.hold(f"p{i}", BLOCKS)
@@ -500,7 +501,7 @@ def test_prompts_without_a_prediction_are_left_to_the_policy():
     assert cluster.fleet_choice(NEED) is not None
 
 
-def test_a_worker_may_come_back_as_often_as_it_likes():
+def test_a_worker_may_come_back_hundreds_of_times():
     cluster = cluster_of("p0", "d0")
     for _ in range(300):
         cluster.lose("d0")
@@ -518,7 +519,7 @@ def test_a_worker_of_one_kind_too_many_is_left_to_the_policy():
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_work_of_other_gateways_is_priced_anew_when_costs_change_and_only_then(monkeypatch, joins):
+def test_work_of_other_gateways_is_repriced_only_when_costs_change(monkeypatch, joins):
     cluster = cluster_of("p0", "d0", costs=WorkerCosts(decode=ROUND.decode, pull=ROUND.pull))
     p0 = cluster.view.workers["p0"]
     p0.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=100), 0.0)
@@ -548,7 +549,7 @@ def test_no_timed_wait_for_a_worker_with_a_late_first_prompt():
     assert ours == theirs == Busy(lacks=Role.PREFILL)
 
 
-def test_foreign_load_is_priced_anew_with_new_costs():
+def test_foreign_load_is_repriced_with_new_costs():
     cluster = cluster_of("p0", "d0")
     worker = cluster.view.workers["p0"]
     worker.report(LoadReport(*(0,) * 8, prompt_tokens=256), 0.0)

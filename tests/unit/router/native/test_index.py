@@ -22,7 +22,7 @@ def hashes(tokens):
 
 @pytest.fixture(params=[PrefixMap, PrefixIndex])
 def known(request):
-    """The words that both are asked in mean the same."""
+    """Either index; both have the same methods."""
     prefixes = request.param()
     prefixes.add(A, 6)
     prefixes.add(B, 6)
@@ -47,7 +47,7 @@ def chain(length, *, seed=0):
 # ---------------------------------------------------------------- like a PrefixMap
 
 
-def test_of_each_worker_the_leading_blocks_it_holds_are_known(known):
+def test_each_workers_leading_blocks_are_known(known):
     known.record(A, hashes(range(12)))
     known.record(B, hashes([*range(4), 50, 51, 52, 53]))
     assert known.longest(hashes(range(20))) == {A: 3, B: 1}
@@ -94,7 +94,7 @@ def test_retracted_blocks_are_forgotten(known):
     assert known.longest(three) == {A: 1}
 
 
-def test_news_of_unknown_workers_are_ignored(known):
+def test_events_of_unknown_workers_are_ignored(known):
     stranger = WorkerId("stranger")
     for tell in (known.record, known.retract, known.stored, known.removed):
         tell(stranger, hashes(range(8)))
@@ -136,7 +136,7 @@ def test_retraction_does_not_override_block_events(
     assert index.longest(chain(4)) == {A: 4}
 
 
-def test_its_first_news_may_be_that_something_is_gone(index):
+def test_the_first_event_of_a_worker_may_be_a_removal(index):
     seen = chain(4)
     index.record(A, seen)
     index.removed(A, seen[3:])
@@ -153,7 +153,7 @@ def test_worker_without_events_is_credited_again(index):
 # ---------------------------------------------------------------- many
 
 
-def test_of_thousands_of_owners_each_is_found_with_its_depth():
+def test_each_of_thousands_of_owners_is_found_with_its_depth():
     index = PrefixIndex()
     blocks = chain(12)
     depths = {WorkerId(f"w{i}"): min(i % 13, 12) for i in range(2000)}

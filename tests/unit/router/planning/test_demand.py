@@ -1,4 +1,4 @@
-"""What one gateway tells the planner of pools."""
+"""The demand that one gateway reports to the planner of pools."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_requests_queued_before_the_first_observation_count():
 
 @pytest.mark.parametrize("after_s", [0.01 * number for number in range(8)])
 def test_wait_for_prefill_counts_without_a_prediction(after_s):
-    """Behind the first prompt, which is late, there are others: no time is told for the next."""
+    """Other prompts wait behind a late first one, so no start can be predicted for the next."""
     machine = machine_of(Role.PREFILL, Role.DECODE, Role.DECODE, num_blocks=1000)
     machine.demand.observe(0.0)
     for number in range(7):
@@ -62,7 +62,7 @@ def test_wait_for_prefill_counts_without_a_prediction(after_s):
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.05])
-def test_prompts_that_wait_get_more_prefill_workers_whether_the_first_ones_are_late_or_not(after_s):
+def test_waiting_prompts_get_more_prefill_workers_even_if_the_first_are_late(after_s):
     machine = machine_of(*[Role.PREFILL] * 2, *[Role.DECODE] * 4, num_blocks=1000)
     machine.demand.observe(0.0)
     for number in range(100):
@@ -135,7 +135,7 @@ def test_decode_costs_come_from_decode_workers():
     assert machine_of(Role.PREFILL).demand.observe(0.0).decode_cost is None
 
 
-def test_members_are_in_the_pool_that_they_were_told_to_be_in():
+def test_members_count_in_the_pool_of_their_ordered_role():
     machine = machine_of(Role.PREFILL, Role.DECODE)
     ask(machine, "r")
     first, second = members(machine.view, {"decode-1": Role.PREFILL})
@@ -156,7 +156,7 @@ def test_however_many_ask_it_is_observed_once_a_second():
     assert observer.latest(2.0).requests_per_s == 0.0
 
 
-def test_demand_starts_anew_after_a_rest(monkeypatch):
+def test_demand_starts_fresh_after_a_rest(monkeypatch):
     machine = machine_of(Role.PREFILL, Role.DECODE)
     observer = Observer(machine.demand)
     observer.latest(0.0)

@@ -1,4 +1,4 @@
-"""The planner of pools: what it proposes for what was measured, and when it keeps still."""
+"""The planner of pools: its proposals for measured loads, and when it makes none."""
 
 from dataclasses import replace
 from random import Random
@@ -17,7 +17,7 @@ QUIET = Observation(decode_cost=COST)
 
 
 def seen(prefill_s_per_s=0.0, decoding=0, **more):
-    """A moment: prompts of a second each, sequences of 8,000 tokens."""
+    """Returns an observation: prompts of a second each, sequences of 8,000 tokens."""
     return Observation(
         requests_per_s=prefill_s_per_s,
         prefill_s_per_s=prefill_s_per_s,
@@ -34,19 +34,19 @@ def pools(prefill, decode, **more):
 
 
 def at_rest(start, rules=RULES):
-    """A planner that knows these pools for a minute, and nothing else."""
+    """Returns a planner that has seen these pools, without load, for a minute."""
     planner = Planner(rules)
     planner.decide(None, start, -60.0)
     return planner
 
 
 def look(observation, start, rules=RULES):
-    """The plan at the first look at a load, upon pools that have been so for a minute."""
+    """Returns the plan at the first look at a load; the pools are a minute old."""
     return at_rest(start, rules).decide(observation, start, 0.0)
 
 
 def after(observations, start, rules=RULES):
-    """The plan after a second of each, the plans before being carried out at once."""
+    """Returns the plan after a second of each; earlier plans are carried out at once."""
     planner = at_rest(start, rules)
     plan = None
     for second, observation in enumerate(observations):
@@ -283,7 +283,7 @@ def test_limits_that_are_set_later_are_carried_out():
     assert plan.prefill == 6
 
 
-def test_limits_that_cannot_be_kept_are_told():
+def test_limits_that_cannot_be_kept_are_reported():
     plan = look(QUIET, pools(2, 2), replace(RULES, min_prefill=3, min_decode=3))
     assert plan.prefill == 2
     assert any("leave no choice" in reason for reason in plan.reasons)
@@ -345,7 +345,7 @@ def test_a_total_that_shrank_is_not_brought_back_for_a_busy_hour_before():
     assert plans[30].nodes == 6
 
 
-def test_a_flip_does_not_begin_the_wait_for_nodes_anew():
+def test_a_flip_does_not_restart_the_wait_for_nodes():
     planner, busy = at_rest(pools(8, 8), replace(RULES, max_total=24)), seen(17.0, 300)
     for second in range(20):
         planner.decide(busy, pools(8, 8), float(second))
@@ -374,7 +374,7 @@ def test_nodes_are_given_back_only_after_minutes_of_little_to_do():
     assert after(little, pools(8, 8), rules).nodes == 12
 
 
-def test_a_busy_moment_begins_the_wait_anew():
+def test_a_busy_moment_restarts_the_wait():
     little, busy = [seen(2.0, 60)] * 200, [seen(14.0, 60)] * 5
     rules = replace(RULES, max_total=16)
     assert after([*little, *busy, *little], pools(8, 8), rules).nodes == 16

@@ -1,4 +1,4 @@
-"""Placement: who is chosen, when to wait, and what can never be."""
+"""Placement: the chosen worker, waiting, and requests that can never run."""
 
 import random
 
@@ -20,14 +20,14 @@ NEED = Need(num_tokens=8, max_len=16)  # four blocks in the end, two to prefill
 
 
 class First(random.Random):
-    """Ties fall to the first by name."""
+    """Breaks ties by name."""
 
     def choice(self, seq):
         return seq[0]
 
 
 class Nothing:
-    """Neither what is where nor what anything costs is known."""
+    """Knows neither cached prefixes nor costs."""
 
     def matched_tokens(self):
         return {}
@@ -46,7 +46,7 @@ class Nothing:
 
 
 class Held(Nothing):
-    """So many leading blocks are held; a token takes a second, a pull as long as is said."""
+    """Knows held leading blocks; a token takes a second, a pull as long as given."""
 
     def __init__(self, blocks, pull_s) -> None:
         self.blocks = blocks
@@ -67,7 +67,7 @@ class Held(Nothing):
 def worker(
     name: str, *, tokens: int = 0, blocks: int = 0, num_blocks: int = 10, max_running: int = 4
 ) -> WorkerView:
-    """A worker to which so much is promised already; its role is its initial."""
+    """Returns a worker with these reservations; its initial is its role."""
     role = ROLES[name[0]]
     info = Welcome(PROTOCOL_VERSION, name, "life", role, "fp", LAYOUT, num_blocks, max_running)
     view = WorkerView(info)
@@ -180,11 +180,11 @@ def test_the_least_loaded_workers_are_chosen(workers, expected):
         "each lacks something",
         "one too small, the other busy",
         "one too small, the other full",
-        "nobody prefills",
-        "nobody decodes",
+        "none prefills",
+        "none decodes",
     ],
 )
-def test_when_all_that_could_serve_are_full_the_request_waits(workers, lacks):
+def test_a_request_waits_when_all_fitting_workers_are_full(workers, lacks):
     assert place(*workers) == Busy(lacks=lacks)
 
 
@@ -275,7 +275,7 @@ def test_a_request_goes_back_to_where_an_earlier_attempt_left_blocks(kept, chose
 
 
 def source(held, *, sink="p0", pull_s=0.0, others=(), known=None):
-    """Who offers its prefix to `sink`, if anybody; `held` is in blocks of four tokens."""
+    """Returns the worker that offers its prefix to `sink`; `held` is in blocks of four tokens."""
     workers = [worker("p0"), worker("p1"), worker("d0"), *others]
     view = ClusterView({w.info.worker_id: w for w in workers})
     return source_in(view, known or Held(held, pull_s), sink)
@@ -302,7 +302,7 @@ def source_in(view, known, sink="p0"):
         ({"p1": 6, "d0": 6}, "d0"),
         ({"gone": 9, "p1": 6}, "p1"),
     ],
-    ids=["nobody", "itself", "as much", "less", "more", "most", "by name", "lost"],
+    ids=["none", "itself", "as much", "less", "more", "most", "by name", "lost"],
 )
 def test_prefix_is_pulled_from_the_longest_holder(held, expected):
     assert source(held) == expected

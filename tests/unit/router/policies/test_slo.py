@@ -101,7 +101,7 @@ def test_a_hot_prefix_is_pulled_to_an_idle_worker():
     assert "pulled" in choice.why
 
 
-def test_of_equal_holders_one_that_can_answer_now_is_asked():
+def test_the_asked_holder_can_answer_now():
     known = Costs({"p0": 80, "d0": 80, "p2": 80}, busy_offer_s=0.3)
     workers = (worker("p0", busy_s=0.5), worker("p1"), worker("p2", busy_s=0.5), D0)
     for seed in range(8):
@@ -200,7 +200,7 @@ def test_a_request_that_would_slow_all_down_waits_if_it_may_hope():
     assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=hopeless), Choice)
 
 
-def test_while_no_pace_is_known_the_emptiest_memory_is_chosen():
+def test_the_emptiest_memory_is_chosen_before_a_pace_is_known():
     known = Costs(seq_s=None)
     choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1), known=known)
     assert (choice.placement.decode, choice.tpot_s) == ("d1", None)

@@ -1,4 +1,4 @@
-"""Hashes of a prompt's blocks. Who holds which is asked of both indexes in `test_index`."""
+"""Hashes of a prompt's blocks. `test_index` tests the holders of blocks for both indexes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A recording on disk: whole, private, and never what a gateway fails of."""
+"""A recording on disk: whole, private, and never the cause of a gateway's failure."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ def play(file: RecordingFile) -> None:
 
 
 class BadDisk:
-    """Takes so many writes, then none."""
+    """A disk that takes so many writes, then none."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ def test_unwritable_folder_is_reported_at_the_start(tmp_path, name):
         RecordingFile(tmp_path / name, CONFIG).open()
 
 
-def test_on_a_full_disk_the_recording_ends_and_nothing_else(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_ends_only_the_recording(tmp_path, monkeypatch, caplog):
     disk = BadDisk(0)
     file = on_disk(tmp_path, monkeypatch, disk)
     assert disk.refused.wait(DEADLINE_S)
@@ -146,7 +146,7 @@ def test_short_memory_ends_the_recording_and_frees_its_lines(tmp_path, monkeypat
 
 
 class StuckDisk(BadDisk):
-    """Takes no end, until it is let go."""
+    """A disk whose writes last until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__(10**6)

@@ -1,4 +1,4 @@
-"""A fresh machine repeats what was recorded of another one; differences are found."""
+"""A fresh machine repeats the effects of a recorded one; differences are found."""
 
 import msgpack
 import pytest

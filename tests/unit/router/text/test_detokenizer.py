@@ -200,7 +200,7 @@ def test_the_token_that_ends_an_answer_is_counted_but_not_shown():
     assert text.num_tokens == 2
 
 
-def test_before_the_shortest_length_neither_stop_tokens_nor_stop_strings_count():
+def test_stop_tokens_and_strings_count_only_from_the_shortest_length_on():
     x, y = ids_of("xy")
     text = byte_answer(["x"], Limits(max_len=100, min_len=12, stop_token_ids=(y,)))
     assert text.push([x, y, y]) == "xy"

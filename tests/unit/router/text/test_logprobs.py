@@ -22,7 +22,7 @@ FALLBACK_BYTES = TokenBytes(BYTE_FALLBACK)
 
 
 def scored_answer(ids: list[int], stop: list[str], batch: int):
-    """Text and entries as they come out, and whether a stop string was found."""
+    """Returns text and entries as they come out, and whether a stop string was found."""
     answer = byte_answer(stop, Limits(max_len=10_000))
     scored = ScoredText(answer)
     parts = []

@@ -18,7 +18,7 @@ TEXTS = st.text(max_size=200) | st.text("ab cé\u0301\u1100\u1161\u11a8 <|eos|>"
 
 
 def fallback_tokenizer() -> Tokenizer:
-    """As SentencePiece's BPE: words with a mark before them, bytes for what it does not know."""
+    """A tokenizer like SentencePiece's BPE: a mark before words, bytes for unknown text."""
     names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "a", "b", "▁a", "▁ab"]
     vocab = {name: i for i, name in enumerate(names)}
     merges = [("▁", "a"), ("▁a", "b")]
@@ -40,7 +40,7 @@ BOUNDED = {"bytes": byte_tokenizer(), "fallback": fallback_tokenizer(), "NFC": n
 
 
 class Watched:
-    """A tokenizer that keeps which of its methods were asked for."""
+    """A tokenizer that records the methods that are used."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

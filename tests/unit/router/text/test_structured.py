@@ -54,7 +54,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, rng: random.Random) -> tuple[str | None, list[ToolCall]]:
-    """Content, None if there is none, and calls of a whole answer."""
+    """Returns the content, or None, and the calls of a whole answer."""
     parser = ToolCallParser(rng)
     content, begun, arguments = "", dict[int, CallBegun](), dict[int, str]()
     for delta in [*parser.feed(text), *parser.finish()]:
@@ -262,7 +262,7 @@ def test_a_named_function_is_called_once_and_no_other():
     assert not accepts(result, OTHER_CALL + OTHER_CALL)
 
 
-def test_marks_that_are_tokens_are_told_as_tokens(tmp_path):
+def test_marks_that_are_tokens_become_tokens_of_the_grammar(tmp_path):
     added = tokenizer().from_file(str(TOKENIZER))
     added.add_tokens(["<tool_call>", "</tool_call>"])
     added.save(str(tmp_path / "tokenizer.json"))

@@ -90,7 +90,7 @@ def test_the_template_of_its_own_file_goes_first(tmp_path):
     assert bytes(model.encode_chat(USER, 4096)) == b"file"
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path):
+def test_the_default_of_named_templates_is_taken(tmp_path):
     named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
     assert rendered(tmp_path, named) == "b"
 

@@ -1,4 +1,4 @@
-"""What is heard of workers: silence, returns and deaths."""
+"""Workers that fall silent, return or die."""
 
 from itertools import pairwise
 
@@ -71,7 +71,7 @@ def test_flip_deadline_restarts_after_a_reconnect():
     assert not world.machine.counters["flips failed"]
 
 
-def test_worker_that_returns_in_another_role_is_told_again_a_limited_number_of_times():
+def test_worker_that_returns_in_another_role_gets_its_order_again_a_few_times():
     world = settled(Pools(1, 2))
     process, address = world.processes["decode-0"], world.addresses["decode-0"]
     process.is_mute, process.role = True, P
