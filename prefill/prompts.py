@@ -1,8 +1,8 @@
 """Prompts that wait for memory or for their prefix, and a prompt's state in general.
 
     waiting    has nothing; starts when the pool has blocks for the whole prompt
-    pulling    owns its blocks; the beginning of its prefix, which another worker offered, is being
-               pulled into some of them, while later prompts go ahead
+    pulling    owns its blocks; the prefix that another worker offered is being pulled into the
+               first ones, while later prompts go ahead
     aborting   cancelled, but its pull may still write into its blocks
 
 An offered prefix is held from arrival on, but not while memory is short. Otherwise two workers that
@@ -13,7 +13,7 @@ Source: two owners of a block, sglang#24527.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.messages import Generate, LeaseId, LeaseRef, Logprobs, Prefill, SeqId
@@ -67,10 +67,6 @@ class WaitingPrompts:
         """Returns the prompts that are not cancelled."""
         return [*self.waiting, *self.pulling.values()]
 
-    def late(self, accepts: Callable[[type], bool]) -> list[PendingPrompt]:
-        """Returns the waiting prompts of a kind that is not accepted any more."""
-        return [prompt for prompt in self.waiting if not accepts(prompt.kind)]
-
     # ------------------------------------------------------------ arrival and start
 
     def enqueue(self, prompt: PendingPrompt, prefix: LeaseRef | None) -> list[Effect]:
@@ -80,7 +76,7 @@ class WaitingPrompts:
             return []
         held: Effect = HoldLease(prompt.seq.seq_id, prefix)
         if prompt.num_top is not None:
-            return [held, AbortPull(prompt.seq.seq_id)]  # frees the source from keeping it
+            return [held, AbortPull(prompt.seq.seq_id)]  # so that the source need not keep it
         prompt.prefix = prefix
         return [held]
 
@@ -143,7 +139,7 @@ class WaitingPrompts:
     # ------------------------------------------------------------ ends
 
     def end_pull(self, seq_id: SeqId, failed: PullFailed | None) -> PendingPrompt | None:
-        """Keeps what arrived of a prefix. Returns its prompt, whose rest can be computed now."""
+        """Keeps the pulled blocks that arrived. Returns the prompt, which can be computed now."""
         prompt = self.pulling.get(seq_id) or self.aborting.get(seq_id)
         if prompt is None:
             if failed is not None:
@@ -174,7 +170,7 @@ class WaitingPrompts:
                 self._counters["fallbacks:prefix_pull_failed"] += 1
 
     def cancel(self, seq_id: SeqId) -> list[Effect]:
-        """Forgets a prompt; the blocks of one that pulls stay until the pull is over."""
+        """Forgets a prompt. If it pulls its prefix, its blocks stay until the pull is over."""
         if (prompt := self.pulling.pop(seq_id, None)) is not None:
             self.aborting[seq_id] = prompt
             return [AbortPull(seq_id)]

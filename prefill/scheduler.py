@@ -5,12 +5,15 @@ The life of a sequence, and the part that owns it:
     waiting, pulling   has nothing, or waits for its prefix         `prefill.prompts`
     computing          runs chunk by chunk; its lease, if it has    here
                        one, grows with each chunk
-    leased             computed: the sequence is gone, its blocks   `prefill.leases`
+    leased             computed: the sequence is gone, its blocks   `engine.worker.leases`
                        belong to the lease until that ends
 
 A `Prefill` leases its blocks and forgets the sequence after the first token. A `Generate` opens no
-lease and passes the sequence on to the decode scheduler of this worker. A prefix that is cached
-here is not computed again, except for its last token: the first token is sampled from that.
+lease and passes the sequence on to the decode scheduler of this worker. A lease has the id of its
+sequence.
+
+A prefix that is cached here is not computed again, except for its last token: the first token is
+sampled from that.
 
 If log-probabilities of the prompt are wanted, it is computed from its first token on, whatever is
 cached or offered. They are collected over its chunks and sent with its first token.
@@ -32,6 +35,7 @@ from engine.messages import (
     Generate,
     GivenBack,
     LeaseId,
+    LeaseRef,
     Prefill,
     PrefillDone,
     PrefillStarted,
@@ -48,13 +52,14 @@ from engine.worker.events import (
     Event,
     FromGateway,
     GatewayLost,
+    GrowLease,
     LeaseEnded,
     PullDone,
     PullFailed,
     RevokeLease,
 )
 from engine.worker.intake import Intake
-from prefill.leases import PromptLeases
+from engine.worker.leases import LeaseTable
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
 
@@ -73,7 +78,7 @@ class PrefillScheduler:
         self._counters: Counter[str] = Counter()
         self.waiting = WaitingPrompts(pool, block_size=intake.block_size, counters=self._counters)
         self.computing: dict[SeqId, PendingPrompt] = {}  # in the order of arrival
-        self.leases = PromptLeases(pool, block_size=intake.block_size, address=address)
+        self.leases = LeaseTable(pool, address)
 
     @property
     def num_waiting(self) -> int:
@@ -108,15 +113,15 @@ class PrefillScheduler:
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:
         """Gives waiting prompts back, if new ones of their kind are not accepted any more."""
         effects: list[Effect] = []
-        # The prompt that returns last is first in the gateway's queue again.
-        for prompt in reversed(self.waiting.late(accepts)):
+        late = [prompt for prompt in self.waiting.waiting if not accepts(prompt.kind)]
+        for prompt in reversed(late):  # the last to return is first in the gateway's queue again
             seq = prompt.seq
             effects += self._cancel(seq.seq_id)
             effects.append(Emit(seq.gateway_id, GivenBack(seq.seq_id, ROLE_CHANGED)))
         return effects
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Takes note of an event."""
+        """Handles an event."""
         match event:
             case FromGateway(gateway_id, Prefill() | Generate() as message, guide):
                 return self._enqueue(gateway_id, message, guide)
@@ -182,9 +187,28 @@ class PrefillScheduler:
         """Opens the lease of a prompt whose next chunk can run."""
         seq = prompt.seq
         self.computing[seq.seq_id] = prompt
-        lease, effects = self.leases.open(prompt) if prompt.hands_over else (None, [])
+        lease, effects = self._open_lease(prompt)
         started = PrefillStarted(seq.seq_id, seq.num_cached_tokens, lease)
         return [*effects, Emit(seq.gateway_id, started)]
+
+    def _open_lease(self, prompt: PendingPrompt) -> tuple[LeaseRef | None, list[Effect]]:
+        """Opens a lease on the prompt's blocks, unless no other worker will go on with it."""
+        seq = prompt.seq
+        if not prompt.hands_over or seq.limits.max_len <= len(seq.token_ids) + 1:
+            return None, []
+        prompt.lease_id = LeaseId(seq.seq_id)
+        prompt.num_leased_ready = seq.num_computed_tokens // self._block_size
+        return self.leases.open(
+            prompt.lease_id, seq.gateway_id, seq.block_table, num_ready=prompt.num_leased_ready
+        )
+
+    def _grow_lease(self, prompt: PendingPrompt, num_ready: int) -> list[Effect | Adopted]:
+        """Adds newly computed blocks to the lease, up to `num_ready` in all."""
+        if prompt.lease_id is None or num_ready == prompt.num_leased_ready:
+            return []
+        block_ids = tuple(prompt.seq.block_table[prompt.num_leased_ready : num_ready])
+        prompt.num_leased_ready = num_ready
+        return [GrowLease(prompt.lease_id, block_ids)]
 
     def _add_row(self, prompt: PendingPrompt, budget_tokens: int, scheduled: Scheduled) -> int:
         """Adds the next chunk of a prompt; returns its length in tokens."""
@@ -219,12 +243,12 @@ class PrefillScheduler:
         seq.advance(len(row.token_ids), self._pool)
         prompt.scored += result.scored
         if not result.token_ids:
-            return list(self.leases.grow(prompt, seq.num_computed_tokens // self._block_size))
+            return self._grow_lease(prompt, seq.num_computed_tokens // self._block_size)
         [token] = result.token_ids
         del self.computing[row.seq_id]
         if (fault := seq.fault) is not None:
             return self._give_up(prompt, fault)
-        effects: list[Effect | Adopted] = list(self.leases.grow(prompt, len(seq.block_table)))
+        effects = self._grow_lease(prompt, len(seq.block_table))
         finish = seq.append(token)
         logprobs = result.logprobs[0] if result.logprobs else None
         done = PrefillDone(row.seq_id, token, finish, logprobs, prompt.scored)
@@ -263,22 +287,22 @@ class PrefillScheduler:
         """Cancels a lost gateway's prompts, and revokes the leases on those already computed."""
         prompts = [*self.waiting.prompts(), *self.computing.values()]
         mine = [prompt.seq.seq_id for prompt in prompts if prompt.seq.gateway_id == gateway_id]
-        mine += self.leases.seq_ids_of(gateway_id)
+        mine += map(SeqId, self.leases.of(gateway_id))
         return [effect for seq_id in dict.fromkeys(mine) for effect in self._cancel(seq_id)]
 
     def _on_lease_ended(self, lease_id: LeaseId, reason: str) -> list[Effect]:
-        lease = self.leases.end(lease_id)
-        if lease is None:
+        if not self.leases.end(lease_id):
             return []
-        prompt = self.computing.get(lease.seq_id)
+        seq_id = SeqId(lease_id)
+        prompt = self.computing.get(seq_id)
         if prompt is None:
             return []
         prompt.lease_id = None
         if reason != "expired":
             return []  # the sink has all it wants, or the sequence is being cancelled
-        del self.computing[lease.seq_id]
+        del self.computing[seq_id]
         prompt.seq.release(self._pool)
-        return [Emit(prompt.seq.gateway_id, GivenBack(lease.seq_id, "lease expired"))]
+        return [Emit(prompt.seq.gateway_id, GivenBack(seq_id, "lease expired"))]
 
     def validate(self) -> None:
         """Asserts the scheduler's invariants."""

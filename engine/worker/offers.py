@@ -1,7 +1,7 @@
 """Leases of blocks that this worker has computed already.
 
-A gateway may place a prompt on a worker that has cached less of it than this one. It then asks this
-worker to offer its blocks (`OfferPrefix`), and the other worker pulls them instead of computing.
+A gateway may place a prompt on another worker, although this one has cached more of its beginning.
+It then asks this worker to offer its blocks (`OfferPrefix`), and the other worker pulls them.
 Every worker offers, in every role: a decode worker holds conversations with their answers, and
 these are the beginning of the next prompt.
 
@@ -21,21 +21,19 @@ Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAS
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from engine.messages import (
     Cancel,
     GatewayId,
     HandedOver,
     LeaseId,
-    LeaseRef,
     OfferPrefix,
     PrefixOffered,
     SeqId,
     TransferAddress,
 )
 from engine.worker.batch import Row, RowResult
-from engine.worker.blocks import BlockId, BlockPool
+from engine.worker.blocks import BlockPool
 from engine.worker.core import Scheduled, Workload
 from engine.worker.events import (
     Adopted,
@@ -44,13 +42,12 @@ from engine.worker.events import (
     Event,
     FromGateway,
     GatewayLost,
-    GrowLease,
     LeaseEnded,
     Leaving,
-    OpenLease,
     RevokeLease,
 )
 from engine.worker.intake import ReadPrompt, read_prompt
+from engine.worker.leases import LeaseTable
 
 
 def prefix_lease_id(seq_id: SeqId) -> LeaseId:
@@ -61,12 +58,6 @@ def prefix_lease_id(seq_id: SeqId) -> LeaseId:
 def moved_lease_id(seq_id: SeqId) -> LeaseId:
     """The id of the lease on a sequence that goes on elsewhere as this one."""
     return LeaseId(f"{seq_id}.moved")
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    gateway_id: GatewayId
-    block_ids: tuple[BlockId, ...]
 
 
 class PrefixOffers:
@@ -84,8 +75,7 @@ class PrefixOffers:
         self._pool = pool
         self._read = read
         self._block_size = block_size
-        self._address = address
-        self._offers: dict[LeaseId, _Offer] = {}
+        self.leases = LeaseTable(pool, address)
         self._counters: Counter[str] = Counter()
 
     @property
@@ -106,7 +96,7 @@ class PrefixOffers:
     @property
     def num_leases(self) -> int:
         """Number of open offers."""
-        return len(self._offers)
+        return len(self.leases)
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -122,21 +112,19 @@ class PrefixOffers:
         return []
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Takes note of an event."""
+        """Handles an event."""
         match event:
             case FromGateway(gateway_id, OfferPrefix() as message):
                 return self._offer(gateway_id, message)
             case FromGateway(_, Cancel(seq_id)):
                 lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
-                return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self._offers]
+                return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self.leases]
             case Leaving():
                 return self._hand_over(event)
             case GatewayLost(gateway_id):
-                mine = [i for i, offer in self._offers.items() if offer.gateway_id == gateway_id]
-                return [RevokeLease(lease_id) for lease_id in mine]
+                return [RevokeLease(lease_id) for lease_id in self.leases.of(gateway_id)]
             case LeaseEnded(lease_id):
-                if (offer := self._offers.pop(lease_id, None)) is not None:
-                    self._pool.end_lease(offer.block_ids)
+                self.leases.end(lease_id)
                 return []
             case _:
                 return []
@@ -151,13 +139,13 @@ class PrefixOffers:
 
     def validate(self) -> None:
         """Asserts the invariants."""
-        for offer in self._offers.values():
-            assert offer.block_ids
-            assert len(set(offer.block_ids)) == len(offer.block_ids)
+        for lease in self.leases.opened.values():
+            assert lease.block_ids
+            assert len(set(lease.block_ids)) == len(lease.block_ids)
 
     def _offer(self, gateway_id: GatewayId, message: OfferPrefix) -> list[Effect]:
         lease_id = prefix_lease_id(message.seq_id)
-        if lease_id in self._offers:
+        if lease_id in self.leases:
             return []  # a repeated request gets no second answer
         # At least one token must be left to compute: sampling needs its logits.
         num_blocks = (len(message.token_ids) - 1) // self._block_size
@@ -167,29 +155,23 @@ class PrefixOffers:
             self._counters["prefix_offers:not_held"] += 1
             return [Emit(gateway_id, PrefixOffered(message.seq_id, None))]
         self._counters["prefix_offers:held"] += 1
-        effects, lease = self._lease(gateway_id, lease_id, block_ids)
+        lease, effects = self.leases.open(lease_id, gateway_id, block_ids, num_ready=len(block_ids))
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 
     def _hand_over(self, leaving: Leaving) -> list[Effect]:
         """Moves the blocks of a sequence to a lease."""
         seq = leaving.seq
         lease_id = moved_lease_id(leaving.as_seq_id)
-        if lease_id in self._offers:  # a gateway gave the same id twice, which it should not
+        if lease_id in self.leases:  # a gateway gave the same id twice, which it should not
             seq.release(self._pool)
             return [Emit(seq.gateway_id, HandedOver(seq.seq_id, None))]
         self._counters["handed_over"] += 1
         num_blocks = -(-seq.num_computed_tokens // self._block_size)
         block_ids = tuple(seq.block_table[:num_blocks])
         num_draft_tokens = seq.num_draft_tokens if seq.num_unseen_tokens else None
-        effects, lease = self._lease(seq.gateway_id, lease_id, block_ids)
+        lease, effects = self.leases.open(
+            lease_id, seq.gateway_id, block_ids, num_ready=len(block_ids)
+        )
         seq.release(self._pool)
         handed_over = HandedOver(seq.seq_id, lease, num_draft_tokens)
         return [*effects, Emit(seq.gateway_id, handed_over)]
-
-    def _lease(
-        self, gateway_id: GatewayId, lease_id: LeaseId, block_ids: tuple[BlockId, ...]
-    ) -> tuple[list[Effect], LeaseRef]:
-        self._pool.lease(block_ids)
-        self._offers[lease_id] = _Offer(gateway_id, block_ids)
-        lease = LeaseRef(lease_id, self._address, len(block_ids))
-        return [OpenLease(lease_id, len(block_ids)), GrowLease(lease_id, block_ids)], lease

@@ -19,8 +19,8 @@ from engine.config import Speculate
 from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
 from engine.worker.blocks import BlockPool
 from engine.worker.sequence import Sequence as EngineSequence
-from prefill.leases import PromptLeases
 from prefill.prompts import WaitingPrompts
+from prefill.scheduler import PrefillScheduler
 from tests.kits.fakes.cluster import FakeCluster
 from tests.kits.fakes.gateway import Ask, FakeGateway
 from tests.kits.fakes.model import VOCAB_SIZE
@@ -367,13 +367,13 @@ _lease = BlockPool.lease
 _keep = EngineSequence.keep_pulled
 _cancel_prompt = WaitingPrompts.cancel
 _end_pull = WaitingPrompts.end_pull
-_grow = PromptLeases.grow
+_grow = PrefillScheduler._grow_lease
 _cancel = Arrivals.cancel
 
 MISTAKES = {
     "an evicted block is still found": (BlockPool, "_forget", lambda self, block: None),
     "a stop is not banned": (EngineSequence, "banned", lambda self: ()),
-    "a half computed block is leased": (PromptLeases, "grow", _grow_too_early),
+    "a half computed block is leased": (PrefillScheduler, "_grow_lease", _grow_too_early),
     "an aborted pull holds nothing": (Arrivals, "cancel", _forget_the_aborted),
     "a cancelled prefix pull holds nothing": (
         WaitingPrompts,

@@ -159,9 +159,9 @@ class FakeCluster:
         wanted = {seq_id for gateway in self.gateways.values() for seq_id in gateway.asks}
         for worker in self.workers.values():
             assert worker.seq_ids() <= wanted, "a sequence goes on that no gateway wants"
-            moved = {i.removesuffix(".moved") for i in worker.offers._offers if "moved" in i}
+            moved = {i.removesuffix(".moved") for i in worker.offers.leases.opened if "moved" in i}
             assert moved <= wanted, "a sequence is handed over for no gateway"
-            assert set(worker.prefill.leases.open_leases) <= wanted, (
+            assert set(worker.prefill.leases.opened) <= wanted, (
                 "a lease goes on that no gateway wants"
             )
 

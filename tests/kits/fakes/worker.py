@@ -219,8 +219,8 @@ class FakeWorker:
         holders = [*prefill.computing.values(), *pulling, *arriving]
         seqs = [*(holder.seq for holder in holders), *decode.running.seqs()]
         tables = [seq.block_table for seq in seqs]
-        leases = [lease.block_ids for lease in prefill.leases.open_leases.values()]
-        leases += [offer.block_ids for offer in self.offers._offers.values()]
+        tables_of_leases = (prefill.leases, self.offers.leases)
+        leases = [lease.block_ids for t in tables_of_leases for lease in t.opened.values()]
         pulls = [job.pulled for job in pulling]
         pulls += [a.pulled or () for a in arriving if not a.kv_here]
         owned, leased, in_flight = self.pool.holders()
