@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import patch
 
@@ -13,38 +13,31 @@ import pytest
 
 from engine.net import rpc
 from engine.net.rpc import PeerSilent, Send, SessionClient, SessionServer
-from engine.net.trust import Secret
-
-SECRET = Secret("token")
-DEADLINE_S = 20.0
+from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo, with_grpc
 
 
-async def echo(frames: AsyncIterator[bytes], send: Send) -> None:
-    async for frame in frames:
-        await send(frame)
-
-
-def with_session(
-    session: rpc.Session, test: Callable[[SessionClient, str], Awaitable[None]]
-) -> None:
-    async def run() -> None:
-        server = SessionServer(session, SECRET)
-        address = await server.open()
-        client = SessionClient(address, SECRET)
-        await client.open()
+@contextlib.asynccontextmanager
+async def session_with(
+    session: rpc.Session = echo, **options: Any
+) -> AsyncIterator[tuple[SessionClient, SessionServer]]:
+    """A session that has begun, and its server; both ends have these options."""
+    server = SessionServer(session, SECRET, **options)
+    client = SessionClient(await server.open(), SECRET, **options)
+    await client.open()
+    try:
         async with asyncio.timeout(DEADLINE_S):
-            await test(client, address)
+            yield client, server
+    finally:
         await client.close()
         await server.close()
 
-    asyncio.run(run())
 
-
-def test_frames_of_all_sizes_come_back_whole_and_in_order():
+@with_grpc
+async def test_frames_of_all_sizes_come_back_whole_and_in_order():
     sizes = [1, 3, 4, 5, 70_000, 2, 3_000_000, 1]
     frames = [bytes([i]) * size for i, size in enumerate(sizes)]
+    async with session_with() as (client, _):
 
-    async def test(client: SessionClient, _: str) -> None:
         async def send_all() -> None:
             for frame in frames:
                 await client.send(frame)
@@ -54,60 +47,47 @@ def test_frames_of_all_sizes_come_back_whole_and_in_order():
             assert await client.receive() == frame
         await sending
 
-    with_session(echo, test)
 
-
-def test_a_session_that_ends_is_no_error():
+@with_grpc
+async def test_a_session_that_ends_is_no_error():
     async def farewell(frames: AsyncIterator[bytes], send: Send) -> None:
         await anext(frames)
         await send(b"bye")
 
-    async def test(client: SessionClient, _: str) -> None:
+    async with session_with(farewell) as (client, _):
         await client.send(b"hello")
         assert await client.receive() == b"bye"
         assert await client.receive() is None
         assert await client.receive() is None
 
-    with_session(farewell, test)
 
-
-def test_posted_frames_are_sent_in_order_without_waiting():
-    async def test(client: SessionClient, _: str) -> None:
+@with_grpc
+async def test_posted_frames_are_sent_in_order_without_waiting():
+    async with session_with() as (client, _):
         for number in range(100):
             client.post(str(number).encode())
         for number in range(100):
             assert await client.receive() == str(number).encode()
 
-    with_session(echo, test)
+
+@with_grpc
+async def test_a_session_with_a_closed_port_fails_soon():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    client = SessionClient(address, SECRET)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(ConnectionError):
+            await client.open()
+    await client.close()
 
 
-def test_a_session_with_a_closed_port_fails_soon():
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            address = f"127.0.0.1:{taken.getsockname()[1]}"
-        client = SessionClient(address, SECRET)
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(ConnectionError):
-                await client.open()
-        await client.close()
-
-    asyncio.run(run())
-
-
-def test_closing_a_server_ends_its_sessions():
-    async def run() -> None:
-        server = SessionServer(echo, SECRET)
-        client = SessionClient(await server.open(), SECRET)
-        await client.open()
-        await client.send(b"a")
-        assert await client.receive() == b"a"
+@with_grpc
+async def test_closing_a_server_ends_its_sessions():
+    async with session_with() as (client, server):
+        await check_echo(client)
         await server.close()
-        async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(ConnectionError):
-                await client.receive()
-        await client.close()
-
-    asyncio.run(run())
+        with pytest.raises(ConnectionError):
+            await client.receive()
 
 
 # ---------------------------------------------------------------- silence
@@ -124,22 +104,15 @@ def _quick_beats(monkeypatch):
 
 
 @pytest.mark.usefixtures("_quick_beats")
-def test_idle_ends_keep_their_session():
-    async def run() -> None:
-        server = SessionServer(echo, SECRET, silence_s=0.5)
-        client = SessionClient(await server.open(), SECRET, silence_s=0.5)
-        await client.open()
-        await client.send(b"a")
-        assert await client.receive() == b"a"
+@with_grpc
+async def test_idle_ends_keep_their_session():
+    async with session_with(silence_s=0.5) as (client, _):
+        await check_echo(client)
         await settled(0.7)  # no reader
         answer = asyncio.create_task(client.receive())
         await settled(0.8)
         await client.send(b"b")
         assert await answer == b"b"
-        await client.close()
-        await server.close()
-
-    asyncio.run(run())
 
 
 class Relay:
@@ -168,7 +141,8 @@ class Relay:
                 await self.flows.wait()
                 writer.write(data)
         writer.close()
-        await writer.wait_closed()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     async def close(self) -> None:
         """When both ends are gone."""
@@ -187,8 +161,7 @@ async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
     client = SessionClient(address, SECRET, silence_s=0.5)
     with patch.object(grpc.aio, "insecure_channel", lambda _, **options: dial(relayed, **options)):
         await client.open()
-    await client.send(b"a")
-    assert await client.receive() == b"a"
+    await check_echo(client)
     relay.flows.clear()
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -200,7 +173,8 @@ async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
 
 
 @pytest.mark.usefixtures("_quick_beats")
-def test_both_ends_of_a_session_that_is_cut_off_end_it():
+@with_grpc
+async def test_both_ends_of_a_session_that_is_cut_off_end_it():
     ended = asyncio.Event()
 
     async def session(frames: AsyncIterator[bytes], send: Send) -> None:
@@ -209,14 +183,11 @@ def test_both_ends_of_a_session_that_is_cut_off_end_it():
         finally:
             ended.set()
 
-    async def run() -> None:
-        async with cut_off(session) as client:
-            with pytest.raises(PeerSilent, match="silent for") as caught:
-                await client.receive()
-            await ended.wait()
-        assert 0.5 < caught.value.seconds < 3.0
-
-    asyncio.run(run())
+    async with cut_off(session) as client:
+        with pytest.raises(PeerSilent, match="silent for") as caught:
+            await client.receive()
+        await ended.wait()
+    assert 0.5 < caught.value.seconds < 3.0
 
 
 @pytest.mark.usefixtures("_quick_beats")
@@ -241,8 +212,9 @@ def test_frames_in_flight_to_a_silent_peer_are_lost_without_errors():
     assert told == []
 
 
-def test_a_crashed_heartbeat_ends_the_session():
-    async def test(client: SessionClient, _: str) -> None:
+@with_grpc
+async def test_a_crashed_heartbeat_ends_the_session():
+    async with session_with() as (client, _):
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0)
         beating: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
@@ -251,11 +223,10 @@ def test_a_crashed_heartbeat_ends_the_session():
         with pytest.raises(RuntimeError, match="a bug"):
             await receiving
 
-    with_session(echo, test)
 
-
-def test_a_cancellation_during_the_end_for_silence_is_kept():
-    async def test(client: SessionClient, _: str) -> None:
+@with_grpc
+async def test_a_cancellation_during_the_end_for_silence_is_kept():
+    async with session_with() as (client, _):
         receiving = asyncio.create_task(client.receive())
         await asyncio.sleep(0)
         silence: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
@@ -265,23 +236,12 @@ def test_a_cancellation_during_the_end_for_silence_is_kept():
         with pytest.raises(asyncio.CancelledError):
             await receiving
 
-    with_session(echo, test)
-
 
 @pytest.mark.usefixtures("_quick_beats")
-def test_own_pause_is_not_the_peers_silence(monkeypatch):
+@with_grpc
+async def test_own_pause_is_not_the_peers_silence(monkeypatch):
     monkeypatch.setattr("engine.net.silence.MAX_BETWEEN_LOOKS_S", 0.1)
-
-    async def run() -> None:
-        server = SessionServer(echo, SECRET, silence_s=0.5)
-        client = SessionClient(await server.open(), SECRET, silence_s=0.5)
-        await client.open()
-        await client.send(b"a")
-        assert await client.receive() == b"a"
+    async with session_with(silence_s=0.5) as (client, _):
+        await check_echo(client)
         threading.Event().wait(1.0)  # both ends, that is: they share the loop
-        await client.send(b"b")
-        assert await client.receive() == b"b"
-        await client.close()
-        await server.close()
-
-    asyncio.run(run())
+        await check_echo(client)

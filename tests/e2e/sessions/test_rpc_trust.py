@@ -5,7 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +15,32 @@ import pytest
 from engine.errors import Untrusted
 from engine.net import rpc
 from engine.net.challenge import CHALLENGE_BYTES, CLAIM_BYTES, Claimant
-from engine.net.rpc import Send, SessionClient, SessionServer
+from engine.net.rpc import SessionClient, SessionServer
 from engine.net.trust import Secret
+from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo, with_grpc
 
-SECRET = Secret("token")
-DEADLINE_S = 20.0
 MIB = 2**20
 
 
-async def echo(frames: AsyncIterator[bytes], send: Send) -> None:
-    async for frame in frames:
-        await send(frame)
-
-
-def with_server(test: Callable[[str, list[str]], Awaitable[None]]) -> None:
-    """`test` is given the address, and the list of the reasons why sessions did not begin."""
-
-    async def run() -> None:
-        refused: list[str] = []
-        server = SessionServer(echo, SECRET, on_refused=refused.append)
-        address = await server.open()
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await test(address, refused)
-                await is_served(address)
-        finally:
-            await server.close()
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def open_server() -> AsyncIterator[tuple[str, list[str]]]:
+    """A server's address, and the reasons why sessions did not begin. It must serve to the end."""
+    refused: list[str] = []
+    server = SessionServer(echo, SECRET, on_refused=refused.append)
+    address = await server.open()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield address, refused
+            await is_served(address)
+    finally:
+        await server.close()
 
 
 async def is_served(address: str) -> None:
     """A client that holds the secret is answered."""
     client = SessionClient(address, SECRET)
     await client.open()
-    await client.send(b"a")
-    assert await client.receive() == b"a"
+    await check_echo(client)
     await client.close()
 
 
@@ -85,30 +75,31 @@ def tracebacks(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("token", ["guess", "sécret", "密"])
 def test_a_client_with_another_secret_is_refused(token, caplog):
-    async def test(address: str, refused: list[str]) -> None:
-        client = SessionClient(address, Secret(token))
-        with pytest.raises(Untrusted, match="wrong secret"):
-            await client.open()
-        await client.close()
-        assert refused == ["wrong secret or address"]
+    async def run() -> None:
+        async with open_server() as (address, refused):
+            client = SessionClient(address, Secret(token))
+            with pytest.raises(Untrusted, match="wrong secret"):
+                await client.open()
+            await client.close()
+            assert refused == ["wrong secret or address"]
 
-    with_server(test)
+    asyncio.run(run())
     assert tracebacks(caplog) == []
 
 
 @pytest.mark.parametrize("claim", [None, b"", b"token", bytes(CLAIM_BYTES)])
-def test_a_session_without_a_claim_or_with_a_made_up_one_is_refused(claim):
-    async def test(address: str, refused: list[str]) -> None:
+@with_grpc
+async def test_a_session_without_a_claim_or_with_a_made_up_one_is_refused(claim):
+    async with open_server() as (address, refused):
         code, details = await outcome(address, claim)
         assert code is grpc.StatusCode.UNAUTHENTICATED
         assert details.startswith("untrusted: ")
         assert len(refused) == 1
 
-    with_server(test)
 
-
-def test_an_overheard_claim_cannot_be_replayed():
-    async def test(address: str, refused: list[str]) -> None:
+@with_grpc
+async def test_an_overheard_claim_cannot_be_replayed():
+    async with open_server() as (address, _):
         claim = Claimant(SECRET, address, noise=bytes(16)).claim(await challenge(address))
         metadata = ((rpc._CLAIM, claim),)
         async with call(address, rpc.METHOD, metadata=metadata) as session:
@@ -118,20 +109,18 @@ def test_an_overheard_claim_cannot_be_replayed():
             "untrusted: repeated claim",
         )
 
-    with_server(test)
 
-
-def test_refusals_are_logged_at_a_bounded_rate(caplog):
-    async def test(address: str, refused: list[str]) -> None:
+@with_grpc
+async def test_refusals_are_logged_at_a_bounded_rate(caplog):
+    async with open_server() as (address, refused):
         for _ in range(50):
             await outcome(address, b"guess")
         assert refused == ["malformed claim"] * 50
-
-    with_server(test)
     assert caplog.text.count("refused") == 1
 
 
-def test_a_client_sends_nothing_to_a_server_without_the_secret():
+@with_grpc
+async def test_a_client_sends_nothing_to_a_server_without_the_secret():
     received: list[bytes] = []
 
     class Impostor:
@@ -143,37 +132,32 @@ def test_a_client_sends_nothing_to_a_server_without_the_secret():
             async for frame in frames:
                 received.append(frame)
 
-    async def run() -> None:
-        impostor, server = Impostor(), grpc.aio.server()
-        handlers = {
-            rpc.CHALLENGE_METHOD: grpc.stream_stream_rpc_method_handler(impostor.challenge),
-            rpc.METHOD: grpc.stream_stream_rpc_method_handler(impostor.session),
-        }
-        generic = grpc.method_handlers_generic_handler(rpc.SERVICE, handlers)
-        server.add_generic_rpc_handlers((generic,))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        client = SessionClient(f"127.0.0.1:{port}", SECRET)
-        with pytest.raises(Untrusted, match="does not hold the secret"):
-            await client.open()
-        await client.close()
-        await server.stop(grace=0)
-
-    asyncio.run(run())
+    impostor, server = Impostor(), grpc.aio.server()
+    handlers = {
+        rpc.CHALLENGE_METHOD: grpc.stream_stream_rpc_method_handler(impostor.challenge),
+        rpc.METHOD: grpc.stream_stream_rpc_method_handler(impostor.session),
+    }
+    generic = grpc.method_handlers_generic_handler(rpc.SERVICE, handlers)
+    server.add_generic_rpc_handlers((generic,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = SessionClient(f"127.0.0.1:{port}", SECRET)
+    with pytest.raises(Untrusted, match="does not hold the secret"):
+        await client.open()
+    await client.close()
+    await server.stop(grace=0)
     assert received == []
 
 
-def test_a_server_that_answers_nothing_is_a_connection_error_soon(monkeypatch):
+@with_grpc
+async def test_a_server_that_answers_nothing_is_a_connection_error_soon(monkeypatch):
     monkeypatch.setattr(rpc, "UNTRUSTED_S", 0.2)
 
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            client = SessionClient(f"127.0.0.1:{silent.getsockname()[1]}", SECRET)
-            with pytest.raises(ConnectionError, match="no session began"):
-                await client.open()
-            await client.close()
-
-    asyncio.run(run())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = SessionClient(f"127.0.0.1:{silent.getsockname()[1]}", SECRET)
+        with pytest.raises(ConnectionError, match="no session began"):
+            await client.open()
+        await client.close()
 
 
 def test_clients_that_leave_at_any_moment_leave_no_traceback(caplog):
@@ -182,11 +166,12 @@ def test_clients_that_leave_at_any_moment_leave_no_traceback(caplog):
             calling = channel.stream_stream(f"/{rpc.SERVICE}/{method}")()
             await asyncio.wait([asyncio.ensure_future(calling.code())], timeout=number / 10_000)
 
-    async def test(address: str, _: list[str]) -> None:
-        for number in range(40):
-            await leave(address, (rpc.METHOD, rpc.CHALLENGE_METHOD)[number % 2], number)
+    async def run() -> None:
+        async with open_server() as (address, _):
+            for number in range(40):
+                await leave(address, (rpc.METHOD, rpc.CHALLENGE_METHOD)[number % 2], number)
 
-    with_server(test)
+    asyncio.run(run())
     assert tracebacks(caplog) == []
 
 
@@ -224,7 +209,8 @@ def memory_mib(pid: int, field: str = "VmHWM") -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_frames_of_60_mib_before_the_secret_is_proved_cost_no_memory(server):
+@with_grpc
+async def test_frames_of_60_mib_before_the_secret_is_proved_cost_no_memory(server):
     """Each of eight clients sends one: 480 MiB. Without the proof it was kept: 63 to 668 MiB."""
     address, pid = server
 
@@ -234,29 +220,24 @@ def test_frames_of_60_mib_before_the_secret_is_proved_cost_no_memory(server):
                 await session.write(bytes(60 * MIB))
             assert await session.code() is not grpc.StatusCode.OK
 
-    async def run() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await is_served(address)
-            before_mib = memory_mib(pid)
-            await asyncio.gather(*(throw(b"guess") for _ in range(8)))
-            assert memory_mib(pid) - before_mib < 16
-            await is_served(address)
-
-    asyncio.run(run())
-
-
-def test_metadata_of_a_megabyte_is_refused(server):
-    address, pid = server
-
-    async def run() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await is_served(address)
         before_mib = memory_mib(pid)
-        for _ in range(4):
-            async with call(address, rpc.METHOD, metadata=(("x", "a" * MIB),)) as session:
-                assert await session.code() is not grpc.StatusCode.OK
+        await asyncio.gather(*(throw(b"guess") for _ in range(8)))
         assert memory_mib(pid) - before_mib < 16
         await is_served(address)
 
-    asyncio.run(run())
+
+@with_grpc
+async def test_metadata_of_a_megabyte_is_refused(server):
+    address, pid = server
+
+    before_mib = memory_mib(pid)
+    for _ in range(4):
+        async with call(address, rpc.METHOD, metadata=(("x", "a" * MIB),)) as session:
+            assert await session.code() is not grpc.StatusCode.OK
+    assert memory_mib(pid) - before_mib < 16
+    await is_served(address)
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
