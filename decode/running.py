@@ -98,7 +98,7 @@ class RunningBatch:
         """Gives every sequence the blocks of its next tokens.
 
         Without memory `drop_copy` is called. If that frees nothing (None), the youngest running
-        sequence is given back, which may be the one that needs the block.
+        sequence is given back, even if it is the sequence that needs the block.
         """
         effects: list[Effect] = []
         for seq in self.seqs():

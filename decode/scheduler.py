@@ -141,7 +141,7 @@ class DecodeScheduler:
     # ------------------------------------------------------------ events
 
     def handle(self, event: Event, now_s: float) -> Items[Effect | PassedOn]:
-        """Takes note of an event."""
+        """Handles an event."""
         match event:
             case FromGateway(gateway_id, Decode() as message, guide):
                 return self._enqueue(gateway_id, message, guide)

@@ -190,7 +190,7 @@ class Speculator:
     def _afford(self, options: list[DraftOption], proposer: Proposer) -> int:
         """Returns for how many options the credit pays a trial.
 
-        It pays for all of them or none, unless the credit is nearly full and will not grow.
+        The credit pays for all options or for none, unless it is nearly full and will not grow.
         """
         fixed_s = self._cost.verifying_s
         if proposer is Proposer.DRAFT:
@@ -223,7 +223,7 @@ class Speculator:
     def learn(
         self, seq_id: SeqId, proposal: Proposal, *, num_drafted: int, num_accepted: int
     ) -> None:
-        """Learns from a proposal. One that its grammar kept from being verified counts as wrong."""
+        """Learns from a proposal. It counts as wrong if its grammar kept it from being verified."""
         kind = (proposal.proposer, proposal.match_len)
         self._acceptance.learn(seq_id, kind, max(num_drafted, 1), num_accepted)
         if seq_id in self._tried:
@@ -286,7 +286,7 @@ class Speculator:
         return num_like % (_LEARN_EVERY if num_like < _SETTLED else _LEARN_EVERY_SETTLED) == 0
 
     def _passed_before(self, seconds: float, now_s: float) -> float:
-        """Returns the time between the last step and one that took `seconds` and just ended.
+        """Returns the time between the last step and the step that just ended after `seconds`.
 
         Planning is part of it, and drafts make that longer. If it exceeds the step itself, there
         was a break: then the recent average is returned.

@@ -1,1 +1,1 @@
-"""What every Baton process shares: types, messages, KV layout, blocks, sequences, the step loop."""
+"""Shared by all Baton processes: types, messages, KV layout, blocks, sequences, the step loop."""

@@ -1,4 +1,4 @@
-"""Where the bytes of a KV block lie. Integers only: no tensor, no model.
+"""The places of the bytes of a KV block. Integers only: no tensor, no model.
 
 A block is one contiguous record that holds `block_size` tokens of every layer of every section. A
 section is one model: the target and, if there is one, the draft model:

@@ -136,7 +136,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """Where the answer begins and when it ends. Lengths are in tokens, prompt included.
+    """The begin of the answer, and the rules for its end. Lengths are in tokens, prompt included.
 
     `prompt_len` is the length of the client's prompt, also when a request continues an answer that
     began on another worker.
@@ -157,7 +157,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferAddress(msgspec.Struct, frozen=True):
-    """Where other workers can pull a worker's blocks from."""
+    """The address from which other workers pull a worker's blocks."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -165,7 +165,7 @@ class TransferAddress(msgspec.Struct, frozen=True):
 
 
 class EventsAddress(msgspec.Struct, frozen=True):
-    """Where a worker publishes which blocks it has cached: see `engine.worker.block_events`."""
+    """The endpoints of a worker's news of cached blocks: see `engine.worker.block_events`."""
 
     published: str  # ZeroMQ endpoint that batches of events come from
     asked: str  # ZeroMQ endpoint that sends missed batches again
@@ -422,7 +422,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag=True):
-    """What a worker holds now. Each block counts once, and the counts sum to the pool.
+    """The blocks and sequences that a worker holds now. The counts of blocks sum to the pool.
 
     Four numbers tell a gateway what other gateways have sent: the tokens of all prompts that wait
     or run, cached ones included; the sequences that decode or wait for it; the blocks that their

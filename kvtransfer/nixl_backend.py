@@ -265,7 +265,7 @@ class NixlReader:
         return ended
 
     def cancel(self, read_id: int) -> None:
-        """Asks a read to stop. `poll` reports it once nothing of it can write."""
+        """Asks a read to stop. `poll` reports it once it can write no more."""
         read = self._reads.get(read_id)
         if read is not None and read.cancelled_s is None:
             read.cancelled_s = self._owner.clock.now_s()

@@ -7,7 +7,7 @@ All three pass the same contract test:
     nixl   reads the source's registered memory; `poll` reports the reads that ended
 
 A fetch may write only the blocks that it names, until its end is reported: at once, in `take`, or
-by `poll`. A sink frees blocks only when `is_writing` says that none of them is being written.
+by `poll`. A sink frees blocks only when `is_writing` says that no fetch writes to them.
 """
 
 import itertools

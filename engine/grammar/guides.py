@@ -135,7 +135,7 @@ class LlGuides:
             return sum(map(_bytes_of, self._compiled.values()))
 
     def load(self) -> None:
-        """Reads the tokenizer now. Raises GrammarError for one that cannot guide."""
+        """Reads the tokenizer now. Raises GrammarError if it cannot guide."""
         self._loaded()
 
     def _loaded(self) -> "_Vocabulary":

@@ -105,7 +105,7 @@ class TorchRunner:
     def open(self, allocate: Allocate | None = None) -> None:
         """Loads the model and takes memory for KV, from `allocate` if given.
 
-        Raises CheckpointError; and ConfigError if memory is too small or unfit.
+        Raises CheckpointError, or ConfigError if memory is too small or unfit.
         """
         device = _device(self.device)
         if device.type == "cpu":

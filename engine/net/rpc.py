@@ -2,7 +2,7 @@
 
 gRPC brings flow control; `engine.messages` says what the frames mean. A session begins when each
 end has proved to the other that it holds the deployment's secret (`engine.net.challenge`). Before
-that, a server reads no message at all, so gRPC's window bounds what a stranger can send. A
+that, a server reads no message at all, so gRPC's window bounds what an untrusted client can send. A
 connection on which no session begins is closed after `UNTRUSTED_S`.
 
 The end of a session shows that the other side is gone. A peer that is stopped or cut off ends
@@ -11,7 +11,7 @@ It ends a session in which nothing has come for too long (`PeerSilent`). Beats c
 loop, since that is what serves the other end: gRPC's own threads would answer pings while the loop
 hangs. gRPC's keep-alive finds the remaining case, connections on which no session has begun.
 
-gRPC is told to read its sockets in the thread that waits for the data. By default its own pool of
+gRPC is set to read its sockets in the thread that waits for the data. By default its own pool of
 threads reads and hands the data on. Measured on two cores, this takes 170 µs instead of 280 µs for
 a frame there and one back, and a third less of the CPU.
 """

@@ -1,4 +1,4 @@
-"""Limits how often the same event is logged, so that a stranger cannot fill the log."""
+"""Limits how often the same event is logged, so that an untrusted peer cannot fill the log."""
 
 
 class Seldom:

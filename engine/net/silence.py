@@ -1,8 +1,8 @@
 """Measures how long a peer has been silent.
 
 Time in which we were paused does not count as a peer's silence. A process that was stopped, or
-whose loop was held up, reads afterwards what others sent meanwhile. It must not take all of them
-for dead. So the listener looks at short intervals, and each interval counts at most
+whose loop was held up, reads afterwards what others sent meanwhile. It must not take its peers for
+dead. So the listener looks at short intervals, and each interval counts at most
 `MAX_BETWEEN_LOOKS_S`, however long it really was.
 """
 

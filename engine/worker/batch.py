@@ -1,4 +1,4 @@
-"""What a step computes, in integers: the seam between schedulers and the runner.
+"""The plan of a step and its result, in integers: the seam between schedulers and the runner.
 
 One shape serves all steps. Each row extends one sequence's context by `q` tokens. A prefill chunk
 has `q` = chunk, a decode step `q` = 1. The verification of a draft of k tokens has `q` = k + 1: the

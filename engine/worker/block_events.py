@@ -1,4 +1,4 @@
-"""Events about a worker's cached blocks, so that others know them without asking.
+"""Events about a worker's cached blocks, so that subscribers know them without asking.
 
 A step's changes form one *batch*, and batches are numbered from 0. Each batch is published once. A
 subscriber sees from the numbers which batches it missed. It asks for these while the worker still
@@ -132,7 +132,7 @@ def stored(
     block_size: int,
     token_ids: Sequence[int] = (),
 ) -> BlockStored:
-    """An event whose fields that Baton does not have are empty."""
+    """Returns an event. The fields that Baton does not have are empty."""
     return BlockStored(
         block_hashes=list(block_hashes),
         parent_block_hash=parent,
@@ -165,9 +165,7 @@ class EventLog:
         self.num_batches = 0
 
     def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
-        """The batches for this news: none without news, mostly one, several for very many
-        blocks.
-        """
+        """Returns the batches for this news: none without news, several for many blocks."""
         numbered = []
         for start in range(0, len(news), MAX_BLOCKS_PER_BATCH):
             part = news[start : start + MAX_BLOCKS_PER_BATCH]
@@ -183,13 +181,13 @@ class EventLog:
         return numbered
 
     def since(self, first: int) -> list[Numbered]:
-        """The kept batches from number `first` on."""
+        """Returns the kept batches from number `first` on."""
         oldest = self.num_batches - len(self._recent)
         start = min(max(first, oldest), self.num_batches)
         return list(enumerate(islice(self._recent, start - oldest, None), start))
 
     def snapshot(self, unix_s: float) -> Iterator[Numbered]:
-        """All blocks that are cached now, in pieces; each piece is made when it is requested."""
+        """Yields all blocks that are cached now, in pieces; each piece is made when requested."""
         number, cached = self.num_batches, list(self._cached.items())
         return self._pieces(number, cached, unix_s)
 

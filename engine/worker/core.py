@@ -63,7 +63,7 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a scheduler has accepted and not finished: see `LoadReport`."""
+    """The work that a scheduler has accepted and not finished: see `LoadReport`."""
 
     prompt_tokens: int = 0
     decode_seqs: int = 0
@@ -104,7 +104,7 @@ class Scheduler(Protocol):
         ...
 
     def handle(self, event: Event, now_s: float) -> Sequence[Effect | PassedOn]:
-        """Takes note of an event."""
+        """Handles an event."""
         ...
 
     def give_back(self, accepts: Callable[[type], bool]) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""What goes into and comes out of a worker's core: events in, effects out.
+"""The events that go into a worker's core, and the effects that come out.
 
 A worker's core is its schedulers. Events are messages of gateways and reports of the transfer
 endpoint. The worker host carries effects out: messages to gateways, and orders to the transfer

@@ -8,8 +8,7 @@ holds even if the record has fewer bits than the projections.
 
     AttentionBatch       what the layers of one forward pass share: built once, on the host
     Attend               stores K and V of the batch's tokens, then attends: one per kind of device
-    reference_attention  the second half of it, one row and one head at a time: slow, kept as the
-                         reference of the others
+    reference_attention  attends one row and one head at a time: slow, the reference of the others
 
 Shapes: query and result [num_tokens, num_heads, head_dim], rows of the batch one after another; key
 and value [num_tokens, num_kv_heads, head_dim]. Query head h reads KV head h // (num_heads //

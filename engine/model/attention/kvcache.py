@@ -130,7 +130,7 @@ def quantise(x: torch.Tensor, kv_format: KVFormat) -> tuple[torch.Tensor, torch.
 def dequantise(
     elements: torch.Tensor, scales: torch.Tensor | None, kv_format: KVFormat
 ) -> torch.Tensor:
-    """What `quantise` stored, in fp32: [..., head_dim]."""
+    """Returns the values that `quantise` stored, in fp32: [..., head_dim]."""
     if scales is None:
         return elements.float()
     if kv_format is KVFormat.INT4:

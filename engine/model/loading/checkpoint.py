@@ -1,4 +1,4 @@
-"""Loads a model so that its attention runs over paged KV, and refuses one that cannot.
+"""Loads a model so that its attention runs over paged KV, or refuses the model.
 
 transformers knows hundreds of decoders. Baton keeps no list of those that it can serve; it tries
 the model when it is opened:
@@ -278,8 +278,8 @@ def _probe(
     tried = Probe(where, expected, tolerance, kv_format)
     off = tried.error(_paged_logits(model, context, section, tried))
     if not off <= tolerance:
-        who = _model_type(model.config)
-        raise CheckpointError(f"{who}: over paged KV its logits differ: {_why(calls)}")
+        kind = _model_type(model.config)
+        raise CheckpointError(f"{kind}: over paged KV its logits differ: {_why(calls)}")
     return section, tried
 
 
@@ -289,18 +289,18 @@ def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
     Raises CheckpointError if the model now fails, or if its logits are off by more than
     `tolerance`. An infinite tolerance, for rounded weights, only requires that logits are numbers.
     """
-    model, who = loaded.model, _model_type(loaded.model.config)
+    model, kind = loaded.model, _model_type(loaded.model.config)
     if loaded.read_outside:
         names = ", ".join(sorted(loaded.read_outside))
-        log.info("%s: not rounded, because other modules read the weights: %s", who, names)
+        log.info("%s: not rounded, because other modules read the weights: %s", kind, names)
     section, tried = loaded.layout.sections[0], loaded.probe
     try:
         found = _paged_logits(model, loaded.context, section, tried)
     except Exception as error:  # a model's code may raise anything: refuse the model
-        raise CheckpointError(f"{who} fails over packed weights: {_first_line(error)}") from error
+        raise CheckpointError(f"{kind} fails over packed weights: {_first_line(error)}") from error
     off = tried.error(found)
     if not off <= max(tolerance, tried.tolerance):
-        raise CheckpointError(f"{who}: over packed weights its logits are off by {off:.2g}")
+        raise CheckpointError(f"{kind}: over packed weights its logits are off by {off:.2g}")
     return found
 
 
@@ -333,22 +333,22 @@ def _why(calls: list[AttentionCall]) -> str:
 
 def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
     """The KV shape, from the arguments of each layer's attention."""
-    who = _model_type(model.config)
+    kind = _model_type(model.config)
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if not calls:
         raise CheckpointError(
-            f"{who}: its attention cannot be replaced by one over paged KV: its code in "
+            f"{kind}: its attention cannot be replaced by one over paged KV: its code in "
             "transformers does not use the attention interface"
         )
     if sorted(call.layer for call in calls) != list(range(num_layers)):
         raise CheckpointError(
-            f"{who}: {len(calls)} calls to attention, though num_hidden_layers is {num_layers}"
+            f"{kind}: {len(calls)} calls to attention, though num_hidden_layers is {num_layers}"
         )
     if any(call.has_own_mask for call in calls):
-        raise CheckpointError(f"{who}: its attention builds its own mask")
+        raise CheckpointError(f"{kind}: its attention builds its own mask")
     shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
     if len(shapes) > 1:
-        raise CheckpointError(f"{who}: K or V differ in (heads, head_dim): {sorted(shapes)}")
+        raise CheckpointError(f"{kind}: K or V differ in (heads, head_dim): {sorted(shapes)}")
     num_kv_heads, head_dim = shapes.pop()
     return KVSection(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 

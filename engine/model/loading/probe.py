@@ -71,7 +71,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def origins(config: PreTrainedConfig, context_len: int) -> tuple[int, ...]:
-    """Where rows begin: at 0, so that they span each length worth a try, and at the end."""
+    """Returns where rows begin: at 0, so that they span each length worth a try, and at the end."""
     last = max(0, context_len - len(TOKENS))
     named = sorted({n for n in _named_lengths(config.to_dict()) if n < context_len})[-MAX_NAMED:]
     powers = []

@@ -1,6 +1,6 @@
 """Keeps weights in the dtype of their file and computes with them in fp32.
 
-A checkpoint in bf16 that is loaded as fp32 takes twice its size before anything of it is packed.
+A checkpoint in bf16 that is loaded as fp32 takes twice its size before any weight is packed.
 Instead:
 
 1. `as_stored`: within this context, transformers leaves every tensor in the dtype of its file.
