@@ -316,7 +316,7 @@ class Router:
 
     def queued_s(self) -> float:
         """Predicted seconds of one prefill worker to compute what waits."""
-        return self.machine.state.queued_s
+        return self.machine.state.waiting.queued_s
 
     def counters(self) -> Mapping[tuple[str, str], int]:
         """Events since the start by (name, reason)."""

@@ -56,9 +56,9 @@ class Admission:
     def refusal(self, flight: Flight, now_s: float) -> Rejected | None:
         """Why a request that has just arrived is not let in."""
         state = self._state
-        if state.num_waiting >= state.config.max_queue:
+        if state.waiting.num_requests >= state.config.max_queue:
             state.counters["rejected", "queue full"] += 1
-            message = f"{state.num_waiting} requests are waiting already"
+            message = f"{state.waiting.num_requests} requests are waiting already"
             return Rejected(message, self.drain_s(now_s))
         if flight.request.leader is not None:
             return None  # where the leader is, there the others are too
@@ -116,7 +116,7 @@ class Admission:
     def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
         """The same if a decode worker prefills it; infinite if none has time for that."""
         state, costs = self._state, self._state.estimates
-        if state.queue or not state.policy.prefills_locally:
+        if state.waiting.queue or not state.policy.prefills_locally:
             return inf
         bound_s = flight.request.tpot_bound_s or state.config.slo_tpot_s
         soonest_s = inf
@@ -138,7 +138,7 @@ class Admission:
         workers = [worker for _, worker in state.view.prefillers()]
         if not workers:
             return None
-        left_s = state.queued_s
+        left_s = state.waiting.queued_s
         for worker in workers:
             ready_s = predicted_ready_s(worker, state.estimates, now_s)
             if ready_s is None:
@@ -149,15 +149,15 @@ class Admission:
     def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
         """Seconds until decode workers have room for all that waits and for this one."""
         state = self._state
-        decoders = self._decoders()
+        decoders, queue = self._decoders(), state.waiting.queue
         if not decoders:
             return 0.0
         block_size = decoders[0].info.layout.block_size
         free = sum(max(w.info.num_blocks - w.promised_blocks, 0) for w in decoders)
-        ahead = sum(state.predicted_len(state.flights[i]) for i in state.queue)
-        lacking = -(-(ahead + state.predicted_len(flight)) // block_size) - free
+        ahead = sum(state.flights[i].predicted_len(state.lengths) for i in queue)
+        lacking = -(-(ahead + flight.predicted_len(state.lengths)) // block_size) - free
         places = sum(max(w.info.max_running - w.num_decodes, 0) for w in decoders)
-        num_lacking = len(state.queue) + 1 - places
+        num_lacking = len(queue) + 1 - places
         if lacking <= 0 and num_lacking <= 0:
             return 0.0
         for num_ended, (ends_s, blocks) in enumerate(sorted(self._ends(decoders, now_s)), start=1):
@@ -171,14 +171,14 @@ class Admission:
     def _is_quick(self, flight: Flight, bound_s: float) -> bool:
         """True if it keeps the bound with everything that is there or promised now. Cheap."""
         state = self._state
-        if state.queue:
+        if state.waiting.queue:
             return False
         decoders = self._decoders()
         if not decoders:
             return True
         everything = DecodeLoad(
             sum([len(w.decodes) + w.foreign.seqs for w in decoders]) / len(decoders) + 1,
-            self._mean_context(decoders) + state.predicted_len(flight),
+            self._mean_context(decoders) + flight.predicted_len(state.lengths),
         )
         return self._pace_s(decoders[0], everything) <= bound_s
 
@@ -193,11 +193,11 @@ class Admission:
         worker = decoders[0]
         load = self.load_at(decoders, joins_s, now_s)
         num_seqs = load.num_seqs + load.spread + 1
-        context = load.context_tokens + (flight.length + state.predicted_len(flight)) / 2
+        context = load.context_tokens + (flight.length + flight.predicted_len(state.lengths)) / 2
         pace_s = state.estimates.step_s(worker, round(num_seqs), round(context))
         if pace_s is None or pace_s <= bound_s:
             return None
-        alone_s = state.estimates.step_s(worker, 1, state.predicted_len(flight))
+        alone_s = state.estimates.step_s(worker, 1, flight.predicted_len(state.lengths))
         if alone_s is None or alone_s > bound_s:
             return None  # no worker could: better slow than never
         state.counters["rejected", "tokens slow"] += 1
@@ -225,9 +225,10 @@ class Admission:
     ) -> DecodeLoad:
         """Each sequence counts as much as it is likely to be there."""
         state, survival = self._state, self._state.lengths.survival
-        num_seqs = float(len(state.queue))
+        queue = state.waiting.queue
+        num_seqs = float(len(queue))
         variance = 0.0
-        tokens = float(sum(state.flights[request_id].length for request_id in state.queue))
+        tokens = float(sum(state.flights[request_id].length for request_id in queue))
         for worker in decoders:
             num_seqs += worker.foreign.seqs
             tokens += worker.foreign.context_tokens

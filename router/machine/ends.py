@@ -4,7 +4,7 @@ Each end of an attempt returns its claims and tells all its workers. Each accept
 exactly one of Finished, Rejected, Failed, Cancelled.
 """
 
-from engine.messages import Cancel, WorkerId
+from engine.messages import Cancel
 from router.machine.events import End, RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
 from router.machine.moves.stages import MoveStage
@@ -27,19 +27,15 @@ class Ends:
         request_id = flight.request.request_id
         attempt = flight.attempt
         self.release_followers(flight, now_s)
-        if request_id in state.held:
-            state.held.discard(request_id)
-        elif attempt is None and request_id in state.queue:
-            state.drop(flight)
+        if attempt is None:
+            state.waiting.drop(flight)
         has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
         if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
             # If the first token was the last, nothing was handed over. The last token of any answer
             # was not fed back: its KV is nowhere.
-            self.record(flight, attempt.decode, flight.length - 1)
+            state.workers.credit(attempt.decode, flight, flight.length - 1)
         if isinstance(outcome, Finished):
-            prompt_len = len(flight.request.token_ids)
-            max_tokens = flight.request.limits.max_len - prompt_len
-            state.lengths.observe(max_tokens, len(flight.tokens))
+            state.lengths.observe(flight.max_tokens, len(flight.tokens))
         effects = self.end_attempt(flight, now_s, tell_workers=tell_workers)
         del state.flights[request_id]
         state.deadlines.forget(request_id)
@@ -60,7 +56,7 @@ class Ends:
             message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
             return effects + self.end(flight, Failed(message), now_s)
         flight.last_news_s = now_s
-        state.put_back(flight)
+        state.waiting.put_back(flight)
         return effects
 
     def excuse(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
@@ -81,7 +77,7 @@ class Ends:
             flight.stamps.prefill_started_s = other.started_s
             flight.num_cached_tokens = other.num_cached_tokens
         effects = self._end_one(flight, attempt, now_s, tell_workers=True)
-        self._state.watch(flight)
+        self._state.deadlines.watch(flight)
         return effects
 
     def end_attempt(
@@ -143,10 +139,10 @@ class Ends:
         """Queues those that were held back: there is nothing to wait for any more."""
         leader.leads = False
         leader.shared = self._shared_prompt(leader)
-        for request_id in reversed(self._state.held.release(leader.request.request_id)):
+        for request_id in reversed(self._state.waiting.held.release(leader.request.request_id)):
             flight = self._state.flights[request_id]
             flight.shared, flight.last_news_s = leader.shared, now_s
-            self._state.put_back(flight)
+            self._state.waiting.put_back(flight)
 
     def _shared_prompt(self, leader: Flight) -> SharedPrompt | None:
         attempt = leader.attempt
@@ -159,12 +155,3 @@ class Ends:
         block_size = worker.info.layout.block_size
         num_tokens = (len(leader.request.token_ids) - 1) // block_size * block_size
         return SharedPrompt(Placement(attempt.prefill, attempt.decode), num_tokens)
-
-    def record(self, flight: Flight, worker_id: WorkerId, num_tokens: int) -> None:
-        """A worker must hold the KV of so many leading tokens of a request."""
-        workers = self._state.view.workers
-        worker = workers.get(worker_id)
-        if worker is None or worker_id in self._state.heard:
-            return  # it says so itself
-        if len(workers) > 1:
-            self._state.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from engine.messages import LeaseRef, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
-from router.cluster.view import WorkerView
+from router.cluster.lengths import AnswerLengths
+from router.cluster.view import ClusterView, WorkerView
 from router.machine.requests import Decision, Request, Timeline
 from router.policies.base import SharedPrompt
 from router.prefixes.map import PrefixHashes
@@ -74,6 +75,23 @@ class Attempt:
     def hands_over(self) -> bool:
         """True if another worker than the one that prefills decodes it."""
         return self.prefill != self.decode
+
+    def validate(self, view: ClusterView) -> None:
+        """Asserts that its workers live, and that its stages agree."""
+        workers = view.workers
+        assert self.decode in workers
+        assert self.is_decoding or self.prefill in workers
+        if self.move is not None:
+            assert self.is_decoding
+            assert self.move.decode in workers
+            assert self.move.decode != self.decode
+        assert self.hedge_due_s is None or not self.prefilled
+        if self.holder is not None:
+            assert self.holder in workers
+            assert self.holder != self.prefill
+            assert self.started_s is None
+        else:
+            assert self.offer_due_s is None
 
 
 @dataclass(slots=True)
@@ -155,6 +173,22 @@ class Flight:
         return self.prompt_len + len(self.tokens)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens that the answer may have."""
+        return max(self.request.limits.max_len - self.prompt_len, 1)
+
+    def predicted_len(self, lengths: AnswerLengths) -> int:
+        """The length at the end that memory is reserved for, prompt included.
+
+        For an answer that became longer than predicted, the new guess is half as much again.
+        """
+        likely = self.prompt_len + lengths.nearly_longest(self.max_tokens)
+        if likely > self.length:
+            return likely
+        guess = self.length + max(len(self.tokens) // 2, 16)
+        return max(min(guess, self.request.limits.max_len), self.length)
+
+    @property
     def prompt_logprobs(self) -> int | None:
         """How many log-probabilities of the prompt an attempt returns: none after the
         first time.
@@ -166,6 +200,24 @@ class Flight:
         block_size = worker.info.layout.block_size
         token_ids = self.token_ids if self.tokens else self.request.token_ids
         return self.hashes.leading(token_ids, num_tokens=num_tokens, block_size=block_size)
+
+    def validate(self, view: ClusterView) -> None:
+        """Asserts the invariants of its attempts: two of them run at two workers, without a
+        token.
+        """
+        for attempt in self.attempts:
+            attempt.validate(view)
+        first, second = self.attempt, self.hedge
+        if second is None:
+            return
+        assert first is not None
+        assert self.num_hedges == 1
+        assert not any(each.prefilled for each in (first, second))
+        assert first.prefill != second.prefill
+        assert first.hedge_due_s is None
+        assert second.hedge_due_s is None
+        assert second.holder is None
+        assert second.move is None
 
 
 def timeline(flight: Flight, now_s: float) -> Timeline:

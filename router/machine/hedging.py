@@ -14,36 +14,35 @@ share of all placements. Where everything takes longer than predicted, doing it 
 worse. A prompt without a prediction is not hedged.
 """
 
+from collections import Counter
+
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight
 from router.machine.placing import Placing
-from router.machine.state import RouterState
 
-AGAIN_S = 1.0  # without room, the next try is this much later
+AGAIN_S = 1.0  # without room or credit, the next try is this much later
 
 
 class Hedging:
-    """Begins second attempts and chooses between the two, in the state that it is given."""
+    """Begins second attempts, and ends the one that is not the first to finish."""
 
-    def __init__(self, state: RouterState, ends: Ends, placing: Placing) -> None:
-        self._state = state
+    def __init__(self, counters: Counter[tuple[str, str]], ends: Ends, placing: Placing) -> None:
+        self._counters = counters
         self._ends = ends
         self._placing = placing
 
     def look_at(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Begins a second attempt if the first is overdue and a worker has room."""
-        state, attempt = self._state, flight.attempt
+        attempt = flight.attempt
         if attempt is None or attempt.hedge_due_s is None or attempt.hedge_due_s > now_s:
             return []
-        if state.hedge_credit >= 1.0:
-            effect = self._placing.place_beside(flight, now_s)
-            if effect is not None:
-                state.hedge_credit -= 1.0
-                state.counters["hedge", "begun"] += 1
-                return [effect]
-        attempt.hedge_due_s = now_s + AGAIN_S
-        return []
+        effect = self._placing.place_beside(flight, now_s)
+        if effect is None:
+            attempt.hedge_due_s = now_s + AGAIN_S
+            return []
+        self._counters["hedge", "begun"] += 1
+        return [effect]
 
     def settle(self, flight: Flight, winner: Attempt, now_s: float) -> list[RouterEffect]:
         """The first token of one has come; of the other none will be taken."""

@@ -39,12 +39,10 @@ key to another, `progress` takes messages of workers, `ends` ends.
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 
 from engine.config import RouterConfig
 from engine.errors import StepStuck
-from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, Welcome, WorkerId
-from engine.worker.block_events import BlockEvent
+from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, WorkerId
 from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.admission import Admission
@@ -79,7 +77,6 @@ from router.policies.base import Policy
 from router.policies.candidates import longest_predicted_s, predicted_ready_s
 from router.prefixes.base import Prefixes
 from router.prefixes.map import PrefixMap
-from router.prefixes.news import apply_events
 
 STUCK_FACTOR = 20.0  # even on the busiest machine no step takes this many times its prediction
 EARLY_FACTOR = 10.0  # of `stuck_step_s`, for steps that may compile something first
@@ -126,13 +123,14 @@ class RouterMachine:
         self._ends = Ends(self.state)
         self._placing = Placing(self.state, self._ends)
         self._moving = Moving(self.state, self._ends, self._placing)
-        self._hedging = Hedging(self.state, self._ends, self._placing)
+        self._hedging = Hedging(self.state.counters, self._ends, self._placing)
         self._progress = Progress(
             self.state, self._ends, self._placing, self._moving, self._hedging
         )
         self._admission = Admission(self.state)
         self._turns = Turns(self.state, self._ends, self._placing, self._admission)
-        self.demand = Demand(self.state)
+        self._num_arrived = 0  # requests, admitted or not
+        self.demand = Demand(self.state, self._placing)
 
     @property
     def view(self) -> ClusterView:
@@ -142,7 +140,7 @@ class RouterMachine:
     @property
     def prefixes(self) -> Prefixes:
         """Cached prefixes of all workers, as far as known."""
-        return self.state.prefixes
+        return self.state.workers.prefixes
 
     @property
     def policy(self) -> Policy:
@@ -157,7 +155,7 @@ class RouterMachine:
     @property
     def queue_len(self) -> int:
         """Requests that wait for a worker."""
-        return self.state.num_waiting
+        return self.state.waiting.num_requests
 
     @property
     def num_stranded(self) -> int:
@@ -172,6 +170,7 @@ class RouterMachine:
 
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
         """Takes an event in; what follows from it comes out."""
+        effects: list[RouterEffect] = []
         match event:
             case Stepped(worker_id, tokens):
                 effects = self._progress.on_step(worker_id, tokens, now_s)
@@ -182,21 +181,21 @@ class RouterMachine:
             case ClientGone(request_id):
                 effects = self._on_client_gone(request_id, now_s)
             case WorkerJoined(info):
-                effects = self._on_worker_joined(info)
+                self.state.workers.join(info)
             case WorkerLost(worker_id, reason):
                 effects = self._on_worker_lost(worker_id, reason, now_s)
             case BlocksChanged(worker_id, events):
-                effects = self._on_blocks_changed(worker_id, events)
+                self.state.workers.apply_events(worker_id, events)
             case BlocksUnheard(worker_id, reason):
-                effects = self._on_blocks_unheard(worker_id, reason)
+                self._on_blocks_unheard(worker_id, reason)
             case Tick():
                 effects = self._on_tick(now_s)
-        state = self.state
-        to_move, to_leave = self.num_stranded, state.moves.at(MoveStage.COPIED)
-        if (state.queue or to_move or to_leave) and self._may_make_room(event):
+        queue = self.state.waiting.queue
+        to_move, to_leave = self.num_stranded, self.state.moves.at(MoveStage.COPIED)
+        if (queue or to_move or to_leave) and self._may_make_room(event):
             if to_move:  # running requests go before waiting ones
                 effects += self._moving.move_all(now_s)
-            if state.queue:
+            if queue:
                 effects += self._placing.place_all(now_s)
                 effects += self._turns.give(now_s)
             if to_leave:
@@ -230,10 +229,10 @@ class RouterMachine:
         """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
         state = self.state
         due_s = [state.deadlines.soonest_s(), state.moves.retry_s]
-        if (head := state.queue.head()) is not None:  # only the head is waited for
+        if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
-            due_s.append(None if state.busy is None else state.busy.until_s)
-            due_s.append(state.turn_due_s)
+            due_s.append(None if self._placing.busy is None else self._placing.busy.until_s)
+            due_s.append(self._turns.due_s)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
@@ -265,13 +264,14 @@ class RouterMachine:
     def validate(self) -> None:
         """Asserts the machine's invariants, reservations included."""
         self.state.validate()
+        self._placing.validate()
 
     # ------------------------------------------------------------ arrival and departure
 
     def _on_arrived(self, request: Request, now_s: float) -> list[RouterEffect]:
         state = self.state
-        flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=state.num_arrived)
-        state.num_arrived += 1
+        flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=self._num_arrived)
+        self._num_arrived += 1
         assert request.request_id not in state.flights
         self.demand.arrived(flight)
         effects = self._turns.make_place(flight, now_s)
@@ -282,60 +282,26 @@ class RouterMachine:
         leader = None if request.leader is None else state.flights.get(request.leader)
         if leader is not None and leader.leads:
             flight.leads = False
-            state.held.hold(request.request_id, leader.request.request_id)
+            state.waiting.held.hold(request.request_id, leader.request.request_id)
             return effects
         flight.shared = None if leader is None else leader.shared
-        state.put(flight)
+        state.waiting.put(flight)
         return effects
 
     def _on_client_gone(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
         flight = self.state.flights.get(request_id)
         return [] if flight is None else self._ends.end(flight, Cancelled(), now_s)
 
-    # ------------------------------------------------------------ workers' own news of blocks
+    # ------------------------------------------------------------ losses
 
-    def _on_blocks_changed(
-        self, worker_id: WorkerId, events: Sequence[BlockEvent]
-    ) -> list[RouterEffect]:
-        """From the first on, what the worker tells is believed, and nothing else."""
-        state = self.state
-        if worker_id in state.view.workers:
-            if worker_id not in state.heard:
-                state.heard.add(worker_id)
-                state.prefixes.cleared(worker_id)
-            apply_events(state.prefixes, worker_id, events)
-        return []
-
-    def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> list[RouterEffect]:
-        """Forgets the events of a worker, which is again credited with what it is seen to use."""
-        state = self.state
-        if worker_id in state.heard:
-            state.heard.discard(worker_id)
-            state.prefixes.cleared(worker_id)
-            state.count("blocks unheard", reason)
-        return []
-
-    # ------------------------------------------------------------ workers come and go
-
-    def _on_worker_joined(self, info: Welcome) -> list[RouterEffect]:
-        state = self.state
-        assert info.worker_id not in state.view.workers
-        state.prefixes.add(info.worker_id, info.num_blocks)
-        worker = state.view.add(info)
-        if state.fleet is not None:
-            state.fleet.add(worker)
-        return []
+    def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> None:
+        if self.state.workers.forget_events(worker_id):
+            self.state.count("blocks unheard", reason)
 
     def _on_worker_lost(self, worker_id: WorkerId, reason: str, now_s: float) -> list[RouterEffect]:
         state = self.state
-        worker = state.view.remove(worker_id)
-        if worker is None:
+        if not state.workers.lose(worker_id):
             return []
-        state.view.touched.discard(worker_id)
-        if state.fleet is not None:
-            state.fleet.forget(worker)
-        state.prefixes.forget(worker_id)
-        state.heard.discard(worker_id)
         state.counters["worker lost", reason] += 1
         effects: list[RouterEffect] = []
         for flight in self._youngest_first():
@@ -381,12 +347,12 @@ class RouterMachine:
         for flight in reversed(due):  # see `_youngest_first`
             effects += self._on_due(flight, now_s)
             if flight.request.request_id in state.flights:
-                state.watch(flight)
+                state.deadlines.watch(flight)
         return effects
 
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """A time has come that was noted of it; its deadline may have moved since."""
-        if self.state.deadline_s(flight) > now_s:
+        if self.state.deadlines.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)
             self._moving.departures.stop_gathering(flight, now_s)

@@ -21,7 +21,7 @@ from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight
 from router.machine.requests import Decision, Failed
-from router.machine.state import HEDGE_BURST, HEDGE_SHARE, RouterState
+from router.machine.state import RouterState
 from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need
 from router.policies.candidates import (
     LEAST_WAIT_S,
@@ -32,32 +32,37 @@ from router.policies.candidates import (
 )
 
 HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
+HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
+HEDGE_BURST = 8.0  # that many may have been saved up
 
 
 class Placing:
-    """Places what waits, in the state that it is given."""
+    """Places waiting requests, and begins second attempts for placed ones."""
 
     def __init__(self, state: RouterState, ends: Ends) -> None:
         self._state = state
         self._ends = ends
+        self.busy: Busy | None = None  # what the head of the queue waits for
+        self.locally_s = 0.0  # of prompts, as predicted, that decode workers were given
+        self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
 
     def place_all(self, now_s: float) -> list[RouterEffect]:
         """Places queued requests in order, as far as there is room."""
         state = self._state
         state.view.forget_severed(now_s)
-        state.busy = None
+        self.busy = None
         effects: list[RouterEffect] = []
-        while (head := state.queue.head()) is not None:
+        while (head := state.waiting.queue.head()) is not None:
             flight = state.flights[head]
             need = self.need(flight, now_s)
             match self._choose(flight, need, now_s):
                 case Busy() as busy:
-                    state.busy = busy
+                    self.busy = busy
                     break
                 case Impossible(reason):
                     effects += self._ends.end(flight, Failed(reason), now_s)
                 case Choice() as choice:
-                    state.take(flight)
+                    state.waiting.take(flight)
                     effects.append(self._place(flight, choice, need, now_s))
         return effects
 
@@ -67,7 +72,7 @@ class Placing:
         choice = self._choose(flight, need, now_s)
         if not isinstance(choice, Choice):
             return []
-        self._state.take(flight)
+        self._state.waiting.take(flight)
         return [self._place(flight, choice, need, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
@@ -82,7 +87,7 @@ class Placing:
         return Need(
             num_tokens=flight.length,
             max_len=request.limits.max_len,
-            predicted_len=self._state.predicted_len(flight),
+            predicted_len=flight.predicted_len(self._state.lengths),
             kept_tokens=flight.kept_tokens,
             shared=flight.shared if flight.num_attempts == 0 else None,
             preempted_s={} if flight.back_off_until_s is None else flight.preempted_s,
@@ -93,8 +98,8 @@ class Placing:
     def _choose(self, flight: Flight, need: Need, now_s: float) -> Choice | Busy | Impossible:
         state = self._state
         known = KnownPrefixes(state, flight)
-        if state.fleet is not None:
-            choice = state.fleet.choose(need, known.hashes(), now_s)
+        if state.workers.fleet is not None:
+            choice = state.workers.fleet.choose(need, known.hashes(), now_s)
             if choice is not None:
                 return choice
         found = self.room_for(need, now_s)
@@ -135,10 +140,12 @@ class Placing:
     def place_beside(self, flight: Flight, now_s: float) -> SendTo | None:
         """Begins a second attempt, without the worker that prefills the first.
 
-        None if no worker has room.
+        None if no worker has room, or if second attempts have had their share.
         """
         first = flight.attempt
         assert first is not None
+        if self.hedge_credit < 1.0:
+            return None
         need = replace(self.need(flight, now_s), may_pull=False)
         others = self.room_for(need, now_s, other_than=first.prefill)
         if not isinstance(others, Candidates):
@@ -146,11 +153,12 @@ class Placing:
         choice = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)
         if not isinstance(choice, Choice):
             return None
+        self.hedge_credit -= 1.0
         first.hedge_due_s = None
         flight.num_hedges += 1
         flight.hedge = self._begin(flight, choice, need, now_s)
         effect = self.send_prefill(flight, flight.hedge, None, now_s)
-        self._state.watch(flight)
+        self._state.deadlines.watch(flight)
         return effect
 
     # ------------------------------------------------------------ one placement
@@ -161,7 +169,7 @@ class Placing:
         flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
         flight.back_off_until_s = None
         state.counters["placed", choice.why] += 1
-        state.hedge_credit = min(state.hedge_credit + HEDGE_SHARE, HEDGE_BURST)
+        self.hedge_credit = min(self.hedge_credit + HEDGE_SHARE, HEDGE_BURST)
         flight.last_news_s = now_s
         if not flight.tokens:
             flight.stamps.placed_s = now_s
@@ -169,7 +177,7 @@ class Placing:
         if factor is not None and choice.ttft_s is not None and not flight.num_hedges:
             attempt.hedge_after_s = max(factor * choice.ttft_s, HEDGE_LEAST_S)
         effect = self._ask_or_prefill(flight, attempt, choice, now_s)
-        state.watch(flight)
+        state.deadlines.watch(flight)
         return effect
 
     def _begin(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> Attempt:
@@ -184,7 +192,7 @@ class Placing:
             need.end_len,
             decision=_decision(self._state.policy.name, choice),
         )
-        self._state.by_seq[seq_id] = flight.request.request_id
+        self._state.by_seq[seq_id] = flight
         self._claim(flight, attempt, choice, need, now_s)
         return attempt
 
@@ -197,7 +205,7 @@ class Placing:
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, choice.num_cached_tokens)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
         if is_local and flight.num_attempts == 1:  # of the others nothing was asked when it came
-            state.locally_s += flight.compute_s
+            self.locally_s += flight.compute_s
         pull_s = None
         if choice.source is not None:
             num_pulled = choice.num_source_tokens - choice.num_matched_tokens
@@ -216,7 +224,7 @@ class Placing:
             context_tokens=need.num_tokens,
             begins_s=now_s + (choice.ttft_s or compute_s or 0.0),
             prompt_tokens=len(flight.request.token_ids),
-            max_tokens=state.max_tokens(flight),
+            max_tokens=flight.max_tokens,
         )
 
     def _ask_or_prefill(
@@ -243,7 +251,7 @@ class Placing:
         if attempt.hedge_after_s is not None:
             attempt.hedge_due_s = now_s + attempt.hedge_after_s
         flight.last_news_s = now_s
-        self._state.watch(flight)
+        self._state.deadlines.watch(flight)
         kind = Prefill if attempt.hands_over else Generate
         message = kind(
             seq_id=attempt.seq_id,
@@ -263,6 +271,10 @@ class Placing:
         self._state.counters["fallback", reason] += 1
         attempt.holder = None
         return [self.send_prefill(flight, attempt, None, now_s)]
+
+    def validate(self) -> None:
+        """Asserts that second attempts keep to their share."""
+        assert 0.0 <= self.hedge_credit <= HEDGE_BURST
 
 
 class KnownPrefixes:
@@ -287,7 +299,7 @@ class KnownPrefixes:
         hashes = self.hashes()
         if not hashes:
             return {}
-        view, prefixes = self._state.view, self._state.prefixes
+        view, prefixes = self._state.view, self._state.workers.prefixes
         block_size = next(iter(view.workers.values())).info.layout.block_size
         return {i: n * block_size for i, n in prefixes.longest(hashes).items()}
 

@@ -59,10 +59,9 @@ class Progress:
             return []  # the link deals with these
         if isinstance(message, LoadReport | RoleChanged):
             return self._on_own_news(worker_id, message, now_s)
-        request_id = state.by_seq.get(message.seq_id)
-        if request_id is None:
+        flight = state.by_seq.get(message.seq_id)
+        if flight is None:
             return []  # of an attempt that is over
-        flight = state.flights[request_id]
         attempt = flight.attempt_of(message.seq_id)
         if attempt is None:
             return self._moving.copying.on_news(flight, message, now_s)
@@ -114,12 +113,7 @@ class Progress:
         if attempt.asked_s is not None:
             self._state.estimates.observe_offer(now_s - attempt.asked_s)
         num_held = 0 if message.lease is None else message.lease.num_blocks
-        if worker_id not in self._state.heard:
-            # One that tells by itself will say what it evicted. It may have stored some of these
-            # since it answered, and have said so already: it would not say that again.
-            holder = self._state.view.workers[worker_id]
-            hashes = flight.leading_hashes(attempt.base_len - 1, holder)
-            self._state.prefixes.retract(worker_id, hashes[num_held:])
+        self._state.workers.retract(worker_id, flight, attempt.base_len - 1, num_held)
         if message.lease is None:
             return self._placing.compute_all(flight, attempt, "prefix not held", now_s)
         return [self._placing.send_prefill(flight, attempt, message.lease, now_s)]
@@ -154,7 +148,7 @@ class Progress:
     ) -> list[RouterEffect]:
         effects = self._hedging.settle(flight, attempt, now_s)
         attempt.prefilled, attempt.hedge_due_s = True, None
-        self._state.watch(flight)  # a prompt is given more time than an answer
+        self._state.deadlines.watch(flight)  # a prompt is given more time than an answer
         worker = self._state.view.workers[attempt.prefill]
         if attempt.started_s is not None:
             self._state.estimates.observe_prefill(
@@ -163,7 +157,7 @@ class Progress:
                 num_cached=attempt.num_cached_tokens,
                 seconds=now_s - attempt.started_s,
             )
-        self._ends.record(flight, attempt.prefill, attempt.base_len)
+        self._state.workers.credit(attempt.prefill, flight, attempt.base_len)
         worker.release_prefill(attempt.seq_id, now_s)
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         logprobs = () if message.logprobs is None else (message.logprobs,)
@@ -197,7 +191,7 @@ class Progress:
         self._state.estimates.observe_pull(
             worker, message.num_pulled_blocks, seconds=message.transfer_s
         )
-        self._ends.record(flight, attempt.decode, attempt.base_len)
+        self._state.workers.credit(attempt.decode, flight, attempt.base_len)
 
     # ------------------------------------------------------------ answers
 
@@ -209,14 +203,12 @@ class Progress:
         Most tokens are only delivered and make their sequence grow. That path is here, as it runs
         once for each token.
         """
-        state = self._state
-        by_seq, flights, workers = state.by_seq, state.flights, state.view.workers
+        by_seq, workers = self._state.by_seq, self._state.view.workers
         effects: list[RouterEffect] = []
         for message in tokens:
-            request_id = by_seq.get(message.seq_id)
-            if request_id is None:
+            flight = by_seq.get(message.seq_id)
+            if flight is None:
                 continue  # of an attempt that is over
-            flight = flights[request_id]
             answer, attempt, token_ids = flight.tokens, flight.attempt, message.token_ids
             assert attempt is not None
             worker, num_tokens = workers[attempt.decode], len(token_ids)
@@ -228,7 +220,7 @@ class Progress:
             flight.last_news_s = now_s
             answer += token_ids
             worker.grow_decode(message.seq_id, num_tokens)
-            effects.append(Deliver(request_id, tuple(token_ids)))
+            effects.append(Deliver(flight.request.request_id, tuple(token_ids)))
         return effects
 
     def _on_tokens(
@@ -273,7 +265,7 @@ class Progress:
         worker = self._state.view.workers[attempt.decode]
         worker.grow_decode(attempt.seq_id, num_tokens)
         if flight.length > attempt.reserved_len:
-            attempt.reserved_len = self._state.predicted_len(flight)
+            attempt.reserved_len = flight.predicted_len(self._state.lengths)
             num_blocks = worker.info.layout.num_blocks_for(attempt.reserved_len)
             worker.extend_decode(attempt.seq_id, num_blocks)
             self._state.counters["answer", "longer than predicted"] += 1
@@ -293,7 +285,7 @@ class Progress:
         if message.num_kept_tokens > 0:
             flight.kept_tokens[worker_id] = message.num_kept_tokens
             num_tokens = min(message.num_kept_tokens, attempt.base_len)
-            self._ends.record(flight, worker_id, num_tokens)
+            self._state.workers.credit(worker_id, flight, num_tokens)
         if flight.hedge is not None:
             return self._ends.drop(flight, attempt, message.reason, now_s)
         if self._is_of_a_role(attempt, worker_id, message.reason):

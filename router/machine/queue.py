@@ -18,10 +18,18 @@ Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from engine.messages import RequestId
+from router.cluster.estimates import Estimates
+from router.cluster.lengths import AnswerLengths
+from router.machine.deadlines import Deadlines
+from router.machine.flight import Flight
+
+# A tenant's turn, in tokens of prompts and predicted answers: a larger one takes fewer turns
+# to reach a long request, a smaller one shares finer.
+QUANTUM_TOKENS = 4096.0
 
 
 @dataclass(slots=True)
@@ -201,3 +209,73 @@ class HeldBack:
         pairs = {(f, leader) for leader, fs in self._followers.items() for f in fs}
         assert pairs == set(self._leaders.items())
         assert all(self._followers.values())
+
+
+class Waiting:
+    """All requests that wait for a worker: queued, or held back for their leader."""
+
+    def __init__(self, estimates: Estimates, lengths: AnswerLengths, deadlines: Deadlines) -> None:
+        self.queue = FairQueue(QUANTUM_TOKENS)
+        self.held = HeldBack()
+        self.queued_s = 0.0  # predicted to compute the prompts in the queue
+        self._estimates = estimates
+        self._lengths = lengths
+        self._deadlines = deadlines
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self.queue) + len(self.held)
+
+    def put(self, flight: Flight) -> None:
+        """Queues a new request, behind those of its tenant."""
+        request, work = flight.request, self._begin(flight)
+        self.queue.put(
+            request.request_id, priority=request.priority, tenant=request.tenant, work=work
+        )
+
+    def put_back(self, flight: Flight) -> None:
+        """Queues a returned request, before all others."""
+        self.queue.put_back(flight.request.request_id, work=self._begin(flight))
+
+    def take(self, flight: Flight) -> None:
+        """Ends the wait of a request that is being placed."""
+        self.queue.remove(flight.request.request_id)
+        self._end(flight)
+
+    def drop(self, flight: Flight) -> None:
+        """Ends the wait of a request that is over, if it waits."""
+        request_id = flight.request.request_id
+        self.held.discard(request_id)
+        if request_id in self.queue:
+            self.queue.discard(request_id)
+            self._end(flight)
+
+    def _begin(self, flight: Flight) -> float:
+        """Begins a wait. Returns the tokens that the request is predicted to cost.
+
+        The journal counts, and the rest of the answer. The cached part of the prompt is unknown
+        until it is looked up.
+        """
+        flight.waits_for_s = self._estimates.any_prefill_s(flight.length) or 0.0
+        self.queued_s += flight.waits_for_s
+        self._deadlines.watch(flight)
+        return flight.length + self._lengths.left(flight.max_tokens, len(flight.tokens))
+
+    def _end(self, flight: Flight) -> None:
+        self.queued_s = self.queued_s - flight.waits_for_s if self.queue else 0.0
+
+    def validate(self, flights: Mapping[RequestId, Flight]) -> None:
+        """Asserts that each request without an attempt waits in one place."""
+        self.queue.validate()
+        self.held.validate()
+        waiting = {i for i, flight in flights.items() if flight.attempt is None}
+        held = {i for i in waiting if i in self.held}
+        assert len(self.held) == len(held)
+        assert waiting - held == set(self.queue)
+        assert abs(self.queued_s - sum(flights[i].waits_for_s for i in self.queue)) < 1e-6
+        for request_id in held:
+            leader = flights[request_id].request.leader
+            assert leader is not None
+            assert leader not in self.held
+            assert flights[leader].leads, "held back without a leader"

@@ -17,7 +17,6 @@ Only API keys count. A client without one chooses its own name, and could claim 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from engine.messages import Role
 from router.cluster.view import WorkerView
@@ -35,14 +34,6 @@ LOOK_EVERY_S = 0.25
 MAX_TURNS = 8  # at one look
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A request that waits for room, and what it needs."""
-
-    flight: Flight
-    need: Need
-
-
 class Turns:
     """Gives room to keys with little, in the state that it is given."""
 
@@ -54,16 +45,18 @@ class Turns:
         self._placing = placing
         self._admission = admission
         self._look_at_s = 0.0
+        self.due_s: float | None = None  # when a waiting key may be given others' room
 
     # ------------------------------------------------------------ in the queue
 
     def make_place(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Ends a request of another key for one that has just come, where the queue is full."""
         state, tenant = self._state, flight.request.tenant
-        if not flight.request.has_key or state.num_waiting < state.config.max_queue:
+        if not flight.request.has_key or state.waiting.num_requests < state.config.max_queue:
             return []
-        longest, latest = state.queue.longest()
-        if latest is None or state.queue.num_of(longest) <= state.queue.num_of(tenant) + 1:
+        queue = state.waiting.queue
+        longest, latest = queue.longest()
+        if latest is None or queue.num_of(longest) <= queue.num_of(tenant) + 1:
             return []
         state.counters["rejected", "another key's turn"] += 1
         message = "the queue is full, and other keys have fewer requests in it"
@@ -74,13 +67,13 @@ class Turns:
 
     def give(self, now_s: float) -> list[RouterEffect]:
         """Places requests that have waited long enough, in the room of others."""
-        state, after_s = self._state, self._state.config.turn_after_s
+        after_s = self._state.config.turn_after_s
         effects: list[RouterEffect] = []
-        if after_s is None or state.busy is None or not self._is_asked_by_key():
-            state.turn_due_s = None
+        if after_s is None or self._placing.busy is None or not self._is_asked_by_key():
+            self.due_s = None
             return effects
         if now_s < self._look_at_s:
-            state.turn_due_s = self._look_at_s
+            self.due_s = self._look_at_s
             return effects
         self._look_at_s = now_s + LOOK_EVERY_S
         for _ in range(MAX_TURNS):
@@ -88,15 +81,15 @@ class Turns:
             if not turn:
                 break
             effects += turn
-        state.turn_due_s = self._look_at_s if self._is_contended() else None
+        self.due_s = self._look_at_s if self._is_contended() else None
         return effects
 
     def _give_one(self, since_s: float, now_s: float) -> list[RouterEffect]:
         due = [flight for flight in self._firsts() if flight.last_news_s <= since_s]
         held = self._held_tokens() if due else Counter()
         for flight in due:
-            waiting = _Waiting(flight, self._placing.need(flight, now_s))
-            victims = self._victims(waiting, held, now_s)
+            need = self._placing.need(flight, now_s)
+            victims = self._victims(flight.request.tenant, need, held, now_s)
             if victims is None:
                 continue
             effects: list[RouterEffect] = []
@@ -107,15 +100,14 @@ class Turns:
         return []
 
     def _victims(
-        self, waiting: _Waiting, held: Counter[str], now_s: float
+        self, tenant: str, need: Need, held: Counter[str], now_s: float
     ) -> Sequence[Flight] | None:
-        """The fewest whose room suffices, on one worker; None where there are none to be taken."""
-        tenant = waiting.flight.request.tenant
+        """The fewest requests whose room on one worker suffices; None if none may be taken."""
         richest = max(held, key=lambda name: (held[name], name), default=tenant)
-        to_spare = held[richest] - held[tenant] - waiting.need.end_len
+        to_spare = held[richest] - held[tenant] - need.end_len
         if richest == tenant or to_spare < 0:
             return None
-        match self._placing.room_for(waiting.need, now_s):
+        match self._placing.room_for(need, now_s):
             case Candidates():
                 return []
             case Busy(lacks=Role.DECODE):
@@ -128,14 +120,14 @@ class Turns:
             victims
             for worker in self._state.view.workers.values()
             if worker.info.role.decodes
-            and (victims := _fewest(worker, waiting.need, theirs))
+            and (victims := _fewest(worker, need, theirs))
             and sum(_held_by(victim) for victim in victims) <= to_spare
         ]
         return min(found, key=len, default=None)
 
     def _firsts(self) -> Iterator[Flight]:
         """The next request of each key."""
-        for request_id in self._state.queue.firsts():
+        for request_id in self._state.waiting.queue.firsts():
             flight = self._state.flights[request_id]
             if flight.request.has_key:
                 yield flight
@@ -150,7 +142,7 @@ class Turns:
 
     def _is_asked_by_key(self) -> bool:
         """A key's request waits. All requests of a gateway have a key, or none has."""
-        first = next(iter(self._state.queue.firsts()), None)
+        first = next(iter(self._state.waiting.queue.firsts()), None)
         return first is not None and self._state.flights[first].request.has_key
 
     def _is_contended(self) -> bool:

@@ -15,7 +15,7 @@ from engine.demand import Observation
 from engine.messages import Role, WorkerId
 from router.cluster.view import ClusterView
 from router.machine.flight import Flight
-from router.machine.placing import KnownPrefixes
+from router.machine.placing import KnownPrefixes, Placing
 from router.machine.state import RouterState
 from router.planning.planner import FlipCandidate
 
@@ -58,8 +58,9 @@ class Sums:
 class Demand:
     """Adds up what arrives at the state that it is given."""
 
-    def __init__(self, state: RouterState) -> None:
+    def __init__(self, state: RouterState, placing: Placing) -> None:
         self._state = state
+        self._placing = placing
         self._sums = Sums()
         self._taken = Sums()  # when it was last observed
         self._taken_s: float | None = None
@@ -76,7 +77,7 @@ class Demand:
         self._sums = Sums(
             sums.num_requests + 1,
             sums.prefill_s + flight.compute_s,
-            sums.output_tokens + state.lengths.mean(state.max_tokens(flight)),
+            sums.output_tokens + state.lengths.mean(flight.max_tokens),
         )
 
     def _prefill_s(self, flight: Flight) -> float:
@@ -96,8 +97,8 @@ class Demand:
     def observe(self, now_s: float) -> Observation:
         """Returns the demand since the last call, and the present state."""
         state, before = self._state, self._taken
-        sums = replace(self._sums, locally_s=state.locally_s)
-        queued = [state.flights[request_id] for request_id in state.queue]
+        sums = replace(self._sums, locally_s=self._placing.locally_s)
+        queued = [state.flights[request_id] for request_id in state.waiting.queue]
         if self._taken_s is None:
             for one in queued:  # they came while no planner observed
                 one.compute_s = self._prefill_s(one)
@@ -108,7 +109,8 @@ class Demand:
         prefillers = [worker for worker in workers if worker.info.role.prefills]
         decoders = [worker for worker in workers if worker.decodes]
         costs = [state.estimates.decode_cost(w) for w in workers if w.info.role.decodes]
-        waits_for_prefill = state.busy is not None and state.busy.lacks is Role.PREFILL
+        busy = self._placing.busy
+        waits_for_prefill = busy is not None and busy.lacks is Role.PREFILL
         return Observation(
             requests_per_s=(sums.num_requests - before.num_requests) * per_s,
             prefill_s_per_s=max(sums.sent_s - before.sent_s, 0.0) * per_s,

@@ -47,8 +47,8 @@ class Copying:
             state.moves.enter(flight.request.request_id, MoveStage.COPYING, source)
             move.copy_id = copy_id = SeqId(f"{move.seq_id}.copy")
             move.copy_due_s = now_s + state.config.move_timeout_s
-            state.by_seq[copy_id] = flight.request.request_id
-            state.watch(flight)
+            state.by_seq[copy_id] = flight
+            state.deadlines.watch(flight)
             effects.append(
                 SendTo(source, OfferPrefix(copy_id, flight.token_ids, flight.request.salt))
             )

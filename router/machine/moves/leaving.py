@@ -41,7 +41,7 @@ class Departures:
         move.gather_until_s = now_s + GATHER_S
         request_id, source = flight.request.request_id, flight.attempt.decode
         self._state.moves.enter(request_id, MoveStage.COPIED, source)
-        self._state.watch(flight)
+        self._state.deadlines.watch(flight)
 
     def stop_gathering(self, flight: Flight, now_s: float) -> None:
         """Ends the wait for others when its time is up."""
@@ -88,11 +88,11 @@ class Departures:
         if message.lease is None:
             return self._ends.excuse(flight, NOT_HANDED_OVER, now_s)
         self._state.counters["moved", move.reason] += 1
-        self._ends.record(flight, attempt.decode, flight.length - 1)
+        self._state.workers.credit(attempt.decode, flight, flight.length - 1)
         is_near = move.copy_id is not None or message.lease.num_blocks <= FEW_BLOCKS
         self._become(flight, attempt, move, message.lease)
         flight.last_news_s = now_s
-        self._state.watch(flight)
+        self._state.deadlines.watch(flight)
         *token_ids, last = flight.token_ids
         request = flight.request
         decode = Decode(
@@ -117,7 +117,7 @@ class Departures:
         source, target = (state.view.workers[i] for i in (old.decode, move.decode))
         source.release_decode(old.seq_id)
         del state.by_seq[old.seq_id]
-        state.by_seq[move.seq_id] = flight.request.request_id
+        state.by_seq[move.seq_id] = flight
         flight.num_attempts += 1
         flight.num_moves += 1
         state.moves.forget(flight.request.request_id)
@@ -137,7 +137,7 @@ class Departures:
         claim.is_there = True
         target.grow_decode(move.seq_id, flight.length - claim.context_tokens)
         if flight.length > move.reserved_len:
-            flight.attempt.reserved_len = state.predicted_len(flight)
+            flight.attempt.reserved_len = flight.predicted_len(state.lengths)
             num_blocks = target.info.layout.num_blocks_for(flight.attempt.reserved_len)
             target.extend_decode(move.seq_id, num_blocks)
 

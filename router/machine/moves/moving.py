@@ -83,7 +83,7 @@ class Moving:
         state, worker_id = self._state, worker.info.worker_id
         if worker.info.role is not message.role:
             state.counters["role changed", message.role] += 1
-        state.give_role(worker, message)
+        state.workers.change_role(worker, message)
         effects: list[RouterEffect] = []
         for flight in reversed(list(state.flights.values())):  # those put back keep their order
             effects += self._after_change(flight, worker_id, now_s)

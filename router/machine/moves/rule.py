@@ -79,5 +79,5 @@ class MoveRule:
             context_tokens=need.num_tokens,
             begins_s=now_s,
             prompt_tokens=len(flight.request.token_ids),
-            max_tokens=self._state.max_tokens(flight),
+            max_tokens=flight.max_tokens,
         )

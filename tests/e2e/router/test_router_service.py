@@ -424,7 +424,7 @@ def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
         stuck, other = ScriptedWorker("m0"), ScriptedWorker("m1")
         stuck.patience = other.patience = 0
         async with serving(stuck, other) as router:
-            router.machine.state.fleet = None
+            router.machine.state.workers.fleet = None
             router.machine.state.estimates.observe_steps(
                 router.machine.view.workers["m0"], [StepReport(0.3, num_rows=1)]
             )

@@ -135,7 +135,7 @@ async def router(
     async with _linked(running.addresses, config or RouterConfig(), estimates) as r:
         if not natively:
             r.machine.state.rng = FirstByName()
-            r.machine.state.fleet = None
+            r.machine.state.workers.fleet = None
         await until(lambda: len(r.workers()) == len(running.addresses), "all workers joined")
         yield r
         assert r.machine.num_flights == 0

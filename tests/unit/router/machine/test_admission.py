@@ -240,7 +240,7 @@ class Loop:
                     self.clients[request_id].refused = True
                 case other:
                     raise AssertionError(other)
-        wake_s = self.router.next_wake_s() if self.router.state.queue else None
+        wake_s = self.router.next_wake_s() if self.router.state.waiting.queue else None
         if wake_s is not None and wake_s > self.now_s:
             self.at(wake_s, lambda: self.handle(Tick()))
 

@@ -294,7 +294,7 @@ def test_a_client_that_leaves_the_queue_leaves_its_turn_to_others():
         driver.request(name)
     driver.handle(ClientGone(RequestId("b")))
     assert placed_in_turn(driver, 2) == ["a", "c"]
-    assert driver.machine.state.queued_s == 0.0
+    assert driver.machine.state.waiting.queued_s == 0.0
 
 
 def test_mixed_worker_computes_the_short_rest_of_its_prefix():

@@ -22,9 +22,8 @@ from router.cluster.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.hedging import AGAIN_S
 from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost
-from router.machine.placing import HEDGE_LEAST_S
+from router.machine.placing import HEDGE_BURST, HEDGE_LEAST_S, HEDGE_SHARE
 from router.machine.requests import Cancelled, Finished
-from router.machine.state import HEDGE_BURST, HEDGE_SHARE
 from router.native.machine import native_machine
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 

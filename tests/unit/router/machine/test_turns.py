@@ -79,8 +79,8 @@ class Keys(Driver):
                 waiting += self.say(attempt.decode, DecodeStarted(seq_id))
 
     def attempt_of(self, seq_id):
-        request_id = self.machine.state.by_seq.get(seq_id)
-        return None if request_id is None else self.machine.state.flights[request_id].attempt
+        flight = self.machine.state.by_seq.get(seq_id)
+        return None if flight is None else flight.attempt
 
     def tick_until_due(self):
         """The next thing that falls due."""

@@ -1,0 +1,129 @@
+"""The workers that this gateway knows, and the prefixes that each is believed to cache.
+
+`ClusterView` has the workers and the claims on them. The prefix index and the placer, if there is
+one, have copies of what concerns them: a worker joins, leaves and changes its role in all three at
+once.
+
+A worker is credited with the prefixes that its requests must have left in its cache. From its first
+block event on it is credited with what its events say, and with nothing else.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from engine.messages import RoleChanged, SeqId, Welcome, WorkerId
+from engine.worker.block_events import BlockEvent
+from router.cluster.view import ClusterView, WorkerView
+from router.machine.flight import Attempt, Flight
+from router.policies.base import Placer
+from router.prefixes.base import Prefixes
+from router.prefixes.news import apply_events
+
+
+class Workers:
+    """Adds and removes workers, and keeps their cached prefixes up to date."""
+
+    def __init__(self, view: ClusterView, prefixes: Prefixes, fleet: Placer | None) -> None:
+        self.view = view
+        self.prefixes = prefixes
+        self.fleet = fleet
+        self._heard: set[WorkerId] = set()  # credited with their block events alone
+
+    def join(self, info: Welcome) -> None:
+        """Adds a worker."""
+        assert info.worker_id not in self.view.workers
+        self.prefixes.add(info.worker_id, info.num_blocks)
+        worker = self.view.add(info)
+        if self.fleet is not None:
+            self.fleet.add(worker)
+
+    def lose(self, worker_id: WorkerId) -> bool:
+        """Removes a worker. Returns False if it was not known."""
+        worker = self.view.remove(worker_id)
+        if worker is None:
+            return False
+        self.view.touched.discard(worker_id)
+        if self.fleet is not None:
+            self.fleet.forget(worker)
+        self.prefixes.forget(worker_id)
+        self._heard.discard(worker_id)
+        return True
+
+    def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
+        """Changes the role of a worker. Claims on it stay."""
+        if self.fleet is not None:
+            self.fleet.forget(worker)
+        worker.change_role(message)
+        self.view.measure()
+        if self.fleet is not None:
+            self.fleet.add(worker)
+
+    # ------------------------------------------------------------ cached prefixes
+
+    def apply_events(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
+        """Takes block events in. The first ones replace what the worker was credited with."""
+        if worker_id in self.view.workers:
+            if worker_id not in self._heard:
+                self._heard.add(worker_id)
+                self.prefixes.cleared(worker_id)
+            apply_events(self.prefixes, worker_id, events)
+
+    def forget_events(self, worker_id: WorkerId) -> bool:
+        """Forgets what events said: the worker is credited again with what its requests leave.
+
+        Returns False if there were no events.
+        """
+        if worker_id not in self._heard:
+            return False
+        self._heard.discard(worker_id)
+        self.prefixes.cleared(worker_id)
+        return True
+
+    def credit(self, worker_id: WorkerId, flight: Flight, num_tokens: int) -> None:
+        """Credits a worker with the KV of so many leading tokens of a request."""
+        workers = self.view.workers
+        worker = workers.get(worker_id)
+        if worker is not None and worker_id not in self._heard and len(workers) > 1:
+            self.prefixes.record(worker_id, flight.leading_hashes(num_tokens, worker))
+
+    def retract(
+        self, worker_id: WorkerId, flight: Flight, num_tokens: int, num_held_blocks: int
+    ) -> None:
+        """Takes credit back: of so many leading tokens the worker holds only the first blocks.
+
+        A worker with block events reports each eviction itself. It may have stored some of these
+        blocks since it answered, and would not report them again.
+        """
+        if worker_id not in self._heard:
+            hashes = flight.leading_hashes(num_tokens, self.view.workers[worker_id])
+            self.prefixes.retract(worker_id, hashes[num_held_blocks:])
+
+    # ------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Asserts that all three know the same workers."""
+        self.view.validate()
+        self.prefixes.validate()
+        if self.fleet is not None:
+            self.fleet.validate()
+        assert self._heard <= set(self.view.workers)
+        assert self.prefixes.workers == set(self.view.workers)
+
+    def validate_claims(
+        self, attempts: Mapping[SeqId, Attempt], by_seq: Mapping[SeqId, Flight]
+    ) -> None:
+        """Asserts that each claim on a worker belongs to an attempt or a move, and the reverse."""
+        for worker_id, worker in self.view.workers.items():
+            prefills = {
+                i for i, a in attempts.items() if a.prefill == worker_id and not a.prefilled
+            }
+            decodes = {i for i, a in attempts.items() if a.decode == worker_id}
+            moves = [a.move for a in attempts.values() if a.move is not None]
+            arriving = {move.seq_id for move in moves if move.decode == worker_id}
+            assert set(worker.prefills) == prefills
+            assert set(worker.decodes) == decodes | arriving
+            for seq_id, claim in worker.decodes.items():
+                if seq_id in arriving:
+                    continue  # as it was when the move began
+                length = by_seq[seq_id].length
+                assert claim.context_tokens == length
+                assert claim.blocks >= worker.info.layout.num_blocks_for(length)
