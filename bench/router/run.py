@@ -44,7 +44,7 @@ from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView
 from router.native.fleet import Fleet
 from router.native.index import PrefixIndex
-from router.policies.base import Choice, Need
+from router.policies.base import Decision, Need
 
 Run = tuple[float, ...]  # seconds of each decision
 
@@ -157,22 +157,22 @@ class OurRouter:
             decision = fleet.decide(need, hashes, now_s)
             decisions.append(perf_counter() - begin_s)
             choice = fleet.choice(decision, now_s)
-            assert isinstance(choice, Choice)
+            assert isinstance(choice, Decision)
             self._claim(choice, need)
             self._release(max_in_flight)
             fleet.tell()
             requests.append(perf_counter() - begin_s)
         return tuple(decisions), tuple(requests)
 
-    def _claim(self, choice: Choice, need: Need) -> None:
+    def _claim(self, choice: Decision, need: Need) -> None:
         self._num_asked += 1
         seq_id, now_s = SeqId(str(self._num_asked)), self._now_s
-        prefill, decode = choice.placement.prefill, choice.placement.decode
-        assert choice.ttft_s is not None
+        prefill, decode = choice.prefill_worker, choice.decode_worker
+        assert choice.predicted_ttft_s is not None
         worker = self.view.workers[prefill]
-        work_s = choice.ttft_s - worker.ready_s(now_s)
+        work_s = choice.predicted_ttft_s - worker.ready_s(now_s)
         worker.reserve_prefill(seq_id, need.num_tokens, seconds=work_s, now_s=now_s)
-        heapq.heappush(self._computing, (now_s + choice.ttft_s, seq_id, prefill))
+        heapq.heappush(self._computing, (now_s + choice.predicted_ttft_s, seq_id, prefill))
         num_blocks = LAYOUT.num_blocks_for(need.end_len)
         self.view.workers[decode].reserve_decode(seq_id, num_blocks, context_tokens=need.num_tokens)
         self._in_flight.append((seq_id, decode))

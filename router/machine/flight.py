@@ -9,8 +9,8 @@ from engine.messages import LeaseRef, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
-from router.machine.requests import Decision, Request, Timeline
-from router.policies.base import SharedPrompt
+from router.machine.requests import Request, Timeline
+from router.policies.base import Decision, SharedPrompt
 from router.prefixes.map import PrefixHashes
 
 

@@ -20,9 +20,9 @@ from engine.worker.blocks import BlockHash
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight
-from router.machine.requests import Decision, Failed
+from router.machine.requests import Failed
 from router.machine.state import RouterState
-from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need
+from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need
 from router.policies.candidates import (
     LEAST_WAIT_S,
     Backlog,
@@ -61,19 +61,19 @@ class Placing:
                     break
                 case Impossible(reason):
                     effects += self._ends.end(flight, Failed(reason), now_s)
-                case Choice() as choice:
+                case Decision() as decision:
                     state.waiting.take(flight)
-                    effects.append(self._place(flight, choice, need, now_s))
+                    effects.append(self._place(flight, decision, need, now_s))
         return effects
 
     def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
         """Places a queued request out of turn, if there is room."""
         need = self.need(flight, now_s)
-        choice = self._choose(flight, need, now_s)
-        if not isinstance(choice, Choice):
+        decision = self._choose(flight, need, now_s)
+        if not isinstance(decision, Decision):
             return []
         self._state.waiting.take(flight)
-        return [self._place(flight, choice, need, now_s)]
+        return [self._place(flight, decision, need, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
         """Returns the need of the next attempt. Only a first attempt stays close to its leader.
@@ -95,13 +95,13 @@ class Placing:
             may_pull=flight.prompt_logprobs is None,
         )
 
-    def _choose(self, flight: Flight, need: Need, now_s: float) -> Choice | Busy | Impossible:
+    def _choose(self, flight: Flight, need: Need, now_s: float) -> Decision | Busy | Impossible:
         state = self._state
         known = KnownPrefixes(state, flight)
         if state.workers.fleet is not None:
-            choice = state.workers.fleet.choose(need, known.hashes(), now_s)
-            if choice is not None:
-                return choice
+            decision = state.workers.fleet.choose(need, known.hashes(), now_s)
+            if decision is not None:
+                return decision
         found = self.room_for(need, now_s)
         if not isinstance(found, Candidates):
             return found
@@ -122,7 +122,7 @@ class Placing:
 
     def _ask_policy(
         self, need: Need, known: "KnownPrefixes", found: Candidates, now_s: float
-    ) -> Choice | Busy:
+    ) -> Decision | Busy:
         state, policy = self._state, self._state.policy
         bound_s = state.config.prefill_backlog_s + LEAST_WAIT_S
         asked = Asked(
@@ -150,96 +150,95 @@ class Placing:
         others = self.room_for(need, now_s, other_than=first.prefill)
         if not isinstance(others, Candidates):
             return None
-        choice = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)
-        if not isinstance(choice, Choice):
+        decision = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)
+        if not isinstance(decision, Decision):
             return None
         self.hedge_credit -= 1.0
         first.hedge_due_s = None
         flight.num_hedges += 1
-        flight.hedge = self._begin(flight, choice, need, now_s)
+        flight.hedge = self._begin(flight, decision, need, now_s)
         effect = self.send_prefill(flight, flight.hedge, None, now_s)
         self._state.deadlines.watch(flight)
         return effect
 
     # ------------------------------------------------------------ one placement
 
-    def _place(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> SendTo:
+    def _place(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> SendTo:
         state = self._state
-        flight.attempt = attempt = self._begin(flight, choice, need, now_s)
+        flight.attempt = attempt = self._begin(flight, decision, need, now_s)
         flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
         flight.back_off_until_s = None
-        state.counters["placed", choice.why] += 1
+        state.counters["placed", decision.why] += 1
         self.hedge_credit = min(self.hedge_credit + HEDGE_SHARE, HEDGE_BURST)
         flight.last_news_s = now_s
         if not flight.tokens:
             flight.stamps.placed_s = now_s
         factor = state.config.hedge_after
-        if factor is not None and choice.ttft_s is not None and not flight.num_hedges:
-            attempt.hedge_after_s = max(factor * choice.ttft_s, HEDGE_LEAST_S)
-        effect = self._ask_or_prefill(flight, attempt, choice, now_s)
+        if factor is not None and decision.predicted_ttft_s is not None and not flight.num_hedges:
+            attempt.hedge_after_s = max(factor * decision.predicted_ttft_s, HEDGE_LEAST_S)
+        effect = self._ask_or_prefill(flight, attempt, decision, now_s)
         state.deadlines.watch(flight)
         return effect
 
-    def _begin(self, flight: Flight, choice: Choice, need: Need, now_s: float) -> Attempt:
+    def _begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
         """Another attempt, with all that it needs reserved."""
-        placement, seq_id = choice.placement, flight.next_seq_id()
+        seq_id = flight.next_seq_id()
         flight.num_attempts += 1
         attempt = Attempt(
             seq_id,
-            placement.prefill,
-            placement.decode,
+            decision.prefill_worker,
+            decision.decode_worker,
             need.num_tokens,
             need.end_len,
-            decision=_decision(self._state.policy.name, choice),
+            decision=decision,
         )
         self._state.by_seq[seq_id] = flight
-        self._claim(flight, attempt, choice, need, now_s)
+        self._claim(flight, attempt, decision, need, now_s)
         return attempt
 
     def _claim(
-        self, flight: Flight, attempt: Attempt, choice: Choice, need: Need, now_s: float
+        self, flight: Flight, attempt: Attempt, decision: Decision, need: Need, now_s: float
     ) -> None:
         """Reserves what was chosen."""
         state = self._state
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
-        compute_s = state.estimates.prefill_s(prefill, need.num_tokens, choice.num_cached_tokens)
+        compute_s = state.estimates.prefill_s(prefill, need.num_tokens, decision.num_cached_tokens)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
         if is_local and flight.num_attempts == 1:  # of the others nothing was asked when it came
             self.locally_s += flight.compute_s
         pull_s = None
-        if choice.source is not None:
-            num_pulled = choice.num_source_tokens - choice.num_matched_tokens
-            pull_s = state.estimates.pull_s(prefill, num_pulled)
+        if decision.pulled_from is not None:
+            pull_s = state.estimates.pull_s(prefill, decision.num_pulled_tokens)
         prefill.reserve_prefill(
             attempt.seq_id,
             tokens_to_compute(prefill, need),
             prompt_tokens=need.num_tokens,
             seconds=(compute_s or 0.0) + (pull_s or 0.0),
             now_s=now_s,
-            waits=choice.source is not None,
+            waits=decision.pulled_from is not None,
         )
         decode.reserve_decode(
             attempt.seq_id,
             decode_blocks(decode, need),
             context_tokens=need.num_tokens,
-            begins_s=now_s + (choice.ttft_s or compute_s or 0.0),
+            begins_s=now_s + (decision.predicted_ttft_s or compute_s or 0.0),
             prompt_tokens=len(flight.request.token_ids),
             max_tokens=flight.max_tokens,
         )
 
     def _ask_or_prefill(
-        self, flight: Flight, attempt: Attempt, choice: Choice, now_s: float
+        self, flight: Flight, attempt: Attempt, decision: Decision, now_s: float
     ) -> SendTo:
         """Asks another worker for the prefix if that is wanted, else has the prompt computed."""
-        if choice.source is None:
+        if decision.pulled_from is None:
             return self.send_prefill(flight, attempt, None, now_s)
-        attempt.holder = choice.source
-        if self._state.view.workers[choice.source].prefills:
+        attempt.holder = decision.pulled_from
+        if self._state.view.workers[decision.pulled_from].prefills:
             attempt.asked_s = now_s
         attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
         self._state.counters["prefix offer", "asked"] += 1
         return SendTo(
-            choice.source, OfferPrefix(attempt.seq_id, flight.token_ids, flight.request.salt)
+            decision.pulled_from, OfferPrefix(attempt.seq_id, flight.token_ids, flight.request.salt)
         )
 
     def send_prefill(
@@ -287,7 +286,7 @@ class KnownPrefixes:
         self._flight = flight
 
     def hashes(self) -> Sequence[BlockHash]:
-        """Hashes of the full blocks; none if there is no choice, to save hashing."""
+        """Hashes of the full blocks; none if there is no decision, to save hashing."""
         workers, flight = self._state.view.workers, self._flight
         if len(workers) < 2 or flight.prompt_logprobs is not None:
             return ()
@@ -302,20 +301,3 @@ class KnownPrefixes:
         view, prefixes = self._state.view, self._state.workers.prefixes
         block_size = next(iter(view.workers.values())).info.layout.block_size
         return {i: n * block_size for i, n in prefixes.longest(hashes).items()}
-
-
-def _decision(policy: str, choice: Choice) -> Decision:
-    placement = choice.placement
-    num_pulled = choice.num_source_tokens - choice.num_matched_tokens
-    return Decision(
-        policy=policy,
-        why=choice.why,
-        prefill_worker=placement.prefill,
-        decode_worker=placement.decode,
-        num_candidates=choice.num_candidates,
-        num_matched_tokens=choice.num_matched_tokens,
-        pulled_from=choice.source,
-        num_pulled_tokens=num_pulled if choice.source is not None else 0,
-        predicted_ttft_s=choice.ttft_s,
-        predicted_tpot_s=choice.tpot_s,
-    )

@@ -19,6 +19,7 @@ from engine.messages import (
     Sampling,
 )
 from router.cluster.costs import CostErrors
+from router.policies.base import Decision
 from router.prefixes.map import PrefixHashes
 
 
@@ -49,21 +50,6 @@ class Request:
         """The tokens as messages carry them."""
         tokens: Sequence[int] = self.token_ids
         return list(tokens) if isinstance(tokens, tuple) else cast("list[int]", tokens)
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """A placement and its reasons. Unknown predictions are None."""
-
-    policy: str
-    why: str
-    prefill_worker: str
-    decode_worker: str
-    num_candidates: int  # prefill workers that were compared
-    num_matched_tokens: int  # in the prefill worker
-    pulled_from: str | None = None
-    num_pulled_tokens: int = 0
-    predicted_ttft_s: float | None = None  # from the placement on
-    predicted_tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from router.cluster.estimates import Estimates, worker_class
 from router.cluster.view import ClusterView, WorkerView
 from router.native import library
 from router.native.index import PrefixIndex, pack
-from router.policies.base import Busy, Choice, Need, Placement
+from router.policies.base import Busy, Decision, Need
 from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memory
-from router.policies.slo import reason
+from router.policies.slo import Slo, reason
 
 MAX_KINDS = 256
 
@@ -153,7 +153,9 @@ class Fleet:
             self._tell_costs()
         self._measure()
 
-    def choose(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Choice | Busy | None:
+    def choose(
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float
+    ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         self.tell()
         if not self._is_plain(need):
@@ -178,8 +180,8 @@ class Fleet:
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
 
-    def choice(self, decision: FleetDecision, now_s: float) -> Choice | Busy:
-        """A decision in the words of policies."""
+    def choice(self, decision: FleetDecision, now_s: float) -> Decision | Busy:
+        """A decision of C++ with the names of workers and the reason."""
         if decision.status != _PLACED:
             return self._busy(decision, now_s)
         names, block_size = self._index.names, self._block_size
@@ -187,16 +189,17 @@ class Fleet:
         assert prefill is not None
         assert decode is not None
         pulls = decision.source != library.NONE
-        num_source_blocks = decision.matched_blocks + decision.pulled_blocks
-        return Choice(
-            Placement(prefill, decode),
+        return Decision(
+            Slo.name,
             reason(is_local=prefill == decode, pulls=pulls),
+            prefill,
+            decode,
             self._num_prefillers,
             num_matched_tokens=decision.matched_blocks * block_size,
-            source=names[decision.source] if pulls else None,
-            num_source_tokens=num_source_blocks * block_size if pulls else 0,
-            ttft_s=decision.ttft_s,
-            tpot_s=decision.tpot_s,
+            pulled_from=names[decision.source] if pulls else None,
+            num_pulled_tokens=decision.pulled_blocks * block_size if pulls else 0,
+            predicted_ttft_s=decision.ttft_s,
+            predicted_tpot_s=decision.tpot_s,
         )
 
     def tell(self) -> None:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from router.policies.base import Asked, Busy, Choice, Placement
+from router.policies.base import Asked, Busy, Decision
 
 
 class AtRandom:
@@ -12,11 +12,11 @@ class AtRandom:
     binds_late: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
         prefillers = asked.candidates.prefillers
         prefill, worker = asked.rng.choice(prefillers)
         decode = prefill
         if not worker.info.role.decodes:
             decode, _ = asked.rng.choice(asked.candidates.partners(prefill))
-        return Choice(Placement(prefill, decode), "by chance", len(prefillers))
+        return Decision(self.name, "by chance", prefill, decode, len(prefillers))

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar, Protocol
 
+import msgspec
+
 from engine.messages import Role, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.view import ClusterView, WorkerView
@@ -90,23 +92,29 @@ class Costs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A placement and its reasons. Unknown predictions are None."""
+class Decision(msgspec.Struct, frozen=True):
+    """A placement and its reasons, as clients may read them. Unknown predictions are None."""
 
-    placement: Placement
+    policy: str
     why: str
+    prefill_worker: WorkerId
+    decode_worker: WorkerId
     num_candidates: int  # prefill workers that were compared
-    num_matched_tokens: int = 0  # in the prefill worker, not to be computed
-    source: WorkerId | None = None  # the prefix is pulled from there first
-    num_source_tokens: int = 0  # held there
-    ttft_s: float | None = None  # from now
-    tpot_s: float | None = None
+    num_matched_tokens: int = 0  # in the prefill worker
+    pulled_from: WorkerId | None = None  # the worker whose prefix is pulled first
+    num_pulled_tokens: int = 0  # beyond the matched ones
+    predicted_ttft_s: float | None = None  # from the placement on
+    predicted_tpot_s: float | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Returns the two workers."""
+        return Placement(self.prefill_worker, self.decode_worker)
 
     @property
     def num_cached_tokens(self) -> int:
         """Tokens that the prefill worker will not compute, if all goes as predicted."""
-        return max(self.num_matched_tokens, self.num_source_tokens if self.source else 0)
+        return self.num_matched_tokens + self.num_pulled_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class Policy(Protocol):
     prefills_locally: ClassVar[bool]
     """True if it has decode workers prefill, and so may choose where no prefill worker is free."""
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement. `Busy` where a better one is worth waiting for."""
         ...
 
@@ -189,7 +197,9 @@ class Placer(Protocol):
         """Removes a worker."""
         ...
 
-    def choose(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> Choice | Busy | None:
+    def choose(
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float
+    ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         ...
 

@@ -7,7 +7,7 @@ backlogs, one from which that worker can pull is taken. A prefix is pulled where
 
 from typing import ClassVar
 
-from router.policies.base import Asked, Busy, Choice, Worker
+from router.policies.base import Asked, Busy, Decision, Worker
 from router.policies.candidates import least, tokens_to_compute
 from router.policies.pulling import Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
@@ -20,12 +20,14 @@ class LeastLoaded:
     binds_late: ClassVar[bool] = True
     prefills_locally: ClassVar[bool] = False
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
-        return with_leader(asked) or shortest_backlog(asked, "shortest backlog")
+        return with_leader(asked, self.name) or shortest_backlog(
+            asked, self.name, "shortest backlog"
+        )
 
 
-def shortest_backlog(asked: Asked, why: str) -> Choice:
+def shortest_backlog(asked: Asked, policy: str, why: str) -> Decision:
     """By tokens alone."""
 
     def cost(item: Worker) -> tuple[float, ...]:
@@ -34,16 +36,18 @@ def shortest_backlog(asked: Asked, why: str) -> Choice:
 
     prefillers = asked.candidates.prefillers
     prefill = asked.rng.choice(least(prefillers, cost))
-    placement = emptiest_decoder(asked, prefill)
+    decode = emptiest_decoder(asked, prefill)
     holders = Holders(asked)
     matched = holders.matched.get(prefill[0], 0)
     offer = bid(asked, prefill, matched, holders.best_for(prefill))
     source = None if offer is None else offer.source
-    return Choice(
-        placement,
+    return Decision(
+        policy,
         why,
+        prefill[0],
+        decode,
         len(prefillers),
         num_matched_tokens=matched,
-        source=None if source is None else source.worker_id,
-        num_source_tokens=0 if source is None else source.num_tokens,
+        pulled_from=None if source is None else source.worker_id,
+        num_pulled_tokens=0 if source is None else source.num_tokens - matched,
     )

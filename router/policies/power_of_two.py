@@ -6,7 +6,7 @@ Source: Mitzenmacher, The power of two choices in randomized load balancing, 200
 from collections.abc import Sequence
 from typing import ClassVar
 
-from router.policies.base import Asked, Busy, Choice, Placement, Worker
+from router.policies.base import Asked, Busy, Decision, Worker
 from router.policies.sharing import with_leader
 
 
@@ -17,20 +17,18 @@ class PowerOfTwo:
     binds_late: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
-        shared = with_leader(asked)
+        shared = with_leader(asked, self.name)
         if shared is not None:
             return shared
         prefillers = asked.candidates.prefillers
         prefill_id, prefill = min(_two(asked, prefillers), key=lambda item: item[1].promised_tokens)
-        if prefill.info.role.decodes:
-            placement = Placement(prefill_id, prefill_id)
-        else:
+        decode_id = prefill_id
+        if not prefill.info.role.decodes:
             partners = _two(asked, asked.candidates.partners(prefill_id))
             decode_id, _ = min(partners, key=lambda item: item[1].promised_blocks)
-            placement = Placement(prefill_id, decode_id)
-        return Choice(placement, "less loaded of two", len(prefillers))
+        return Decision(self.name, "less loaded of two", prefill_id, decode_id, len(prefillers))
 
 
 def _two(asked: Asked, workers: Sequence[Worker]) -> Sequence[Worker]:

@@ -9,7 +9,7 @@ Source: the cost of Dynamo's KV router, with a credit of one for each cached tok
 
 from typing import ClassVar
 
-from router.policies.base import Asked, Busy, Choice, Worker
+from router.policies.base import Asked, Busy, Decision, Worker
 from router.policies.candidates import least
 from router.policies.sharing import emptiest_decoder, with_leader
 
@@ -21,9 +21,9 @@ class Prefix:
     binds_late: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
-        shared = with_leader(asked)
+        shared = with_leader(asked, self.name)
         if shared is not None:
             return shared
         matched = asked.known.matched_tokens()
@@ -36,5 +36,7 @@ class Prefix:
         prefill = asked.rng.choice(least(prefillers, cost))
         num_matched = matched.get(prefill[0], 0)
         why = "holds the prefix" if num_matched else "shortest backlog"
-        placement = emptiest_decoder(asked, prefill)
-        return Choice(placement, why, len(prefillers), num_matched_tokens=num_matched)
+        decode = emptiest_decoder(asked, prefill)
+        return Decision(
+            self.name, why, prefill[0], decode, len(prefillers), num_matched_tokens=num_matched
+        )

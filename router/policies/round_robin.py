@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from engine.messages import WorkerId
-from router.policies.base import Asked, Busy, Choice, Placement, Worker
+from router.policies.base import Asked, Busy, Decision, Worker
 
 
 class RoundRobin:
@@ -18,16 +18,16 @@ class RoundRobin:
         self._last_prefill = WorkerId("")
         self._last_decode = WorkerId("")
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
         prefillers = asked.candidates.prefillers
         prefill, worker = _after(self._last_prefill, prefillers)
         self._last_prefill = prefill
-        if worker.info.role.decodes:
-            return Choice(Placement(prefill, prefill), "its turn", len(prefillers))
-        decode, _ = _after(self._last_decode, asked.candidates.partners(prefill))
-        self._last_decode = decode
-        return Choice(Placement(prefill, decode), "its turn", len(prefillers))
+        decode = prefill
+        if not worker.info.role.decodes:
+            decode, _ = _after(self._last_decode, asked.candidates.partners(prefill))
+            self._last_decode = decode
+        return Decision(self.name, "its turn", prefill, decode, len(prefillers))
 
 
 def _after(last: WorkerId, workers: Sequence[Worker]) -> Worker:

@@ -1,11 +1,11 @@
 """Rules of every policy: for followers of a group, and for the choice of a decode worker."""
 
 from engine.messages import WorkerId
-from router.policies.base import Asked, Choice, Placement, Worker
+from router.policies.base import Asked, Decision, Worker
 from router.policies.candidates import has_memory, least, predicted_ready_s, promised_share
 
 
-def with_leader(asked: Asked) -> Choice | None:
+def with_leader(asked: Asked, policy: str) -> Decision | None:
     """The two workers that computed the prompt for another request, if they have room."""
     shared = asked.need.shared
     if shared is None:
@@ -17,8 +17,13 @@ def with_leader(asked: Asked) -> Choice | None:
         return None
     if not any(worker_id == near.decode for worker_id, _ in candidates.decoders):
         return None
-    return Choice(
-        near, "with its leader", len(candidates.prefillers), num_matched_tokens=shared.num_tokens
+    return Decision(
+        policy,
+        "with its leader",
+        near.prefill,
+        near.decode,
+        len(candidates.prefillers),
+        num_matched_tokens=shared.num_tokens,
     )
 
 
@@ -34,22 +39,22 @@ def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
     return has_time and has_memory(worker, asked.need.max_len)
 
 
-def emptiest_decoder(asked: Asked, prefill: Worker) -> Placement:
-    """Returns a placement with the decode worker that kept most of the prompt.
+def emptiest_decoder(asked: Asked, prefill: Worker) -> WorkerId:
+    """Returns the decode worker that kept most of the prompt.
 
     Among equals, the one with the smallest promised share of KV. A mixed worker that prefills goes
     on decoding.
     """
     prefill_id, worker = prefill
     if worker.info.role.decodes:
-        return Placement(prefill_id, prefill_id)
+        return prefill_id
 
     def cost(item: Worker) -> tuple[float, ...]:
         decode_id, decoder = item
         return -asked.need.kept_tokens.get(decode_id, 0), promised_share(decoder)
 
     equals = least(asked.candidates.partners(prefill_id), cost)
-    return Placement(prefill_id, asked.rng.choice(equals)[0])
+    return asked.rng.choice(equals)[0]
 
 
 def kept_tokens(asked: Asked, prefill: Worker) -> int:

@@ -32,7 +32,7 @@ from typing import ClassVar
 
 from engine.messages import WorkerId
 from router.cluster.view import WorkerView
-from router.policies.base import Asked, Busy, Choice, Costs, Need, Placement, Worker
+from router.policies.base import Asked, Busy, Costs, Decision, Need, Worker
 from router.policies.candidates import has_memory, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
 from router.policies.pulling import Bid, Holders, bid
@@ -60,9 +60,9 @@ class Slo:
     binds_late: ClassVar[bool] = True
     prefills_locally: ClassVar[bool] = True
 
-    def choose(self, asked: Asked) -> Choice | Busy:
+    def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
-        return with_leader(asked) or _Question(asked).answer()
+        return with_leader(asked, self.name) or _Question(asked).answer()
 
 
 class _Question:
@@ -77,19 +77,19 @@ class _Question:
         self._all_paces_known = len(self._paces_s) == len(paces_s)
         self._holders = Holders(asked)
 
-    def answer(self) -> Choice | Busy:
+    def answer(self) -> Decision | Busy:
         asked = self._asked
         if self._all_paces_known and not any(map(self._is_kept, self._paces_s.values())):
             return Busy()
         predicted = [self._predict(item) for item in asked.candidates.prefillers]
         able = [prefill for prefill in predicted if prefill is not None]
         if len(able) < len(predicted):
-            return shortest_backlog(asked, "nothing was measured yet")
+            return shortest_backlog(asked, Slo.name, "nothing was measured yet")
         able = [prefill for prefill in able if self._can_go_on(prefill.worker)]
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
         if local is not None and (best is None or local.ttft_s < best.ttft_s):
-            return self._choice(local, local.worker[0])
+            return self._decision(local, local.worker[0])
         best = best or self._soonest(able)
         if best is None:
             return asked.candidates.busy
@@ -154,17 +154,17 @@ class _Question:
         equals.sort(key=lambda prefill: prefill.worker[0])
         return asked.rng.choice(equals)
 
-    def _with_decoder(self, prefill: _Prefill) -> Choice | Busy:
+    def _with_decoder(self, prefill: _Prefill) -> Decision | Busy:
         asked, (prefill_id, worker) = self._asked, prefill.worker
         if not self._all_paces_known:
-            decode = emptiest_decoder(asked, prefill.worker).decode
+            decode = emptiest_decoder(asked, prefill.worker)
         elif worker.info.role.decodes:
             decode = prefill_id
         else:
             decode = self._steadiest(asked.candidates.partners(prefill_id))
             if not self._is_kept(self._paces_s[decode]):
                 return Busy()
-        return self._choice(prefill, decode)
+        return self._decision(prefill, decode)
 
     def _steadiest(self, decoders: Sequence[Worker]) -> WorkerId:
         """Returns the worker that kept most of the prompt; among equals, that of the least TPOT."""
@@ -173,17 +173,19 @@ class _Question:
         lowest = min(costs.values())
         return self._asked.rng.choice(sorted(i for i, cost in costs.items() if cost == lowest))
 
-    def _choice(self, prefill: _Prefill, decode: WorkerId) -> Choice:
+    def _decision(self, prefill: _Prefill, decode: WorkerId) -> Decision:
         prefill_id, source = prefill.worker[0], prefill.bid.source
-        return Choice(
-            Placement(prefill_id, decode),
+        return Decision(
+            Slo.name,
             reason(is_local=prefill_id == decode, pulls=source is not None),
+            prefill_id,
+            decode,
             len(self._asked.candidates.prefillers),
             num_matched_tokens=prefill.num_matched,
-            source=None if source is None else source.worker_id,
-            num_source_tokens=0 if source is None else source.num_tokens,
-            ttft_s=prefill.ttft_s,
-            tpot_s=self._paces_s.get(decode) if self._all_paces_known else None,
+            pulled_from=None if source is None else source.worker_id,
+            num_pulled_tokens=0 if source is None else source.num_tokens - prefill.num_matched,
+            predicted_ttft_s=prefill.ttft_s,
+            predicted_tpot_s=self._paces_s.get(decode) if self._all_paces_known else None,
         )
 
 

@@ -10,7 +10,8 @@ import msgspec
 from engine.messages import FinishReason, Logprobs
 from router.gateway.metrics.meters import ChoiceMeter
 from router.gateway.requests.calls import CheckedCall
-from router.machine.requests import Decision, Finished, Outcome, Timeline, Update
+from router.machine.requests import Finished, Outcome, Timeline, Update
+from router.policies.base import Decision
 from router.text.detokenizer import AnswerText
 from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
 from router.text.structured import CALL_BEGIN, CALL_END

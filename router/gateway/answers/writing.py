@@ -16,7 +16,8 @@ from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.dialects import Dialect
 from router.gateway.requests.calls import CheckedCall
 from router.inbox.api_errors import error_body
-from router.machine.requests import Decision, Failed, Finished, Outcome, Rejected, Timeline
+from router.machine.requests import Failed, Finished, Outcome, Rejected, Timeline
+from router.policies.base import Decision
 from router.text.logprobs import Entry
 
 DECISION_HEADER = "x-baton-decision"

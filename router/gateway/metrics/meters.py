@@ -54,13 +54,13 @@ from router.gateway.metrics.workers import worker_families
 from router.gateway.versions import Versions
 from router.machine.requests import (
     Cancelled,
-    Decision,
     Failed,
     Finished,
     Outcome,
     Rejected,
     Timeline,
 )
+from router.policies.base import Decision
 
 OUTCOMES = ("finished", "rejected", "failed", "cancelled", "invalid")
 OUTCOME_NAMES: dict[type[Outcome], str] = {

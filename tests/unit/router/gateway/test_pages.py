@@ -4,7 +4,8 @@ import msgspec
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.costs import CostErrors
-from router.machine.requests import Decision, Forecast, Rejected, Update
+from router.machine.requests import Forecast, Rejected, Update
+from router.policies.base import Decision
 from router.port import WorkerStatus
 from tests.kits.router.gateway import (
     CONTEXT_LEN,

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from router.machine.requests import Decision, Rejected, Update
+from router.machine.requests import Rejected, Update
+from router.policies.base import Decision
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import (
     STOP,

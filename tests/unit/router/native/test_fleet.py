@@ -24,7 +24,7 @@ from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView
 from router.native.fleet import MAX_KINDS, Fleet
 from router.native.index import PrefixIndex
-from router.policies.base import Asked, Busy, Candidates, Choice, Impossible, Need, Placement
+from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need, Placement
 from router.policies.candidates import LEAST_WAIT_S, Backlog, find
 from router.policies.slo import Slo
 from tests.kits.seeds import seeds
@@ -89,7 +89,7 @@ class Cluster:
     def fleet_choice(self, need, hashes=(), now_s=0.0):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
         choice = self.fleet.choose(need, known, now_s)
-        if isinstance(choice, Choice):  # nothing is claimed: what it reserved is undone
+        if isinstance(choice, Decision):  # nothing is claimed: what it reserved is undone
             self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
 
@@ -278,7 +278,7 @@ class RandomCluster:
             if ours.until_s is not None:
                 assert ours.until_s == pytest.approx(theirs.until_s)
         else:
-            if ours.ttft_s != pytest.approx(theirs.ttft_s):
+            if ours.predicted_ttft_s != pytest.approx(theirs.predicted_ttft_s):
                 theirs = self.another(ours, hashes, need)
             self.check(ours, theirs, hashes, need)
 
@@ -289,26 +289,26 @@ class RandomCluster:
         """
         for seed in range(TIES):
             theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed)
-            if ours.ttft_s == pytest.approx(theirs.ttft_s):
+            if ours.predicted_ttft_s == pytest.approx(theirs.predicted_ttft_s):
                 break
         return theirs
 
     def check(self, ours, theirs, hashes, need):
         """Asserts that both choices are equally good, and that ours describes itself correctly."""
-        assert ours.ttft_s == pytest.approx(theirs.ttft_s)
+        assert ours.predicted_ttft_s == pytest.approx(theirs.predicted_ttft_s)
         apart = ours.placement.prefill != ours.placement.decode
         if apart and theirs.placement.prefill != theirs.placement.decode:
-            assert ours.tpot_s == pytest.approx(theirs.tpot_s)
+            assert ours.predicted_tpot_s == pytest.approx(theirs.predicted_tpot_s)
         matched = self.cluster.index.longest(hashes[: (need.num_tokens - 1) // BLOCK])
         assert ours.num_matched_tokens == matched.get(ours.placement.prefill, 0) * BLOCK
-        if ours.source is not None:
-            assert ours.num_source_tokens == matched[ours.source] * BLOCK
+        if ours.pulled_from is not None:
+            assert ours.num_cached_tokens == matched[ours.pulled_from] * BLOCK
             view = self.cluster.view.workers
-            assert view[ours.placement.prefill].can_pull_from(view[ours.source])
+            assert view[ours.placement.prefill].can_pull_from(view[ours.pulled_from])
 
 
 def _outcome(choice):
-    if not isinstance(choice, Choice):
+    if not isinstance(choice, Decision):
         return type(choice).__name__
     return choice.why
 
@@ -353,7 +353,7 @@ def test_decision_is_reserved_for_the_next_one():
     assert {first.placement.prefill, second.placement.prefill} == {"p0", "p1"}
     assert {first.placement.decode, second.placement.decode} == {"d0", "d1"}
     third = cluster.fleet.choose(NEED, [], 0.0)
-    assert third.ttft_s == pytest.approx(2 * first.ttft_s)
+    assert third.predicted_ttft_s == pytest.approx(2 * first.predicted_ttft_s)
 
 
 def test_claims_other_than_the_decision_count():
@@ -362,7 +362,7 @@ def test_claims_other_than_the_decision_count():
     for name in ("p0", "p1"):
         cluster.view.workers[name].reserve_prefill("s", 9, seconds=0.5)
         cluster.view.workers[name].release_prefill("s")
-    assert cluster.fleet.choose(NEED, [], 0.0).ttft_s == first.ttft_s
+    assert cluster.fleet.choose(NEED, [], 0.0).predicted_ttft_s == first.predicted_ttft_s
 
 
 def test_decode_worker_prefills_within_its_spare_time():
@@ -438,7 +438,7 @@ def test_equal_holders_are_chosen_and_pulled_from_alike():
     assert "p-other" not in holders
     for i in range(100):
         cluster.view.workers[f"p{i}"].reserve_prefill("s", 9, seconds=2.9)
-    sources = Counter(cluster.fleet_choice(NEED, BLOCKS).source for _ in range(400))
+    sources = Counter(cluster.fleet_choice(NEED, BLOCKS).pulled_from for _ in range(400))
     assert len(sources) > 80
     assert None not in sources
 
@@ -449,7 +449,7 @@ def test_a_holder_that_can_answer_at_once_is_preferred():
         cluster.hold(name, BLOCKS)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
     choices = [cluster.fleet_choice(NEED, BLOCKS) for _ in range(20)]
-    assert {(choice.placement.prefill, choice.source) for choice in choices} == {("p1", "d0")}
+    assert {(choice.placement.prefill, choice.pulled_from) for choice in choices} == {("p1", "d0")}
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_nothing_is_decided_before_something_was_measured():
     cluster.estimates.observe_prefill(prefill, 100, num_cached=0, seconds=1.0)
     assert cluster.fleet_choice(NEED) is None
     cluster.estimates.observe_steps(decode, [StepReport(0.1, num_rows=1)])
-    assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(0.01 * NEED.num_tokens)
+    assert cluster.fleet_choice(NEED).predicted_ttft_s == pytest.approx(0.01 * NEED.num_tokens)
 
 
 def test_prompts_without_a_prediction_are_left_to_the_policy():
@@ -524,7 +524,9 @@ def test_work_of_other_gateways_is_repriced_only_when_costs_change(monkeypatch, 
     p0 = cluster.view.workers["p0"]
     p0.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=100), 0.0)
     cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.0)
-    assert cluster.fleet_choice(NEED).ttft_s == pytest.approx(1.0 + 0.01 * NEED.num_tokens)
+    assert cluster.fleet_choice(NEED).predicted_ttft_s == pytest.approx(
+        1.0 + 0.01 * NEED.num_tokens
+    )
     cluster.fleet.tell()
     told = []
     monkeypatch.setattr(cluster.fleet, "_put_news", lambda _, worker: told.append(worker))
@@ -535,8 +537,8 @@ def test_work_of_other_gateways_is_repriced_only_when_costs_change(monkeypatch, 
     cluster.estimates.observe_prefill(p0, 100, num_cached=0, seconds=1.5)
     if joins:  # costs are told then too
         cluster.add(welcome("d1", D))
-    choice = cluster.fleet_choice(NEED)
-    assert choice.ttft_s == cluster.policy_choice(NEED).ttft_s > 1.2 + 0.012 * NEED.num_tokens
+    ttft_s = cluster.fleet_choice(NEED).predicted_ttft_s
+    assert ttft_s == cluster.policy_choice(NEED).predicted_ttft_s > 1.2 + 0.012 * NEED.num_tokens
 
 
 def test_no_timed_wait_for_a_worker_with_a_late_first_prompt():
@@ -558,8 +560,8 @@ def test_foreign_load_is_repriced_with_new_costs():
         seconds = num_tokens / 100
         cluster.estimates.observe_prefill(worker, num_tokens, num_cached=0, seconds=seconds)
     after = cluster.fleet_choice(NEED)
-    assert after.ttft_s == pytest.approx(cluster.policy_choice(NEED).ttft_s)
-    assert after.ttft_s > before.ttft_s + 0.5
+    assert after.predicted_ttft_s == pytest.approx(cluster.policy_choice(NEED).predicted_ttft_s)
+    assert after.predicted_ttft_s > before.predicted_ttft_s + 0.5
 
 
 def test_without_workers_there_is_no_decision():

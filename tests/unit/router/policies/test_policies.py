@@ -8,7 +8,7 @@ import pytest
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.cluster.view import ClusterView, WorkerView
-from router.policies.base import Asked, Busy, Choice, Impossible, Need, Placement
+from router.policies.base import Asked, Busy, Decision, Impossible, Need, Placement
 from router.policies.candidates import Backlog, decode_blocks, find
 from router.policies.least_loaded import LeastLoaded
 from router.policies.pulling import Holders, bid
@@ -87,7 +87,7 @@ def least_loaded(view: ClusterView, need: Need) -> Placement | Busy | Impossible
     if isinstance(found, Busy | Impossible):
         return found
     choice = LeastLoaded().choose(Asked(view, found, need, Nothing(), Nothing(), 0.0, First()))
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, Decision)
     return choice.placement
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome
 from router.cluster.view import ClusterView, WorkerView
-from router.policies.base import Asked, Busy, Choice, Need, Placement, SharedPrompt
+from router.policies.base import Asked, Busy, Decision, Need, Placement, SharedPrompt
 from router.policies.candidates import Backlog, find
 from router.policies.slo import Slo
 
@@ -79,25 +79,25 @@ D0 = worker("d0")
 def test_the_wait_counts_as_much_as_the_work():
     choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0)
     assert choice.placement == Placement("p1", "d0")
-    assert choice.ttft_s == pytest.approx(1.0)
+    assert choice.predicted_ttft_s == pytest.approx(1.0)
     known = Costs({"p0": 80}, pull_token_s=1.0)
     choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
     assert choice.placement == Placement("p0", "d0")
-    assert choice.ttft_s == pytest.approx(0.5 + 0.2)
-    assert (choice.source, choice.num_cached_tokens) == (None, 80)
+    assert choice.predicted_ttft_s == pytest.approx(0.5 + 0.2)
+    assert (choice.pulled_from, choice.num_cached_tokens) == (None, 80)
 
 
 def test_time_that_has_passed_is_not_waited_for_again():
     late = choose(worker("p0", busy_s=0.5), D0, now_s=0.4)
-    assert late.ttft_s == pytest.approx(0.1 + 1.0)
+    assert late.predicted_ttft_s == pytest.approx(0.1 + 1.0)
 
 
 def test_a_hot_prefix_is_pulled_to_an_idle_worker():
     known = Costs({"p0": 80, "d0": 40})
     choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
     assert choice.placement == Placement("p1", "d0")
-    assert (choice.source, choice.num_source_tokens) == ("p0", 80)
-    assert choice.ttft_s == pytest.approx(0.08 + 0.2)
+    assert (choice.pulled_from, choice.num_cached_tokens) == ("p0", 80)
+    assert choice.predicted_ttft_s == pytest.approx(0.08 + 0.2)
     assert "pulled" in choice.why
 
 
@@ -107,33 +107,33 @@ def test_the_asked_holder_can_answer_now():
     for seed in range(8):
         choice = choose(*workers, known=known, seed=seed)
         assert choice.placement.prefill == "p1"
-        assert choice.source == "d0"
-        assert choice.ttft_s == pytest.approx(0.08 + 0.2)
+        assert choice.pulled_from == "d0"
+        assert choice.predicted_ttft_s == pytest.approx(0.08 + 0.2)
 
 
 @pytest.mark.parametrize(("busy_s", "offer_s", "wait_s"), [(0.5, 0.3, 0.3), (0.2, 0.3, 0.2)])
 def test_an_offer_of_a_worker_that_computes_is_waited_for(busy_s, offer_s, wait_s):
     known = Costs({"p0": 80}, busy_offer_s=offer_s, pull_token_s=1e-4)
     choice = choose(worker("p0", busy_s=busy_s), worker("p1"), D0, known=known, bound_s=0.01)
-    assert (choice.placement.prefill, choice.source) == ("p1", "p0")
-    assert choice.ttft_s == pytest.approx(wait_s + 0.008 + 0.2)
+    assert (choice.placement.prefill, choice.pulled_from) == ("p1", "p0")
+    assert choice.predicted_ttft_s == pytest.approx(wait_s + 0.008 + 0.2)
 
 
 def test_a_prefix_that_would_be_offered_too_late_is_computed():
     known = Costs({"p0": 80}, busy_offer_s=0.9)
     choice = choose(worker("p0", busy_s=2.0), worker("p1"), D0, known=known)
-    assert (choice.placement.prefill, choice.source) == ("p1", None)
+    assert (choice.placement.prefill, choice.pulled_from) == ("p1", None)
 
 
 def test_a_pull_that_takes_longer_than_to_compute_is_left_out():
     choice = choose(worker("p1"), D0, known=Costs({"d0": 80}, pull_token_s=0.011))
-    assert choice.source is None
-    assert choice.ttft_s == pytest.approx(1.0)
+    assert choice.pulled_from is None
+    assert choice.predicted_ttft_s == pytest.approx(1.0)
 
 
 def test_no_pull_for_a_prompt_with_log_probabilities():
     need = Need(num_tokens=100, max_len=120, may_pull=False)
-    assert choose(worker("p1"), D0, need=need, known=Costs({"d0": 80})).source is None
+    assert choose(worker("p1"), D0, need=need, known=Costs({"d0": 80})).pulled_from is None
 
 
 def test_equals_take_turns_by_chance_and_the_same_seed_chooses_the_same():
@@ -148,7 +148,7 @@ def test_before_anything_was_measured_the_shortest_backlog_is_chosen():
     known = Costs(token_s=None)
     choice = choose(worker("p0", busy_s=0.5), worker("p1"), D0, known=known)
     assert choice.placement == Placement("p1", "d0")
-    assert (choice.ttft_s, choice.why) == (None, "nothing was measured yet")
+    assert (choice.predicted_ttft_s, choice.why) == (None, "nothing was measured yet")
 
 
 def test_followers_stay_with_their_leader():
@@ -176,7 +176,7 @@ def test_the_decode_worker_is_that_of_the_least_time_per_token_after_joining():
     choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1))
     assert choice.placement == Placement("p0", "d1")
     # two sequences; each is counted in the middle of its growth: at 100, and at (100 + 120) / 2
-    assert choice.tpot_s == pytest.approx(2e-2 + 1e-5 * (100 + 110))
+    assert choice.predicted_tpot_s == pytest.approx(2e-2 + 1e-5 * (100 + 110))
 
 
 def test_sequences_that_are_to_grow_count_for_more():
@@ -195,15 +195,15 @@ def test_other_gateways_sequences_count():
 def test_a_request_that_would_slow_all_down_waits_if_it_may_hope():
     bound = Need(num_tokens=100, max_len=120, tpot_bound_s=0.025)
     assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=bound), Busy)
-    assert isinstance(choose(worker("p0"), worker("d0", seqs=1), need=bound), Choice)
+    assert isinstance(choose(worker("p0"), worker("d0", seqs=1), need=bound), Decision)
     hopeless = Need(num_tokens=100, max_len=120, tpot_bound_s=0.005)
-    assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=hopeless), Choice)
+    assert isinstance(choose(worker("p0"), worker("d0", seqs=2), need=hopeless), Decision)
 
 
 def test_the_emptiest_memory_is_chosen_before_a_pace_is_known():
     known = Costs(seq_s=None)
     choice = choose(worker("p0"), worker("d0", seqs=2), worker("d1", seqs=1), known=known)
-    assert (choice.placement.decode, choice.tpot_s) == ("d1", None)
+    assert (choice.placement.decode, choice.predicted_tpot_s) == ("d1", None)
 
 
 # ---------------------------------------------------------------- workers that do both
@@ -213,7 +213,7 @@ def test_a_short_rest_of_a_prompt_is_computed_where_it_is_decoded():
     known = Costs({"m0": 96}, pull_token_s=None)
     choice = choose(worker("p0"), worker("m0"), known=known)
     assert choice.placement == Placement("m0", "m0")
-    assert choice.ttft_s == pytest.approx(0.04)
+    assert choice.predicted_ttft_s == pytest.approx(0.04)
 
 
 def test_unless_there_is_a_queue_for_it():
@@ -249,5 +249,5 @@ def test_work_of_other_gateways_is_waited_for_and_done_with_time():
     view = worker("p0")
     view.report(LoadReport(0, 0, 0, 0, 0, 0, 0, 0, prompt_tokens=200), 1.0)
     assert choose(view, D0, bound_s=0.5, now_s=1.0) == Busy(2.5, Role.PREFILL)
-    assert choose(view, D0, bound_s=0.5, now_s=2.5).ttft_s == pytest.approx(0.5 + 1.0)
-    assert choose(view, D0, bound_s=0.5, now_s=9.0).ttft_s == pytest.approx(1.0)
+    assert choose(view, D0, bound_s=0.5, now_s=2.5).predicted_ttft_s == pytest.approx(0.5 + 1.0)
+    assert choose(view, D0, bound_s=0.5, now_s=9.0).predicted_ttft_s == pytest.approx(1.0)
