@@ -44,24 +44,24 @@ class DecodeLoad:
 
     num_seqs: float
     context_tokens: float
-    spread: float = 0.0  # of `num_seqs`: how far off one may well be
+    spread: float = 0.0  # standard deviation of `num_seqs`
 
 
 class Admission:
-    """Refuses, or not, in the state that it is given."""
+    """Decides whether a new request is refused, and predicts waits."""
 
     def __init__(self, state: RouterState) -> None:
         self._state = state
 
     def refusal(self, flight: Flight, now_s: float) -> Rejected | None:
-        """Why a request that has just arrived is not let in."""
+        """Returns the refusal of a new request; None if it is admitted."""
         state = self._state
         if state.waiting.num_requests >= state.config.max_queue:
             state.counters["rejected", "queue full"] += 1
             message = f"{state.waiting.num_requests} requests are waiting already"
             return Rejected(message, self.drain_s(now_s))
         if flight.request.leader is not None:
-            return None  # where the leader is, there the others are too
+            return None  # a group is admitted with its leader
         return self._late(flight, now_s)
 
     def drain_s(self, now_s: float) -> float:
@@ -73,7 +73,7 @@ class Admission:
         return min(max(DRAINED * wait_s, LEAST_RETRY_S), state.config.queue_timeout_s)
 
     def _late(self, flight: Flight, now_s: float) -> Rejected | None:
-        """A prediction says that a bound will be missed."""
+        """Returns the refusal of a request that is predicted to miss a bound."""
         state, request = self._state, flight.request
         ttft_bound_s = _least(
             state.config.slo_ttft_s,
@@ -98,7 +98,7 @@ class Admission:
     # ------------------------------------------------------------ prefill
 
     def predicted_ttft_s(self, flight: Flight, now_s: float) -> float | None:
-        """Seconds from now to a new request's first token. None if unknown."""
+        """Predicts the seconds from now to a new request's first token. None if unknown."""
         wait_s = self._prefill_wait_s(now_s)
         if wait_s is None:
             return None
@@ -114,7 +114,7 @@ class Admission:
         return min(wait_s + compute_s, self._local_ttft_s(flight, matched, now_s))
 
     def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
-        """The same if a decode worker prefills it; infinite if none has time for that."""
+        """Predicts the same for a prefill by a decode worker; infinite if none has time."""
         state, costs = self._state, self._state.estimates
         if state.waiting.queue or not state.policy.prefills_locally:
             return inf
@@ -133,7 +133,7 @@ class Admission:
         return soonest_s
 
     def _prefill_wait_s(self, now_s: float) -> float | None:
-        """Seconds until a prefill worker has time for one that comes now."""
+        """Predicts the seconds until a prefill worker has time for a request that comes now."""
         state = self._state
         workers = [worker for _, worker in state.view.prefillers()]
         if not workers:
@@ -147,7 +147,7 @@ class Admission:
         return left_s / len(workers)
 
     def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
-        """Seconds until decode workers have room for all that waits and for this one."""
+        """Predicts the seconds until decode workers have room for the queue and this request."""
         state = self._state
         decoders, queue = self._decoders(), state.waiting.queue
         if not decoders:
@@ -169,7 +169,7 @@ class Admission:
     # ------------------------------------------------------------ decode
 
     def _is_quick(self, flight: Flight, bound_s: float) -> bool:
-        """True if it keeps the bound with everything that is there or promised now. Cheap."""
+        """True if it keeps the bound with all present and promised load. Cheap to compute."""
         state = self._state
         if state.waiting.queue:
             return False
@@ -185,7 +185,7 @@ class Admission:
     def _slow(
         self, flight: Flight, bound_s: float, now_s: float, joins_s: float
     ) -> Rejected | None:
-        """A prediction says that its tokens would be, and those of others with them."""
+        """Returns the refusal of a request with which tokens would miss the bound."""
         state = self._state
         decoders = self._decoders()
         if not decoders:
@@ -223,7 +223,7 @@ class Admission:
     def _load_at_pace(
         self, decoders: Sequence[WorkerView], at_s: float, now_s: float, pace_s: float
     ) -> DecodeLoad:
-        """Each sequence counts as much as it is likely to be there."""
+        """Returns the load, with each sequence weighted by its probability to be there still."""
         state, survival = self._state, self._state.lengths.survival
         queue = state.waiting.queue
         num_seqs = float(len(queue))
@@ -246,13 +246,13 @@ class Admission:
         return tokens / len(decoders)
 
     def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
-        """Seconds per token; infinite if unknown."""
+        """Predicts the seconds per token; infinite if unknown."""
         num_seqs, context_tokens = max(round(load.num_seqs), 1), round(load.context_tokens)
         pace_s = self._state.estimates.step_s(worker, num_seqs, context_tokens)
         return inf if pace_s is None else pace_s
 
     def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
-        """When each sequence is predicted to end, and the blocks that it gives back then."""
+        """Returns when each sequence is predicted to end, with the blocks that it frees then."""
         num_seqs = sum(worker.num_decodes for worker in decoders)
         load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
         pace_s = self._pace_s(decoders[0], load)
@@ -267,7 +267,7 @@ class Admission:
         ]
 
     def _nth_end_s(self, decoders: Sequence[WorkerView], number: float, now_s: float) -> float:
-        """When so many sequences are predicted to have ended."""
+        """Returns the time by which so many sequences are predicted to have ended."""
         ends_s = sorted(ends_s for ends_s, _ in self._ends(decoders, now_s))
         if not ends_s:
             return now_s
@@ -275,7 +275,7 @@ class Admission:
 
     def _decoders(self) -> list[WorkerView]:
         workers = self._state.view.workers.values()
-        decode, mixed = Role.DECODE, Role.MIXED  # asked of a thousand for each request
+        decode, mixed = Role.DECODE, Role.MIXED  # fast: for each request, of a thousand workers
         return [w for w in workers if (role := w.info.role) is decode or role is mixed]
 
 

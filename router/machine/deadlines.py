@@ -1,9 +1,9 @@
 """The next deadline of all requests, found at once.
 
-Each message about a request moves its deadline to a later time. That is not noted here. What is
-noted is a time before which nothing of the request is due. At that time the true deadline is looked
-up and noted anew. So a request costs something at each stage of its life, and then once in the time
-that it may be without news.
+Each message about a request moves its deadline to a later time. That is not noted here. The noted
+time is a lower bound: no deadline of the request falls due before. When it is reached, the true
+deadline is computed and noted. So a request costs one note at each stage of its life, and then one
+each time that a full timeout has passed.
 """
 
 from collections.abc import Container, Mapping
@@ -13,20 +13,21 @@ from engine.config import RouterConfig
 from engine.messages import RequestId
 from router.machine.flight import Flight
 
-MAX_STALE = 4  # entries for each request, and some
+# The heap is rebuilt when it has more entries than this for each request, and `LEAST_STALE` more.
+MAX_STALE = 4
 LEAST_STALE = 64
 
 
 class Deadlines:
-    """For each request a time before which nothing of it is due."""
+    """The deadlines of all requests, each with a lower bound that is noted."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._noted: dict[RequestId, float] = {}
-        self._heap: list[tuple[float, RequestId]] = []  # what is not noted any more stays for now
+        self._heap: list[tuple[float, RequestId]] = []  # outdated entries stay for now
 
     def note(self, request_id: RequestId, due_s: float) -> None:
-        """Nothing of it falls due before, whatever was noted."""
+        """Notes the lower bound of a request's deadline, in place of an earlier one."""
         if self._noted.get(request_id) != due_s:
             self._noted[request_id] = due_s
             heappush(self._heap, (due_s, request_id))
@@ -35,18 +36,21 @@ class Deadlines:
                 heapify(self._heap)
 
     def forget(self, request_id: RequestId) -> None:
-        """Nothing of it falls due any more."""
+        """Removes a request."""
         self._noted.pop(request_id, None)
 
     def soonest_s(self) -> float | None:
-        """Nothing falls due before. None: nothing falls due at all."""
+        """Returns the least noted time; None without requests."""
         heap = self._heap
         while heap and self._noted.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else None
 
     def take_due(self, now_s: float) -> set[RequestId]:
-        """Requests of which something may have fallen due. They have to be noted again."""
+        """Removes and returns the requests whose noted time has come.
+
+        The caller must `watch` those that live on.
+        """
         due: set[RequestId] = set()
         while (soonest_s := self.soonest_s()) is not None and soonest_s <= now_s:
             _, request_id = heappop(self._heap)

@@ -14,7 +14,7 @@ from router.policies.base import Placement, SharedPrompt
 
 
 class Ends:
-    """Ends what is over, in the state that it is given."""
+    """Ends attempts, moves and requests."""
 
     def __init__(self, state: RouterState) -> None:
         self._state = state
@@ -22,7 +22,7 @@ class Ends:
     def end(
         self, flight: Flight, outcome: Outcome, now_s: float, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
-        """The request is over."""
+        """Ends a request, and its attempts."""
         state = self._state
         request_id = flight.request.request_id
         attempt = flight.attempt
@@ -31,8 +31,8 @@ class Ends:
             state.waiting.drop(flight)
         has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready
         if attempt is not None and has_kv and (attempt.lease or not attempt.hands_over):
-            # If the first token was the last, nothing was handed over. The last token of any answer
-            # was not fed back: its KV is nowhere.
+            # If the first token was the last, nothing was handed over. The last token of an answer
+            # is never computed, so it has no KV.
             state.workers.credit(attempt.decode, flight, flight.length - 1)
         if isinstance(outcome, Finished):
             state.lengths.observe(flight.max_tokens, len(flight.tokens))
@@ -43,8 +43,9 @@ class Ends:
         return [*effects, End(request_id, outcome, timeline(flight, now_s))]
 
     def retry(self, flight: Flight, reason: str, now_s: float) -> list[RouterEffect]:
-        """Ends the attempt and puts the request first in the queue; if there is a second attempt,
-        it goes on as that instead.
+        """Ends the attempt, and puts the request first in the queue.
+
+        With a second attempt the request goes on as that one instead.
         """
         state = self._state
         if flight.attempt is not None and flight.hedge is not None:
@@ -83,7 +84,7 @@ class Ends:
     def end_attempt(
         self, flight: Flight, now_s: float, *, tell_workers: bool = True
     ) -> list[RouterEffect]:
-        """Gives back what its attempts claimed."""
+        """Ends all attempts of a request, and returns their claims."""
         attempts = flight.attempts
         if attempts:
             flight.attempt = flight.hedge = None
@@ -136,7 +137,7 @@ class Ends:
         return [cancel for cancel in cancels if cancel.worker_id in workers]
 
     def release_followers(self, leader: Flight, now_s: float) -> None:
-        """Queues those that were held back: there is nothing to wait for any more."""
+        """Queues the followers that were held back for a leader."""
         leader.leads = False
         leader.shared = self._shared_prompt(leader)
         for request_id in reversed(self._state.waiting.held.release(leader.request.request_id)):

@@ -54,7 +54,7 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A worker's step yielded tokens of several sequences: `FromWorker` of each, in this order."""
+    """The tokens of one step of a worker. Equals a `FromWorker` for each, in this order."""
 
     worker_id: WorkerId
     tokens: Sequence[Tokens]
@@ -62,7 +62,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """A worker tells what it caches: from now on that is what is believed of it."""
+    """A worker's block events. From the first on, only they say what it caches."""
 
     worker_id: WorkerId
     events: Sequence[BlockEvent]
@@ -70,7 +70,7 @@ class BlocksChanged:
 
 @dataclass(frozen=True, slots=True)
 class BlocksUnheard:
-    """A worker's block events are out of date, until its next snapshot."""
+    """Block events of a worker were lost: they are out of date until its next snapshot."""
 
     worker_id: WorkerId
     reason: str
@@ -78,7 +78,7 @@ class BlocksUnheard:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Nothing happened but time."""
+    """Time has passed, and nothing else happened."""
 
 
 RouterEvent = (
@@ -104,7 +104,12 @@ class SendTo(msgspec.Struct, frozen=True):
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """Give tokens to the client; with the first two, when stages end, the timeline."""
+    """Give tokens to the client; with the first two, when stages end, the timeline.
+
+    One is made for each token, and recorded. The shell merges a turn's `Deliver`s and `End` of a
+    request to an `Update`. An `Update` in its place would need a request id for the gateway, which
+    has none to look up, and an outcome in each token's effect.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -120,7 +125,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The request is over; nothing of it follows."""
+    """The request is over: no effect of it follows."""
 
     request_id: RequestId
     outcome: Outcome

@@ -42,9 +42,9 @@ class Move:
 
 @dataclass(slots=True)
 class Attempt:
-    """One placement. While `offer_due_s` is set, the prefill worker has not heard of it.
+    """One placement. While `offer_due_s` is set, the prompt was not yet sent.
 
-    With a `move` it decodes on a worker that is not to decode, and is on its way to another one.
+    With a `move` it decodes on a worker that is no longer to decode, and moves to another one.
     """
 
     seq_id: SeqId
@@ -52,23 +52,23 @@ class Attempt:
     decode: WorkerId
     base_len: int  # tokens that it prefills
     reserved_len: int  # tokens that the decode worker's reservation is for
-    holder: WorkerId | None = None  # its offer of a prefix may be open
+    holder: WorkerId | None = None  # asked to offer a prefix; the offer may be open
     asked_s: float | None = None  # when it was asked, if it was computing then
-    offer_due_s: float | None = None  # until then its answer is waited for
+    offer_due_s: float | None = None  # deadline of its offer
     started_s: float | None = None  # the first chunk
     num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
     lease: LeaseRef | None = None
     prefilled: bool = False
     kv_ready: bool = False
-    is_moved: bool = False  # it goes on from another decode worker
+    is_moved: bool = False  # it continues an attempt at another decode worker
     move: Move | None = None
-    decision: Decision | None = None  # that it came of
-    hedge_after_s: float | None = None  # that long its first token is waited for; None: for ever
-    hedge_due_s: float | None = None  # then, and a second attempt is begun
+    decision: Decision | None = None  # None if it is moved
+    hedge_after_s: float | None = None  # from the prompt's sending; None: no second attempt
+    hedge_due_s: float | None = None  # a second attempt begins then
 
     @property
     def is_decoding(self) -> bool:
-        """True if it can be decoded where it is: prefilled, and its KV is there."""
+        """True if its first token and all its KV are at the decode worker."""
         return self.prefilled and self.kv_ready
 
     @property
@@ -98,7 +98,7 @@ class Attempt:
 class Flight:
     """One accepted request. `attempt` is None while it is queued or held back.
 
-    While there is a `hedge` too, neither has brought a token.
+    While there is a `hedge` too, neither of the two has a token.
     """
 
     request: Request
@@ -108,18 +108,18 @@ class Flight:
     tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
     attempt: Attempt | None = None
     hedge: Attempt | None = None  # a second one beside it
-    waits_for_s: float = 0.0  # counted in the queue: to compute it, as predicted then
+    waits_for_s: float = 0.0  # predicted when it was queued: seconds to compute its tokens
     compute_s: float = 0.0  # the same without what was cached when it arrived
-    num_ids: int = 0  # that were given out, to attempts and to moves
+    num_ids: int = 0  # sequence ids of attempts and moves
     num_attempts: int = 0
     num_preemptions: int = 0  # attempts that do not count
-    num_excused: int = 0  # the same: a worker changed its role, or its step lasted
-    num_moves: int = 0  # attempts that went on from another
-    num_hedges: int = 0  # that were begun beside another
+    num_excused: int = 0  # nor these: a worker changed its role, or its step hung
+    num_moves: int = 0  # attempts that continued another
+    num_hedges: int = 0  # attempts beside another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last time, by worker
     back_off_until_s: float | None = None
     leads: bool = True  # followers are held back for it
-    shared: SharedPrompt | None = None  # of its leader, or its own when it leads no more
+    shared: SharedPrompt | None = None  # its leader's, or its own once it no longer leads
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -128,7 +128,7 @@ class Flight:
     move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
     decision: Decision | None = None  # of the latest placement
-    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # by lost attempts
+    kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # cached by lost attempts
     hashes: PrefixHashes = field(init=False)
     prompt_len: int = field(init=False)
     _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
@@ -138,29 +138,29 @@ class Flight:
         self.hashes = self.request.hashes or PrefixHashes(salt=self.request.salt)
 
     def next_seq_id(self) -> SeqId:
-        """An id that none of its attempts has had."""
+        """Returns a new id for an attempt or a move."""
         seq_id = SeqId(f"{self.request.request_id}.{self.num_ids}")
         self.num_ids += 1
         return seq_id
 
     @property
     def num_counted(self) -> int:
-        """Attempts of which there may only be so many."""
+        """Attempts that count towards `max_attempts`."""
         uncounted = self.num_preemptions + self.num_excused + self.num_moves + self.num_hedges
         return self.num_attempts - uncounted
 
     @property
     def attempts(self) -> list[Attempt]:
-        """All that run: none, one, or two."""
+        """The running attempts: none, one, or two."""
         return [each for each in (self.attempt, self.hedge) if each is not None]
 
     def attempt_of(self, seq_id: SeqId) -> Attempt | None:
-        """The one that runs as this sequence; None of a sequence that only holds a copy."""
+        """Returns the attempt with this id; None for a sequence that only holds a copy."""
         return next((each for each in self.attempts if each.seq_id == seq_id), None)
 
     @property
     def token_ids(self) -> list[int]:
-        """The journal: prompt and answer so far. To be read only."""
+        """The journal: prompt and answer so far. Read only."""
         if self.tokens:
             return [*self.request.token_ids, *self.tokens]
         if self._prompt is None:
@@ -190,9 +190,7 @@ class Flight:
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """How many log-probabilities of the prompt an attempt returns: none after the
-        first time.
-        """
+        """Log-probabilities that are wanted for each prompt token; None once they were sent."""
         return None if self.tokens else self.request.prompt_logprobs
 
     def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
@@ -221,7 +219,7 @@ class Flight:
 
 
 def timeline(flight: Flight, now_s: float) -> Timeline:
-    """The stages; one that a lost attempt or an early end left out counts as zero."""
+    """Returns the stages. A stage that was left out by a lost attempt or an early end is zero."""
     stamps = flight.stamps
     placed_s = stamps.placed_s if stamps.placed_s is not None else now_s
     first_s = stamps.first_token_s if stamps.first_token_s is not None else max(placed_s, now_s)
@@ -255,5 +253,5 @@ def timeline(flight: Flight, now_s: float) -> Timeline:
 
 
 def _between(low_s: float, at_s: float | None, high_s: float) -> float:
-    """`at_s`, kept within its neighbours; a stage that was not seen ends where it began."""
+    """Returns `at_s` within the two bounds; without it the lower one: the stage is empty."""
     return low_s if at_s is None else min(max(at_s, low_s), high_s)

@@ -9,9 +9,9 @@ second, from the time when the prompt was sent. Prompt and seed determine the to
 matter which attempt brings them.
 
 A second attempt is like any other: it reserves room at workers that have it, and they are told of
-its end. Only no prefix is pulled for it. A request has at most one, and all of them are a bounded
-share of all placements. Where everything takes longer than predicted, doing it twice would make it
-worse. A prompt without a prediction is not hedged.
+its end. But no prefix is pulled for it. A request has at most one, and all of them are a bounded
+share of all placements: if everything takes longer than predicted, more work would make it worse. A
+prompt without a prediction is not hedged.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ class Hedging:
         return [effect]
 
     def settle(self, flight: Flight, winner: Attempt, now_s: float) -> list[RouterEffect]:
-        """The first token of one has come; of the other none will be taken."""
+        """Ends the attempt that lost: the other one has brought the first token."""
         if flight.hedge is None:
             return []
         assert flight.attempt is not None

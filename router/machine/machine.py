@@ -169,7 +169,7 @@ class RouterMachine:
         return len(self.state.flights)
 
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
-        """Takes an event in; what follows from it comes out."""
+        """Handles an event. Returns its effects, in order."""
         effects: list[RouterEffect] = []
         match event:
             case Stepped(worker_id, tokens):
@@ -226,7 +226,7 @@ class RouterMachine:
         return self.policy.prefills_locally and worker is not None and worker.info.prefills_locally
 
     def next_wake_s(self) -> float | None:
-        """When `Tick` is wanted next: nothing falls due before. None where nothing will."""
+        """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
         state = self.state
         due_s = [state.deadlines.soonest_s(), state.moves.retry_s]
         if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
@@ -236,7 +236,7 @@ class RouterMachine:
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def forecast(self, worker: WorkerView, now_s: float) -> Forecast:
-        """Predicted times of a worker with all that is promised to it."""
+        """Predicts the times of a worker with all its claims."""
         estimates, role = self.state.estimates, worker.info.role
         num_seqs = max(worker.num_decodes, 1)
         context_tokens = worker.context_tokens + worker.foreign.context_tokens
@@ -316,7 +316,7 @@ class RouterMachine:
             needs_prefill = attempt.prefill == worker_id and not attempt.is_decoding
             if attempt.decode == worker_id or needs_prefill:
                 if reason == StepStuck.__name__ and flight.num_excused < state.config.max_attempts:
-                    # It lives and may only be slow; or this very request stops it.
+                    # The worker may only be slow. Or this request hangs it: hence the bound.
                     effects += self._ends.excuse(flight, "worker lost", now_s)
                 else:
                     effects += self._ends.retry(flight, "worker lost", now_s)
@@ -329,17 +329,17 @@ class RouterMachine:
     def _on_holder_lost(self, flight: Flight, attempt: Attempt, now_s: float) -> list[RouterEffect]:
         if attempt.offer_due_s is not None:
             return self._placing.compute_all(flight, attempt, "prefix holder lost", now_s)
-        attempt.holder = None  # the prefill worker notices by itself
+        attempt.holder = None  # the prefill worker finds out itself
         return []
 
     def _youngest_first(self) -> list[Flight]:
-        """In this order those that go back to the head of the queue keep their order there."""
+        """Returns all requests. Returned to the queue's head in this order, they keep their own."""
         return list(reversed(self.state.flights.values()))
 
     # ------------------------------------------------------------ deadlines
 
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
-        """Each request has one now and then: it must not cost something for each of the others."""
+        """Looks at the requests whose noted time has come, and at no others."""
         state = self.state
         due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
         due.sort(key=lambda flight: flight.number)
@@ -351,7 +351,7 @@ class RouterMachine:
         return effects
 
     def _on_due(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """A time has come that was noted of it; its deadline may have moved since."""
+        """Handles a noted time that has come; the deadline may have moved since it was noted."""
         if self.state.deadlines.deadline_s(flight) > now_s:
             effects = self._stop_waiting_for_offer(flight, now_s)
             effects += self._moving.copying.stop_waiting(flight, now_s)

@@ -110,7 +110,7 @@ class Placing:
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
     ) -> Candidates | Busy | Impossible:
-        """Workers that have room now, but for one."""
+        """Returns the workers that have room now, without `other_than`."""
         state, config, policy = self._state, self._state.config, self._state.policy
         backlog = None
         if policy.binds_late:
@@ -181,7 +181,7 @@ class Placing:
         return effect
 
     def _begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
-        """Another attempt, with all that it needs reserved."""
+        """Returns a new attempt, with all that it needs reserved."""
         seq_id = flight.next_seq_id()
         flight.num_attempts += 1
         attempt = Attempt(
@@ -199,12 +199,12 @@ class Placing:
     def _claim(
         self, flight: Flight, attempt: Attempt, decision: Decision, need: Need, now_s: float
     ) -> None:
-        """Reserves what was chosen."""
+        """Reserves what the decision needs on both workers."""
         state = self._state
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, decision.num_cached_tokens)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
-        if is_local and flight.num_attempts == 1:  # of the others nothing was asked when it came
+        if is_local and flight.num_attempts == 1:  # demand counts the first attempt only
             self.locally_s += flight.compute_s
         pull_s = None
         if decision.pulled_from is not None:
@@ -229,7 +229,7 @@ class Placing:
     def _ask_or_prefill(
         self, flight: Flight, attempt: Attempt, decision: Decision, now_s: float
     ) -> SendTo:
-        """Asks another worker for the prefix if that is wanted, else has the prompt computed."""
+        """Asks another worker for the prefix if it is to be pulled, else sends the prompt."""
         if decision.pulled_from is None:
             return self.send_prefill(flight, attempt, None, now_s)
         attempt.holder = decision.pulled_from
@@ -244,7 +244,7 @@ class Placing:
     def send_prefill(
         self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
     ) -> SendTo:
-        """Has the prompt computed, with what is offered of it or without."""
+        """Sends the prompt to its prefill worker, with the lease on its prefix, if any."""
         request = flight.request
         attempt.offer_due_s = None
         if attempt.hedge_after_s is not None:
@@ -266,7 +266,7 @@ class Placing:
     def compute_all(
         self, flight: Flight, attempt: Attempt, reason: str, now_s: float
     ) -> list[RouterEffect]:
-        """There is no prefix to wait for."""
+        """Sends the whole prompt: there is no prefix to wait for."""
         self._state.counters["fallback", reason] += 1
         attempt.holder = None
         return [self.send_prefill(flight, attempt, None, now_s)]
@@ -277,16 +277,14 @@ class Placing:
 
 
 class KnownPrefixes:
-    """The workers that hold the beginning of one prompt. Implements
-    `router.policies.base.Known`.
-    """
+    """Workers that hold the beginning of one prompt. Implements `router.policies.base.Known`."""
 
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
         self._flight = flight
 
     def hashes(self) -> Sequence[BlockHash]:
-        """Hashes of the full blocks; none if there is no decision, to save hashing."""
+        """Hashes of the full blocks; none if one worker alone could hold them."""
         workers, flight = self._state.view.workers, self._flight
         if len(workers) < 2 or flight.prompt_logprobs is not None:
             return ()

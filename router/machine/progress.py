@@ -39,7 +39,7 @@ MAX_BACK_OFF_S = 8.0
 
 
 class Progress:
-    """Takes workers' messages in, in the state that it is given."""
+    """Handles the messages of workers."""
 
     def __init__(
         self, state: RouterState, ends: Ends, placing: Placing, moving: Moving, hedging: Hedging
@@ -56,7 +56,7 @@ class Progress:
         """Handles a worker's message."""
         state = self._state
         if isinstance(message, Welcome | Refused | StillStepping):
-            return []  # the link deals with these
+            return []  # `router.service` handles these
         if isinstance(message, LoadReport | RoleChanged):
             return self._on_own_news(worker_id, message, now_s)
         flight = state.by_seq.get(message.seq_id)
@@ -198,10 +198,10 @@ class Progress:
     def on_step(
         self, worker_id: WorkerId, tokens: Sequence[Tokens], now_s: float
     ) -> list[RouterEffect]:
-        """Handles the tokens of one step, as if each had come by itself.
+        """Handles the tokens of one step, as if each message had come alone.
 
-        Most tokens are only delivered and make their sequence grow. That path is here, as it runs
-        once for each token.
+        Most tokens are only delivered, and their sequence grows. The short path for them is here,
+        as it runs once for each token.
         """
         by_seq, workers = self._state.by_seq, self._state.view.workers
         effects: list[RouterEffect] = []
@@ -259,7 +259,7 @@ class Progress:
         return Deliver(request_id, tuple(tokens), shown, logprobs, prompt_logprobs)
 
     def _grow(self, flight: Flight, num_tokens: int) -> None:
-        """The decode worker holds more; what outgrew its prediction is predicted anew."""
+        """Grows the claim at the decode worker, which is predicted anew if it is outgrown."""
         attempt = flight.attempt
         assert attempt is not None
         worker = self._state.view.workers[attempt.decode]
@@ -270,7 +270,7 @@ class Progress:
             worker.extend_decode(attempt.seq_id, num_blocks)
             self._state.counters["answer", "longer than predicted"] += 1
 
-    # ------------------------------------------------------------ what comes back
+    # ------------------------------------------------------------ returned sequences
 
     def _on_given_back(
         self,
@@ -312,7 +312,7 @@ class Progress:
 
 
 def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
-    """The attempt got somewhere, and only memory was short: it does not count."""
+    """Notes a preemption: the attempt brought tokens, so it does not count as failed."""
     flight.preempted_s[worker_id] = now_s
     back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
     flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)

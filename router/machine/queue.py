@@ -34,7 +34,7 @@ QUANTUM_TOKENS = 4096.0
 
 @dataclass(slots=True)
 class _Tenant:
-    """Its requests with the work of each, and how much more it may have placed at this turn."""
+    """A tenant's requests with the work of each, and the work that it may still place this turn."""
 
     waiting: OrderedDict[RequestId, float] = field(default_factory=OrderedDict)
     deficit: float = 0.0
@@ -42,11 +42,11 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Level:
-    """One priority: its tenants that have requests, in the order of their turns."""
+    """The tenants with requests of one priority, in the order of their turns."""
 
     tenants: OrderedDict[str, _Tenant] = field(default_factory=OrderedDict)
     num_requests: int = 0
-    has_begun: bool = False  # the first tenant's turn: it has had its quantum
+    has_begun: bool = False  # the first tenant has got its quantum
 
 
 class FairQueue:
@@ -56,8 +56,8 @@ class FairQueue:
         self._quantum = quantum
         self._returned: OrderedDict[RequestId, float] = OrderedDict()
         self._levels: dict[int, _Level] = {}
-        self._homes: dict[RequestId, tuple[int, str]] = {}  # of those that have not come back
-        self.work = 0.0  # of all
+        self._homes: dict[RequestId, tuple[int, str]] = {}  # of requests that were not returned
+        self.work = 0.0  # of all requests
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._homes)
@@ -70,7 +70,7 @@ class FairQueue:
         yield from self._homes
 
     def put(self, request_id: RequestId, *, priority: int, tenant: str, work: float) -> None:
-        """A request waits behind those of its tenant."""
+        """Adds a request behind those of its tenant."""
         assert request_id not in self
         level = self._levels.setdefault(priority, _Level())
         level.tenants.setdefault(tenant, _Tenant()).waiting[request_id] = work
@@ -79,14 +79,14 @@ class FairQueue:
         self.work += work
 
     def put_back(self, request_id: RequestId, *, work: float) -> None:
-        """A request waits before all others."""
+        """Adds a returned request before all others."""
         assert request_id not in self
         self._returned[request_id] = work
         self._returned.move_to_end(request_id, last=False)
         self.work += work
 
     def head(self) -> RequestId | None:
-        """The next request. It stays so until it is removed, or another request goes before it."""
+        """Returns the next request: the same one until it is removed or another goes before it."""
         if self._returned:
             return next(iter(self._returned))
         if not self._levels:
@@ -104,7 +104,7 @@ class FairQueue:
             level.has_begun = False
 
     def firsts(self) -> Iterator[RequestId]:
-        """The next request of each tenant in the most urgent priority, and the head."""
+        """Yields the next request of each tenant in the most urgent priority, and the head."""
         if self._returned:
             yield next(iter(self._returned))
         if self._levels:
@@ -112,14 +112,14 @@ class FairQueue:
                 yield next(iter(tenant.waiting))
 
     def num_of(self, tenant: str) -> int:
-        """Requests of a tenant that have not come back."""
+        """Counts a tenant's requests, without returned ones."""
         levels = self._levels.values()
         return sum(
             len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants
         )
 
     def longest(self) -> tuple[str, RequestId | None]:
-        """The tenant with most requests that have not come back, and the latest of these."""
+        """Returns the tenant with most requests, and its latest. Returned ones do not count."""
         names = {name for level in self._levels.values() for name in level.tenants}
         if not names:
             return "", None
@@ -128,7 +128,7 @@ class FairQueue:
         return longest, next(reversed(self._levels[last].tenants[longest].waiting))
 
     def remove(self, request_id: RequestId) -> None:
-        """It is placed, and its tenant has that less to have placed at this turn."""
+        """Removes a placed request, and charges its work to its tenant's turn."""
         self._take(request_id, is_placed=True)
 
     def discard(self, request_id: RequestId) -> None:
@@ -157,7 +157,7 @@ class FairQueue:
             self.work = 0.0  # sums of floats drift
 
     def validate(self) -> None:
-        """Asserts that every request waits in one place, and that no tenant waits for nothing."""
+        """Asserts that each request waits in one place, and that no tenant is without requests."""
         assert not set(self._homes) & set(self._returned)
         seen: dict[RequestId, tuple[int, str]] = {}
         for priority, level in self._levels.items():
@@ -198,14 +198,14 @@ class HeldBack:
             del self._followers[leader]
 
     def release(self, leader: RequestId) -> list[RequestId]:
-        """The followers of this leader, which are held no longer."""
+        """Removes and returns the followers of a leader."""
         followers = self._followers.pop(leader, [])
         for request_id in followers:
             del self._leaders[request_id]
         return followers
 
     def validate(self) -> None:
-        """Asserts that both directions say the same."""
+        """Asserts that both tables agree."""
         pairs = {(f, leader) for leader, fs in self._followers.items() for f in fs}
         assert pairs == set(self._leaders.items())
         assert all(self._followers.values())

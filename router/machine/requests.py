@@ -61,7 +61,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Refused before any work was done for it: try again later."""
+    """Refused before any work was done; to be tried again after `retry_after_s`."""
 
     message: str
     retry_after_s: float
@@ -69,7 +69,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Accepted, and could not be completed. The code is for programs to read."""
+    """Accepted but not completed. Programs read the code."""
 
     message: str
     code: str = "request_failed"
@@ -77,7 +77,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The client is gone, or has what it wanted."""
+    """The client left, or a stop string ended the answer."""
 
 
 Outcome = Finished | Rejected | Failed | Cancelled
@@ -124,7 +124,11 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):
-    """News of one request. The one with an `outcome` is the last.
+    """The part of an answer that reaches the client at once. The last one has an `outcome`.
+
+    The router's shell merges the effects of one turn, and the updates that a slow client has not
+    read yet. So an update may have tokens of several steps and the outcome. An effect
+    (`router.machine.events`) has the result of one event for one request.
 
     The timeline comes with the first two tokens and with the outcome; the latest is the most
     complete. Requested log-probabilities of an answer come with its tokens, those of the prompt
@@ -142,6 +146,6 @@ class Update(msgspec.Struct, frozen=True, gc=False):
 class Forecast:
     """Predicted times of a worker as it is now. Unknown ones are None."""
 
-    wait_s: float | None = None  # until it has computed the prompts that it was given
-    tpot_s: float | None = None  # a step of all that it decodes, or will
+    wait_s: float | None = None  # until all its prompts are computed
+    tpot_s: float | None = None  # one step of all sequences that it decodes, or will
     errors: CostErrors = field(default_factory=CostErrors)  # of workers like this one

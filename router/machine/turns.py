@@ -35,7 +35,7 @@ MAX_TURNS = 8  # at one look
 
 
 class Turns:
-    """Gives room to keys with little, in the state that it is given."""
+    """Gives the room of keys that hold much to keys that hold little."""
 
     def __init__(
         self, state: RouterState, ends: Ends, placing: Placing, admission: Admission
@@ -50,7 +50,7 @@ class Turns:
     # ------------------------------------------------------------ in the queue
 
     def make_place(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Ends a request of another key for one that has just come, where the queue is full."""
+        """Ends a waiting request of another key if a new one finds the queue full."""
         state, tenant = self._state, flight.request.tenant
         if not flight.request.has_key or state.waiting.num_requests < state.config.max_queue:
             return []
@@ -66,7 +66,7 @@ class Turns:
     # ------------------------------------------------------------ in workers
 
     def give(self, now_s: float) -> list[RouterEffect]:
-        """Places requests that have waited long enough, in the room of others."""
+        """Places requests that have waited `turn_after_s` in the room of other keys."""
         after_s = self._state.config.turn_after_s
         effects: list[RouterEffect] = []
         if after_s is None or self._placing.busy is None or not self._is_asked_by_key():
@@ -126,14 +126,14 @@ class Turns:
         return min(found, key=len, default=None)
 
     def _firsts(self) -> Iterator[Flight]:
-        """The next request of each key."""
+        """Yields the next request of each key."""
         for request_id in self._state.waiting.queue.firsts():
             flight = self._state.flights[request_id]
             if flight.request.has_key:
                 yield flight
 
     def _held_tokens(self) -> Counter[str]:
-        """Tokens that each key holds on workers."""
+        """Counts the tokens that each key holds on workers."""
         held: Counter[str] = Counter()
         for flight in self._state.flights.values():
             if flight.request.has_key:
@@ -141,12 +141,12 @@ class Turns:
         return held
 
     def _is_asked_by_key(self) -> bool:
-        """A key's request waits. All requests of a gateway have a key, or none has."""
+        """True if a key's request waits. All requests of a gateway have a key, or none has."""
         first = next(iter(self._state.waiting.queue.firsts()), None)
         return first is not None and self._state.flights[first].request.has_key
 
     def _is_contended(self) -> bool:
-        """A key waits, and another holds room."""
+        """True if a key waits while another one holds room."""
         waiting = {flight.request.tenant for flight in self._firsts()}
         if not waiting:
             return False
@@ -155,12 +155,12 @@ class Turns:
 
 
 def _held_by(flight: Flight) -> int:
-    """Tokens that decode workers keep room for."""
+    """Returns the tokens for which decode workers keep room."""
     return sum(attempt.reserved_len for attempt in flight.attempts)
 
 
 def _fewest(worker: WorkerView, need: Need, youngest_first: Sequence[Flight]) -> list[Flight]:
-    """The first of these whose room on a worker suffices; none where all together do not."""
+    """Returns the fewest youngest requests whose room on a worker suffices, else none."""
     if not has_memory(worker, need.max_len):
         return []
     lacking_blocks = worker.promised_blocks + decode_blocks(worker, need) - worker.info.num_blocks

@@ -83,7 +83,7 @@ class Moves:
             self.end(request_id)
 
     def on_their_way(self) -> Iterator[WorkerId]:
-        """The source of each sequence that was told to stop and does not run again yet."""
+        """Yields the source of each sequence that was told to stop and does not run again yet."""
         yield from self._at[MoveStage.LEAVING].values()
         yield from self._at[MoveStage.ARRIVING].values()
 
