@@ -7,11 +7,10 @@ from typing import Protocol
 from engine.messages import LoadReport, Role, WorkerId
 from router.machine.requests import Forecast, Request, Update
 
-# Takes an update where it arrives. False: the update comes out of the iterator.
+# Takes an update in the call in which it arrives. Returns False to leave it to the iterator.
 TakeAtOnce = Callable[[Update], bool]
 
-
-# Takes the tokens of an update that brings nothing else, and its time of arrival in seconds.
+# Takes the tokens of an update with tokens alone, and its time of arrival in seconds.
 TakeTokens = Callable[[Sequence[int], float], bool]
 
 
@@ -79,8 +78,8 @@ class RouterPort(RouterStatus, Protocol):
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request.
 
-        Each update is first offered to `take_at_once`. If that returns True, the update does not
-        come out of the iterator. So most tokens are sent where they arrive, and wait for no task.
-        An update of tokens alone is offered to `take_tokens` before.
+        Each update is first offered to `take_at_once`. If that returns True, the iterator does not
+        yield the update. So most tokens are sent as they arrive, and wait for no task. An update of
+        tokens alone is offered to `take_tokens` before.
         """
         ...

@@ -3,7 +3,7 @@
 It runs on one asyncio thread. Each event is handled and its effects are performed before the next
 one, so the machine needs no lock. A link for each worker address keeps one session open. The worker
 counts as lost if the session breaks, if the worker is silent for `router.silence_s`, or if its step
-hangs. The link goes on dialling. A worker that was only paused or cut off comes back without its
+hangs. The link then dials again. A worker that was only paused or cut off comes back without its
 work for this gateway: it cancels that when it learns of the session's end.
 """
 
@@ -84,24 +84,24 @@ class _Client:
         self._waiter: asyncio.Future[Update] | None = None
 
     def put(self, update: Update) -> None:
-        """More news."""
+        """Adds an update."""
         waiter = self._waiter
         if waiter is None or waiter.done():  # a client that reads slowly gets larger pieces
             if self._unread is None:
                 self._unread = update
-            elif self._unread.outcome is None:  # else it was cut
+            elif self._unread.outcome is None:  # else `Router.cut` ended the request
                 self._unread = _merged(self._unread, update)
             return
         try:
             if self._take_at_once(update):
                 return
-        except Exception as error:  # a bug of the follower's: of no concern to other requests
+        except Exception as error:  # a bug of the receiver must not end other requests
             waiter.set_exception(error)
             return
         waiter.set_result(update)
 
     def put_tokens(self, token_ids: tuple[int, ...], now_s: float) -> None:
-        """More news, of tokens alone: nearly always."""
+        """Adds an update of tokens alone, as nearly all are."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             try:
@@ -113,7 +113,7 @@ class _Client:
         self.put(Update(token_ids))
 
     async def next(self) -> Update:
-        """All that has come, as soon as something has."""
+        """Waits for an update. Returns all unread ones as one."""
         if self._unread is None:
             self._waiter = asyncio.get_running_loop().create_future()
             return await self._waiter
@@ -139,7 +139,7 @@ class Router:
         `estimates` may hold costs that were measured before. A recording, written to `record_dir`
         under the gateway's id, does not contain these.
         """
-        self._addresses = set(addresses)  # of the workers that there are to be
+        self._addresses = set(addresses)  # of all workers that are to be linked
         self._secret = secret
         self._clock = clock
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
@@ -149,18 +149,18 @@ class Router:
         if record_dir is not None:
             self._recording = RecordingFile(record_dir / f"{self.gateway_id}.msgpack", seeded)
         self._links: dict[WorkerId, SessionClient] = {}
-        self._linked_to: dict[WorkerId, str] = {}  # addresses of the same
+        self._linked_to: dict[WorkerId, str] = {}  # their addresses
         self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
         self._news_counters: Counter[tuple[str, str]] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
-        self._linking: set[asyncio.Task[None]] = set()  # the same, and those that are ending
-        self._leaving: dict[WorkerId, str] = {}  # address; their sessions end with their requests
+        self._linking: set[asyncio.Task[None]] = set()  # the same, with tasks that are ending
+        self._leaving: dict[WorkerId, str] = {}  # addresses; sessions end with their requests
         self._timer: asyncio.TimerHandle | None = None
-        self._wake_s: float | None = None  # when the timer is set for
+        self._wake_s: float | None = None  # the time that the timer is set for
         self._crash: BaseException | None = None
-        self._end: Failed | None = None  # of all requests, once they were cut
+        self._end: Failed | None = None  # the outcome of all requests, after `cut`
         self._joined = asyncio.Event()  # set when a worker joins
 
     async def open(self) -> None:
@@ -185,7 +185,7 @@ class Router:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-            for request_id in list(self._clients):  # no worker will join any more
+            for request_id in list(self._clients):  # no worker will join again
                 self._handle(ClientGone(request_id))
             self._zmq.destroy(linger=0)
         finally:
@@ -193,9 +193,9 @@ class Router:
                 await asyncio.to_thread(self._recording.close)
 
     def follow(self, addresses: Collection[str]) -> None:
-        """From now on these are the workers.
+        """Replaces the workers.
 
-        A session with one that is not among them any more ends when none of its requests is left.
+        The session with a removed worker ends after the last request on it.
         """
         self._addresses = set(addresses)
         for address in sorted(self._addresses - set(self._tasks)):
@@ -210,7 +210,7 @@ class Router:
         self._let_go()
 
     def cut(self, end: Failed) -> int:
-        """Ends all requests so, and each that comes from now on; how many there were."""
+        """Ends all requests with this outcome, later ones too. Returns their number now."""
         self._end = end
         clients = list(self._clients.values())
         for client in clients:
@@ -218,7 +218,7 @@ class Router:
         return len(clients)
 
     def _let_go(self) -> None:
-        """Ends sessions with workers that were given up and have nothing left to do for us."""
+        """Ends sessions with removed workers that have no claim of this gateway left."""
         for worker_id, address in list(self._leaving.items()):
             worker = self.machine.view.workers.get(worker_id)
             if worker is None or not (worker.prefills or worker.decodes):
@@ -242,7 +242,7 @@ class Router:
             self._note_bug(error)
 
     def _note_bug(self, error: BaseException) -> None:
-        """From now on this gateway is not ready."""
+        """Logs a bug. The gateway is not ready from now on."""
         log.critical("a router task died: %r", error, exc_info=error)
         self._crash = error
 
@@ -271,7 +271,7 @@ class Router:
             self._handle(ClientGone(request.request_id))
 
     def readiness(self) -> str | None:
-        """None when requests can be served, else what is missing."""
+        """Returns None if requests can be served, else what is missing."""
         if self._crash is not None:
             return f"a router task died: {self._crash!r}"
         missing = self.machine.view.missing()
@@ -282,7 +282,7 @@ class Router:
         return self.machine.view.capacity_tokens
 
     async def wait_until_ready(self, timeout_s: float) -> str | None:
-        """Waits until requests can be served, or so long; returns what is missing then."""
+        """Waits until requests can be served, or for `timeout_s`. Returns what is missing then."""
         end_s = self._clock.now_s() + timeout_s
         while self.readiness() is not None:
             self._joined.clear()
@@ -361,7 +361,7 @@ class Router:
                 client.put(update)
 
     def _set_timer(self, wake_s: float | None) -> None:
-        """The machine wants a tick then, and none before."""
+        """Sets the timer for the machine's next tick, and no earlier one."""
         if wake_s == self._wake_s or self._closing.done():
             return
         if self._timer is not None:
@@ -376,7 +376,7 @@ class Router:
         self._timer = self._wake_s = None
         try:
             self._handle(Tick())
-        except Exception as error:  # no task dies of it
+        except Exception as error:  # no task ends by it, so it is noted here
             self._note_bug(error)
 
     # ------------------------------------------------------------ workers
@@ -400,7 +400,7 @@ class Router:
                 stuck_s = None
             finally:
                 await client.close()
-            if address not in self._addresses:  # it was given up
+            if address not in self._addresses:  # the worker was removed
                 self._tasks.pop(address, None)
                 return
             await asyncio.wait([self._closing], timeout=RETRY_EVERY_S)
@@ -408,8 +408,10 @@ class Router:
     async def _run_session(
         self, client: SessionClient, address: str, stuck_s: float | None
     ) -> None:
-        """Until it ends. A step that had lasted `stuck_s` when the worker was lost has to end
-        before it joins again.
+        """Runs one session until it ends.
+
+        If the worker was lost for a step that had lasted `stuck_s`, that step must end before the
+        worker may join again.
         """
         hello = Hello(PROTOCOL_VERSION, self.gateway_id)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -451,7 +453,7 @@ class Router:
             self._handle(WorkerLost(info.worker_id, reason))
 
     def _check_step(self, worker_id: WorkerId, step: StillStepping) -> None:
-        """A worker that computes nothing any more is lost, although it still answers."""
+        """Raises StepStuck if a step hangs: the worker is lost although it still answers."""
         if step.seconds > self.machine.longest_step_s(worker_id, is_early=step.is_early):
             raise StepStuck(step.seconds)
 
@@ -472,7 +474,7 @@ class Router:
                         self._handle(BlocksChanged(worker_id, events))
                     case Unheard(reason):
                         self._handle(BlocksUnheard(worker_id, reason))
-            except Exception as error:  # no task dies of it
+            except Exception as error:  # no task of the router ends by it
                 self._note_bug(error)
                 raise
 
@@ -489,16 +491,17 @@ class Router:
         )
         try:
             feed.open(self._zmq)
-        except zmq.ZMQError as error:  # no descriptor is left, or the address is none
-            log.warning("block events of %s cannot be heard: %s", worker_id, error)
+        except zmq.ZMQError as error:  # no descriptor is left, or the address is invalid
+            log.warning("cannot follow block events of %s: %s", worker_id, error)
             count("not followed")
             return None
         return feed
 
     def _check_identity(self, info: Welcome) -> None:
-        """All workers of a gateway serve one model, each pool in one KV layout.
+        """Raises an error unless the worker fits the others.
 
-        Layouts of two pools may differ in the format.
+        All workers of a gateway serve one model, each pool in one KV layout. Layouts of two pools
+        may differ in the format.
         """
         if info.worker_id in self._links:
             raise ProtocolError(f"two workers are called {info.worker_id}")
@@ -514,12 +517,15 @@ class Router:
                 raise LayoutMismatch(
                     f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
-        if info.role is not Role.DRAINED:  # it says nothing of answers
+        if info.role is not Role.DRAINED:  # a drained worker computes no answers
             self._layouts[info.role] = info.layout
 
 
 def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
-    """Gateways whose ties fell alike would all choose the same worker at the same time."""
+    """Returns the configuration with a seed, by default one of this gateway.
+
+    With equal seeds all gateways would break ties alike, and choose the same worker at once.
+    """
     if config.seed is not None:
         return config
     digest = blake2b(gateway_id.encode(), digest_size=8).digest()
@@ -527,7 +533,7 @@ def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
 
 
 def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) -> str:
-    """Model and weights, and the formats of KV: by role, if there are several."""
+    """Identifies model, weights and KV formats; formats by role, if there are several."""
     if not layouts:
         return fingerprint
     formats = {role: layouts[role].kv_format for role in sorted(layouts)}
@@ -541,7 +547,7 @@ def _perform(
     frames: dict[WorkerId, list[ToWorker]],
     updates: dict[RequestId, Update],
 ) -> None:
-    """Puts what is to be sent to the rest of it."""
+    """Adds an effect to the frames of workers or to the updates of requests."""
     match effect:
         case Deliver(request_id):
             update = Update(
@@ -582,7 +588,7 @@ def _welcome(frame: bytes | None) -> Welcome:
 
 
 def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> Iterator[RouterEvent]:
-    """A frame as the machine is told of it: the tokens of a step, which are many, at once."""
+    """Yields the events of a frame. The tokens of a step, which are many, are one event."""
     for kind, group in groupby(messages, type):
         if kind is Tokens:
             yield Stepped(worker_id, cast("list[Tokens]", list(group)))
@@ -591,14 +597,14 @@ def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> Iterator[Rout
 
 
 def _count_batches(feed: BlockFeed, messages: Sequence[ToGateway]) -> None:
-    """Tells a feed how many batches its worker says to have published."""
+    """Tells a feed how many batches its worker has published."""
     for message in messages:
         if isinstance(message, LoadReport):
             feed.counted(message.num_event_batches)
 
 
 def _post(link: SessionClient, worker_id: WorkerId, frame: bytes) -> None:
-    """Sends at once what follows from an event. Of a broken connection the reader hears too."""
+    """Sends a frame at once. A broken connection also ends the session's reader."""
     try:
         link.post(frame)
     except ConnectionError as error:

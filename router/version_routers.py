@@ -1,10 +1,9 @@
 """A router for each version that the controller names, until its last request ends.
 
 The shell around `router.gateway.versions.Versions`. It opens and closes routers, loads tokenizers
-in a thread with retries, and lists the versions that can serve. A version that is no longer named
-was left by all its requests, as far as the controller saw. A request that is still there is waited
-for. So is another version that can serve, as a gateway without news of the controller may know none
-yet.
+in a thread with retries, and lists the versions that can serve. The controller stops naming a
+version when it has seen its last request end. The router still waits for requests that came since.
+It also waits until another version can serve, as this gateway may have been without news.
 """
 
 import asyncio
@@ -23,9 +22,9 @@ log = logging.getLogger(__name__)
 
 RETRY_EVERY_S = 5.0  # to load a tokenizer
 SHUT_DOWN = Failed("the server was stopped before the answer was complete", SERVER_SHUTDOWN)
-LOOK_EVERY_S = 0.1  # whether the requests of a version that is gone are over
+LOOK_EVERY_S = 0.1  # between checks whether the last request of a removed version has ended
 
-LoadText = Callable[[Version], TextModel]  # blocks; raises what it likes
+LoadText = Callable[[Version], TextModel]  # blocks; may raise any exception
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class _Host:
     version: Version
     router: Router
     addresses: list[str]
-    context_len: int = 0  # 0: none of its workers is known yet
+    context_len: int = 0  # 0: no worker is known yet
     text: TextModel | None = None
     is_open: bool = False
     failure: str = "its tokenizer is being loaded"
@@ -67,7 +66,7 @@ class _Host:
 
 
 class VersionRouters:
-    """Keeps `versions` what the controller says, as far as they can be served."""
+    """Keeps `versions` equal to the controller's list, without versions that cannot serve yet."""
 
     def __init__(self, *, new_router: Callable[[], Router], load_text: LoadText) -> None:
         self._new_router = new_router
@@ -78,9 +77,9 @@ class VersionRouters:
         self.versions = Versions()
 
     async def open(self, members: Members) -> Version:
-        """Serves what is said; returns when a version that takes requests has a tokenizer: which.
+        """Begins to serve. Returns the first version, once its tokenizer is loaded.
 
-        Raises what loading that raises.
+        Raises any exception of that load.
         """
         self._never = asyncio.get_running_loop().create_future()
         first = _first_to_serve(members.intent)
@@ -91,7 +90,7 @@ class VersionRouters:
         return first
 
     def follow(self, members: Members) -> None:
-        """From now on these are the versions, and their workers."""
+        """Replaces the versions and their workers."""
         named = members.intent.versions
         for host in list(self._hosts.values()):
             if not any(version.serves_like(host.version) for version in named):
@@ -114,7 +113,7 @@ class VersionRouters:
                 await host.router.close()
 
     def cut(self) -> int:
-        """Ends all requests with an error that tells of the shutdown; how many there were."""
+        """Ends all requests with an error that names the shutdown. Returns their number."""
         hosts = [*self._hosts.values(), *self._leaving]
         return sum(host.router.cut(SHUT_DOWN) for host in hosts if host.is_open)
 
@@ -152,7 +151,7 @@ class VersionRouters:
                 await self._open(host)
                 self._tell()
                 return
-            except Exception as error:  # whatever it was, it is tried again and told
+            except Exception as error:  # of any kind: the load is reported and repeated
                 host.failure = f"it cannot be loaded: {str(error) or repr(error)}"
                 log.warning("version %s: %s", host.version.name, host.failure)
             await asyncio.wait([self._never], timeout=RETRY_EVERY_S)
@@ -165,7 +164,7 @@ class VersionRouters:
         self._spawn(self._close(host))
 
     async def _close(self, host: _Host) -> None:
-        """When the last of its requests is over, and no other can be given to it."""
+        """Closes a router when its last request is over and no other can reach it."""
         while host.is_open and self._is_in_use(host):
             await asyncio.wait([self._never], timeout=LOOK_EVERY_S)
         self._leaving.remove(host)
@@ -180,7 +179,7 @@ class VersionRouters:
     def _tell(self) -> None:
         served = (host.served() for host in self._hosts.values())
         table = tuple(each for each in served if each is not None)
-        if table:  # else what was served before is the best there is
+        if table:  # else the earlier versions go on
             self.versions.follow(table)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -195,6 +194,6 @@ class VersionRouters:
 
 
 def _first_to_serve(intent: Intent) -> Version:
-    """The current one, unless it is leaving or another one has all the weight."""
+    """Returns the current version, unless it is leaving or another one has all the weight."""
     stays = [version for version in intent.versions if not version.is_leaving]
     return next((version for version in stays if version.weight), stays[0])

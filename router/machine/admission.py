@@ -185,7 +185,7 @@ class Admission:
     def _slow(
         self, flight: Flight, bound_s: float, now_s: float, joins_s: float
     ) -> Rejected | None:
-        """Returns the refusal of a request with which tokens would miss the bound."""
+        """Returns the refusal of a request with which a token would take longer than its bound."""
         state = self._state
         decoders = self._decoders()
         if not decoders:
