@@ -45,7 +45,6 @@ class _Level:
     """The tenants with requests of one priority, in the order of their turns."""
 
     tenants: OrderedDict[str, _Tenant] = field(default_factory=OrderedDict)
-    num_requests: int = 0
     has_begun: bool = False  # the first tenant has got its quantum
 
 
@@ -54,10 +53,9 @@ class FairQueue:
 
     def __init__(self, quantum: float) -> None:
         self._quantum = quantum
-        self._returned: OrderedDict[RequestId, float] = OrderedDict()
+        self._returned: OrderedDict[RequestId, None] = OrderedDict()
         self._levels: dict[int, _Level] = {}
         self._homes: dict[RequestId, tuple[int, str]] = {}  # of requests that were not returned
-        self.work = 0.0  # of all requests
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._homes)
@@ -74,16 +72,13 @@ class FairQueue:
         assert request_id not in self
         level = self._levels.setdefault(priority, _Level())
         level.tenants.setdefault(tenant, _Tenant()).waiting[request_id] = work
-        level.num_requests += 1
         self._homes[request_id] = (priority, tenant)
-        self.work += work
 
-    def put_back(self, request_id: RequestId, *, work: float) -> None:
+    def put_back(self, request_id: RequestId) -> None:
         """Adds a returned request before all others."""
         assert request_id not in self
-        self._returned[request_id] = work
+        self._returned[request_id] = None
         self._returned.move_to_end(request_id, last=False)
-        self.work += work
 
     def head(self) -> RequestId | None:
         """Returns the next request: the same one until it is removed or another goes before it."""
@@ -137,14 +132,12 @@ class FairQueue:
 
     def _take(self, request_id: RequestId, *, is_placed: bool) -> None:
         if request_id in self._returned:
-            self.work -= self._returned.pop(request_id)
+            del self._returned[request_id]
             return
         priority, name = self._homes.pop(request_id)
         level = self._levels[priority]
         tenant = level.tenants[name]
         work = tenant.waiting.pop(request_id)
-        self.work -= work
-        level.num_requests -= 1
         if is_placed:
             tenant.deficit = max(tenant.deficit - work, 0.0)
         if not tenant.waiting:
@@ -153,8 +146,6 @@ class FairQueue:
             del level.tenants[name]
         if not level.tenants:
             del self._levels[priority]
-        if not self._homes and not self._returned:
-            self.work = 0.0  # sums of floats drift
 
     def validate(self) -> None:
         """Asserts that each request waits in one place, and that no tenant is without requests."""
@@ -162,7 +153,6 @@ class FairQueue:
         seen: dict[RequestId, tuple[int, str]] = {}
         for priority, level in self._levels.items():
             assert level.tenants
-            assert level.num_requests == sum(len(t.waiting) for t in level.tenants.values())
             for name, tenant in level.tenants.items():
                 assert tenant.waiting
                 assert tenant.deficit >= 0
@@ -229,14 +219,19 @@ class Waiting:
 
     def put(self, flight: Flight) -> None:
         """Queues a new request, behind those of its tenant."""
-        request, work = flight.request, self._begin(flight)
+        self._begin(flight)
+        request = flight.request
         self.queue.put(
-            request.request_id, priority=request.priority, tenant=request.tenant, work=work
+            request.request_id,
+            priority=request.priority,
+            tenant=request.tenant,
+            work=flight.length + self._lengths.mean(flight.max_tokens),
         )
 
     def put_back(self, flight: Flight) -> None:
         """Queues a returned request, before all others."""
-        self.queue.put_back(flight.request.request_id, work=self._begin(flight))
+        self._begin(flight)
+        self.queue.put_back(flight.request.request_id)
 
     def take(self, flight: Flight) -> None:
         """Ends the wait of a request that is being placed."""
@@ -251,16 +246,11 @@ class Waiting:
             self.queue.discard(request_id)
             self._end(flight)
 
-    def _begin(self, flight: Flight) -> float:
-        """Begins a wait. Returns the tokens that the request is predicted to cost.
-
-        The journal counts, and the rest of the answer. The cached part of the prompt is unknown
-        until it is looked up.
-        """
+    def _begin(self, flight: Flight) -> None:
+        """Begins a wait. The cached part of the prompt is unknown until it is looked up."""
         flight.waits_for_s = self._estimates.any_prefill_s(flight.length) or 0.0
         self.queued_s += flight.waits_for_s
         self._deadlines.watch(flight)
-        return flight.length + self._lengths.left(flight.max_tokens, len(flight.tokens))
 
     def _end(self, flight: Flight) -> None:
         self.queued_s = self.queued_s - flight.waits_for_s if self.queue else 0.0
