@@ -73,6 +73,7 @@ def test_a_lost_decode_worker_is_replaced_in_every_stage(stage):
     assert sent(effects, Cancel) == [("p0", Cancel("r.0"))]
     [(_, again)] = sent(effects, Prefill)
     assert (again.seq_id, again.token_ids) == ("r.1", PROMPT + DELIVERED.get(stage, []))
+    assert again.limits.max_len == len(PROMPT) + 20
     assert not ends(effects)
     assert list(driver.machine.view.workers["d1"].decodes) == ["r.1"]
 

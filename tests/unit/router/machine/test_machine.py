@@ -9,7 +9,6 @@ from engine.messages import (
     FinishReason,
     FirstToken,
     Generate,
-    GivenBack,
     KvReady,
     Prefill,
     PrefillDone,
@@ -22,7 +21,6 @@ from router.machine.machine import (
     Deliver,
     End,
     Tick,
-    WorkerLost,
 )
 from router.machine.requests import Cancelled, Failed, Finished, Rejected
 from tests.kits.router.machine import LEASE, Driver, ends, sent
@@ -127,14 +125,6 @@ def test_a_prompt_waits_in_the_router_while_the_backlog_is_long():
     assert sent(effects, Prefill)[0][1].seq_id == "b.0"
 
 
-def test_a_full_queue_refuses_before_any_work():
-    driver = Driver("p0", "d0", prefill_backlog_tokens=1, max_queue=1)
-    driver.ask("a")
-    driver.ask("b")
-    [outcome] = ends(driver.ask("c"))
-    assert isinstance(outcome, Rejected)
-
-
 @pytest.mark.parametrize("alive", [[], ["p0"], ["d0"]])
 def test_without_a_worker_of_each_role_a_request_waits_for_one(alive):
     driver = Driver(*alive)
@@ -159,79 +149,6 @@ def test_a_request_larger_than_any_kv_memory_fails_at_once():
     assert "KV memory" in outcome.message
 
 
-def test_a_lost_decode_worker_costs_a_prefill_of_prompt_and_tokens_so_far():
-    driver = Driver("p0", "d0", "d1")
-    driver.ask(max_tokens=8)
-    driver.hand_over()
-    driver.say("d0", Tokens("r.0", [8, 7]))
-    effects = driver.handle(WorkerLost("d0", "gone"))
-    [(_, again)] = sent(effects, Prefill)
-    assert again.seq_id == "r.1"
-    assert again.token_ids == [1, 2, 3, 4, 5, 9, 8, 7]
-    assert again.limits.max_len == 13
-    assert not ends(effects)
-
-
-def test_a_prefill_worker_lost_before_the_kv_is_over_costs_another_prefill():
-    driver = Driver("p0", "p1", "d0")
-    driver.ask()
-    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
-    driver.say("p0", PrefillDone("r.0", 9, None))
-    effects = driver.handle(WorkerLost("p0", "gone"))
-    assert sent(effects, Cancel) == [("d0", Cancel("r.0"))]
-    [(worker, again)] = sent(effects, Prefill)
-    assert (worker, again.token_ids) == ("p1", [1, 2, 3, 4, 5, 9])
-
-
-def test_a_prefill_worker_lost_after_the_kv_is_over_costs_nothing(pair):
-    pair.ask()
-    pair.hand_over()
-    assert pair.handle(WorkerLost("p0", "gone")) == []
-    assert ends(pair.say("d0", Tokens("r.0", [8], FinishReason.STOP)))
-
-
-def test_returned_sequence_is_placed_again(pair):
-    pair.ask()
-    pair.hand_over()
-    effects = pair.say("d0", GivenBack("r.0", "no room"))
-    assert sent(effects, Prefill)[0][1].token_ids == [1, 2, 3, 4, 5, 9]
-    assert pair.machine.counters["retried", "no room"] == 1
-
-
-def test_a_request_that_fails_everywhere_ends_with_the_last_reason(pair):
-    pair.machine = Driver("p0", "d0", max_attempts=2).machine
-    pair.ask()
-    pair.say("p0", GivenBack("r.0", "lease expired"))
-    [outcome] = ends(pair.say("p0", GivenBack("r.1", "lease expired")))
-    assert isinstance(outcome, Failed)
-    assert "lease expired" in outcome.message
-
-
-def test_news_of_a_lost_attempt_match_nothing(pair):
-    pair.ask()
-    pair.hand_over()
-    pair.say("d0", GivenBack("r.0", "preempted"))
-    assert pair.say("d0", Tokens("r.0", [8])) == []
-
-
-@pytest.mark.parametrize("stage", range(5))
-def test_a_client_that_leaves_is_cancelled_on_both_workers_at_every_stage(stage):
-    driver = Driver("p0", "d0")
-    driver.ask(max_tokens=9)
-    news = [
-        ("p0", PrefillStarted("r.0", 0, LEASE)),
-        ("p0", PrefillDone("r.0", 9, None)),
-        ("d0", KvReady("r.0", 2, 0, "shm")),
-        ("d0", Tokens("r.0", [8])),
-    ]
-    for worker, message in news[:stage]:
-        driver.say(worker, message)
-    effects = driver.handle(ClientGone(RequestId("r")))
-    assert {worker for worker, _ in sent(effects, Cancel)} == {"p0", "d0"}
-    assert ends(effects) == [Cancelled()]
-    assert all(w.reserved_blocks == 0 for w in driver.machine.view.workers.values())
-
-
 def test_a_client_that_leaves_the_queue_is_forgotten():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1)
     driver.ask("a")
@@ -247,11 +164,3 @@ def test_no_request_queues_for_ever():
     driver.now_s = driver.machine.next_wake_s()
     [outcome] = ends(driver.handle(Tick()))
     assert isinstance(outcome, Rejected)
-
-
-def test_a_worker_without_news_of_a_request_loses_it(pair):
-    pair.ask()
-    pair.now_s = pair.machine.next_wake_s()
-    effects = pair.handle(Tick())
-    assert {worker for worker, _ in sent(effects, Cancel)} == {"p0", "d0"}
-    assert sent(effects, Prefill)[0][1].seq_id == "r.1"
