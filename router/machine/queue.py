@@ -170,7 +170,7 @@ class HeldBack:
     def __len__(self) -> int:
         return len(self._leaders)
 
-    def __contains__(self, request_id: RequestId) -> bool:
+    def __contains__(self, request_id: object) -> bool:
         return request_id in self._leaders
 
     def hold(self, request_id: RequestId, leader: RequestId) -> None:
