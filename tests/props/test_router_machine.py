@@ -1,8 +1,8 @@
-"""Requests, alone and in groups, across workers that come, go, give back, stall and die.
+"""Single requests and groups, on workers that join, leave, return sequences, stall and die.
 
-A fake worker computes each token from all tokens before it, so a retry that loses, repeats or
-changes one is seen at once. Messages keep their order between the router and one worker, and have
-none among workers.
+A fake worker computes each token from all tokens before it, so the test sees at once if a retry
+loses, repeats or changes one. Messages keep their order between the router and one worker. Those of
+two workers come in any order.
 """
 
 import random
@@ -95,7 +95,7 @@ NAMES = [f"{letter}{i}" for letter in ROLES for i in range(2)]
 
 
 def salt_of(name: str) -> bytes:
-    """Each client is a tenant of its own."""
+    """Returns the salt of a group: each is a tenant of its own."""
     return name.encode().ljust(SALT_BYTES, b".")
 
 
@@ -104,7 +104,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def answer_to(request: Request) -> tuple[list[int], FinishReason]:
-    """What a request must be answered with, wherever it runs."""
+    """Returns the only correct answer of a request, wherever it runs."""
     token_ids = list(request.token_ids)
     while True:
         token_ids.append(next_token(token_ids))
@@ -118,7 +118,7 @@ def answer_to(request: Request) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class Seq:
-    """One sequence at a fake worker, and what it has told of it."""
+    """One sequence at a fake worker, and the stages that were reported."""
 
     token_ids: list[int]
     limits: Limits
@@ -137,7 +137,7 @@ class Seq:
 
 
 class FakeWorker:
-    """Says what a worker could say next, in an order that the two streams allow."""
+    """Sends possible messages of a worker, in an order that the streams allow."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -145,7 +145,7 @@ class FakeWorker:
         self.inbox: deque[bytes] = deque()
         self.outbox: deque[bytes] = deque()
         self.seqs: dict[str, Seq] = {}
-        self.asked: dict[str, int] = {}  # offers to be answered: blocks of the prompt
+        self.asked: dict[str, int] = {}  # offers to make: full blocks of the prompt
         self.offers: dict[str, LeaseRef] = {}  # by the sequence that they are for
         self.moved: dict[str, list[int]] = {}  # handed over: tokens, by the id to go on as
         self.released: list[LeaseRef] = []  # foreign leases that are not needed any more
@@ -170,7 +170,7 @@ class FakeWorker:
         return self.name[0] == LOCAL and self.role is Role.DECODE
 
     def change_role(self, role: Role) -> None:
-        """It finishes what it has begun and gives back the rest."""
+        """Changes the role: begun sequences finish, the others are returned."""
         self.role = role
         self._say(RoleChanged(role, self.is_local))
         for seq_id, seq in list(self.seqs.items()):
@@ -185,7 +185,7 @@ class FakeWorker:
         return self.role.prefills if kind is Prefill else self.role.decodes
 
     def _hand_over(self, seq_id: str, as_seq_id: str) -> None:
-        """Only what is decoded has anything to hand over."""
+        """Hands a sequence over, without a lease if it does not decode."""
         seq = self.seqs.get(seq_id)
         is_decoding = seq is not None and (seq.decoding or (seq.kind is Generate and seq.kv_here))
         lease = None
@@ -197,7 +197,7 @@ class FakeWorker:
         self._say(HandedOver(seq_id, lease))
 
     def take(self) -> None:
-        """Takes note of the router's next message."""
+        """Handles the router's next message."""
         (message,) = decode_to_worker(self.inbox.popleft())
         match message:
             case Prefill() | Generate() | Decode():
@@ -241,7 +241,7 @@ class FakeWorker:
             self._advance(seq_id, self.seqs[seq_id], rng)
 
     def give_back(self, rng: random.Random) -> None:
-        """Frees itself of some sequence: of one that it decodes, for want of memory."""
+        """Returns a random sequence; a decoding one as preempted."""
         if self.seqs:
             seq_id = rng.choice(list(self.seqs))
             seq = self.seqs.pop(seq_id)
@@ -252,7 +252,7 @@ class FakeWorker:
 
     def report(self, rng: random.Random, *, others: float = 0.3) -> None:
         load = LoadReport(rng.randint(0, NUM_BLOCKS), 0, 1, 1, 1, 0, len(self.seqs), 0)
-        if rng.random() < others:  # other gateways are there too
+        if rng.random() < others:  # load of other gateways
             load = msgspec.structs.replace(
                 load, prompt_tokens=20, decode_seqs=2, decode_blocks=5, context_tokens=15
             )
@@ -323,7 +323,7 @@ class FakeWorker:
 
 @dataclass
 class Client:
-    """What one client has been told."""
+    """The updates that one client has got."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
@@ -332,7 +332,7 @@ class Client:
 
 
 class EverythingPays(Estimates):
-    """No time is modelled here: whatever could be pulled is, and all workers are as quick."""
+    """Costs without a time model: each possible pull pays, and all workers are equally fast."""
 
     def prefill_cost(self, worker: WorkerView) -> PrefillCost:
         return PrefillCost(0.0, 1e-3)
@@ -345,7 +345,7 @@ class EverythingPays(Estimates):
 
 
 class World:
-    """A router machine, the workers that are alive, and everybody's messages."""
+    """A router machine, its live workers, and all messages between them."""
 
     def __init__(self, config: RouterConfig = CONFIG) -> None:
         self.config = config
@@ -507,7 +507,7 @@ class World:
         self.workers[worker_id].inbox.append(encode_frame([message]))
 
     def _check_follower(self, worker_id: str, seq_id: str) -> None:
-        """It was held back until its leader's prompt was computed, or that was not to be."""
+        """Asserts that a follower waited for its leader's prompt, or for its leader's failure."""
         name, _, attempt = seq_id.partition(".")
         leader_name = self.clients[name].request.leader
         self.placed[seq_id] = worker_id
@@ -530,7 +530,7 @@ class World:
 
 
 class Requests(RuleBasedStateMachine):
-    """Every order of events that hypothesis can think of."""
+    """All orders of events that hypothesis finds."""
 
     @initialize(names=st.sets(st.sampled_from(NAMES)), seed=st.integers(0, 2**32))
     def begin(self, names, seed):
@@ -611,7 +611,7 @@ TestRequests.settings = settings(deadline=None, max_examples=80, stateful_step_c
 
 
 def some_prompt(rng: random.Random, world: World) -> list[int]:
-    """A new one, or one that goes on from an earlier answer."""
+    """Returns a new prompt, or one that continues an earlier answer."""
     clients = list(world.clients.values())
     if clients and rng.random() < 0.5:
         earlier = rng.choice(clients)
@@ -621,7 +621,7 @@ def some_prompt(rng: random.Random, world: World) -> list[int]:
 
 
 def make_trouble(rng: random.Random, world: World) -> None:
-    """One of all that can go wrong."""
+    """Causes a random fault."""
     trouble = rng.randrange(9)
     if trouble == 0:
         world.lose(rng.choice(NAMES))
@@ -641,7 +641,7 @@ def make_trouble(rng: random.Random, world: World) -> None:
 
 
 def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONFIG) -> World:
-    """Many requests, and now and then trouble."""
+    """Runs many requests, with random faults."""
     world = World(config)
     for name in ("p0", "d0", "m0", "p1", "d1"):
         world.join(name)
@@ -672,7 +672,7 @@ def test_without_faults_every_accepted_request_is_answered(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
+def test_each_request_ends_once_and_correctly_despite_faults(seed):
     rng = random.Random(seed)
     world = busy_day(rng, troubles=rng.choice([0.1, 0.3, 0.6]))
     outcomes = [client.outcomes[0] for client in world.clients.values()]
@@ -680,7 +680,7 @@ def test_a_day_with_trouble_ends_every_request_once_and_none_wrongly(seed):
 
 
 def day_of_flips(rng: random.Random) -> World:
-    """Long answers, on decode workers that change their roles again and again."""
+    """Runs long answers on decode workers that change their roles often."""
     world = World(msgspec.structs.replace(CONFIG, move_timeout_s=0.5))
     for name in ("p0", "m0", "d0", "d1"):
         world.join(name)
@@ -710,7 +710,7 @@ def day_of_flips(rng: random.Random) -> World:
     return world
 
 
-def test_days_of_flips_come_to_all_that_can_become_of_a_move():
+def test_role_flips_reach_all_ends_of_a_move():
     counted: Counter[tuple[str, str]] = Counter()
     for seed in range(10):
         world = day_of_flips(random.Random(seed))
@@ -731,17 +731,17 @@ def machine_in_python(config: RouterConfig) -> RouterMachine:
 
 
 @pytest.mark.parametrize("policy", RouterPolicy)
-def test_every_policy_ends_well_and_replays_alike(policy):
+def test_each_policy_finishes_requests_and_replays_exactly(policy):
     config = msgspec.structs.replace(CONFIG, policy=policy, seed=7, slo_ttft_s=5.0)
     world = busy_day(random.Random(1), troubles=0.3, config=config)
     outcomes = [client.outcomes[0] for client in world.clients.values()]
     assert sum(isinstance(outcome, Finished) for outcome in outcomes) > 20
     assert list(replay(world.lines, fresh_machine)) == []
-    if policy is not RouterPolicy.SLO:  # which C++ decides, with a generator of its own for ties
-        assert list(replay(world.lines, machine_in_python)) == []  # and with the other index
+    if policy is not RouterPolicy.SLO:  # C++ breaks ties with its own generator
+        assert list(replay(world.lines, machine_in_python)) == []  # with the other index too
 
 
-def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
+def test_faults_reach_all_outcomes_and_all_ends_of_an_offer():
     counted: Counter[tuple[str, str]] = Counter()
     followers: Counter[bool] = Counter()
     for seed in range(20):
@@ -756,4 +756,6 @@ def test_days_come_to_all_outcomes_and_to_all_that_can_become_of_an_offer():
     assert counted["retried", PREEMPTED] > 20
     assert counted["retried", ROLE_CHANGED] > 20
     assert followers[True] > 60  # found the prompt where it was computed
-    assert followers[True] > followers.total() / 3  # others lost their leader, or had no room there
+    assert (
+        followers[True] > followers.total() / 3
+    )  # the others lost their leader, or found no room there

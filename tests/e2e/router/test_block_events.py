@@ -70,7 +70,7 @@ def chain(num: int, first: int = 0, token_ids: Sequence[int] = ()) -> list[Store
 
 @dataclass
 class Gateway:
-    """What one gateway makes of a worker's news."""
+    """A gateway's feed of a worker, and the events that it applied."""
 
     info: Welcome
     index: PrefixMap = field(default_factory=PrefixMap)
@@ -156,7 +156,7 @@ async def following(*gateways: Gateway) -> AsyncIterator[None]:
 def test_followers_learn_stored_and_evicted_blocks():
     async def test() -> None:
         with publishing() as (source, address):
-            source.publish(chain(3))  # before anybody listens
+            source.publish(chain(3))  # before a subscriber connects
             gateways = [Gateway(welcome(address)), Gateway(welcome(address))]
             async with following(*gateways):
                 for gateway in gateways:
@@ -164,7 +164,7 @@ def test_followers_learn_stored_and_evicted_blocks():
                 source.publish(chain(1, first=90))
                 source.publish([Evicted(hashes(3)[2])])
                 for gateway in gateways:
-                    gateway.feed.counted(source.num_batches)  # as its session would say
+                    gateway.feed.counted(source.num_batches)  # as its session would report
                     await until(lambda g=gateway: g.num_known(hashes(3)) == 2, "it is taken back")
                     assert gateway.num_known(hashes(1, first=90)) == 1
                     assert gateway.feed.is_following
@@ -175,7 +175,7 @@ def test_followers_learn_stored_and_evicted_blocks():
 
 @pytest.mark.parametrize(("num_batches", "means"), [(150, "batches"), (400, "snapshot")])
 def test_slow_subscriber_recovers_lost_batches(monkeypatch, num_batches, means):
-    """Of 100 kB each, so that buffers on the way are full; 160 or so are kept to be asked for."""
+    """Publishes batches of 100 kB, so that buffers overflow; about 160 can be replayed."""
     monkeypatch.setattr(block_feed, "MAX_UNREAD_BATCHES", 2)
     token_ids = [2**32 - 1] * 20_000
 
@@ -260,7 +260,7 @@ def _impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_worker_without_answers_is_unheard_until_it_answers():
+def test_events_are_out_of_date_until_the_publisher_answers():
     async def test() -> None:
         probe = publisher()
         address = probe.open()
@@ -275,7 +275,7 @@ def test_worker_without_answers_is_unheard_until_it_answers():
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_another_life_of_the_worker_at_the_same_address_is_not_believed(caplog):
+def test_events_of_a_restarted_worker_at_the_address_are_ignored(caplog):
     async def test() -> None:
         with publishing() as (source, address):
             gateway = Gateway(welcome(address, Incarnation("another")))
@@ -317,7 +317,7 @@ def test_unreadable_batch_leads_to_a_snapshot():
 @pytest.mark.parametrize(
     "frames", [(b"",), (b"", b""), (b"", b"1"), (b"", b"x" * 100), (b"", b"1" * 8, b"")]
 )
-def test_an_ask_that_means_nothing_is_answered_by_nothing_and_does_no_harm(frames):
+def test_invalid_requests_for_events_are_ignored(frames):
     async def test() -> None:
         with publishing() as (_, address), opened_context() as context:
             asked = context.socket(zmq.DEALER)
@@ -332,7 +332,7 @@ def test_an_ask_that_means_nothing_is_answered_by_nothing_and_does_no_harm(frame
     run(test)
 
 
-def test_a_worker_that_tells_nothing_is_counted():
+def test_worker_without_events_is_counted():
     async def test() -> None:
         async with serving(ScriptedWorker("m0")) as r:
             assert r.counters()["block events", "not offered"] == 1

@@ -1,4 +1,4 @@
-"""Cancelled clients and killed workers: nothing is lost, changed or leaked."""
+"""Cancelled requests and killed workers: nothing is lost, changed or leaked."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ SMALL = WorkerConfig(kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_runni
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transport", TRANSPORTS[2:])  # over NIXL most can be left behind
+@pytest.mark.parametrize("transport", TRANSPORTS[2:])  # NIXL has most to leak
 def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
     rng = random.Random(3)
     inputs = prompts(NUM_REQUESTS, vocab_size=4096, seed=4, longest=300)
@@ -65,7 +65,7 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
                     if after_tokens and num >= after_tokens:
                         break
         except TimeoutError:
-            pass  # a client that loses patience before its first token
+            pass  # the client left before its first token
         finally:
             await updates.aclose()
 
@@ -84,13 +84,13 @@ def test_a_storm_of_requests_and_cancels_leaves_nothing_behind(transport):
 def test_transfers_are_counted_and_failures_have_a_reason():
     own = {
         Role.PREFILL: WorkerConfig(kv_mib=64, kv_transport=Transport.ZMQ),
-        Role.DECODE: WorkerConfig(kv_mib=64),  # would rather have shared memory
+        Role.DECODE: WorkerConfig(kv_mib=64),  # prefers shared memory
     }
     source, sink = 'role="prefill",worker="prefill-0"', 'role="decode",worker="decode-1"'
     rng = random.Random(6)
 
     async def leave_in_the_middle_of_a_pull(r: Router, name: str) -> None:
-        """Prefill takes longer than the client has patience; the pull began with it."""
+        """The client leaves during prefill, when the pull has begun."""
         prompt = [rng.randrange(5, 4096) for _ in range(3900)]
         updates = r.submit(request(name, prompt, max_tokens=9, sampling=Sampling()))
         try:
@@ -131,7 +131,7 @@ def test_transfers_are_counted_and_failures_have_a_reason():
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
-def test_a_killed_worker_changes_no_token_of_any_stream(victim):
+def test_killed_worker_changes_no_token(victim):
     inputs = prompts(8, vocab_size=4096, seed=5, longest=200)
     requests = [
         request(f"r{i}", prompt, max_tokens=60, sampling=Sampling(temperature=0.7, seed=i))

@@ -19,14 +19,14 @@ from tests.kits.services.cluster import ask, prompts, request, router, workers
 pytestmark = pytest.mark.torch
 
 SMALL = WorkerConfig(kv_mib=24, chunk_tokens=16, max_batch_tokens=32, max_running=8)
-SLOW = "prefill-0"  # ties fall to it
-RUNS_S, STANDS_S = 0.005, 2.0  # how late this process is makes it run for longer
+SLOW = "prefill-0"  # the first in ties
+RUNS_S, STANDS_S = 0.005, 2.0  # delays of this process let it run longer
 COSTS = WorkerCosts(PrefillCost(0.0, 1e-4), DecodeCost(0.01, 0.0, 0.0), PullCost(0.0, 0.0, 1e9))
 
 
 @asynccontextmanager
 async def slowed(pid: int) -> AsyncIterator[None]:
-    """A process runs for so little of the time that it is enough for beats, and for little else."""
+    """Lets a process run so briefly that it sends heartbeats and does little else."""
 
     async def stop_and_go() -> None:
         while True:
@@ -46,12 +46,12 @@ async def slowed(pid: int) -> AsyncIterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_prompt_that_a_slow_worker_does_not_get_done_is_computed_by_another_one():
+def test_prompt_of_a_slow_worker_is_computed_by_another():
     [prompt] = prompts(7, vocab_size=4096, seed=1, shortest=400, longest=400)[-1:]
     sampling = Sampling(temperature=0.7, seed=3)
 
     async def run() -> None:
-        config = RouterConfig(silence_s=15.0)  # a busy machine is not to be taken for silence
+        config = RouterConfig(silence_s=15.0)  # a busy machine must not look silent
         async with router(running, config, estimates=Estimates(COSTS)) as r:
             async with slowed(running.ready[SLOW].pid):
                 slow = await ask(r, request("slow", prompt, max_tokens=20, sampling=sampling))

@@ -1,4 +1,4 @@
-"""A prompt whose beginning another worker holds: the beginning is pulled, and no token changes.
+"""A prefix that another worker holds is pulled, and no token changes.
 
 The gateway pulls where it predicts that to be quicker than computing. It is told beforehand that
 here it is, by far, for on another machine at another moment it may not be.
@@ -32,7 +32,7 @@ from tests.kits.services.cluster import (
 pytestmark = pytest.mark.torch
 
 ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE)
-PATIENT = RouterConfig(offer_timeout_s=30.0)  # machines that test also do other things
+PATIENT = RouterConfig(offer_timeout_s=30.0)  # for busy test machines
 PULLING_IS_QUICKER = WorkerCosts(
     prefill=PrefillCost(fixed_s=0.0, token_s=0.01),
     pull=PullCost(fixed_s=0.0, block_s=0.0, bytes_per_s=1e9),
@@ -89,13 +89,13 @@ def answer_alone(prompt: Sequence[int], formats: Formats) -> list[int]:
 
 
 async def reported(r: Router, name: str, by_worker: dict[str, int]) -> None:
-    """Waits until the workers have reported a counter so, and those not named none."""
+    """Waits until workers report these values of a counter, and the others none."""
     expected = {worker_id: by_worker.get(worker_id, 0) for worker_id in r.workers()}
     await until(lambda: counted(r, name) == expected, lambda: f"{name}: {counted(r, name)}")
 
 
 async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
-    """Waits until the gateway knows from a worker that it holds all of these tokens' blocks."""
+    """Waits until events of a worker have told the gateway of all blocks of these tokens."""
     hashes = hash_blocks(token_ids, BLOCK_SIZE)
 
     def num_known() -> int:
@@ -105,11 +105,11 @@ async def told(r: Router, worker_id: str, token_ids: Sequence[int]) -> None:
 
 
 def pace_s(r: Router, worker_id: str) -> float | None:
-    """Seconds per token that are predicted of a worker, from what it told of its steps."""
+    """Predicts a worker's seconds per token, from the steps that it reported."""
     return r.workers()[WorkerId(worker_id)].forecast.tpot_s
 
 
-def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed():
+def test_prefix_at_another_prefill_worker_is_pulled_and_not_computed():
     prompt = PREFIX + NEXT_TURN
 
     async def run() -> list[int]:
@@ -130,7 +130,7 @@ def test_a_prefix_that_another_prefill_worker_holds_is_pulled_and_not_computed()
     assert token_ids == answer_alone(prompt, DECODE_IS_WIDER)
 
 
-def test_a_conversation_goes_on_from_the_decode_worker_that_holds_its_last_answer():
+def test_conversation_pulls_its_prefix_from_the_decode_worker():
     async def run() -> tuple[list[int], Answer]:
         async with router(running, PATIENT, estimates=Estimates(PULLING_IS_QUICKER)) as r:
             first = await ask_for(r, "first", PREFIX, num_tokens=2 * BLOCK_SIZE + 1)

@@ -1,4 +1,4 @@
-"""What a live router was told and did, a fresh machine in another process does again."""
+"""A fresh machine in another process repeats the recorded effects of a live router."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ for mismatch in replay(records_of(Path(sys.argv[1]))):
 PROMPTS = prompts(20, vocab_size=4096, seed=5, shortest=40, longest=400)
 NUM_FINISHED = 18
 NUM_LONGEST = 400  # tokens, so that a slow machine kills a worker before its sequences end
-SMALL = WorkerConfig(kv_mib=24)  # what is cached is evicted, and told
+SMALL = WorkerConfig(kv_mib=24)  # so that cached blocks are evicted, with events
 
 
 async def finished(r: Router, name: str, prompt: list[int], max_tokens: int) -> None:
@@ -64,7 +64,7 @@ async def group(r: Router) -> None:
 
 
 async def leave(r: Router) -> None:
-    """A client that has seen enough."""
+    """Starts a request and leaves early."""
     req = request("left", PROMPTS[10], max_tokens=400, sampling=Sampling())
     async with asyncio.timeout(DEADLINE_S), aclosing(r.submit(req)) as updates:
         num = 0
@@ -75,7 +75,7 @@ async def leave(r: Router) -> None:
 
 
 async def lose_a_decode_worker(r: Router, running: Workers) -> None:
-    """While it decodes; what was there goes on elsewhere."""
+    """Kills a worker while it decodes; its sequences continue elsewhere."""
     begun = asyncio.Event()
 
     async def one(i: int) -> None:
@@ -94,7 +94,7 @@ async def lose_a_decode_worker(r: Router, running: Workers) -> None:
 
 
 async def live(running: Workers, folder: Path) -> tuple[Path, Counter]:
-    """Some of everything; the recording, and what the machine counted."""
+    """Runs requests and faults of each kind. Returns the recording and the machine's counters."""
     config = RouterConfig(prefill_backlog_tokens=300)  # seeded by the gateway's own name
     clock = MonotonicClock()
     r = Router(running.addresses, config=config, secret=SECRET, clock=clock, record_dir=folder)
@@ -119,16 +119,16 @@ def recording(tmp_path_factory):
         return asyncio.run(live(running, folder))
 
 
-def test_a_fresh_machine_elsewhere_comes_to_the_same_effects(recording):
+def test_fresh_machine_in_another_process_replays_the_effects(recording):
     path, _ = recording
-    # What hashes of text might change in the order of sets would be found out.
+    # Another hash seed shows any dependence on the order of sets.
     environment = {**os.environ, "PYTHONHASHSEED": str(random.randrange(1, 2**31))}
     command = [sys.executable, "-c", REPLAY, str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_recording_holds_some_of_everything(recording):
+def test_recording_has_all_kinds_of_events(recording):
     path, counters = recording
     head, *records = map(msgpack.unpackb, records_of(path))
     assert head["config"]["seed"] is not None
@@ -138,16 +138,16 @@ def test_the_recording_holds_some_of_everything(recording):
     assert kinds["ClientGone"] == kinds["Arrived"]
     assert kinds["WorkerLost"] >= 1
     assert kinds["BlocksChanged"] > 10
-    assert kinds["FromWorker"] > 4 * NUM_FINISHED  # two of its prefill and two of its hand-over
+    assert kinds["FromWorker"] > 4 * NUM_FINISHED  # two for its prefill, two for its hand-over
     assert kinds["Stepped"] > NUM_LONGEST
     assert counters["retried", "worker lost"] >= 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_recording_tells_the_steps_of_decode_workers(recording):
+def test_recording_has_the_steps_of_decode_workers(recording):
     path, _ = recording
     told = read_run(records_of(path))
-    steps = told.steps["decode-2"]  # the one that is left
+    steps = told.steps["decode-2"]  # the one that lives
     assert any(len(step.rows) > 1 for step in steps)
     assert sum(len(step.finished) for own in told.steps.values() for step in own) >= NUM_FINISHED
 

@@ -71,13 +71,13 @@ def test_a_router_is_ready_when_a_worker_of_each_role_has_joined():
                 "p0": Role.PREFILL,
                 "d0": Role.DECODE,
             }
-            # Once, or again where the first was not answered in time.
+            # Sent once, or again if the first was not answered in time.
             assert set(p0.hellos) == {Hello(PROTOCOL_VERSION, router.gateway_id)}
 
     run(test())
 
 
-def test_a_router_can_be_waited_for_but_not_for_ever():
+def test_wait_for_a_router_is_bounded():
     async def test() -> None:
         worker = ScriptedWorker("m0")
         address = await worker.open()
@@ -94,7 +94,7 @@ def test_a_router_can_be_waited_for_but_not_for_ever():
     run(test())
 
 
-def test_a_worker_tells_a_gateway_without_the_secret_nothing(caplog):
+def test_gateway_without_the_secret_gets_no_welcome(caplog):
     async def test() -> None:
         worker = ScriptedWorker()
         async with serving(worker, secret=Secret("a guess"), joined=0) as router:
@@ -127,7 +127,7 @@ def test_worker_without_block_events_serves(events, counted):
     run(test())
 
 
-def test_pools_may_differ_in_the_format_of_kv_and_so_does_the_fingerprint_then():
+def test_kv_formats_of_pools_may_differ_and_are_in_the_fingerprint():
     async def test() -> None:
         int8 = msgspec.structs.replace(LAYOUT, kv_format=KVFormat.INT8)
         p0 = ScriptedWorker("p0", Role.PREFILL)
@@ -155,9 +155,7 @@ OTHER_POOL = {"role": Role.DECODE, "layout": OTHER_LAYOUT}
         ({"version": PROTOCOL_VERSION + 1}, "protocol version differs"),
     ],
 )
-def test_a_worker_that_does_not_fit_is_left_out_and_the_reason_is_logged(
-    caplog, difference, reason
-):
+def test_worker_that_does_not_fit_is_refused_and_the_reason_logged(caplog, difference, reason):
     async def test() -> None:
         first = ScriptedWorker("m0")
         async with serving(first) as router:
@@ -185,7 +183,7 @@ def test_leaving_worker_finishes_its_sequences():
             news = await anext(updates)
             router.follow([address])
             await until(lambda: len(router.workers()) == 2, "the new one joined")
-            assert not first.session.ended  # it has a request yet
+            assert not first.session.ended  # it still has a request
             await updates.aclose()
             await until(lambda: first.session.ended, "it is let go")
             assert list(router.workers()) == ["m1"]
@@ -207,7 +205,7 @@ def test_leaving_worker_finishes_its_sequences():
     [[], [DecodeStarted("s")], [LoadReport(0, 0, 0, 0, 0, 0, 0, 0)] * 2],
     ids=["nothing", "something else", "too much"],
 )
-def test_a_worker_that_does_not_shake_hands_is_tried_again(greeting):
+def test_failed_handshake_is_repeated(greeting):
     async def test() -> None:
         worker = ScriptedWorker()
         worker.greeting = greeting
@@ -220,7 +218,7 @@ def test_a_worker_that_does_not_shake_hands_is_tried_again(greeting):
     run(test())
 
 
-def test_absent_worker_is_dialled_for_ever_and_closing_is_quick(monkeypatch):
+def test_absent_worker_is_dialled_until_the_router_closes_quickly(monkeypatch):
     tries: list[str] = []
 
     class CountingClient(SessionClient):
@@ -303,7 +301,7 @@ def test_a_client_that_reads_slowly_gets_larger_pieces():
     run(test())
 
 
-def test_a_client_that_leaves_is_cancelled_at_the_worker():
+def test_closed_stream_is_cancelled_at_the_worker():
     async def test() -> None:
         worker = ScriptedWorker()
         worker.patience = 2
@@ -351,7 +349,7 @@ def broken_by_death(worker: ScriptedWorker) -> None:
 def test_an_answer_goes_on_elsewhere_when_a_stream_breaks(break_it):
     async def test() -> None:
         first, second = ScriptedWorker("m0"), ScriptedWorker("m1")
-        first.patience = 2  # and so three tokens with that of the prefill
+        first.patience = 2  # with the first token of the prefill: three tokens
         async with serving(first, second) as router:
             router.machine.state.rng.choice = lambda workers: workers[0]  # the first by name
             token_ids: list[int] = []
@@ -389,7 +387,7 @@ def test_request_fails_if_no_worker_replaces_its_last_one_in_time():
     run(test())
 
 
-def test_a_worker_that_was_cut_off_comes_back():
+def test_cut_off_worker_joins_again():
     async def test() -> None:
         worker = ScriptedWorker()
         async with serving(worker) as router:
@@ -404,10 +402,10 @@ def test_a_worker_that_was_cut_off_comes_back():
     run(test())
 
 
-def test_a_worker_that_says_nothing_in_time_loses_the_request():
+def test_request_is_retried_without_messages_in_time():
     async def test() -> None:
         worker = ScriptedWorker()
-        worker.patience = 0  # and so every attempt brings the token of its prefill
+        worker.patience = 0  # each attempt brings only the first token of its prefill
         async with serving(worker, progress_timeout_s=0.5) as router:
             token_ids, updates = await follow(router, request(max_tokens=3))
             assert isinstance(updates[-1].outcome, Finished)
@@ -419,7 +417,7 @@ def test_a_worker_that_says_nothing_in_time_loses_the_request():
     run(test())
 
 
-def test_a_worker_that_answers_and_computes_nothing_any_more_is_lost():
+def test_worker_that_answers_but_hangs_in_a_step_is_lost():
     async def test() -> None:
         stuck, other = ScriptedWorker("m0"), ScriptedWorker("m1")
         stuck.patience = other.patience = 0
@@ -473,12 +471,12 @@ def test_worker_lost_for_a_stuck_step_joins_again_with_the_next_step():
     run(test())
 
 
-def test_the_router_wakes_when_something_falls_due_and_not_before():
+def test_router_wakes_at_deadlines_and_not_before():
     async def test() -> None:
         worker = ScriptedWorker()
         worker.patience = 0
         async with serving(worker, progress_timeout_s=0.2, max_attempts=2) as router:
-            ticks: list[tuple[float, float | None]] = []  # when, and when one is wanted next
+            ticks: list[tuple[float, float | None]] = []  # time, and the next wake-up
             handle = router.machine.handle
 
             def noting(event: RouterEvent, now_s: float) -> list[RouterEffect]:
@@ -492,9 +490,9 @@ def test_the_router_wakes_when_something_falls_due_and_not_before():
             assert isinstance(updates[-1].outcome, Failed)  # after two attempts
             (_, wanted_s), (last_s, nothing) = ticks[0], ticks[-1]
             assert nothing is None
-            assert len(ticks) <= 6  # it polled: ten times and more
+            assert len(ticks) <= 6  # polling would take ten or more
             assert wanted_s is not None
-            # Late by as much as whatever else runs here takes, and no more.
+            # Late only by the load of the machine.
             assert 0 <= last_s - ticks[0][0] - 0.2 < DEADLINE_S / 10
 
     run(test())
@@ -503,7 +501,7 @@ def test_the_router_wakes_when_something_falls_due_and_not_before():
 def test_gateways_have_a_seed_each_unless_one_is_set():
     def seed(**config: int) -> int | None:
         router = Router([], config=RouterConfig(**config), secret=SECRET, clock=MonotonicClock())
-        return router.machine.state.config.seed  # which a recording of it holds
+        return router.machine.state.config.seed  # which its recording holds too
 
     assert len({seed() for _ in range(8)}) == 8
     assert seed(seed=5) == seed(seed=5) == 5

@@ -1,4 +1,4 @@
-"""Who is refused when he arrives, and what he is told; and two pools under twice their load."""
+"""Refusals of new requests, their `Retry-After`, and two pools under twice their load."""
 
 import heapq
 import itertools
@@ -86,8 +86,8 @@ def test_predicted_late_request_is_refused_with_retry_after():
     for number in range(3):  # one second each
         assert not refused(router.handle(arrival(f"r{number}", 0.1 * number), 0.0))
     [outcome] = refused(router.handle(arrival("late", 0.5), 0.5))
-    # at half a second 2.5 s are left to do, and its own: it would have to come half a second later
-    assert outcome.retry_after_s == 1.0  # no client is told to come sooner
+    # after half a second 2.5 s of work are left, and its own: half a second too late
+    assert outcome.retry_after_s == 1.0  # the least `Retry-After`
     assert "3.5 s" in outcome.message
     assert router.counters["rejected", "first token late"] == 1
     assert not refused(router.handle(arrival("again", 1.1), 1.1))
@@ -102,7 +102,7 @@ def test_cached_prefix_shortens_the_predicted_wait():
     assert not refused(router.handle(event, 0.0))
 
 
-def test_a_prompt_that_a_decode_worker_has_time_for_does_not_wait_for_others():
+def test_prompt_does_not_wait_if_a_decode_worker_has_time_for_it():
     """Two tokens are as long as two steps: each with a bound that leaves room for them or not."""
     router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=3.0, slo_tpot_s=2.0)
     for number in range(3):
@@ -123,7 +123,7 @@ def test_without_prefill_workers_local_prefillers_count():
     router.validate()
 
 
-def test_a_request_may_bring_bounds_of_its_own():
+def test_bounds_of_a_request_override_the_routers():
     router = machine(welcome("p0"), welcome("d0"))
     assert refused(router.handle(arrival("a", 0.0, deadline_s=0.5), 0.0))
     assert refused(router.handle(arrival("b", 0.0, deadline_s=0.5, tpot_bound_s=0.02), 0.0))
@@ -142,7 +142,7 @@ def test_without_bound_or_prediction_no_request_is_refused_early():
             assert not refused(router.handle(arrival(f"r{number}", number / 9), 0.0))
 
 
-def test_a_deadline_that_passes_in_the_queue_ends_the_wait():
+def test_deadline_ends_the_wait_in_the_queue():
     router = machine(welcome("p0"), welcome("d0"), estimates=Estimates(), prefill_backlog_tokens=1)
     router.handle(arrival("first", 0.0), 0.0)
     router.handle(arrival("second", 0.0, deadline_s=2.0), 0.0)
@@ -151,7 +151,7 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_wait():
     assert router.num_flights == 1
 
 
-def test_a_full_queue_says_when_half_of_it_is_predicted_to_be_gone():
+def test_full_queue_returns_the_predicted_time_until_half_of_it_is_placed():
     router = machine(welcome("p0"), welcome("p1"), welcome("d0"), max_queue=6)
     for number in range(8):  # two are placed
         assert not refused(router.handle(arrival(f"r{number}", number / 9), 0.0))
@@ -172,7 +172,7 @@ def test_prediction_includes_the_wait_for_memory():
 
 
 class Late(Admission):
-    """Looks at decode as it is now: what is still being computed is not seen."""
+    """Predicts with the present decode load, without prompts that are being computed."""
 
     def load_at(self, decoders, at_s: float, now_s: float) -> DecodeLoad:
         there = sum(c.num_tokens > 0 for worker in decoders for c in worker.decodes.values())
@@ -181,7 +181,7 @@ class Late(Admission):
 
 @dataclass
 class Told:
-    """What one client saw, and how long its answer is to be."""
+    """The answer of one client so far, and its length at the end."""
 
     sent_s: float
     num_tokens: int
@@ -201,7 +201,7 @@ STRIDE = 5  # steps at once: quicker, and all the same
 
 @dataclass
 class Loop:
-    """Workers that take the time that the costs say, around a machine."""
+    """A machine with workers that take as long as the costs predict."""
 
     router: RouterMachine
     costs: WorkerCosts
@@ -296,7 +296,7 @@ def overload(admission: type[Admission]) -> Loop:
     workers += [welcome(f"d{i}") for i in range(NUM_DECODE)]
     estimates = Estimates(SLOW)
     config = {"slo_ttft_s": TTFT_S, "slo_tpot_s": TPOT_S}
-    # a policy that knows no bounds: who is let in is all that keeps them
+    # the policy knows no bounds: only admission keeps them
     config["policy"] = RouterPolicy.LEAST_LOADED
     router = machine(*workers, estimates=estimates, **config)
     router._admission = admission(router.state)
@@ -314,7 +314,7 @@ def overload(admission: type[Admission]) -> Loop:
 
 
 def admitted(loop: Loop) -> list[int]:
-    """Requests let in, by window."""
+    """Counts admitted requests, by window."""
     counts = Counter(
         int(told.sent_s / WINDOW_S) for told in loop.clients.values() if not told.refused
     )
@@ -322,11 +322,11 @@ def admitted(loop: Loop) -> list[int]:
 
 
 def goodput(loop: Loop) -> int:
-    """Answers that came in time; a stride of steps is as slow as its slowest."""
+    """Counts answers within their bounds; a stride is as slow as its slowest step."""
     return sum(told.is_good(TTFT_S, 1.1 * TPOT_S) for told in loop.clients.values())
 
 
-def test_under_twice_its_load_the_cluster_admits_a_steady_rate_and_keeps_its_promises():
+def test_cluster_under_twice_its_load_admits_a_steady_rate_and_keeps_bounds():
     early, late = overload(Admission), overload(Late)
     steady, waves = admitted(early), admitted(late)
     assert 11.0 < mean(steady) < 15.0  # of 27 in a window, with room for 13

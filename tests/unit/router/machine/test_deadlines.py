@@ -1,4 +1,4 @@
-"""When a machine wants to be woken, found without looking at every request."""
+"""The next deadline of all requests, found without looking at each."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The request machine with costs known: decisions, their reasons, predicted lengths, whose turn."""
+"""The request machine with known costs: decisions, reasons, predicted lengths, turns."""
 
 import pytest
 
@@ -45,13 +45,13 @@ LONG = tuple(range(100))
 
 @pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
 def _prefixes(request, monkeypatch):
-    """The machine decides alike with both."""
+    """Runs each test with both indexes: the machine decides alike."""
     if request.param == "map in Python":
         monkeypatch.setattr(library, "core", lambda: None)
 
 
 class Predicting(Driver):
-    """A driver of a machine that knows what its workers cost."""
+    """A driver of a machine that knows the costs of its workers."""
 
     def __init__(self, *workers: str, num_blocks: int = 100, **config) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Predicting(Driver):
         self.handle(BlocksChanged(worker, [AllBlocksCleared(), stored]))
 
     def answer(self, name: str, num_tokens: int) -> None:
-        """All of a request's life on p0 and d0, which has been sent to them."""
+        """Runs a placed request on p0 and d0 to its end."""
         self.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
         self.say("p0", PrefillDone(f"{name}.0", 9, None))
         self.say("d0", KvReady(f"{name}.0", 2, 0, "shm"))
@@ -85,7 +85,7 @@ class Predicting(Driver):
 # ---------------------------------------------------------------- reasons
 
 
-def test_decision_holds_what_was_known_and_predicted():
+def test_decision_has_reasons_and_predictions():
     driver = Predicting("p0", "p1", "d0")
     driver.holds("p1", LONG[:40])
     driver.request("r")
@@ -123,7 +123,7 @@ def test_block_events_replace_own_observations():
     driver.holds("p0", LONG[:40])
     driver.request("r")
     driver.answer("r", 8)
-    assert known.longest(hashes) == {"p0": 10, "d0": 25}  # it was told of p0, and saw d0 pull
+    assert known.longest(hashes) == {"p0": 10, "d0": 25}  # events of p0, and the pull of d0
     driver.handle(BlocksChanged("p0", [BlockRemoved([hashes[5]], None)]))
     assert known.longest(hashes)["p0"] == 5
     driver.handle(BlocksUnheard("p0", "silent"))
@@ -172,7 +172,7 @@ def test_forecast_includes_all_promises():
 
 
 def counting_placements(driver: Predicting) -> list[float]:
-    """When the head of the queue was looked at, from now on."""
+    """Times at which the head of the queue is tried, from now on."""
     placing = driver.machine._placing
     place_all, times_s = placing.place_all, []
 
@@ -184,7 +184,7 @@ def counting_placements(driver: Predicting) -> list[float]:
     return times_s
 
 
-def test_the_queue_is_looked_at_when_room_may_have_come_and_not_at_every_token():
+def test_queue_is_tried_when_room_may_be_free_and_not_at_each_token():
     driver = Predicting("p0", "d0")
     driver.request("running", prompt=range(4))
     driver.say("p0", PrefillStarted("running.0", 0, LEASE))
@@ -203,7 +203,7 @@ def test_the_queue_is_looked_at_when_room_may_have_come_and_not_at_every_token()
     assert len(looks) == 2
 
 
-def test_a_prompt_is_bound_when_the_worker_is_predicted_to_be_nearly_done():
+def test_prompt_is_placed_when_its_worker_is_predicted_to_be_nearly_done():
     driver = Predicting("p0", "d0")
     driver.request("a")  # a second
     driver.request("b")
@@ -217,7 +217,7 @@ def test_a_prompt_is_bound_when_the_worker_is_predicted_to_be_nearly_done():
     assert [m.seq_id for _, m in sent(driver.handle(Tick()), Prefill)] == ["b.0"]
 
 
-def test_a_prompt_that_takes_longer_than_predicted_is_not_given_a_crowd_for_company():
+def test_worker_with_a_late_prompt_gets_only_one_more():
     driver = Predicting("p0", "d0", num_blocks=1000)
     driver.request("a")
     driver.say("p0", PrefillStarted("a.0", 0, LEASE))
@@ -231,7 +231,7 @@ def test_a_prompt_that_takes_longer_than_predicted_is_not_given_a_crowd_for_comp
 
 
 def learned(*workers: str, num_blocks: int = 100) -> Predicting:
-    """Answers that may have a hundred tokens have had ten."""
+    """A driver that saw answers of ten tokens with a limit of a hundred."""
     driver = Predicting(*workers, num_blocks=num_blocks)
     for number in range(ENOUGH):
         driver.request(f"old{number}", range(8), max_tokens=100)
@@ -247,7 +247,7 @@ def test_memory_is_reserved_for_predicted_lengths():
     assert claim.blocks == 5  # of eighteen tokens; of all that it may have, 27
 
 
-def test_an_answer_that_outgrows_its_prediction_is_promised_more():
+def test_reservation_grows_with_an_answer_longer_than_predicted():
     driver = learned("p0", "d0")
     driver.request("a", range(8), max_tokens=100)
     driver.say("p0", PrefillStarted("a.0", 0, LEASE))
@@ -266,7 +266,7 @@ def test_an_answer_that_outgrows_its_prediction_is_promised_more():
 
 
 def placed_in_turn(driver: Driver, number: int) -> list[str]:
-    """Each prompt is done when it was begun."""
+    """Computes each prompt at once."""
     order = []
     for _ in range(number):
         [seq_id] = driver.machine.view.workers["p0"].prefills
@@ -276,7 +276,7 @@ def placed_in_turn(driver: Driver, number: int) -> list[str]:
     return order
 
 
-def test_tenants_take_turns_and_urgent_requests_none():
+def test_tenants_take_turns_and_urgent_requests_go_first():
     driver = Predicting("p0", "d0", num_blocks=10_000)
     driver.request("first", range(3000))
     for number in range(3):
@@ -288,7 +288,7 @@ def test_tenants_take_turns_and_urgent_requests_none():
     assert order == ["first", "urgent", "many0", "few", "many1", "many2"]
 
 
-def test_a_client_that_leaves_the_queue_leaves_its_turn_to_others():
+def test_cancelled_request_leaves_its_turn_to_others():
     driver = Predicting("p0", "d0")
     for name in "abc":
         driver.request(name)

@@ -1,4 +1,4 @@
-"""The request machine when things go wrong: lost workers, deadlines, old news, full queues."""
+"""The request machine with faults: lost workers, deadlines, late messages, full queues."""
 
 import pytest
 
@@ -48,7 +48,7 @@ NEEDS_PREFILL_WORKER = {"sent", "started", "prefilled", "kv first"}
 
 
 def in_stage(stage: str, *workers: str, **config) -> Driver:
-    """Request `r` as far as `stage`, on p0 and d0."""
+    """Returns a driver with request `r` in a stage, on p0 and d0."""
     driver = Driver(*(workers or ("p0", "d0", "p1", "d1")), **config)
     driver.ask(max_tokens=20)
     for worker, message in STAGES[stage]:
@@ -79,7 +79,7 @@ def test_a_lost_decode_worker_is_replaced_in_every_stage(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_lost_prefill_worker_is_replaced_as_long_as_it_is_needed(stage):
+def test_lost_prefill_worker_is_replaced_while_it_is_needed(stage):
     driver = in_stage(stage)
     effects = driver.handle(WorkerLost("p0", "gone"))
     if stage not in NEEDS_PREFILL_WORKER:
@@ -93,12 +93,12 @@ def test_a_lost_prefill_worker_is_replaced_as_long_as_it_is_needed(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("victim", ["p1", "d1"])
-def test_a_worker_that_does_nothing_for_a_request_is_not_missed(stage, victim):
+def test_loss_of_an_uninvolved_worker_changes_nothing(stage, victim):
     assert in_stage(stage).handle(WorkerLost(victim, "gone")) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_another_worker_the_other_one_is_told_and_a_new_one_waited_for(stage):
+def test_loss_without_a_replacement_cancels_and_waits_for_a_new_worker(stage):
     driver = in_stage(stage, "p0", "d0")
     effects = driver.handle(WorkerLost("d0", "gone"))
     assert sent(effects, Cancel) == [("p0", Cancel("r.0"))]
@@ -121,7 +121,7 @@ def test_a_lost_mixed_worker_is_replaced_by_another():
     assert (worker, again.token_ids) == ("m1", [*PROMPT, 9])
 
 
-def test_a_worker_that_comes_back_starts_with_a_clean_sheet():
+def test_returned_worker_has_no_claims():
     driver = in_stage("answering", "p0", "d0", "d1")
     driver.handle(WorkerLost("d0", "cut off"))
     driver.join("d0")
@@ -166,7 +166,7 @@ def test_joining_worker_gets_waiting_requests():
 # ---------------------------------------------------------------- attempts
 
 
-def test_every_attempt_has_a_name_of_its_own():
+def test_each_attempt_has_its_own_sequence_id():
     driver = Driver("p0", "d0", max_attempts=4)
     driver.ask()
     for number in range(3):
@@ -220,13 +220,13 @@ def test_after_a_failed_pull_its_two_workers_are_kept_apart_for_a_while():
     assert [worker for worker, _ in sent(driver.ask("later"), Prefill)] == ["p0"]
 
 
-def test_a_request_given_back_later_says_nothing_of_the_way_between_two_workers():
+def test_sequence_returned_after_its_pull_severs_no_workers():
     driver = in_stage("answering", "p0", "p1", "d0")
     effects = driver.say("d0", GivenBack("r.0", "no room"))
     assert [worker for worker, _ in sent(effects, Prefill)] == ["p0"]
 
 
-def test_a_retry_goes_on_where_the_answer_was():
+def test_retry_continues_the_answer():
     driver = in_stage("answering", "p0", "d0")
     driver.say("d0", GivenBack("r.0", "no room"))
     [(_, decode)] = sent(driver.say("p0", PrefillStarted("r.1", 4, LEASE)), Decode)
@@ -242,7 +242,7 @@ def test_a_retry_goes_on_where_the_answer_was():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_when_the_client_is_gone_both_workers_are_told(stage):
+def test_cancelled_request_is_cancelled_at_both_workers(stage):
     driver = in_stage(stage)
     effects = driver.handle(ClientGone(RequestId("r")))
     assert sent(effects, Cancel) == [("p0", Cancel("r.0")), ("d0", Cancel("r.0"))]
@@ -251,13 +251,13 @@ def test_when_the_client_is_gone_both_workers_are_told(stage):
     assert driver.handle(ClientGone(RequestId("r"))) == []
 
 
-def test_one_worker_that_does_both_is_told_once():
+def test_mixed_worker_gets_one_cancel():
     driver = Driver("m0")
     driver.ask()
     assert sent(driver.handle(ClientGone(RequestId("r"))), Cancel) == [("m0", Cancel("r.0"))]
 
 
-def test_a_client_that_leaves_makes_room_for_the_next():
+def test_cancelled_request_makes_room_for_the_next():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1)
     driver.ask("a")
     driver.ask("b")
@@ -268,7 +268,7 @@ def test_a_client_that_leaves_makes_room_for_the_next():
 # ---------------------------------------------------------------- answers of one token
 
 
-def test_one_token_needs_no_decode_worker_to_do_anything():
+def test_answer_of_one_token_is_not_handed_over():
     driver = Driver("p0", "d0")
     [(_, message)] = sent(driver.ask(max_tokens=1), Prefill)
     assert message.limits.max_len == len(PROMPT) + 1
@@ -282,7 +282,7 @@ def test_one_token_needs_no_decode_worker_to_do_anything():
 # ---------------------------------------------------------------- admission
 
 
-def test_a_full_queue_says_when_to_come_back_and_keeps_nothing():
+def test_full_queue_refuses_with_retry_after_and_keeps_nothing():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1, max_queue=1)
     for name in ("a", "b"):
         driver.ask(name)
@@ -302,7 +302,7 @@ def test_a_retry_finds_room_even_in_a_full_queue():
     assert [m.seq_id for _, m in sent(effects, Prefill)] == ["a.1"]
 
 
-def test_an_impossible_request_does_not_keep_others_waiting():
+def test_impossible_request_does_not_block_others():
     driver = Driver("p0", "d0", num_blocks=5)
     assert ends(driver.ask("huge", max_tokens=100))
     assert sent(driver.ask("small"), Prefill)
@@ -336,13 +336,13 @@ def deadline_of(driver: Driver) -> float:
         ("answering", 7.0),
     ],
 )
-def test_a_prompt_is_given_the_time_that_its_length_takes(stage, allowed_s):
+def test_deadline_of_a_prompt_grows_with_its_length(stage, allowed_s):
     driver = in_stage(stage, progress_timeout_s=7.0, slowest_prefill_tokens_per_s=10.0)
     assert deadline_of(driver) == allowed_s
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_news_in_time_the_request_is_placed_again(stage):
+def test_request_without_messages_in_time_is_placed_again(stage):
     driver = in_stage(stage)
     driver.now_s = driver.machine.next_wake_s() - 0.001
     assert driver.handle(Tick()) == []
@@ -354,7 +354,7 @@ def test_without_news_in_time_the_request_is_placed_again(stage):
 
 
 @pytest.mark.parametrize("apart_s", [0.001, 0.0])
-def test_requests_that_are_late_together_are_placed_again_in_the_order_in_which_they_came(apart_s):
+def test_requests_late_together_keep_their_order(apart_s):
     driver = Driver("p0", "d0", prefill_backlog_tokens=1000)
     names = ["c", "a", "d", "b"]
     for number, name in enumerate(names):
@@ -373,13 +373,13 @@ def test_reasons_are_counted_without_their_details():
     assert driver.machine.counters["retried", "pull failed"] == 3
 
 
-def test_every_news_moves_the_deadline():
+def test_each_message_moves_the_deadline():
     driver = in_stage("answering")
     allowed_s = deadline_of(driver)
     driver.say("d0", Tokens("r.0", [6]), after_s=50)
     said_s = driver.now_s
     driver.now_s = driver.machine.next_wake_s()
-    assert driver.now_s == said_s - 50 + allowed_s  # only then is it looked up
+    assert driver.now_s == said_s - 50 + allowed_s  # the deadline is computed anew only then
     assert driver.handle(Tick()) == []
     assert driver.machine.next_wake_s() == said_s + allowed_s
 
@@ -442,20 +442,20 @@ def test_impossible_request_is_not_retried():
 def test_step_deadline_is_a_multiple_of_the_prediction_above_a_bound():
     driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
     machine, workers = driver.machine, driver.machine.view.workers
-    assert machine.longest_step_s("p0") == 60.0  # what it computes is for others
+    assert machine.longest_step_s("p0") == 60.0  # it computes nothing for this gateway
     driver.ask()
     assert machine.longest_step_s("p0") == 60.0  # no prompt was measured
     driver.hand_over()
-    assert machine.longest_step_s("d0") == 60.0  # or a token
+    assert machine.longest_step_s("d0") == 60.0  # nor a step
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(0.1, num_rows=1)])
     assert machine.longest_step_s("d0") == 5.0
     machine.state.estimates.observe_steps(workers["d0"], [StepReport(1.0, num_rows=1)] * 100)
     assert machine.longest_step_s("d0") == pytest.approx(20.0, rel=0.01)
-    assert machine.longest_step_s("p0") == 60.0  # it has nothing to do any more
+    assert machine.longest_step_s("p0") == 60.0  # its prompt is done
     assert machine.longest_step_s("unknown") == 60.0
 
 
-def test_first_steps_may_take_ten_times_the_bound_and_no_longer_than_one_waits_for_news():
+def test_first_steps_may_take_ten_times_the_bound_within_the_progress_timeout():
     driver = Driver("p0", "d0", stuck_step_s=5.0, progress_timeout_s=60.0)
     machine, workers = driver.machine, driver.machine.view.workers
     driver.ask()
@@ -466,7 +466,7 @@ def test_first_steps_may_take_ten_times_the_bound_and_no_longer_than_one_waits_f
 
 
 @pytest.mark.parametrize("stage", ["sent", "answering"])
-def test_attempts_lost_to_a_step_that_lasts_do_not_count_unless_there_are_many(stage):
+def test_attempts_lost_to_a_hung_step_count_only_beyond_a_number(stage):
     driver = in_stage(stage, max_attempts=1)
     victims = ["p0", "p1"] if stage == "sent" else ["d0", "d1"]
     assert not ends(driver.handle(WorkerLost(victims[0], "StepStuck")))

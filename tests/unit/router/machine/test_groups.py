@@ -1,4 +1,4 @@
-"""Requests that share a prompt: the first one's prompt is computed, the others find it there."""
+"""Groups that share a prompt: the leader computes it, the followers find it cached."""
 
 import pytest
 
@@ -48,7 +48,7 @@ class Group(Driver):
         return effects
 
     def start_leader(self):
-        """Its prompt is computed; the KV is not at the decode worker yet."""
+        """Computes the leader's prompt; its KV is not at the decode worker yet."""
         self.say("p0", PrefillStarted("r.0", 0, LEASE))
         return self.say("p0", PrefillDone("r.0", 9, None))
 
@@ -70,7 +70,7 @@ def test_only_the_first_of_a_group_is_placed():
     assert group.machine.num_flights == 3
 
 
-def test_the_others_follow_when_the_prompt_is_computed_and_its_kv_has_arrived():
+def test_followers_are_placed_when_prompt_and_kv_are_complete():
     group = Group("p0", "d0")
     group.ask_all(3)
     assert not sent(group.start_leader(), Prefill)
@@ -86,14 +86,14 @@ def test_kv_that_arrived_before_the_first_token_makes_no_difference():
     assert seqs(group.say("p0", PrefillDone("r.0", 9, None))) == FOLLOWERS
 
 
-def test_in_a_mixed_worker_the_first_token_is_enough():
+def test_followers_on_a_mixed_worker_are_placed_at_the_first_token():
     group = Group("m0")
     group.ask_all(2)
     group.say("m0", PrefillStarted("r.0", 0, None))
     assert seqs(group.say("m0", PrefillDone("r.0", 9, None)), Generate) == [("m0", "r-1.0")]
 
 
-def test_the_others_go_to_the_same_workers_even_if_others_are_idle():
+def test_followers_go_to_their_leaders_workers_even_if_others_are_idle():
     group = Group("p0", "p1", "d0", "d1")
     [(prefill, _)] = seqs(group.ask_all(3))
     group.say(prefill, PrefillStarted("r.0", 0, LEASE))
@@ -113,7 +113,7 @@ def test_of_a_shared_prompt_only_the_last_block_counts_as_work():
     assert group.machine.view.workers["p0"].reserved_tokens == 3
 
 
-def test_if_the_same_workers_have_no_room_others_are_taken():
+def test_followers_go_elsewhere_if_their_leaders_workers_are_full():
     group = Group("p0", "p1", "d0", "d1", num_blocks=7)  # one sequence has four
     group.ask_all(2)
     group.start_leader()
@@ -127,7 +127,7 @@ def test_held_requests_do_not_block_the_queue():
     assert seqs(group.ask("next")) == [("p0", "next.0")]
 
 
-def test_held_requests_are_first_when_they_are_let_go():
+def test_released_followers_are_first_in_the_queue():
     group = Group("p0", "d0", prefill_backlog_tokens=5)
     group.ask_all(3)
     group.ask("next")
@@ -168,7 +168,7 @@ LEADER_ENDS = {
 
 
 @pytest.mark.parametrize("end", LEADER_ENDS)
-def test_a_leader_that_comes_to_nothing_lets_the_others_go(end):
+def test_leader_that_ends_early_releases_its_followers(end):
     group = Group("p0", "p1", "d0", "d1")
     group.ask_all(3)
     group.say("p0", PrefillStarted("r.0", 0, LEASE))
@@ -177,7 +177,7 @@ def test_a_leader_that_comes_to_nothing_lets_the_others_go(end):
     assert group.machine.queue_len == 0
 
 
-def test_a_leader_without_news_lets_the_others_go_with_its_own_deadline():
+def test_leader_without_messages_releases_its_followers_at_its_deadline():
     group = Group("p0", "d0", progress_timeout_s=9.0, queue_timeout_s=5.0)
     group.ask_all(2)
     group.now_s = group.machine.next_wake_s()
@@ -199,7 +199,7 @@ def test_followers_of_an_unplaced_leader_wait_at_most_twice_its_time():
     assert group.machine.queue_len == 0
 
 
-def test_a_held_request_is_cancelled_by_itself():
+def test_held_request_is_cancelled_alone():
     group = Group("p0", "d0")
     group.ask_all(3)
     effects = group.handle(ClientGone(RequestId("r-1")))
@@ -209,7 +209,7 @@ def test_a_held_request_is_cancelled_by_itself():
     assert seqs(group.say("d0", KV)) == [("p0", "r-2.0")]
 
 
-def test_all_of_a_group_live_by_themselves_once_they_are_placed():
+def test_placed_requests_of_a_group_are_independent():
     group = Group("p0", "d0", "d1")
     group.ask_all(2)
     group.start_leader()
@@ -261,7 +261,7 @@ def test_drafted_and_accepted_tokens_are_summed_over_all_attempts():
     assert (end.timeline.num_drafted_tokens, end.timeline.num_accepted_tokens) == (6, 1)
 
 
-def test_a_second_token_that_brings_others_along_ends_the_first_step():
+def test_second_token_with_others_ends_the_first_step():
     group = Group("p0", "d0")
     group.ask_all(1)
     group.hand_over("r.0")
@@ -278,7 +278,7 @@ def report(num_idle_blocks: int) -> LoadReport:
 
 
 def preempted(*workers: str, **config) -> Group:
-    """A request that d0 ran out of memory under, with one token and four blocks to its name."""
+    """A request that d0 preempted, with one token and four blocks."""
     group = Group(*workers, **config)
     group.ask_all(1)
     group.hand_over("r.0")
@@ -301,7 +301,7 @@ def test_reports_before_the_preemption_do_not_count():
     assert not sent(group.say("d0", GivenBack("r.0", "preempted")), Prefill)
 
 
-def test_another_worker_with_room_is_not_waited_for():
+def test_preempted_request_goes_to_another_worker_with_room():
     group = Group("p0", "d0", "d1")
     group.ask_all(1)
     group.hand_over("r.0")
@@ -309,7 +309,7 @@ def test_another_worker_with_room_is_not_waited_for():
     assert list(group.machine.view.workers["d1"].decodes) == ["r.1"]
 
 
-def test_the_wait_ends_and_is_longer_each_time():
+def test_back_off_ends_and_grows_each_time():
     group = preempted("p0", "d0")
     waits_s = []
     for number in range(1, 6):
@@ -322,7 +322,7 @@ def test_the_wait_ends_and_is_longer_each_time():
     assert waits_s == [1.0, 2.0, 4.0, 8.0, 8.0]
 
 
-def test_preemptions_that_brought_a_token_are_no_failed_attempts():
+def test_preemption_after_a_token_is_no_failed_attempt():
     group = Group("p0", "d0", max_attempts=2)
     group.ask_all(1, max_tokens=50)
     for number in range(6):
@@ -336,7 +336,7 @@ def test_preemptions_that_brought_a_token_are_no_failed_attempts():
     assert "given up after 8 attempts" in outcome.message
 
 
-def test_a_preemption_that_brought_nothing_is_a_failed_attempt():
+def test_preemption_without_a_token_is_a_failed_attempt():
     group = Group("p0", "d0", max_attempts=1)
     group.ask_all(1)
     group.say("p0", PrefillStarted("r.0", 0, LEASE))

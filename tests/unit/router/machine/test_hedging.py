@@ -1,4 +1,4 @@
-"""Prompts that take too long are computed elsewhere too; who is first goes on."""
+"""Prompts that take too long are computed elsewhere too; the first to finish goes on."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def tick(driver: Driver, after_s: float):
 
 
 def hedged(driver: Driver) -> tuple[str, str]:
-    """Asks for `r`, lets the time pass after which it is begun again; both prefill workers."""
+    """Asks for `r`, and lets time pass until it is hedged. Returns both prefill workers."""
     [(first, _)] = sent(driver.ask(), Prefill)
     [(second, prefill)] = sent(tick(driver, 3 * PREDICTED_S), Prefill)
     assert prefill.seq_id == "r.1"
@@ -82,7 +82,7 @@ def test_prompt_is_hedged_after_a_multiple_of_its_prediction():
     assert counted(driver) == {"begun": 1}
 
 
-def test_small_predictions_are_not_taken_at_their_word():
+def test_no_hedge_within_a_second():
     driver = cluster()
     driver.ask(prompt=(1,))
     assert driver.machine.next_wake_s() == driver.now_s + HEDGE_LEAST_S
@@ -134,7 +134,7 @@ def test_a_request_is_hedged_once():
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("by", ["worker", "word", "role"])
-def test_where_one_of_two_fails_the_other_is_all_there_is(lost, by):
+def test_request_goes_on_as_one_attempt_if_the_other_fails(lost, by):
     driver = cluster()
     workers = hedged(driver)
     other = 1 - lost
@@ -163,7 +163,7 @@ def test_both_lost_at_once_are_one_failed_attempt():
     assert (worker, again.seq_id) == ("p2", "r.2")
 
 
-def test_a_client_that_leaves_ends_both():
+def test_cancel_ends_both_attempts():
     driver = cluster()
     hedged(driver)
     effects = driver.handle(ClientGone("r"))
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_ends_both():
     assert is_clear(driver)
 
 
-def test_two_attempts_without_news_in_time_are_both_given_up():
+def test_two_attempts_without_messages_in_time_are_both_ended():
     driver = cluster(progress_timeout_s=7.0, slowest_prefill_tokens_per_s=10.0)
     hedged(driver)
     effects = tick(driver, 7.5)

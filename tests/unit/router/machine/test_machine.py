@@ -39,7 +39,7 @@ def test_a_request_is_prefilled_at_once_and_reserves_on_both_workers(pair):
     assert pair.machine.view.workers["d0"].reserved_blocks == 3  # nine tokens, four to a block
 
 
-def test_the_decode_worker_hears_of_the_lease_then_of_the_first_token(pair):
+def test_decode_worker_gets_the_lease_then_the_first_token(pair):
     pair.ask()
     [(worker, decode)] = sent(pair.say("p0", PrefillStarted("r.0", 4, LEASE)), Decode)
     assert (worker, decode.lease, decode.token_ids) == ("d0", LEASE, [1, 2, 3, 4, 5])
@@ -49,7 +49,7 @@ def test_the_decode_worker_hears_of_the_lease_then_of_the_first_token(pair):
     assert pair.machine.view.workers["p0"].reserved_tokens == 0
 
 
-def test_the_last_token_ends_the_request_and_gives_everything_back(pair):
+def test_last_token_ends_the_request_and_returns_its_claims(pair):
     pair.ask()
     pair.hand_over()
     pair.say("d0", Tokens("r.0", [8]))
@@ -97,7 +97,7 @@ def test_kv_that_was_there_before_the_first_token_waits_no_time(pair):
     assert update.timeline.decode_queue_s + update.timeline.first_step_s == 3
 
 
-def test_a_mixed_worker_generates_by_itself():
+def test_mixed_worker_generates_alone():
     driver = Driver("m0")
     [(worker, message)] = sent(driver.ask(), Generate)
     assert worker == "m0"
@@ -126,7 +126,7 @@ def test_a_prompt_waits_in_the_router_while_the_backlog_is_long():
 
 
 @pytest.mark.parametrize("alive", [[], ["p0"], ["d0"]])
-def test_without_a_worker_of_each_role_a_request_waits_for_one(alive):
+def test_request_waits_for_a_worker_of_each_role(alive):
     driver = Driver(*alive)
     assert driver.ask() == []
     driver.now_s += 61
@@ -149,7 +149,7 @@ def test_a_request_larger_than_any_kv_memory_fails_at_once():
     assert "KV memory" in outcome.message
 
 
-def test_a_client_that_leaves_the_queue_is_forgotten():
+def test_cancelled_request_leaves_the_queue():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1)
     driver.ask("a")
     driver.ask("b")
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten():
     assert driver.machine.queue_len == 0
 
 
-def test_no_request_queues_for_ever():
+def test_wait_in_the_queue_is_bounded():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1, queue_timeout_s=5)
     driver.ask("a")
     driver.ask("b")

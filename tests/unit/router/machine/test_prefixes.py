@@ -33,7 +33,7 @@ OFFERED = LeaseRef("again.0.prefix", TransferAddress("p0", "inc", "tcp://x"), 24
 
 @pytest.fixture(autouse=True, params=["index in C++", "map in Python"])
 def _prefixes(request, monkeypatch):
-    """The machine decides alike with both."""
+    """Runs each test with both indexes: the machine decides alike."""
     if request.param == "map in Python":
         monkeypatch.setattr(library, "core", lambda: None)
 
@@ -43,8 +43,10 @@ def block_hashes(token_ids):
 
 
 def learned(*workers: str, **config) -> Driver:
-    """A driver whose gateway has seen slow prefill and quick pulls: LONG was computed by the first
-    prefill worker and handed over, and its answer ended."""
+    """A driver that saw slow prefill and quick pulls.
+
+    The first prefill worker computed LONG and handed it over, and the answer ended.
+    """
     driver = Driver(*workers, **config)
     driver.ask("first", LONG, max_tokens=8)
     prefill = next(w for w, a in driver.machine.view.workers.items() if a.prefills)
@@ -107,7 +109,7 @@ def test_prefix_is_computed_if_pulling_is_slower(driver):
     assert sent(quick.ask("again", (*LONG, 7)), Prefill)
 
 
-def test_a_mixed_worker_is_given_a_prefix_too():
+def test_mixed_worker_pulls_a_prefix_too():
     driver = learned("p0", "d0")
     driver.ask("backlog", range(500, 540))
     driver.join("m0")
@@ -119,7 +121,7 @@ def test_a_mixed_worker_is_given_a_prefix_too():
 # ---------------------------------------------------------------- offers that come to nothing
 
 
-def test_an_offer_of_nothing_means_that_all_is_computed_and_it_is_not_asked_for_again(driver):
+def test_empty_offer_leads_to_full_prefill_and_is_not_repeated(driver):
     driver.ask("again", (*LONG, 7))
     [(worker, prefill)] = sent(driver.say("d0", PrefixOffered("again.0", None)), Prefill)
     assert (worker, prefill.prefix) == ("p1", None)
@@ -224,7 +226,7 @@ def test_a_request_returns_to_the_worker_where_its_blocks_are():
     driver.say("p0", PrefillDone("r.0", 9, None))
     effects = driver.say("d0", GivenBack("r.0", "pull failed: why", num_kept_tokens=40))
     ((prefill, message),) = sent(effects, Prefill)
-    assert (prefill, message.seq_id) == ("p1", "r.1")  # what fails from p0 may not from p1
+    assert (prefill, message.seq_id) == ("p1", "r.1")  # only the pull from p0 failed
     assert set(driver.machine.view.workers["d0"].decodes) == {"r.1"}
     assert driver.machine.prefixes.longest(block_hashes(LONG))["d0"] == 10
     driver.handle(WorkerLost("d0", "gone"))
@@ -240,7 +242,7 @@ def test_an_answer_of_one_token_leaves_nothing_at_the_decode_worker():
     assert driver.machine.prefixes.longest(block_hashes(LONG)) == {"p0": 25}
 
 
-def test_blocks_of_a_worker_that_was_lost_are_not_hoped_for():
+def test_blocks_of_a_lost_worker_are_forgotten():
     driver = learned("p0", "p1", "d0")
     driver.handle(WorkerLost("d0", "gone"))
     driver.join("d0")

@@ -1,4 +1,4 @@
-"""A worker promised to more than it can hold, by gateways that do not know of one another."""
+"""A worker overcommitted by gateways that do not know of each other."""
 
 import random
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ REPORT_EVERY_S = 1.0
 
 @dataclass
 class Gateway:
-    """A router machine, and how many tokens its one request has been delivered."""
+    """A router machine, and the number of tokens that its one request has got."""
 
     machine: RouterMachine
     num_tokens: int = 0
@@ -63,7 +63,7 @@ class Running:
 
 
 class SmallWorker:
-    """Does both; admits what fits now, makes a token a step, and gives the youngest back."""
+    """A mixed worker: admits what fits, makes a token a step, and returns the youngest."""
 
     def __init__(self, num_blocks: int, gateways: list[Gateway]) -> None:
         self.num_blocks = num_blocks
@@ -100,7 +100,7 @@ class SmallWorker:
         self.admit()
         for seq_id, seq in list(self.running.items()):
             if seq_id not in self.running:
-                continue  # given back meanwhile
+                continue  # returned meanwhile
             if seq.length % BLOCK_SIZE == 0 and not self.num_free:
                 youngest, given = self.running.popitem()
                 self.num_preempted += 1
@@ -159,7 +159,7 @@ def crowd(lengths: list[int], num_blocks: int) -> SmallWorker:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_answers_that_do_not_fit_together_are_all_completed_one_after_the_other(seed):
+def test_answers_that_do_not_fit_together_are_completed_in_turn(seed):
     rng = random.Random(seed)
     num_blocks = rng.randint(16, 24)
     longest = num_blocks * BLOCK_SIZE - 8

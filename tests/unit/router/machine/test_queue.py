@@ -80,7 +80,7 @@ def test_tenant_with_long_requests_gets_equal_work_less_often(queue):
     assert abs(work["long"] - work["short"]) <= 50.0
 
 
-def test_a_tenant_that_leaves_takes_nothing_along(queue):
+def test_tenant_without_requests_keeps_no_credit(queue):
     put(queue, "a", tenant="x", work=1.0)
     put(queue, "b", tenant="y", work=1.0)
     queue.discard(queue.head())

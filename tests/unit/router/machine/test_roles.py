@@ -1,4 +1,4 @@
-"""The request machine when workers change roles: what runs is moved, what waits begins anew."""
+"""The request machine when roles change: running sequences move, waiting ones restart."""
 
 import msgspec
 import pytest
@@ -54,14 +54,14 @@ def promised(driver: Driver) -> dict[str, int]:
 
 
 def copied(driver: Driver, seq_id="r.1", source="d0", target="d1"):
-    """All that a source and a target have to say before the sequence is told to stop."""
+    """Says all messages of source and target up to the order to stop."""
     driver.say(source, PrefixOffered(f"{seq_id}.copy", COPIED))
     return driver.say(target, KvReady(f"{seq_id}.copy", 1, 0, "shm", 0.5))
 
 
 @pytest.fixture
 def running() -> Driver:
-    """A request that has three tokens of its answer; it decodes at d0."""
+    """A request that decodes at d0, with three tokens of its answer."""
     driver = Driver("p0", "d0", "d1")
     driver.ask(max_tokens=20)
     driver.hand_over()
@@ -71,7 +71,7 @@ def running() -> Driver:
 
 @pytest.fixture
 def copying(running) -> Driver:
-    """The same, of which d1 is to have a copy."""
+    """The same, about to be copied to d1."""
     effects = running.say("d0", TO_PREFILL)
     offer = OfferPrefix("r.1.copy", [1, 2, 3, 4, 5, 9, 8, 7])
     assert sent(effects, OfferPrefix) == [("d0", offer)]
@@ -95,7 +95,7 @@ def test_tokens_are_delivered_until_the_sequence_has_stopped(moving):
     assert delivered(moving.say("d0", Tokens("r.0", [6]))) == [(6,)]
 
 
-def test_the_other_worker_goes_on_from_all_tokens_but_the_last(moving):
+def test_target_continues_from_all_tokens_but_the_last(moving):
     moving.say("d0", Tokens("r.0", [6]))
     effects = moving.say("d0", HandedOver("r.0", MOVED, 4))
     [(worker, decode)] = sent(effects, Decode)
@@ -113,7 +113,7 @@ def test_the_other_worker_goes_on_from_all_tokens_but_the_last(moving):
     assert not sent(effects, Cancel)
 
 
-def test_a_move_counts_as_no_attempt(moving):
+def test_move_is_no_attempt(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     effects = moving.say("d1", Tokens("r.1", [4], FinishReason.STOP))
     assert (effects[-1].timeline.attempts, effects[-1].timeline.moves) == (1, 1)
@@ -143,7 +143,7 @@ def test_leaving_client_frees_a_possible_lease(moving):
 
 
 @pytest.mark.parametrize("news", [[], [KvReady("r.1", 2, 0, "shm")]])
-def test_a_client_that_leaves_afterwards_is_cancelled_at_both_ends(moving, news):
+def test_moved_request_is_cancelled_at_both_workers(moving, news):
     moving.say("d0", HandedOver("r.0", MOVED))
     for message in news:
         moving.say("d1", message)
@@ -163,7 +163,7 @@ def test_failed_hand_over_is_prefilled_again_without_counting():
     assert promised(driver)["d1"] == 7
 
 
-def test_another_target_is_found_when_the_first_one_is_lost_and_the_source_need_not_know_of_it():
+def test_lost_target_is_replaced_without_telling_the_source():
     driver = Driver("p0", "d0", "d1", "d2")
     driver.ask(max_tokens=20)
     driver.hand_over()
@@ -172,7 +172,7 @@ def test_another_target_is_found_when_the_first_one_is_lost_and_the_source_need_
     assert promised(driver)["d1"] == 7
     assert driver.handle(WorkerLost("d1", "gone")) == []
     assert promised(driver) == {"p0": 0, "d0": 7, "d2": 7}
-    driver.say("d2", TO_PREFILL)  # and that does not decode any more either
+    driver.say("d2", TO_PREFILL)  # d2 no longer decodes either
     assert driver.machine.counters["retried", ROLE_CHANGED] == 1
 
 
@@ -180,7 +180,7 @@ def test_target_lost_after_the_hand_over_costs_a_prefill(moving):
     moving.say("d0", HandedOver("r.0", MOVED))
     effects = moving.handle(WorkerLost("d1", "gone"))
     assert ("d0", Cancel("r.1")) in sent(effects, Cancel)
-    assert ends(effects) == []  # there is no third one, yet
+    assert ends(effects) == []  # there is no third worker yet
     [(_, again)] = sent(moving.join("d2"), Prefill)
     assert again.seq_id == "r.2"
 
@@ -206,7 +206,7 @@ def test_a_pull_that_fails_costs_a_prefill(moving):
 # ---------------------------------------------------------------- copies
 
 
-def test_the_full_blocks_are_pulled_while_the_sequence_runs_and_its_room_counts_from_then_on(
+def test_full_blocks_are_copied_while_the_sequence_runs_and_its_room_is_reserved(
     copying,
 ):
     effects = copying.say("d0", PrefixOffered("r.1.copy", COPIED))
@@ -218,7 +218,7 @@ def test_the_full_blocks_are_pulled_while_the_sequence_runs_and_its_room_counts_
     assert promised(copying) == {"p0": 0, "d0": 7, "d1": 7}
 
 
-def test_the_copy_is_let_go_of_once_the_sequence_itself_has_come(moving):
+def test_copy_is_released_when_the_sequence_has_arrived(moving):
     effects = moving.say("d0", HandedOver("r.0", MOVED))
     assert sent(effects, Cancel) == [("d1", Cancel("r.1.copy"))]
     assert [e.message.seq_id for e in effects] == ["r.1", "r.1", "r.1.copy"]
@@ -275,7 +275,7 @@ def test_worker_that_decodes_again_keeps_sequences_being_copied(copying):
     assert promised(copying) == {"p0": 0, "d0": 7, "d1": 0}
 
 
-def test_a_worker_that_decodes_again_too_late_has_told_it_to_stop(moving):
+def test_sequence_moves_if_its_worker_decodes_again_too_late(moving):
     assert moving.say("d0", TO_DECODE) == []
     assert sent(moving.say("d0", HandedOver("r.0", MOVED)), Decode)
 
@@ -290,7 +290,7 @@ def test_failed_copy_is_repeated_elsewhere(copying):
 
 
 def be_late(driver: Driver, until_s: float):
-    """Time passes, and the answer goes on; nothing is heard of a copy."""
+    """Lets time pass while the answer goes on, without a message about a copy."""
     while driver.now_s < until_s:
         driver.say("d0", Tokens("r.0", [6]), after_s=min(2.5, until_s - driver.now_s))
     return driver.handle(Tick())
@@ -312,7 +312,7 @@ def test_late_copy_is_repeated_once_and_severs_no_workers(
     assert not copying.machine.view.severed
 
 
-def test_a_move_of_which_no_pull_succeeds_is_given_up_in_time_and_counts_as_no_attempt():
+def test_move_whose_pulls_all_fail_ends_in_time_and_is_no_attempt():
     driver = Driver("p0", "d0", "d1", max_attempts=1)
     driver.ask(max_tokens=60)
     driver.hand_over()
@@ -376,9 +376,7 @@ def lose_target(driver: Driver) -> None:
     ],
     ids=["copied", "nothing to copy", "of little", "another target"],
 )
-def test_steps_of_the_target_wait_for_it_where_little_is_left_to_pull(
-    copying, before, lease, is_moved
-):
+def test_target_steps_wait_for_a_small_last_pull(copying, before, lease, is_moved):
     before(copying)
     [(_, decode)] = sent(copying.say("d0", HandedOver("r.0", lease)), Decode)
     assert decode.is_moved is is_moved
@@ -404,7 +402,7 @@ def test_few_sequences_are_copied_at_a_time_with_deadlines_from_their_turn(monke
 
 
 def leaving(names) -> Driver:
-    """Requests with these names run at d0, which is drained; each is to be copied to d1 or d2."""
+    """Requests with these names, running at drained d0 and to be copied to d1 or d2."""
     driver = Driver("p0", "d0")
     for name in names:
         driver.ask(name, max_tokens=20)
@@ -420,7 +418,7 @@ def target_of(driver: Driver, name: str) -> str:
 
 
 def copy_one(driver: Driver, name: str) -> list[str]:
-    """All of it is copied that can be; who is told to stop then."""
+    """Completes a copy. Returns the sequences that are told to stop then."""
     effects = copied(driver, f"{name}.1", target=target_of(driver, name))
     return [m.seq_id for _, m in sent(effects, HandOver)]
 
@@ -451,7 +449,7 @@ def test_copied_sequence_waits_for_others_for_a_bounded_time():
     assert driver.machine.next_wake_s() > driver.now_s
 
 
-def test_so_many_leave_at_a_time_and_the_next_when_all_of_them_can_go_on(monkeypatch):
+def test_next_sequences_leave_when_all_that_left_run_again(monkeypatch):
     monkeypatch.setattr("router.machine.moves.leaving.LEAVE_AT_ONCE", 2)
     driver = leaving("abcd")
     assert [copy_one(driver, name) for name in "abcd"] == [[], ["a.0", "b.0"], [], []]
@@ -464,7 +462,7 @@ def test_so_many_leave_at_a_time_and_the_next_when_all_of_them_can_go_on(monkeyp
     assert told == [[], ["c.0", "d.0"]]
 
 
-def test_one_that_cannot_go_on_does_not_keep_others_where_they_are_for_long(monkeypatch):
+def test_sequence_that_cannot_continue_holds_others_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr("router.machine.moves.leaving.LEAVE_AT_ONCE", 2)
     driver = leaving("abcd")
     for name in "abcd":
@@ -482,7 +480,7 @@ def test_one_that_cannot_go_on_does_not_keep_others_where_they_are_for_long(monk
 
 @pytest.fixture
 def stranded() -> Driver:
-    """Two requests run; there is room for one of them elsewhere."""
+    """Two running requests, with room for one of them elsewhere."""
     driver = Driver("p0", "d0", "d1", num_blocks=7)
     for name in ("a", "b"):
         driver.ask(name, max_tokens=20)
@@ -513,7 +511,7 @@ def test_sequence_stranded_for_long_runs_on(stranded):
     assert stranded.machine.counters["retried", NOT_MOVED] == 0
 
 
-def test_a_large_one_without_room_does_not_keep_a_smaller_one_from_it():
+def test_large_sequence_without_room_does_not_block_a_smaller_one():
     driver = Driver("p0", "d0")
     for name, max_tokens in (("large", 40), ("small", 20)):
         driver.ask(name, max_tokens=max_tokens)
@@ -570,16 +568,16 @@ def test_a_worker_is_chosen_by_its_new_role():
 
 
 @pytest.mark.parametrize("reason", [WRONG_ROLE, ROLE_CHANGED])
-def test_a_prompt_that_its_worker_is_not_there_for_any_more_counts_as_no_attempt(reason):
+def test_prompt_returned_after_a_role_change_is_no_attempt(reason):
     driver = Driver("p0", "p1", "d0", max_attempts=1)
     driver.ask()
-    assert driver.say("p0", TO_DECODE) == []  # it may have begun
+    assert driver.say("p0", TO_DECODE) == []  # the worker may have begun it
     effects = driver.say("p0", GivenBack("r.0", reason))
     assert [(i, m.seq_id) for i, m in sent(effects, Prefill)] == [("p1", "r.1")]
     assert not driver.machine.view.severed
 
 
-def test_a_worker_that_only_says_that_it_is_not_there_for_it_is_not_asked_for_ever():
+def test_returns_for_a_wrong_role_are_bounded_without_a_role_change():
     driver = Driver("p0", "d0", max_attempts=2)
     driver.ask()
     driver.say("p0", GivenBack("r.0", WRONG_ROLE))
@@ -607,7 +605,7 @@ def test_local_prefillers_stand_in_without_prefill_workers():
     assert worker == "d0"
 
 
-def test_drained_workers_are_given_nothing():
+def test_drained_workers_get_no_requests():
     driver = Driver("p0", "d0")
     driver.say("d0", TO_NOTHING)
     assert driver.machine.view.missing() == "no decode worker"

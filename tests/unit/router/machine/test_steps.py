@@ -1,4 +1,4 @@
-"""Tokens of a step, told at once: what comes of them is what comes of each by itself."""
+"""The tokens of one step have the same effects together as one by one."""
 
 from engine.messages import FinishReason, PrefillDone, PrefillStarted, Tokens
 from router.machine.events import Stepped
@@ -6,7 +6,7 @@ from tests.kits.router.machine import Driver
 
 
 def begun() -> Driver:
-    """Three answers, of which one has outgrown nothing yet and one is about to end."""
+    """Three answers: one within its prediction, one beyond it, one about to end."""
     driver = Driver("m0")
     for name in ("a", "b", "c"):
         driver.ask(name, max_tokens=40)
@@ -15,7 +15,7 @@ def begun() -> Driver:
     return driver
 
 
-def test_a_step_told_at_once_is_the_same_as_its_tokens_one_by_one():
+def test_tokens_of_a_step_together_or_one_by_one_give_equal_effects():
     together, alone = begun(), begun()
     for step in range(30):
         tokens = [

@@ -1,4 +1,4 @@
-"""The timeline: its stages sum to what the client waited, whatever happened in between."""
+"""The timeline: its stages sum to the client's wait, whatever happens in between."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ from router.machine.machine import ClientGone, Deliver, End, WorkerLost
 from router.machine.requests import Timeline
 from tests.kits.router.machine import LEASE, Driver
 
-ROUTE_S = 0.5  # `Driver.ask` says that the request was received so much earlier
+ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt so much earlier
 
 
 def to_first(timeline: Timeline) -> float:
@@ -46,7 +46,7 @@ def stages(timeline: Timeline) -> tuple[float, ...]:
     return (timeline.route_s, timeline.queue_s, *first)
 
 
-def test_the_time_in_the_queue_is_the_routers():
+def test_wait_in_the_router_counts_as_queue():
     driver = Driver("p0", "d0", prefill_backlog_tokens=1)
     driver.ask("a")
     driver.ask("b")
@@ -72,7 +72,7 @@ def test_the_timeline_comes_with_the_first_two_tokens_and_the_end():
     assert third[-1].timeline == second.timeline
 
 
-def test_where_one_worker_does_both_no_time_is_spent_on_kv():
+def test_mixed_worker_has_no_kv_wait():
     driver = Driver("m0")
     driver.ask()
     driver.say("m0", PrefillStarted("r.0", 0, None), after_s=1)
@@ -162,7 +162,7 @@ NEWS = [
 @pytest.mark.parametrize("order", list(itertools.permutations(NEWS)), ids=lambda o: "")
 @pytest.mark.parametrize("seen", [0, 1, 2, 3])
 def test_stages_sum_for_any_order_and_any_missing_message(order, seen):
-    """Two streams are not ordered among each other. Times are such that sums are exact."""
+    """Messages of two workers come in any order. Times are chosen so that sums are exact."""
     rng = random.Random(seen)
     driver = Driver("p0", "d0")
     driver.ask(max_tokens=20)
@@ -184,7 +184,7 @@ def test_stages_sum_for_any_order_and_any_missing_message(order, seen):
     assert min(*stages(timeline), *parts) >= 0
 
 
-def test_how_long_blocks_travelled_is_told_beside_the_stages_and_changes_none():
+def test_transfer_times_stand_beside_the_stages_and_change_none():
     driver = Driver("p0", "d0")
     driver.ask()
     driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
@@ -196,7 +196,7 @@ def test_how_long_blocks_travelled_is_told_beside_the_stages_and_changes_none():
     assert to_second(second.timeline) == 1.5
 
 
-def test_where_nothing_is_handed_over_nothing_travels():
+def test_mixed_worker_has_no_transfer_times():
     driver = Driver("m0")
     driver.ask()
     driver.say("m0", PrefillStarted("r.0", 0, None))

@@ -32,10 +32,10 @@ TURN_AFTER_S = 1.0
 
 
 class Keys(Driver):
-    """A driver whose requests come from holders of keys, and which plays the workers too."""
+    """A driver whose requests have API keys, and that plays the workers too."""
 
     def handle(self, event):
-        """Its invariants are looked at now and then: there are many requests."""
+        """Checks the invariants now and then only, as there are many requests."""
         self.num_events = getattr(self, "num_events", 0) + 1
         effects = self.machine.handle(event, self.now_s)
         if self.num_events % 50 == 0 or isinstance(event, Tick):
@@ -61,7 +61,7 @@ class Keys(Driver):
         return self.handle(Arrived(request))
 
     def run_all(self, effects):
-        """Computes every prompt that a worker was given: the sequences decode from now on."""
+        """Computes all prompts that effects send: their sequences decode from now on."""
         waiting = list(effects)
         while waiting:
             effect = waiting.pop(0)
@@ -83,7 +83,7 @@ class Keys(Driver):
         return None if flight is None else flight.attempt
 
     def tick_until_due(self):
-        """The next thing that falls due."""
+        """Sends a tick at the next deadline."""
         wake_s = self.machine.next_wake_s()
         assert wake_s is not None
         self.now_s = max(self.now_s, wake_s)
@@ -95,7 +95,7 @@ class Keys(Driver):
 
 
 def filled(num_streams: int = 200, **config) -> Keys:
-    """A key's streams fill the only decode worker, and more of them wait."""
+    """One key, whose streams fill the only decode worker, and more of which wait."""
     driver = Keys("p0", prefill_backlog_tokens=10_000, **config)
     driver.join("d0", num_blocks=100_000, max_running=64)
     for number in range(num_streams):
@@ -119,7 +119,7 @@ def test_a_key_waits_no_longer_than_its_turn_behind_200_streams_of_another():
     assert driver.machine.counters["retried", "another key's turn"] == 1
 
 
-def test_a_stream_that_gave_its_room_goes_on_from_its_tokens():
+def test_preempted_stream_continues_from_its_tokens():
     driver = filled(64)
     driver.say("d0", Tokens("a63.0", [8, 7]))
     driver.ask_as("b", "b0")
@@ -163,7 +163,7 @@ def test_names_without_keys_take_no_turns():
     assert not driver.running("b")
 
 
-def test_a_large_request_takes_as_much_memory_as_it_needs_and_no_more_than_is_fair():
+def test_large_request_gets_the_memory_it_needs_within_its_fair_share():
     driver = Keys("p0", prefill_backlog_tokens=10_000)
     driver.join("d0", num_blocks=100, max_running=64)  # 400 tokens
     for number in range(10):
@@ -178,7 +178,7 @@ def test_a_large_request_takes_as_much_memory_as_it_needs_and_no_more_than_is_fa
     assert not driver.running("c")
 
 
-def test_of_1100_requests_of_one_key_another_keys_first_is_let_in():
+def test_first_request_of_a_key_is_admitted_after_1100_of_another():
     driver = Keys("p0", prefill_backlog_tokens=10_000)
     driver.join("d0", num_blocks=100_000, max_running=1)
     refused = [outcome for i in range(1100) for outcome in ends(driver.ask_as("a", f"a{i}"))]
@@ -246,7 +246,7 @@ def test_every_request_ends_once_for_random_keys(seed):
 
 
 @pytest.mark.parametrize("after_s", [None, 5.0])
-def test_how_long_a_key_waits_is_configured(after_s):
+def test_wait_of_a_key_is_configurable(after_s):
     driver = filled(turn_after_s=after_s)
     driver.ask_as("b", "b0")
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""Two gateways side by side: what one has promised, the other learns from the worker."""
+"""Two gateways: each learns the claims of the other from the workers' reports."""
 
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCo
 
 @dataclass
 class Worker:
-    """Holds what it is sent, and reports that."""
+    """A worker that keeps what it is sent, and reports it."""
 
     prompts: dict[str, int] = field(default_factory=dict)
     decodes: dict[str, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Gateways:
         self.handle(gateway, Arrived(request))
 
     def compute(self, gateway: int, worker: str, seq_id: str) -> None:
-        """A prompt becomes a sequence that decodes."""
+        """Turns a prompt into a sequence that decodes."""
         self.handle(gateway, FromWorker(worker, PrefillStarted(seq_id, 0, LEASE)))
         del self.workers[worker].prompts[seq_id]
         self.handle(gateway, FromWorker(worker, PrefillDone(seq_id, 9, None)))
@@ -102,7 +102,7 @@ class Gateways:
         return self.machines[gateway].view.workers[worker].foreign
 
 
-def test_one_gateways_prompts_keep_the_others_away_once_they_are_reported():
+def test_reported_prompts_of_one_gateway_count_for_the_other():
     both = Gateways("p0", "p1", "d0")
     both.ask(0, "mine")
     both.report()
@@ -113,7 +113,7 @@ def test_one_gateways_prompts_keep_the_others_away_once_they_are_reported():
     assert both.placed(1, "theirs")[0] == "p1"
 
 
-def test_one_gateways_sequences_keep_the_others_away_too():
+def test_reported_sequences_of_one_gateway_count_for_the_other():
     both = Gateways("p0", "d0", "d1")
     both.ask(0, "mine")
     both.compute(0, "p0", "mine.0")
@@ -124,7 +124,7 @@ def test_one_gateways_sequences_keep_the_others_away_too():
     assert (both.placed(0, "mine")[1], both.placed(1, "theirs")[1]) == ("d0", "d1")
 
 
-def test_gateways_together_never_promise_too_much():
+def test_gateways_together_never_overcommit():
     both = Gateways("p0", "d0", num_blocks=20)  # an answer has twelve blocks
     both.ask(0, "mine")
     both.compute(0, "p0", "mine.0")
@@ -157,7 +157,7 @@ def test_gateways_see_the_same_total(num_asked):
     }
 
 
-def test_work_of_others_is_done_with_time():
+def test_reported_work_of_others_decreases_with_time():
     both = Gateways("p0", "d0")
     both.ask(0, "mine")  # 0.4 s of work
     both.report()
@@ -166,7 +166,7 @@ def test_work_of_others_is_done_with_time():
     wake_s = both.machines[1].next_wake_s()
     assert wake_s == pytest.approx(1.35)  # when 0.05 s are left
     both.now_s = wake_s
-    both.report()  # which says that it is not done yet
+    both.report()  # the report says that the prompt is not done
     assert both.machines[1].queue_len == 1
     del both.workers["p0"].prompts["mine.0"]
     both.report()
