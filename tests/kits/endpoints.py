@@ -155,15 +155,28 @@ def worker(
     assert not crashes
 
 
-def trusted_sink(socket: "zmq.Socket[bytes]") -> None:
-    """Gives a test's own socket the keys of a sink."""
-    secure_client(socket, SECRET, Channel.KV, max_message_bytes=2**24)
+@contextmanager
+def dialled(source: Worker) -> Iterator["zmq.Socket[bytes]"]:
+    """Connects a test's own socket to a source, as a sink does."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        secure_client(dealer, SECRET, Channel.KV, max_message_bytes=2**24)
+        dealer.linger = 0
+        dealer.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        dealer.connect(source.address.address)
+        yield dealer
 
 
-def trusted_source(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
-    """Gives a test's own socket the keys of a source."""
-    Doorkeeper(SECRET, Channel.KV, MonotonicClock()).open(context)
-    secure_server(socket, SECRET, Channel.KV, max_message_bytes=2**24)
+@contextmanager
+def bound() -> Iterator[tuple["zmq.Socket[bytes]", TransferAddress]]:
+    """Binds a test's own socket, as a source does."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        Doorkeeper(SECRET, Channel.KV, MonotonicClock()).open(context)
+        secure_server(router, SECRET, Channel.KV, max_message_bytes=2**24)
+        router.linger = 0
+        router.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        address = f"tcp://127.0.0.1:{port}"
+        yield router, TransferAddress(WorkerId("raw"), Incarnation("raw-1"), address)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

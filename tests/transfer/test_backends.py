@@ -9,7 +9,6 @@ import sys
 import msgspec
 import numpy as np
 import pytest
-import zmq
 
 from engine.config import Transport
 from engine.layout import KVFormat
@@ -20,10 +19,10 @@ from tests.kits.endpoints import (
     LAYOUT,
     NUM_BLOCKS,
     Timing,
+    bound,
+    dialled,
     fill,
     is_done,
-    trusted_sink,
-    trusted_source,
     until,
     worker,
 )
@@ -134,21 +133,14 @@ def test_an_aborted_pull_ends_the_lease_and_writes_no_more(pair):
 
 def test_the_sink_of_a_silent_source_gives_up_in_time(pair):
     _, sink = pair
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
-        silent.linger = 0
-        trusted_source(context, silent)
-        port = silent.bind_to_random_port("tcp://127.0.0.1")
-        address = TransferAddress("dead", "dead-1", f"tcp://127.0.0.1:{port}")
+    with bound() as (_, address):
         end = sink.pull("s", LeaseRef(LeaseId("l"), address, 1), [(0, 1)])
     assert end == PullFailed(SeqId("s"), "source silent")
 
 
 def test_garbage_on_the_source_socket_is_counted_and_survived(pair):
     source, sink = pair
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        trusted_sink(stranger)
-        stranger.connect(source.address.address)
+    with dialled(source) as stranger:
         for garbage in ([b""], [b"\xc1" * 9], [b"\x80", b"two frames"], [os.urandom(200)]):
             stranger.send_multipart(garbage)
         until(lambda: source.endpoint.counters().get("bad_messages") == 4, "all are counted")

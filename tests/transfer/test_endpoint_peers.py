@@ -43,10 +43,10 @@ from tests.kits.endpoints import (
     LAYOUT,
     NUM_BLOCKS,
     Worker,
+    bound,
+    dialled,
     fill,
     is_done,
-    trusted_sink,
-    trusted_source,
     until,
     worker,
 )
@@ -62,11 +62,8 @@ BLOCK = bytes(range(256)) * (LAYOUT.block_bytes // 256)
 class RawSource:
     """A source whose messages the test chooses."""
 
-    def __init__(self, router: "zmq.Socket[bytes]") -> None:
+    def __init__(self, router: "zmq.Socket[bytes]", address: TransferAddress) -> None:
         self._router = router
-        router.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
-        port = router.bind_to_random_port("tcp://127.0.0.1")
-        address = TransferAddress("raw", "raw-1", f"tcp://127.0.0.1:{port}")
         self.lease = LeaseRef(LeaseId("l"), address, 4)
 
     def expect(self, kind: type | UnionType) -> ToSource:
@@ -103,14 +100,8 @@ class RawSource:
 
 @contextmanager
 def raw_pair(timing: Timing = PATIENT) -> Iterator[tuple[RawSource, Worker]]:
-    with (
-        worker("sink", Transport.ZMQ, timing=timing) as sink,
-        zmq.Context() as context,
-        context.socket(zmq.ROUTER) as router,
-    ):
-        router.linger = 0
-        trusted_source(context, router)
-        yield RawSource(router), sink
+    with worker("sink", Transport.ZMQ, timing=timing) as sink, bound() as (router, address):
+        yield RawSource(router, address), sink
 
 
 def data(*indices: int) -> Data:
@@ -224,16 +215,6 @@ def test_an_invalid_address_fails_only_the_pull(address):
 # ---------------------------------------------------------------- a sink made of one socket
 
 
-@contextmanager
-def raw_sink(source: Worker) -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        trusted_sink(dealer)
-        dealer.linger = 0
-        dealer.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
-        dealer.connect(source.address.address)
-        yield dealer
-
-
 def test_a_sink_with_invalid_messages_loses_its_leases_and_must_attach_again():
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
         sink.hold("s", source.lease("l", [1, 2], ready=1))
@@ -249,7 +230,7 @@ def test_a_frame_that_is_too_large_ends_only_its_connection():
     with (
         worker("source", Transport.ZMQ) as source,
         worker("sink", Transport.ZMQ) as sink,
-        raw_sink(source) as stranger,
+        dialled(source) as stranger,
     ):
         stranger.send(bytes(source_end.MAX_MESSAGE_BYTES + 1))
         assert isinstance(sink.pull("s", source.lease("l", [5]), [(0, 6)]), PullDone)
@@ -259,7 +240,7 @@ def test_a_flood_of_garbage_does_not_keep_others_waiting():
     with (
         worker("source", Transport.ZMQ) as source,
         worker("sink", Transport.ZMQ, timing=PATIENT) as sink,
-        raw_sink(source) as stranger,
+        dialled(source) as stranger,
     ):
         for _ in range(900):
             stranger.send(b"\xc1")
@@ -282,7 +263,7 @@ def test_a_sink_with_another_secret_is_not_answered(token):
 def test_a_sink_that_reads_no_answers_is_cut_off_and_costs_little(monkeypatch):
     monkeypatch.setattr(source_end, "MAX_UNREAD_MESSAGES", 8)
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
-        with raw_sink(source) as greedy:
+        with dialled(source) as greedy:
             greedy.set(zmq.RCVHWM, 1)
             source.lease("g", list(range(NUM_BLOCKS)))
             identity = Identity("model", LAYOUT)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from engine.config import Transport
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import LeaseEnded, PullDone, PullFailed, RevokeLease
 from kvtransfer.lease.sink import MAX_DAMAGED, SinkMachine
 from kvtransfer.lease.source import SourceMachine
@@ -57,9 +57,9 @@ from tests.kits.endpoints import (
     LAYOUT,
     NUM_BLOCKS,
     Worker,
+    bound,
+    dialled,
     fill,
-    trusted_sink,
-    trusted_source,
     until,
     worker,
 )
@@ -108,9 +108,6 @@ class RawSink:
     """A socket connected to a source."""
 
     def __init__(self, dealer: "zmq.Socket[bytes]", source: Worker) -> None:
-        dealer.linger = 0
-        dealer.setsockopt(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
-        dealer.connect(source.address.address)
         self._dealer = dealer
         body = AttachBody(Incarnation("raw"), source.address.incarnation, IDENTITY)
         self.attach = attach(body)
@@ -136,13 +133,6 @@ class RawSink:
                 yield frames
 
 
-@contextmanager
-def raw_sink(source: Worker) -> Iterator[RawSink]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        trusted_sink(dealer)
-        yield RawSink(dealer, source)
-
-
 def test_a_source_survives_any_message_and_serves_other_sinks():
     leased = [5, 3]
     answered: Counter[str] = Counter()
@@ -160,7 +150,8 @@ def test_a_source_survives_any_message_and_serves_other_sinks():
             source.lease("l", [*leased, 7], ready=2)
             sink.hold("good", source.lease("g", [1]))
             until(lambda: source.is_held("g"), "held by the good sink")
-            with raw_sink(source) as raw:
+            with dialled(source) as dealer:
+                raw = RawSink(dealer, source)
                 raw.say(changed(raw.honest_script(releases=releases), seeds))
                 for header, *payload in raw.answers():
                     message = decode_to_sink(header)
@@ -189,14 +180,12 @@ def test_a_source_survives_any_message_and_serves_other_sinks():
 class RawSource:
     """A socket to which a sink connects for one lease, and memory that can be mapped."""
 
-    def __init__(self, router: "zmq.Socket[bytes]", offered: SharedPool) -> None:
-        router.linger = 0
-        port = router.bind_to_random_port("tcp://127.0.0.1")
+    def __init__(
+        self, router: "zmq.Socket[bytes]", address: TransferAddress, offered: SharedPool
+    ) -> None:
         self._router = router
         self._offered = offered
-        self.address = TransferAddress(
-            WorkerId("raw"), Incarnation("raw-1"), f"tcp://127.0.0.1:{port}"
-        )
+        self.address = address
 
     def expect(self, timeout_s: float = DEADLINE_S) -> ToSource | None:
         """Returns the next message, if one comes in time. Later messages go to its sender."""
@@ -239,9 +228,8 @@ class RawSource:
 
 @contextmanager
 def raw_source(offered: SharedPool) -> Iterator[RawSource]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        trusted_source(context, router)
-        yield RawSource(router, offered)
+    with bound() as (router, address):
+        yield RawSource(router, address, offered)
 
 
 @pytest.fixture
@@ -408,7 +396,8 @@ def test_both_ends_refuse_impossible_layouts_and_go_on(offered):
         raw_source(offered) as liar,
     ):
         for number, (identity, field) in enumerate(HOSTILE.values()):
-            with raw_sink(source) as raw:
+            with dialled(source) as dealer:
+                raw = RawSink(dealer, source)
                 body = AttachBody(Incarnation("raw"), source.address.incarnation, identity)
                 raw.say(framed(attach(body)))
                 (answer,) = list(raw.answers())[:1]
