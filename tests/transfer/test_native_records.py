@@ -92,16 +92,6 @@ def test_records_need_not_lie_side_by_side():
 
 
 @pytest.mark.usefixtures("_each_copy")
-def test_no_records_and_no_pieces_are_fine():
-    sink, source = random_records(2), random_records(3, seed=1)
-    before = sink.copy()
-    copy_records(sink, [], source, [], whole())
-    copy_records(sink, None, source, [], whole())
-    copy_records(sink, [0, 1], source, [1, 2], [])
-    assert np.array_equal(sink, before)
-
-
-@pytest.mark.usefixtures("_each_copy")
 @pytest.mark.parametrize(
     ("sink_ids", "source_ids"),
     [

@@ -86,14 +86,6 @@ def test_the_longest_run_wins_and_of_equals_the_most_recent(token_ids, match):
     assert index_of(token_ids).find() == match
 
 
-def test_a_periodic_sequence_is_continued():
-    token_ids = [1, 2, 3, 1, 2, 3]
-    index = index_of(token_ids)
-    match = index.find()
-    assert match is not None
-    assert index.follow(match, 7) == [1, 2, 3, 1, 2, 3, 1]
-
-
 def test_a_long_prompt_is_indexed_over_several_steps():
     token_ids = list(range(100))
     index = NgramIndex(token_ids)

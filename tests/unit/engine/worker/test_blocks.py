@@ -1,49 +1,15 @@
-"""The block pool: hashes, the free list, prefix matches, and the three kinds of holders."""
+"""The block pool: the form of a hash, and errors.
+
+`tests.props.test_engine_blocks` tests the free list, prefix matches and holders.
+"""
 
 from hashlib import blake2b
-from itertools import permutations
 
 import numpy as np
 import pytest
 
 from engine.errors import OutOfBlocks
-from engine.worker.blocks import BlockCounts, BlockId, BlockPool, hash_block, hash_blocks
-
-
-def hashes(name: str, num_blocks: int):
-    """Hashes of the blocks of one prompt."""
-    tokens = [ord(letter) for letter in name for _ in range(2)]
-    return hash_blocks((tokens * num_blocks)[: 2 * num_blocks], block_size=2)
-
-
-def allocate_full(pool: BlockPool, name: str, num_blocks: int):
-    """Takes blocks for a sequence and fills them."""
-    taken = pool.allocate(num_blocks)
-    for block, block_hash in zip(taken, hashes(name, num_blocks), strict=True):
-        pool.set_hash(block, block_hash)
-    return taken
-
-
-def in_order_of_reuse(pool: BlockPool) -> list[int]:
-    """Takes every idle block, the next to be handed out first."""
-    return [pool.allocate(1)[0] for _ in range(pool.num_idle)]
-
-
-@pytest.fixture
-def pool():
-    pool = BlockPool(6)
-    yield pool
-    pool.validate()
-
-
-# ---------------------------------------------------------------- hashes
-
-
-def test_a_hash_covers_the_block_and_all_before_it():
-    first, second = hash_blocks([1, 2, 3, 4], block_size=2)
-    assert first == hash_block(None, [1, 2])
-    assert second == hash_block(first, [3, 4])
-    assert second != hash_block(None, [3, 4])
+from engine.worker.blocks import BlockId, BlockPool, hash_block, hash_blocks
 
 
 def test_a_hash_is_blake2b_of_the_parent_and_the_ids_in_four_bytes_each():
@@ -52,26 +18,9 @@ def test_a_hash_is_blake2b_of_the_parent_and_the_ids_in_four_bytes_each():
     assert hash_block(parent, [3, 2**32 - 1]) == blake2b(data, digest_size=16).digest()
 
 
-def test_prompts_that_differ_in_an_early_token_share_no_later_hash():
-    ours, theirs = hash_blocks([1, 2, 3, 4], 2), hash_blocks([9, 2, 3, 4], 2)
-    assert not set(ours) & set(theirs)
-
-
-def test_prompts_share_the_hashes_of_their_common_blocks():
-    ours, theirs = hash_blocks([1, 2, 3, 4, 5, 6], 2), hash_blocks([1, 2, 3, 4, 5, 7], 2)
-    assert ours[:2] == theirs[:2]
-    assert ours[2] != theirs[2]
-
-
 @pytest.mark.parametrize(("num_tokens", "num_hashes"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
 def test_only_full_blocks_have_a_hash(num_tokens, num_hashes):
     assert len(hash_blocks(range(num_tokens), block_size=4)) == num_hashes
-
-
-def test_a_salt_keeps_equal_prompts_apart():
-    tokens = [1, 2, 3, 4]
-    salted = [hash_blocks(tokens, 2, salt) for salt in (b"", b"a", b"b", b"a" * 64)]
-    assert len({block_hash for chain in salted for block_hash in chain}) == 8
 
 
 def test_hashing_takes_any_sequence_of_ids():
@@ -84,52 +33,8 @@ def test_an_id_that_does_not_fit_is_an_error_and_not_another_id():
             hash_block(None, [token])
 
 
-# ---------------------------------------------------------------- the free list
-
-
-def test_a_new_pool_is_all_free(pool):
-    assert pool.counts() == BlockCounts(free=6, cached=0, owned=0, leased=0, in_flight=0)
-    assert pool.num_idle == 6
-
-
-def test_blocks_are_handed_out_once(pool):
-    assert pool.allocate(4) == [0, 1, 2, 3]
-    assert pool.allocate(2) == [4, 5]
-    assert pool.num_idle == 0
-
-
-def test_blocks_without_content_are_handed_out_before_any_that_is_cached(pool):
-    filled = allocate_full(pool, "a", 2)
-    empty = pool.allocate(2)
-    pool.disown(filled)
-    pool.disown(empty)
-    assert in_order_of_reuse(pool) == [2, 3, 4, 5, 1, 0]
-
-
-def test_the_least_recently_used_cached_block_goes_first(pool):
-    names = {name: allocate_full(pool, name, 2) for name in "abc"}
-    for name in "bca":
-        pool.disown(names[name])
-    assert in_order_of_reuse(pool) == [3, 2, 5, 4, 1, 0]
-
-
-def test_a_prefix_hit_makes_a_block_the_most_recently_used(pool):
-    names = {name: allocate_full(pool, name, 2) for name in "abc"}
-    for name in "abc":
-        pool.disown(names[name])
-    hit = pool.match(hashes("a", 1))
-    pool.own(hit)
-    pool.disown(hit)
-    assert in_order_of_reuse(pool) == [1, 3, 2, 5, 4, 0]
-
-
-def test_the_end_of_a_prefix_is_evicted_before_its_beginning(pool):
-    pool.disown(allocate_full(pool, "a", 4))
-    pool.allocate(4)
-    assert pool.match(hashes("a", 4)) == [0, 1]
-
-
-def test_asking_for_more_than_is_idle_takes_nothing(pool):
+def test_asking_for_more_than_is_idle_takes_nothing():
+    pool = BlockPool(6)
     pool.allocate(4)
     with pytest.raises(OutOfBlocks) as caught:
         pool.allocate(3)
@@ -137,132 +42,10 @@ def test_asking_for_more_than_is_idle_takes_nothing(pool):
     assert pool.num_idle == 2
 
 
-def test_asking_for_nothing_is_allowed(pool):
-    assert pool.allocate(0) == []
-
-
-# ---------------------------------------------------------------- prefix matches
-
-
-def test_a_match_is_the_longest_cached_prefix(pool):
-    taken = allocate_full(pool, "a", 3)
-    assert pool.match(hashes("a", 3)) == taken
-    assert pool.match(hashes("a", 5)) == taken
-    assert pool.match(hashes("a", 2)) == taken[:2]
-    assert pool.match(hashes("b", 3)) == []
-    assert pool.match([]) == []
-
-
-def test_a_match_stops_at_the_first_gap(pool):
-    first, second = pool.allocate(2)
-    chain = hashes("a", 3)
-    pool.set_hash(first, chain[0])
-    pool.set_hash(second, chain[2])
-    assert pool.match(chain) == [first]
-
-
-def test_a_match_acquires_nothing(pool):
-    pool.disown(allocate_full(pool, "a", 2))
-    pool.match(hashes("a", 2))
-    assert pool.counts() == BlockCounts(free=4, cached=2, owned=0, leased=0, in_flight=0)
-
-
-def test_an_evicted_block_is_not_found(pool):
-    pool.disown(allocate_full(pool, "a", 6))
-    pool.allocate(6)
-    assert pool.match(hashes("a", 6)) == []
-
-
-def test_a_block_is_found_while_it_is_held(pool):
-    taken = allocate_full(pool, "a", 2)
-    pool.own(taken)
-    assert pool.match(hashes("a", 2)) == taken
-    assert pool.counts().owned == 2
-
-
-def test_the_first_of_two_equal_blocks_is_found(pool):
-    first = allocate_full(pool, "a", 1)
-    second = allocate_full(pool, "a", 1)
-    assert pool.match(hashes("a", 1)) == first
-    pool.disown(second)
-    assert pool.counts() == BlockCounts(free=5, cached=0, owned=1, leased=0, in_flight=0)
-    assert pool.match(hashes("a", 1)) == first
-
-
-def test_a_duplicate_is_reused_at_once_and_leaves_the_first_hash(pool):
-    first = allocate_full(pool, "a", 1)
-    second = allocate_full(pool, "a", 1)
-    pool.disown(first)
-    pool.disown(second)
-    assert pool.allocate(1) == second
-    assert pool.match(hashes("a", 1)) == first
-
-
-# ---------------------------------------------------------------- holders
-
-
-def test_a_shared_block_is_cached_when_the_last_sequence_lets_go(pool):
-    taken = allocate_full(pool, "a", 2)
-    pool.own(taken)
-    pool.disown(taken)
-    assert pool.counts() == BlockCounts(free=4, cached=0, owned=2, leased=0, in_flight=0)
-    pool.disown(taken)
-    assert pool.counts() == BlockCounts(free=4, cached=2, owned=0, leased=0, in_flight=0)
-
-
-HOLDS = {
-    "owned": (BlockPool.own, BlockPool.disown),
-    "leased": (BlockPool.lease, BlockPool.end_lease),
-    "in flight": (BlockPool.begin_write, BlockPool.end_write),
-}
-
-
-@pytest.mark.parametrize("order", list(permutations(HOLDS)))
-def test_a_block_is_free_only_when_every_kind_of_holder_has_let_go(pool, order):
-    taken = pool.allocate(2)
-    pool.lease(taken)
-    pool.begin_write(taken)
-    for kind in order:
-        assert pool.num_idle == 4
-        HOLDS[kind][1](pool, taken)
-    assert pool.counts() == BlockCounts(free=6, cached=0, owned=0, leased=0, in_flight=0)
-
-
-def test_a_block_with_several_holders_is_counted_once(pool):
-    taken = pool.allocate(3)
-    pool.lease(taken[:2])
-    pool.begin_write(taken[:1])
-    assert pool.counts() == BlockCounts(free=3, cached=0, owned=1, leased=1, in_flight=1)
-    assert pool.counts().total == 6
-    pool.end_write(taken[:1])
-    pool.end_lease(taken[:2])
-
-
-def test_two_leases_of_one_block_end_one_by_one(pool):
-    taken = pool.allocate(1)
-    pool.lease(taken)
-    pool.lease(taken)
-    pool.disown(taken)
-    pool.end_lease(taken)
-    assert pool.counts().leased == 1
-    pool.end_lease(taken)
-    assert pool.counts().free == 6
-
-
-def test_leasing_a_cached_block_protects_it_from_eviction(pool):
-    pool.disown(allocate_full(pool, "a", 2))
-    hit = pool.match(hashes("a", 2))
-    pool.lease(hit)
-    pool.allocate(4)
-    with pytest.raises(OutOfBlocks):
-        pool.allocate(1)
-    assert pool.match(hashes("a", 2)) == hit
-
-
-@pytest.mark.parametrize("kind", HOLDS)
-def test_releasing_a_block_that_is_not_held_is_a_bug(kind):
+@pytest.mark.parametrize("let_go", [BlockPool.disown, BlockPool.end_lease, BlockPool.end_write])
+def test_releasing_a_block_that_is_not_held_is_a_bug(let_go):
     with pytest.raises(AssertionError, match="let go more often"):
-        HOLDS[kind][1](BlockPool(2), [BlockId(0)])
+        let_go(BlockPool(2), [BlockId(0)])
 
 
 def test_a_misplaced_block_is_noticed():
