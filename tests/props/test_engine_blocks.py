@@ -69,9 +69,18 @@ class PoolAndItsTwin(RuleBasedStateMachine):
 
     @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def hold(self, data, kind):
-        """Holds blocks that have a holder already, or that a match found."""
-        known = [i for i, b in enumerate(self.twin) if not b.is_idle or b.content is not None]
-        blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        """Holds blocks that have a holder already."""
+        held = [i for i, b in enumerate(self.twin) if not b.is_idle]
+        self._hold(kind, data.draw(st.lists(st.sampled_from(held), unique=True)) if held else [])
+
+    @precondition(lambda self: any(self.twin[block].content for block in self.idle))
+    @rule(data=st.data(), kind=st.sampled_from(KINDS))
+    def hold_cached(self, data, kind):
+        """Holds idle blocks that a match found."""
+        cached = [block for block in self.idle if self.twin[block].content]
+        self._hold(kind, data.draw(st.lists(st.sampled_from(cached), min_size=1, unique=True)))
+
+    def _hold(self, kind, blocks):
         HOLD[kind](self.pool, blocks)
         for block in blocks:
             self.twin[block].holds[kind] += 1

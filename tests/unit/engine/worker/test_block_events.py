@@ -392,6 +392,16 @@ def test_a_request_without_new_batches_ends_in_a_snapshot():
     assert news.handle(NewsEnded(), 1.0) == [AskSnapshot()]
 
 
+def test_an_outdated_snapshot_changes_nothing():
+    news = following()
+    assert news.handle(Published(1, told(1)), 0.0) == [AskBatches(0)]
+    assert news.handle(NewsEnded(), 0.0) == [AskSnapshot()]
+    assert news.handle(NewsPiece(1, [CLEARED, *told(0)]), 0.0) == []
+    assert news.handle(Published(0, told(0)), 0.0) == [Apply(told(0)), Apply(told(1))]  # late
+    assert news.handle(NewsEnded(), 0.0) == []
+    assert news.is_following
+
+
 def test_every_piece_of_an_answer_gives_the_next_one_time():
     news = BlockNews()
     news.open(0.0)

@@ -1,15 +1,37 @@
-"""The block pool: the form of a hash, and errors.
+"""The block pool: the form of a hash, holders and errors.
 
-`tests.props.test_engine_blocks` tests the free list, prefix matches and holders.
+`tests.props.test_engine_blocks` tests the free list and prefix matches too.
 """
 
 from hashlib import blake2b
+from itertools import permutations
 
 import numpy as np
 import pytest
 
 from engine.errors import OutOfBlocks
-from engine.worker.blocks import BlockId, BlockPool, hash_block, hash_blocks
+from engine.worker.blocks import BlockCounts, BlockId, BlockPool, hash_block, hash_blocks
+
+
+def hashes(name: str, num_blocks: int):
+    """Hashes of the blocks of one prompt."""
+    tokens = [ord(letter) for letter in name for _ in range(2)]
+    return hash_blocks((tokens * num_blocks)[: 2 * num_blocks], block_size=2)
+
+
+def allocate_full(pool: BlockPool, name: str, num_blocks: int):
+    """Takes blocks for a sequence and fills them."""
+    taken = pool.allocate(num_blocks)
+    for block, block_hash in zip(taken, hashes(name, num_blocks), strict=True):
+        pool.set_hash(block, block_hash)
+    return taken
+
+
+@pytest.fixture
+def pool():
+    pool = BlockPool(6)
+    yield pool
+    pool.validate()
 
 
 def test_a_hash_is_blake2b_of_the_parent_and_the_ids_in_four_bytes_each():
@@ -33,8 +55,7 @@ def test_an_id_that_does_not_fit_is_an_error_and_not_another_id():
             hash_block(None, [token])
 
 
-def test_asking_for_more_than_is_idle_takes_nothing():
-    pool = BlockPool(6)
+def test_asking_for_more_than_is_idle_takes_nothing(pool):
     pool.allocate(4)
     with pytest.raises(OutOfBlocks) as caught:
         pool.allocate(3)
@@ -42,10 +63,68 @@ def test_asking_for_more_than_is_idle_takes_nothing():
     assert pool.num_idle == 2
 
 
-@pytest.mark.parametrize("let_go", [BlockPool.disown, BlockPool.end_lease, BlockPool.end_write])
-def test_releasing_a_block_that_is_not_held_is_a_bug(let_go):
+def test_a_shared_block_is_cached_when_the_last_sequence_lets_go(pool):
+    taken = allocate_full(pool, "a", 2)
+    pool.own(taken)
+    pool.disown(taken)
+    assert pool.counts() == BlockCounts(free=4, cached=0, owned=2, leased=0, in_flight=0)
+    pool.disown(taken)
+    assert pool.counts() == BlockCounts(free=4, cached=2, owned=0, leased=0, in_flight=0)
+
+
+HOLDS = {
+    "owned": (BlockPool.own, BlockPool.disown),
+    "leased": (BlockPool.lease, BlockPool.end_lease),
+    "in flight": (BlockPool.begin_write, BlockPool.end_write),
+}
+
+
+@pytest.mark.parametrize("order", list(permutations(HOLDS)))
+def test_a_block_is_free_only_when_every_kind_of_holder_has_let_go(pool, order):
+    taken = pool.allocate(2)
+    pool.lease(taken)
+    pool.begin_write(taken)
+    for kind in order:
+        assert pool.num_idle == 4
+        HOLDS[kind][1](pool, taken)
+    assert pool.counts() == BlockCounts(free=6, cached=0, owned=0, leased=0, in_flight=0)
+
+
+def test_a_block_with_several_holders_is_counted_once(pool):
+    taken = pool.allocate(3)
+    pool.lease(taken[:2])
+    pool.begin_write(taken[:1])
+    assert pool.counts() == BlockCounts(free=3, cached=0, owned=1, leased=1, in_flight=1)
+    assert pool.counts().total == 6
+    pool.end_write(taken[:1])
+    pool.end_lease(taken[:2])
+
+
+def test_two_leases_of_one_block_end_one_by_one(pool):
+    taken = pool.allocate(1)
+    pool.lease(taken)
+    pool.lease(taken)
+    pool.disown(taken)
+    pool.end_lease(taken)
+    assert pool.counts().leased == 1
+    pool.end_lease(taken)
+    assert pool.counts().free == 6
+
+
+def test_leasing_a_cached_block_protects_it_from_eviction(pool):
+    pool.disown(allocate_full(pool, "a", 2))
+    hit = pool.match(hashes("a", 2))
+    pool.lease(hit)
+    pool.allocate(4)
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(1)
+    assert pool.match(hashes("a", 2)) == hit
+
+
+@pytest.mark.parametrize("kind", HOLDS)
+def test_releasing_a_block_that_is_not_held_is_a_bug(kind):
     with pytest.raises(AssertionError, match="let go more often"):
-        let_go(BlockPool(2), [BlockId(0)])
+        HOLDS[kind][1](BlockPool(2), [BlockId(0)])
 
 
 def test_a_misplaced_block_is_noticed():
