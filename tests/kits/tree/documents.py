@@ -9,8 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
-_PATH = re.compile(
-    r"`((?:router|prefill|decode|kvtransfer|deploy|bench|engine|tests|docs)/[\w./-]+)`"
+_PATH = re.compile(  # of a file or, with a slash at its end, a folder
+    r"`((?:router|prefill|decode|kvtransfer|deploy|bench|engine|tests|docs)/[\w./-]*(?:\.\w+|/))`"
 )
 SHELLS = ("sh", "bash")
 
@@ -58,7 +58,7 @@ def commands(document: str) -> Iterator[Command]:
 
 
 def links(document: str) -> Iterator[Path]:
-    """Files of the tree that a document links to, or names in backticks by their whole path."""
+    """Files and folders that a document links to, or names in backticks by their whole path."""
     page = ROOT / document
     text = page.read_text("utf-8")
     for target in _LINK.findall(text):
