@@ -106,9 +106,9 @@ class SendTo(msgspec.Struct, frozen=True):
 class Deliver(msgspec.Struct, frozen=True, gc=False):
     """Give tokens to the client; with the first two, when stages end, the timeline.
 
-    One is made for each token, and recorded. The shell merges a turn's `Deliver`s and `End` of a
-    request to an `Update`. An `Update` in its place would need a request id for the gateway, which
-    has none to look up, and an outcome in each token's effect.
+    One is made and recorded for each token, so it has no outcome. An `Update` is what the shell
+    makes of one or more `Deliver`s of a request and its `End`. It has no request id, as its client
+    follows one request. So these are two types.
     """
 
     request_id: RequestId
