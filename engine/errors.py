@@ -37,11 +37,10 @@ BatonError
 ├── UnsafeFork                a fork that would copy threads or a CUDA context
 ├── AdminError                the controller cannot be asked, or refuses
 ├── ServerError               the server that `baton chat` talks to refuses or breaks off
-├── ServiceFailed             a benchmark: a service did not start
 ├── ServerFailed              a benchmark: `baton serve` did not start
 ├── ServerUnreachable         a benchmark: no OpenAI-compatible server answers
 ├── RequestsFailed            a benchmark: too many requests failed for a result
-├── DrivenFailed              a benchmark: another engine's process failed
+├── DrivenFailed              a benchmark: a process that it drives failed
 ├── PeerError                 a benchmark: another project's simulator failed
 ├── DeploymentFailed          a benchmark: workers did not join, or a request was not answered
 ├── OrderFailed               a benchmark: the controller did not take an order

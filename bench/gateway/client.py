@@ -4,36 +4,24 @@ Runs in a process of its own, and parses as little of an answer as possible: a c
 everything would be the bottleneck. An answer is HTTP/1.1 in chunks; all its events except `[DONE]`
 begin with `data: {`.
 
-Driven as `bench.processes.driven` describes. The only command is `stream`.
+Driven as `bench.peers.driver` describes. The only command is `stream`.
 """
 
 import asyncio
-import os
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter, process_time
 from typing import Any, cast
 
 import msgspec
 import uvloop
 
+from bench.peers.driver import drive
+
 EVENT = b"data: {"
 LAST_CHUNK = b"0\r\n\r\n"
 TIMEOUT_S = 120.0
-
-
-class StreamCommand(msgspec.Struct, frozen=True, tag_field="do", tag="stream"):
-    """Sends `num_requests` over `num_connections`, one at a time on each connection.
-
-    Every body has a different `seed`, by which answers are told apart.
-    """
-
-    port: int
-    body: dict[str, Any]
-    num_connections: int
-    num_requests: int
-    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -42,7 +30,6 @@ class _Seen:
 
     ttft_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)  # between two pieces of an answer
-    total_s: list[float] = field(default_factory=list)
     num_events: int = 0
 
 
@@ -95,29 +82,41 @@ class _Connection(asyncio.Protocol):
             self.done.set_exception(ConnectionError("an answer without an event"))
             self._transport.close()
             return
-        self._seen.total_s.append(perf_counter() - self._sent_s)
         self._send()
 
 
-async def stream(command: StreamCommand) -> dict[str, Any]:
-    """Carries out the command."""
-    left = deque(_request(command.body, command.seed + i) for i in range(command.num_requests))
+class StreamClient:
+    """The process, driven by `bench.gateway.run`."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, object] = {}
+
+    def stream(
+        self, port: int, body: dict[str, Any], num_connections: int, num_requests: int, seed: int
+    ) -> dict[str, Any]:
+        """Sends all requests, one at a time on each connection.
+
+        Every body has a different `seed`, by which answers are told apart.
+        """
+        left = deque(_request(body, seed + i) for i in range(num_requests))
+        seen: dict[str, Any] = uvloop.run(_stream(port, left, num_connections))
+        return seen
+
+
+async def _stream(port: int, left: deque[bytes], num_connections: int) -> dict[str, Any]:
     seen = _Seen()
     loop = asyncio.get_running_loop()
     begin_s, begin_cpu_s = perf_counter(), process_time()
     async with asyncio.timeout(TIMEOUT_S):
         connections = await asyncio.gather(
             *(
-                loop.create_connection(lambda: _Connection(left, seen), "127.0.0.1", command.port)
-                for _ in range(command.num_connections)
+                loop.create_connection(lambda: _Connection(left, seen), "127.0.0.1", port)
+                for _ in range(num_connections)
             )
         )
         await asyncio.gather(*(connection.done for _, connection in connections))
     return {
-        "ttft_s": seen.ttft_s,
-        "gaps_s": seen.gaps_s,
-        "total_s": seen.total_s,
-        "num_events": seen.num_events,
+        **asdict(seen),
         "wall_s": perf_counter() - begin_s,
         "cpu_s": process_time() - begin_cpu_s,
     }
@@ -132,20 +131,5 @@ def _request(body: dict[str, Any], seed: int) -> bytes:
     return head % len(data) + data
 
 
-async def _main() -> None:
-    _say({"ready": {"pid": os.getpid()}})
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        try:
-            answer = await stream(msgspec.json.decode(line, type=StreamCommand))
-        except (OSError, TimeoutError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        _say(answer)
-
-
-def _say(answer: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
-
-
 if __name__ == "__main__":
-    uvloop.run(_main())
+    drive(StreamClient, sys.stdin, sys.stdout)

@@ -13,20 +13,19 @@ from bench.common.progress import Say, say_nothing
 from bench.gateway.plan import GatewayPlan, StreamLoad, body_of, order_of
 from bench.gateway.results import GatewayMeasured, GatewayRun
 from bench.gateway.servers import Server, open_all
-from bench.processes.driven import Driven
+from bench.processes.driven import Driven, begun
 
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 150.0
 
 
 def measure(plan: GatewayPlan, say: Say = say_nothing) -> GatewayMeasured:
-    """Carries out the plan. Raises DrivenFailed or ServiceFailed if a process does not start."""
+    """Carries out the plan. Raises DrivenFailed."""
     with ExitStack() as stack:
         say("starting the servers")
         servers = open_all(plan, stack)
-        client = Driven("client", [sys.executable, "-m", "bench.gateway.client"])
-        client.start()
-        stack.callback(client.close)
+        command = [sys.executable, "-m", "bench.gateway.client"]
+        client = begun(Driven("client", command), stack)
         client.ready(START_TIMEOUT_S)
         for server in servers.values():
             _warm_up(plan, server, client)

@@ -12,7 +12,7 @@ from bench.common import background
 from bench.common.options import environment_of_peers
 from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
-from bench.processes.driven import Driven
+from bench.processes.driven import Driven, begun
 from bench.processes.services import launched
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version
@@ -50,7 +50,7 @@ class Server:
 
 
 def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
-    """Starts all servers, which end with the stack. Raises DrivenFailed and ServiceFailed."""
+    """Starts all servers, which end with the stack. Raises DrivenFailed."""
     servers = {
         OURS: _open_ours(stack),
         BARE: _open(BARE, [*BARE_SERVER, "tasks"], stack),
@@ -78,9 +78,7 @@ def _open(
     stack: ExitStack,
     environment: Mapping[str, str] | None = None,
 ) -> Server:
-    process = Driven(name, command, environment)
-    process.start()
-    stack.callback(process.close)
+    process = begun(Driven(name, command, environment), stack)
     facts = process.ready(START_TIMEOUT_S)
     session = process.session
     assert session is not None
@@ -90,9 +88,8 @@ def _open(
 def _open_ours(stack: ExitStack) -> Server:
     token_ids = tuple(load_text_model(TOKENIZER).encode_text(TEXT, CONTEXT_LEN))
     options = msgspec.json.encode(NullWorkerOptions(TOKEN, STEP_S, token_ids)).decode()
-    worker = Driven("worker", [sys.executable, "-m", "bench.gateway.worker", options])
-    worker.start()
-    stack.callback(worker.close)
+    command = [sys.executable, "-m", "bench.gateway.worker", options]
+    worker = begun(Driven("worker", command), stack)
     address = worker.ready(START_TIMEOUT_S)["address"]
     member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
     served = Version(model=str(TOKENIZER), model_name=MODEL)
@@ -105,7 +102,8 @@ def _open_ours(stack: ExitStack) -> Server:
         "token": TOKEN,
     }
     service = launched("gateway", stack)
-    answer = service.start(spec)
+    answer = service.tell(spec, timeout_s=START_TIMEOUT_S)
     port = int(answer["url"].rpartition(":")[2])
+    assert service.session is not None
     assert worker.session is not None
-    return Server(OURS, port, service.pid, behind=(worker.session,))
+    return Server(OURS, port, service.session, behind=(worker.session,))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
+from bench.processes.driven import tell_parent
 from engine.clock import MonotonicClock
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
@@ -203,14 +204,9 @@ def _welcome(worker_id: str) -> Welcome:
 async def _main(options: NullWorkerOptions) -> None:
     worker = NullWorker(options)
     address = await worker.open()
-    _say({"ready": {"address": address, "pid": os.getpid()}})
+    tell_parent({"ready": {"address": address, "pid": os.getpid()}})
     await asyncio.to_thread(sys.stdin.read)
     await worker.close()
-
-
-def _say(answer: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ is killed with everything that it started.
 """
 
 import queue
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Self
 
 import msgspec
@@ -34,11 +36,17 @@ class Driven:
     """One engine process. Without `environment` it inherits ours."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         self.name = name
         self._command = command
         self._environment = environment
+        self._close_timeout_s = close_timeout_s
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the end
         self._last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._child: ChildProcess | None = None
@@ -78,16 +86,20 @@ class Driven:
 
     def ask(self, do: str, *, timeout_s: float, **arguments: object) -> Answer:
         """Sends one command and returns the answer. Raises DrivenFailed."""
+        return self.tell({"do": do, **arguments}, timeout_s=timeout_s)
+
+    def tell(self, message: Mapping[str, object], *, timeout_s: float) -> Answer:
+        """Sends one message and returns the answer. Raises DrivenFailed."""
         if self._child is None:
             raise DrivenFailed(self.name, "it is not running", self._last_lines)
-        self._child.send(msgspec.json.encode({"do": do, **arguments}).decode())
+        self._child.send(msgspec.json.encode(message).decode())
         return self._wait(timeout_s)
 
     def close(self) -> None:
         """Ends the process and all that it started, by force if it does not end by itself."""
         child, self._child = self._child, None
         if child is not None:
-            child.close(CLOSE_TIMEOUT_S)
+            child.close(self._close_timeout_s)
 
     def _wait(self, timeout_s: float) -> Answer:
         assert self._child is not None
@@ -115,3 +127,16 @@ class Driven:
     def _keep(self, line: str | None) -> None:
         if line is not None:
             self._last_lines.append(line.rstrip())
+
+
+def begun(process: Driven, stack: ExitStack) -> Driven:
+    """Starts the process, which ends with the stack, without waiting for it."""
+    process.start()
+    stack.callback(process.close)
+    return process
+
+
+def tell_parent(answer: object) -> None:
+    """Prints an answer as one line, in the process that is driven."""
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from time import process_time
 
-from bench.processes.services import DirectService, launched
+from bench.processes.services import launched
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
 from bench.validation.recordings import RecordedRun, read_run
@@ -30,6 +30,7 @@ from router.machine.requests import Finished, Outcome, Request
 from router.recording.records import records_of
 from router.service import Router
 
+START_TIMEOUT_S = 120.0  # of a worker, with its model
 READY_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 600.0  # from the last arrival to the last answer
 JOIN_POLL_S = 0.02
@@ -50,7 +51,7 @@ class Live:
 
 @contextmanager
 def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iterator[Live]:
-    """Starts workers of one thread each, and ends them on leaving. Raises ServiceFailed."""
+    """Starts workers of one thread each, and ends them on leaving. Raises DrivenFailed."""
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
     specs = [
@@ -68,8 +69,11 @@ def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iter
     with ExitStack() as stack:
         services = [launched("worker", stack) for _ in specs]
         with ThreadPoolExecutor(len(specs)) as threads:
-            answers = list(threads.map(DirectService.start, services, specs))
-        addresses = [answer["address"] for answer in answers]
+            starting = [
+                threads.submit(service.tell, spec, timeout_s=START_TIMEOUT_S)
+                for service, spec in zip(services, specs, strict=True)
+            ]
+        addresses = [answer.result()["address"] for answer in starting]
         yield Live(addresses, token)
 
 

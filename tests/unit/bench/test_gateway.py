@@ -1,4 +1,4 @@
-"""What measured streams of servers come to, and what a report warns of."""
+"""The results and warnings that `bench gateway` computes from measured streams."""
 
 import sys
 from dataclasses import replace

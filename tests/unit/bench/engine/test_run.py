@@ -1,8 +1,6 @@
 """How a round of jobs goes through all engines."""
 
-import sys
 from dataclasses import replace
-from textwrap import dedent
 
 import pytest
 from hypothesis import given
@@ -18,7 +16,8 @@ from bench.engine.results import (
     JobTime,
 )
 from bench.engine.run import Contest
-from bench.processes.driven import Driven, DrivenFailed
+from bench.processes.driven import DrivenFailed
+from tests.kits.driven import started
 
 
 @given(
@@ -48,29 +47,6 @@ def test_prefill_steps_compute_every_token_once_and_sample_at_each_end(lens, chu
 def test_block_tables_do_not_overlap():
     assert tables_of([1, 4, 5], 4) == [[0], [1], [2, 3]]
 
-
-def driven(script, name="peer"):
-    """A process that runs this script; it has `say` and `hear`."""
-    prelude = """
-        import json, sys, time
-        def say(**answer): print(json.dumps(answer), flush=True)
-        def hear(): return json.loads(sys.stdin.readline())
-    """
-    source = dedent(prelude) + dedent(script)
-    return Driven(name, [sys.executable, "-S", "-E", "-c", source])
-
-
-def started(script, name="peer"):
-    engine = driven(script, name)
-    engine.start()
-    return engine
-
-
-ECHO = """
-    say(ready={"version": "1.0"})
-    for line in sys.stdin:
-        say(heard=json.loads(line))
-"""
 
 JOB = EngineJob("prefill", 1, 4, 0, for_peers=True)
 WORKS = """

@@ -2,30 +2,11 @@
 
 import os
 import select
-import sys
-from textwrap import dedent
 
 import pytest
 
 from bench.processes.driven import Driven, DrivenFailed
-
-
-def driven(script, name="peer"):
-    """A process that runs this script; it has `say` and `hear`."""
-    prelude = """
-        import json, sys, time
-        def say(**answer): print(json.dumps(answer), flush=True)
-        def hear(): return json.loads(sys.stdin.readline())
-    """
-    source = dedent(prelude) + dedent(script)
-    return Driven(name, [sys.executable, "-S", "-E", "-c", source])
-
-
-def started(script, name="peer"):
-    engine = driven(script, name)
-    engine.start()
-    return engine
-
+from tests.kits.driven import started
 
 ECHO = """
     say(ready={"version": "1.0"})
@@ -85,8 +66,7 @@ def test_process_that_does_not_read_is_ended():
             engine.ask("a", timeout_s=0.05, prompt="x" * 2**20)  # more than a pipe holds
 
 
-def test_process_that_ignores_closing_is_killed_with_its_children(monkeypatch):
-    monkeypatch.setattr("bench.processes.driven.CLOSE_TIMEOUT_S", 0.1)
+def test_process_that_ignores_closing_is_killed_with_its_children():
     script = """
         import subprocess
         child = subprocess.Popen(["/bin/sleep", "60"])
@@ -94,7 +74,7 @@ def test_process_that_ignores_closing_is_killed_with_its_children(monkeypatch):
         while True:
             time.sleep(60)
     """
-    with started(script) as engine:
+    with started(script, close_timeout_s=0.1) as engine:
         child = os.pidfd_open(engine.ready(10)["child"])
         process = engine._child.process
     assert process.returncode == -9
