@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from bench.kv.plan import KIB, MIB
 from bench.peers.driver import drive, stdout_for_answers
-from bench.peers.kv_memory import PoolMemory, digest, fill
+from bench.peers.kv_memory import PoolMemory, TransferEnd, fill
 from engine.clock import MonotonicClock
 
 SOURCE_SEED = 2
@@ -53,10 +53,11 @@ Views = list[memoryview]
 Copy = Callable[[Addresses, Addresses, int], None]  # to, from, bytes of each block
 
 
-class Memcpy:
+class Memcpy(TransferEnd):
     """Source and sink in one process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._copies: dict[str, Copy] = {"ctypes": _copy_by_ctypes}
         in_c = compiled_copy()
         if in_c is not None:
@@ -75,10 +76,6 @@ class Memcpy:
         self._memory["sink"] = PoolMemory(pool_bytes)
         return {}
 
-    def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Does nothing: memory needs no preparation."""
-        return {"offers": [None] * len(pulls)}
-
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
@@ -93,14 +90,9 @@ class Memcpy:
             seconds.append(_clock.now_s() - begin_s)
         return {"seconds": seconds}
 
-    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Digest of these blocks of one end, in this order."""
-        return {"digest": digest(self._memory[end].blocks(block_bytes), blocks)}
-
-    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Zeros these blocks of the sink."""
-        self._memory["sink"].blocks(block_bytes)[blocks] = 0
-        return {}
+    def rows(self, end: str, block_bytes: int) -> Any:
+        """The blocks of that end."""
+        return self._memory[end].blocks(block_bytes)
 
     def _addresses(self, end: str, block_bytes: int, blocks: Sequence[int]) -> Addresses:
         offsets = np.array(blocks, np.uint64) * np.uint64(block_bytes)
@@ -134,26 +126,26 @@ def _copy_by_ctypes(sinks: Addresses, sources: Addresses, num_bytes: int) -> Non
         memmove(sink, source, num_bytes)
 
 
-class RawTcp:
+class RawTcp(TransferEnd):
     """One end. A source serves the blocks that were offered last, a sink asks for them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._offered: queue.SimpleQueue[list[Views]] = queue.SimpleQueue()
         self._connection: socket.socket | None = None
-        self._memory: PoolMemory | None = None
         self.facts: dict[str, object] = {"version": "", "ways": list(CALL_BYTES)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
         """Listens, and serves each connection."""
-        self._memory = PoolMemory(pool_bytes)
-        fill(self._memory.array, SOURCE_SEED)
+        self.memory = PoolMemory(pool_bytes)
+        fill(self.memory.array, SOURCE_SEED)
         listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
         return {"source": listener.getsockname()[1]}
 
     def open_sink(self, pool_bytes: int, block_sizes: list[int], source: int) -> dict[str, object]:
         """Connects to the source."""
-        self._memory = PoolMemory(pool_bytes)
+        self.memory = PoolMemory(pool_bytes)
         self._connection = socket.create_connection(("127.0.0.1", source))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return {}
@@ -180,20 +172,8 @@ class RawTcp:
             seconds.append(_clock.now_s() - begin_s)
         return {"seconds": seconds}
 
-    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Digest of these blocks, in this order."""
-        assert self._memory is not None
-        return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
-
-    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Zeros these blocks of the sink."""
-        assert self._memory is not None
-        self._memory.blocks(block_bytes)[blocks] = 0
-        return {}
-
     def _calls(self, block_bytes: int, blocks: Sequence[int], way: str) -> list[Views]:
-        assert self._memory is not None
-        rows = self._memory.blocks(block_bytes)
+        rows = self.memory.blocks(block_bytes)
         return [*calls_of([memoryview(rows[block]) for block in blocks], CALL_BYTES[way])]
 
     def _serve(self, listener: socket.socket) -> None:

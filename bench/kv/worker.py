@@ -19,7 +19,7 @@ import msgspec
 
 from bench.kv.plan import layout_of
 from bench.peers.driver import drive, stdout_for_answers
-from bench.peers.kv_memory import digest, fill
+from bench.peers.kv_memory import TransferEnd, fill
 from engine.clock import MonotonicClock
 from engine.config import Transport
 from engine.errors import BatonError
@@ -127,10 +127,11 @@ class OpenEndpoint:
                     _raise(event)
 
 
-class TransferWorker:
+class TransferWorker(TransferEnd):
     """The sources or sinks of one transport, by block size. Its methods are its commands."""
 
     def __init__(self, transport: Transport) -> None:
+        super().__init__()
         self._transport = transport
         self._ends: dict[int, OpenEndpoint] = {}
         self.facts: dict[str, object] = {"version": "", "ways": [""]}
@@ -169,14 +170,9 @@ class TransferWorker:
             ]
         }
 
-    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Digest of these blocks, in this order."""
-        return {"digest": digest(self._ends[block_bytes].pool.blocks, blocks)}
-
-    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Zeros these blocks."""
-        self._ends[block_bytes].pool.blocks[blocks] = 0
-        return {}
+    def rows(self, end: str, block_bytes: int) -> Any:
+        """The blocks of the pool of this size."""
+        return self._ends[block_bytes].pool.blocks
 
     def close(self) -> None:
         """Closes all endpoints."""

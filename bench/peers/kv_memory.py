@@ -11,7 +11,7 @@ import numpy as np
 
 
 class PoolMemory:
-    """Anonymous memory in huge pages where the system allows it, all of it touched.
+    """Anonymous memory, in huge pages if the system allows; every page is touched.
 
     `array` is [num_bytes] uint8; `blocks` shows it as [num_blocks, block_bytes].
     """
@@ -46,3 +46,27 @@ def digest(rows: Any, blocks: list[int]) -> str:
     for block in blocks:
         hashed.update(rows[block])
     return hashed.hexdigest()
+
+
+class TransferEnd:
+    """One end of a transfer, with the commands that nearly all movers answer alike."""
+
+    def __init__(self) -> None:
+        self.memory: Any = None  # PoolMemory, once it is open
+
+    def rows(self, end: str, block_bytes: int) -> Any:
+        """The blocks of the `source` or the `sink`, [num_blocks, block_bytes] uint8."""
+        return self.memory.blocks(block_bytes)
+
+    def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
+        """Prepares the source for these pulls: here there is nothing to do."""
+        return {"offers": [None] * len(pulls)}
+
+    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Hashes these blocks of one end, in this order."""
+        return {"digest": digest(self.rows(end, block_bytes), blocks)}
+
+    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Zeros these blocks of the sink."""
+        self.rows("sink", block_bytes)[blocks] = 0
+        return {}

@@ -2,8 +2,8 @@
 
     PYTHON bench/peers/mooncake_peer.py
 
-Memory is registered once; a pull is a `batch_transfer_sync_read` of the wanted blocks, in calls of
-at most 1,024 descriptors: one of 4,096 fails.
+Memory is registered once. A pull is a `batch_transfer_sync_read` of the wanted blocks, in calls of
+at most 1,024 descriptors: a call with 4,096 fails.
 """
 
 import os
@@ -13,22 +13,22 @@ from importlib.metadata import distributions
 from typing import Any
 
 from driver import drive, stdout_for_answers  # type: ignore[import-not-found]
-from kv_memory import PoolMemory, digest, fill  # type: ignore[import-not-found]
+from kv_memory import PoolMemory, TransferEnd, fill  # type: ignore[import-not-found]
 
 HOST = "127.0.0.1"
 SOURCE_SEED = 4
 MAX_DESCRIPTORS = 1024
 
 
-class Mooncake:
+class Mooncake(TransferEnd):  # type: ignore[misc]
     """One end of a transfer."""
 
     def __init__(self) -> None:
+        super().__init__()
         from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
 
         self._engine = TransferEngine()
         _succeed("initialize", self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""))
-        self._memory: Any = None
         self._target = ""
         self._address = 0
         self.facts: dict[str, object] = {"version": _version(), "ways": [""]}
@@ -36,9 +36,9 @@ class Mooncake:
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
         """Registers memory full of random bytes."""
         self._open(pool_bytes)
-        fill(self._memory.array, SOURCE_SEED)
+        fill(self.memory.array, SOURCE_SEED)
         target = f"{HOST}:{self._engine.get_rpc_port()}"
-        return {"source": {"target": target, "address": self._memory.address}}
+        return {"source": {"target": target, "address": self.memory.address}}
 
     def open_sink(
         self, pool_bytes: int, block_sizes: list[int], source: dict[str, Any]
@@ -48,33 +48,20 @@ class Mooncake:
         self._target, self._address = source["target"], source["address"]
         return {}
 
-    def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
-        """Nothing to do: the engine has threads of its own."""
-        return {"offers": [None] * len(pulls)}
-
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[None], way: str
     ) -> dict[str, object]:
         """Reads the blocks of each pull; addresses are computed before the clock starts."""
         return {"seconds": [self._read(block_bytes, there, here) for there, here in pulls]}
 
-    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Hashes these blocks of one end, in this order."""
-        return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
-
-    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Zeros these blocks of the sink."""
-        self._memory.blocks(block_bytes)[blocks] = 0
-        return {}
-
     def _open(self, pool_bytes: int) -> None:
-        self._memory = PoolMemory(pool_bytes)
-        status = self._engine.register_memory(self._memory.address, pool_bytes)
+        self.memory = PoolMemory(pool_bytes)
+        status = self._engine.register_memory(self.memory.address, pool_bytes)
         _succeed("register_memory", status)
 
     def _read(self, block_bytes: int, there: list[int], here: list[int]) -> float:
         sources = [self._address + block * block_bytes for block in there]
-        sinks = [self._memory.address + block * block_bytes for block in here]
+        sinks = [self.memory.address + block * block_bytes for block in here]
         calls = [
             (sinks[i : i + MAX_DESCRIPTORS], sources[i : i + MAX_DESCRIPTORS])
             for i in range(0, len(sinks), MAX_DESCRIPTORS)

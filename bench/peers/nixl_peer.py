@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from driver import drive, stdout_for_answers  # type: ignore[import-not-found]
-from kv_memory import PoolMemory, digest, fill  # type: ignore[import-not-found]
+from kv_memory import PoolMemory, TransferEnd, fill  # type: ignore[import-not-found]
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 SOURCE_SEED = 3
@@ -85,20 +85,20 @@ class Agent:
         return self._agent.prep_xfer_dlist(agent, blocks, "DRAM")
 
 
-class Nixl:
+class Nixl(TransferEnd):  # type: ignore[misc]
     """One end of a transfer."""
 
     def __init__(self) -> None:
+        super().__init__()
         package = next(filter(find_spec, PACKAGES))
         self._nixl = import_module(f"{package}._api")
-        self._memory: Any = None
         self._agents: dict[str, Agent] = {}
         self.facts: dict[str, object] = {"version": version(package), "ways": list(WAYS)}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
         """Registers memory full of random bytes."""
         self._open("source", pool_bytes)
-        fill(self._memory.array, SOURCE_SEED)
+        fill(self.memory.array, SOURCE_SEED)
         return {"source": {way: agent.describe() for way, agent in self._agents.items()}}
 
     def open_sink(
@@ -123,18 +123,9 @@ class Nixl:
         agent = self._agents[way]
         return {"seconds": [agent.read(block_bytes, there, here) for there, here in pulls]}
 
-    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Hashes these blocks of one end, in this order."""
-        return {"digest": digest(self._memory.blocks(block_bytes), blocks)}
-
-    def wipe(self, block_bytes: int, blocks: list[int]) -> dict[str, object]:
-        """Zeros these blocks of the sink."""
-        self._memory.blocks(block_bytes)[blocks] = 0
-        return {}
-
     def _open(self, role: str, pool_bytes: int) -> None:
-        self._memory = PoolMemory(pool_bytes)
-        self._agents = {way: Agent(self._nixl, f"{role}-{way}", way, self._memory) for way in WAYS}
+        self.memory = PoolMemory(pool_bytes)
+        self._agents = {way: Agent(self._nixl, f"{role}-{way}", way, self.memory) for way in WAYS}
 
 
 def main() -> None:
