@@ -240,24 +240,3 @@ def _cause(gap: tuple[float, float], faults: Sequence[Injected]) -> Injected | N
     began = [f for f in faults if begun_s - NOTICED_S <= f.begun_s <= ended_s]
     went_on = [f for f in faults if f.begun_s <= ended_s and begun_s <= f.ended_s]
     return next(iter([*began, *went_on]), None)
-
-
-# ---------------------------------------------------------------- what is left behind
-
-
-@dataclass(frozen=True, slots=True)
-class Books:
-    """The blocks of an idle worker, as it reports them; cached ones are free."""
-
-    num_blocks: int
-    num_free: int
-    open_leases: int
-
-
-def leaked(books: Sequence[Books]) -> tuple[int, int]:
-    """Returns blocks that are neither free nor cached, and open leases.
-
-    More free blocks than there are count as leaks too.
-    """
-    blocks = sum(abs(one.num_blocks - one.num_free) for one in books)
-    return blocks, sum(one.open_leases for one in books)

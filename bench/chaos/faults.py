@@ -13,9 +13,9 @@ from typing import Protocol
 
 from bench.chaos import netns
 from bench.chaos.checker import Injected
-from bench.chaos.deployment import DisturbedDeployment, OrderFailed, SeenPools
 from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
 from bench.common.waiting import POLL_EVERY_S, holds_within, pause
+from bench.processes.deployment import OperatedDeployment, OrderFailed, SeenPools
 from engine.clock import Clock
 from engine.errors import BatonError
 from engine.messages import Role
@@ -72,7 +72,7 @@ def pid_of(name: str, seen: SeenPools) -> int | None:
 class Signals:
     """Faults by signals."""
 
-    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
@@ -124,7 +124,7 @@ class Cuts:
     """Faults of the network around a worker in its own network place."""
 
     async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Cuts off a worker, and any worker that takes its place meanwhile.
+        """Cuts off a worker, and any worker that is started in its place.
 
         For the milliseconds that the commands take, no stream is read.
         """
@@ -139,7 +139,7 @@ class Cuts:
 class Orders:
     """Faults by orders of an operator: changes of roles."""
 
-    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
@@ -176,7 +176,7 @@ class Orders:
             await self._until(victim, "drained", Role.DRAINED)
 
     async def _give_back(self, victim: str, role: Role) -> None:
-        """Orders the old role of a worker, if another one is wanted of it. Raises OrderFailed.
+        """Orders the old role of a worker unless that is its target. Raises OrderFailed.
 
         The order waits for a worker that takes its place, or for a controller that stands still.
         """
@@ -211,7 +211,7 @@ class Director:
 
     def __init__(
         self,
-        deployment: DisturbedDeployment,
+        deployment: OperatedDeployment,
         injectors: Mapping[FaultKind, Injector],
         clock: Clock,
         *,

@@ -43,7 +43,7 @@ async def undisturbed(
 async def open_loop(
     client: ReconnectingClient, asked: Sequence[ChaosRequest], due_s: Sequence[float], clock: Clock
 ) -> list[list[ReceivedStream]]:
-    """Sends each request when it is due, whatever happened to earlier ones; returns all streams."""
+    """Sends each request when it is due and waits for no earlier one; returns all streams."""
     start_s = clock.now_s()
     async with asyncio.TaskGroup() as group:
         tasks = []

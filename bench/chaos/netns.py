@@ -1,4 +1,4 @@
-"""A network whose places can be cut off: network namespaces around one that forwards.
+"""A network of namespaces, each of which can be cut off; one of them forwards.
 
     place ── gate ═ NAME ── hub ── NAME ═ gate ── place
 
@@ -31,7 +31,7 @@ HUB = IPv4Address("198.18.0.1")
 MAX_PLACES = 253
 GATE = "gate"  # every place's end of its pair
 HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # of every pair, for the other end to name it
-HUB_MAC, PLACE_MAC, NOBODY = (f"02:00:00:00:00:0{i}" for i in (1, 2, 3))
+HUB_MAC, PLACE_MAC, UNUSED_MAC = (f"02:00:00:00:00:0{i}" for i in (1, 2, 3))
 CLONE_NEWNET = 0x40000000
 COMMAND_TIMEOUT_S = 20.0
 
@@ -60,13 +60,13 @@ class NetworkPlace:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def entered(self) -> AbstractContextManager[None]:
-        """Moves the calling thread, and every process it starts, into the namespace meanwhile."""
+        """Moves the calling thread, and processes that it starts, into it during the context."""
         return inside(self.fd)
 
 
 @contextmanager
 def hub() -> Iterator[None]:
-    """Meanwhile the calling thread, and all threads and processes that it starts, are in a new hub.
+    """Moves the calling thread, and all that it starts, into a new hub during the context.
 
     Raises Unavailable.
     """
@@ -141,7 +141,7 @@ def cut_off(name: str, pid: int) -> Iterator[None]:
     there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
-            _connect(name, there, hub_mac=NOBODY, place_mac=NOBODY)
+            _connect(name, there, hub_mac=UNUSED_MAC, place_mac=UNUSED_MAC)
             yield
         finally:
             _connect(name, there, hub_mac=HUB_MAC, place_mac=PLACE_MAC)
@@ -151,7 +151,7 @@ def cut_off(name: str, pid: int) -> Iterator[None]:
 
 @contextmanager
 def inside(fd: int) -> Iterator[None]:
-    """Meanwhile the calling thread, and every process that it starts, is in that namespace."""
+    """Moves the calling thread, and processes that it starts, into it during the context."""
     before = _here()
     try:
         _enter(fd)
@@ -169,7 +169,7 @@ def ip(*commands: str) -> None:
 
 
 def run(*command: str, given: str = "") -> str:
-    """The standard output of a command. Raises CommandFailed with what it complained about."""
+    """The standard output of a command. Raises CommandFailed with its standard error."""
     try:
         done = subprocess.run(
             command,
@@ -187,7 +187,7 @@ def run(*command: str, given: str = "") -> str:
 
 
 def _connect(name: str, there: int, *, hub_mac: str, place_mac: str) -> None:
-    """Tells each end of a pair where the other is: both, whatever becomes of the first."""
+    """Sets the other end's address at both ends of a pair, even if the first one fails."""
     try:
         ip(_aim(name, PLACE_END, place_mac))
     finally:

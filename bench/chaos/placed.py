@@ -16,8 +16,8 @@ import signal
 import sys
 import threading
 
-from bench.chaos.deployment import STARTED_BY
 from bench.chaos.netns import NetworkPlace, place
+from bench.processes.deployment import STARTED_BY
 
 PR_SET_PDEATHSIG = 1
 

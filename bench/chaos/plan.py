@@ -182,7 +182,7 @@ def chosen(fault: Fault, eligible: Sequence[T]) -> T | None:
 
 
 def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
-    """Returns the plan flat, as a report records it."""
+    """The plan as a flat mapping for the report."""
     return {
         "num_requests": plan.num_requests,
         "rate_per_s": plan.rate_per_s,

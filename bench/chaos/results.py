@@ -105,7 +105,7 @@ def has_passed(found: Sequence[Result]) -> bool:
 
 
 def complaints(run: ChaosRun) -> list[str]:
-    """Describes what went wrong, with enough of it to look for the reason."""
+    """Describes what went wrong, with the facts that lead to the reason."""
     lines = [f"{kind}: requested, but hit no service" for kind in missing(run)]
     for end in (RequestEnd.LOST, RequestEnd.CHANGED):
         numbers = run.requests_of(end)

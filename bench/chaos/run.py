@@ -1,32 +1,26 @@
 """Runs `bench chaos`: a real deployment plays requests undisturbed, then with faults."""
 
 import asyncio
-import secrets
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import aiohttp
 import uvloop
 
 from bench.chaos import netns
 from bench.chaos.asks import ChaosRequest, chaos_requests
 from bench.chaos.checker import (
-    Books,
     Injected,
     Reply,
     RequestEnd,
     RequestVerdict,
     gaps,
     judge,
-    leaked,
     reply_of,
 )
 from bench.chaos.client import ReconnectingClient
-from bench.chaos.deployment import DisturbedDeployment, Mark, SeenPools, SeenWorker
 from bench.chaos.faults import Cuts, Director, Injector, Orders, Signals
 from bench.chaos.load import open_loop, undisturbed
 from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
@@ -34,7 +28,8 @@ from bench.chaos.streams import ReceivedStream
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import holds_within, pause
-from bench.processes.serving import Options, serving
+from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
+from bench.processes.serving import Options
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock
@@ -43,8 +38,6 @@ from engine.messages import Role
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
 PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
-WHOLE_WITHIN_S = 60.0  # all workers are back and idle
-STEADY_S = 2.5  # workers report once a second
 STEADY_AFTER_S = 5.0  # of work; a service killed later does not count as one that cannot start
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # for processes that the command does not wait for
@@ -104,47 +97,35 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
         "--kv-mib": plan.kv_mib,
         "--kv-transport": plan.kv_transport,
     }
+    environment = {
+        "BATON_GATEWAY__PROCESSES": str(plan.gateways),
+        "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
+    }
     with ExitStack() as stack:
         if plan.is_partitioned:
             stack.enter_context(netns.hub())
-        run_dir = stack.enter_context(TemporaryDirectory(prefix="baton-"))
-        mark = Mark(secrets.token_hex(8), Path(run_dir))
-        environment = {
-            **mark.environment,
-            "BATON_GATEWAY__PROCESSES": str(plan.gateways),
-            "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
-        }
-        say(f"starting {plan.prefill} + {plan.decode} workers")
-        if plan.is_partitioned:
             options = {**options, "--places": PLACES}
-        served = stack.enter_context(serving(MODEL, options, environment))
-        run: ChaosRun = uvloop.run(
-            _measure(plan, lambda s: DisturbedDeployment(served, s, mark), say)
-        )
+        say(f"starting {plan.prefill} + {plan.decode} workers")
+        deployment = stack.enter_context(operated(MODEL, options, environment))
+        run: ChaosRun = uvloop.run(_measure(plan, deployment, say))
     return run
 
 
-async def _measure(
-    plan: ChaosPlan, deployed: Callable[[aiohttp.ClientSession], DisturbedDeployment], say: Say
-) -> ChaosRun:
+async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) -> ChaosRun:
     clock = MonotonicClock()
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),  # the next goes to any process
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-    ) as session:
-        deployment = deployed(session)
-        deployment.open()
+    whole = partial(is_whole, plan=plan)
+    # A new connection may lead to any gateway process.
+    async with deployment.connected(REQUEST_TIMEOUT_S, reuses_connections=False) as session:
         model = await ServeClient(session, ServeTarget(deployment.url), clock).first_model()
         asked = chaos_requests(
             plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed
         )
         client = ReconnectingClient(session, deployment.url, clock)
-        keeper = _Bookkeeper(deployment, plan, clock)
-        await keeper.settle()
+        await settle(deployment, whole, clock)
         say(f"{len(asked)} requests undisturbed")
         calm = await undisturbed(client, asked)
         say(f"answered in {max(s.ended_s for s in calm) - min(s.sent_s for s in calm):.1f} s")
-        await keeper.settle()
+        await settle(deployment, whole, clock)
         signals, orders = Signals(deployment, clock), Orders(deployment, clock)
         injectors: dict[FaultKind, Injector] = {
             **dict.fromkeys(FaultKind, signals),
@@ -161,10 +142,10 @@ async def _measure(
             faults = group.create_task(director.run(faults_of(plan), begun_s))
             streams = await open_loop(client, asked, due_times_s(plan), clock)
             await faults
-            await keeper.settle(STEADY_S)
+            await settle(deployment, whole, clock, steady_s=STEADY_S)
             watching.cancel()
         say("looking for what was left behind")
-        left = await keeper.left()
+        seen = await deployment.look()
         processes = await _end(deployment, clock)
     expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
     deaths = [f for f in director.injected if f.kind in OF_GATEWAYS]
@@ -177,13 +158,18 @@ async def _measure(
         injected=tuple(sorted(director.injected, key=lambda fault: fault.begun_s)),
         skipped=tuple(director.skipped),
         outages=tuple(watch.outages),
-        left=replace(left, processes=tuple(processes)),
+        left=LeftBehind(
+            *seen.leaked,
+            is_whole=whole(seen),
+            processes=tuple(processes),
+            detail="" if whole(seen) else str(seen),
+        ),
         calm_stall_s=max((end - begin for s in calm for begin, end in gaps([s])), default=0.0),
         duration_s=max(s[-1].ended_s for s in streams) - begun_s,
     )
 
 
-async def _end(deployment: DisturbedDeployment, clock: Clock) -> list[str]:
+async def _end(deployment: OperatedDeployment, clock: Clock) -> list[str]:
     """Ends the deployment as a user does; returns the processes that outlive it."""
 
     async def ended() -> bool:
@@ -198,42 +184,6 @@ async def _end(deployment: DisturbedDeployment, clock: Clock) -> list[str]:
     return [f"{pid} {command}" for pid, command in deployment.marked().items()]
 
 
-class _Bookkeeper:
-    """Waits until the pools are complete and idle, and finds leaks."""
-
-    def __init__(self, deployment: DisturbedDeployment, plan: ChaosPlan, clock: Clock) -> None:
-        self._deployment = deployment
-        self._plan = plan
-        self._clock = clock
-
-    async def settle(self, steady_s: float = 0.0) -> None:
-        """Waits until the pools have been complete and idle for `steady_s`, up to a limit."""
-        since_s: float | None = None
-
-        async def is_steady() -> bool:
-            nonlocal since_s
-            if not is_whole(await self._deployment.look(), self._plan):
-                since_s = None
-            elif since_s is None:
-                since_s = self._clock.now_s()
-            now_s = self._clock.now_s()
-            return since_s is not None and now_s - since_s >= steady_s
-
-        await holds_within(is_steady, WHOLE_WITHIN_S, self._clock)
-
-    async def left(self) -> LeftBehind:
-        """Returns what workers still hold when they should hold nothing."""
-        seen = await self._deployment.look()
-        blocks, leases = leaked([books_of(worker) for worker in seen.workers])
-        whole = is_whole(seen, self._plan)
-        return LeftBehind(blocks, leases, whole, detail="" if whole else str(seen))
-
-
-def books_of(worker: SeenWorker) -> Books:
-    """Returns a worker's blocks and leases."""
-    return Books(worker.num_blocks, worker.free_blocks, worker.open_leases)
-
-
 def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
     """True if the pools are as planned and idle.
 
@@ -241,15 +191,13 @@ def is_whole(seen: SeenPools, plan: ChaosPlan) -> bool:
     """
     roles = Counter(worker.role for worker in seen.workers if worker.works)
     as_planned = roles == {Role.PREFILL: plan.prefill, Role.DECODE: plan.decode}
-    idle = not any(worker.num_seqs for worker in seen.workers)
-    leaks = leaked([books_of(worker) for worker in seen.workers])
-    return seen.settled and as_planned and idle and leaks == (0, 0)
+    return seen.settled and as_planned and seen.is_idle
 
 
 class _Watch:
     """Watches for absent workers until it is cancelled."""
 
-    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
         self._absent_s: dict[str, float] = {}  # since when

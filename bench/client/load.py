@@ -71,6 +71,18 @@ class SloBounds:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    @classmethod
+    def from_ms(cls, ttft_ms: float | None, tpot_ms: float | None) -> "SloBounds":
+        """The bounds of options in milliseconds."""
+        return cls(*(None if ms is None else ms / 1e3 for ms in (ttft_ms, tpot_ms)))
+
+    def hold(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """True if both latencies are within their bounds; None is within any."""
+        return all(
+            value_s is None or bound_s is None or value_s <= bound_s
+            for value_s, bound_s in ((ttft_s, self.ttft_s), (tpot_s, self.tpot_s))
+        )
+
 
 class RequestsFailed(BatonError):
     """Too many requests failed for a result. Holds the failures."""
@@ -78,6 +90,14 @@ class RequestsFailed(BatonError):
     def __init__(self, what: str, failures: Sequence[Failure]) -> None:
         super().__init__(f"{what} failed: {'; '.join(kinds_of(failures))}")
         self.failures = tuple(failures)
+
+
+def whole(results: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
+    """The answers of all streams. Raises RequestsFailed if any failed."""
+    failures = [result for result in results if isinstance(result, Failure)]
+    if failures:
+        raise RequestsFailed(f"{len(failures)} of {len(results)} streams", failures)
+    return tuple(result for result in results if isinstance(result, Answer))
 
 
 def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict[str, Figure]]:
@@ -98,13 +118,13 @@ def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict
 
 def meets(answer: Answer, slo: SloBounds) -> bool:
     """True if TTFT and TPOT are within their bounds."""
-    return _inside(answer.ttft_s, slo.ttft_s) and _inside(answer.tpot_s, slo.tpot_s)
+    return slo.hold(answer.ttft_s, answer.tpot_s)
 
 
 def meets_by_longest_gaps(answer: Answer, slo: SloBounds) -> bool:
     """True if TTFT and Mooncake's TBT are within their bounds."""
     tbt_s = mean_of_longest(answer.gaps_s, TBT_SHARE) if answer.gaps_s else None
-    return _inside(answer.ttft_s, slo.ttft_s) and _inside(tbt_s, slo.tpot_s)
+    return slo.hold(answer.ttft_s, tbt_s)
 
 
 def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> list[str]:
@@ -209,10 +229,6 @@ def _timeline(answers: Sequence[Answer]) -> dict[str, Figure]:
         name: Figure(sum(values_s) / len(values_s) * 1e3, "ms")
         for name, values_s in samples_s.items()
     }
-
-
-def _inside(value_s: float | None, bound_s: float | None) -> bool:
-    return value_s is None or bound_s is None or value_s <= bound_s
 
 
 def _late_client(runs: Sequence[LoadRun]) -> list[str]:

@@ -47,5 +47,5 @@ def elastic_live(  # noqa: PLR0913 (one parameter for each option is how typer d
             results=results(plan, pace, runs),
         )
         title = f"a load that changes every {plan.phase_s:g} s, {workers} workers of {shape}"
-        failures = kinds_of([failure for run in runs for failure in run.failures])
+        failures = kinds_of([failure for run in runs for failure in run.load.failures])
         publish(report, json, title=title, warnings=[f"failed: {kind}" for kind in failures])

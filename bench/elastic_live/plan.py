@@ -147,7 +147,7 @@ def load_of(plan: LivePlan, pace: MeasuredPace, repeat: int) -> Iterator[tuple[f
 
 
 def config_of(plan: LivePlan, pace: MeasuredPace) -> Mapping[str, Scalar]:
-    """Returns the plan flat, as a report records it."""
+    """The plan as a flat mapping for the report."""
     return {
         "shape": plan.shape,
         "workers": plan.num_workers,

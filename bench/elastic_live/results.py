@@ -1,4 +1,4 @@
-"""What the runs of `bench elastic-live` come to. Pure.
+"""The figures of `bench elastic-live`. Pure.
 
 | result         |       |                                                                         |
 |----------------|-------|-------------------------------------------------------------------------|
@@ -14,8 +14,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.client.answers import Failure
-from bench.client.load import RequestOutcome, SloBounds, meets
+from bench.client.load import LoadRun, SloBounds, meets
 from bench.common.report import Figure, Result, results_of
 from bench.elastic_live.plan import MIXES, LivePlan, MeasuredPace, name_of
 
@@ -28,19 +27,12 @@ class LiveRun:
 
     setting: int | None
     repeat: int
-    outcomes: tuple[RequestOutcome, ...]
+    load: LoadRun
     num_flips: int
 
     def num_good(self, slo: SloBounds) -> int:
         """Returns the number of requests that met both bounds."""
-        results = (outcome.result for outcome in self.outcomes)
-        return sum(not isinstance(one, Failure) and meets(one, slo) for one in results)
-
-    @property
-    def failures(self) -> list[Failure]:
-        """Failures of all requests, refusals included."""
-        results = (outcome.result for outcome in self.outcomes)
-        return [result for result in results if isinstance(result, Failure)]
+        return sum(meets(answer, slo) for answer in self.load.answers)
 
 
 def results(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> tuple[Result, ...]:
@@ -61,13 +53,13 @@ def _figures(plan: LivePlan, pace: MeasuredPace, runs: Sequence[LiveRun]) -> dic
     )
     named = {"best_fixed": best, **by_name}
     good = {name: run.num_good(slo) for name, run in named.items()}
-    failures = [failure for run in runs for failure in run.failures]
+    failures = [failure for run in runs for failure in run.load.failures]
     num_refused = sum(failure.kind == REFUSED for failure in failures)
     return {
         "ratio": Figure(good["planner"] / max(good["best_fixed"], 1), ""),
         **{f"goodput/{name}": Figure(n / plan.duration_s, "1/s") for name, n in good.items()},
         **{
-            f"attainment/{name}": Figure(good[name] / len(run.outcomes), "share")
+            f"attainment/{name}": Figure(good[name] / len(run.load.outcomes), "share")
             for name, run in named.items()
         },
         **{f"scaling/{mix.name}": Figure(pace.most[mix] / pace.one[mix], "") for mix in MIXES},

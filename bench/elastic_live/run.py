@@ -1,16 +1,11 @@
 """Runs `bench elastic-live` on a real deployment; sets its pools before each run."""
 
 import asyncio
-import secrets
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from random import Random
-from tempfile import TemporaryDirectory
 
-import aiohttp
 import uvloop
 
-from bench.chaos.deployment import DisturbedDeployment, Mark
 from bench.client.answers import Answer, Endpoint, Failure, request_body
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
@@ -30,10 +25,10 @@ from bench.elastic_live.plan import (
     order_of,
 )
 from bench.elastic_live.results import LiveRun
-from bench.interference.run import link_checkpoint
-from bench.processes.serving import serving
+from bench.interference.run import linked_checkpoint
+from bench.processes.deployment import OperatedDeployment, operated
 from bench.serve.plan import ServeTarget
-from bench.serve.run import KEEP_ALIVE_S, ServeClient, run_open_loop
+from bench.serve.run import ServeClient, run_open_loop
 from engine.clock import MonotonicClock
 from engine.config import PlannerMode
 from engine.errors import BatonError
@@ -56,37 +51,25 @@ def measure(plan: LivePlan, say: Say = say_nothing) -> tuple[MeasuredPace, list[
         "--max-workers": plan.num_workers,
         "--threads": 1,
     }
-    with TemporaryDirectory(prefix="baton-") as path, TemporaryDirectory(prefix="baton-") as runs:
-        checkpoint, mark = Path(path), Mark(secrets.token_hex(8), Path(runs))
-        say(f"weights of {plan.shape}")
-        link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
-        environment = {
-            **mark.environment,
-            "BATON_WORKER__MAX_RUNNING": str(MAX_RUNNING),
-            "BATON_PLANNER__COOL_DOWN_S": str(COOL_DOWN_S),
-        }
+    environment = {
+        "BATON_WORKER__MAX_RUNNING": str(MAX_RUNNING),
+        "BATON_PLANNER__COOL_DOWN_S": str(COOL_DOWN_S),
+    }
+    say(f"weights of {plan.shape}")
+    with linked_checkpoint(plan.shape, seed=plan.seed) as checkpoint:
         say(f"starting {plan.num_workers} workers")
-        with serving(checkpoint, options, environment) as served:
+        with operated(checkpoint, options, environment) as deployment:
             vocab = plain_token_ids(checkpoint)
             found: tuple[MeasuredPace, list[LiveRun]] = uvloop.run(
-                _measure(plan, vocab, lambda s: DisturbedDeployment(served, s, mark), say)
+                _measure(plan, vocab, deployment, say)
             )
     return found
 
 
 async def _measure(
-    plan: LivePlan,
-    vocab: Sequence[int],
-    deployment_of: Callable[[aiohttp.ClientSession], DisturbedDeployment],
-    say: Say,
+    plan: LivePlan, vocab: Sequence[int], deployment: OperatedDeployment, say: Say
 ) -> tuple[MeasuredPace, list[LiveRun]]:
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-        headers={"Content-Type": "application/json"},
-    ) as session:
-        deployment = deployment_of(session)
-        deployment.open()
+    async with deployment.connected(REQUEST_TIMEOUT_S) as session:
         client = ServeClient(session, ServeTarget(deployment.url), MonotonicClock())
         bench = _Bench(plan, vocab, deployment, client, await client.first_model())
         pace = await bench.pace()
@@ -97,7 +80,7 @@ async def _measure(
             for setting in order_of(plan, repeat):
                 run = await bench.run(setting, pace, repeat)
                 runs.append(run)
-                good, num = run.num_good(pace.slo), len(run.outcomes)
+                good, num = run.num_good(pace.slo), len(run.load.outcomes)
                 name = name_of(plan, setting)
                 say(f"repetition {repeat + 1}, {name}: {good} of {num}, {run.num_flips} flips")
         return pace, runs
@@ -110,7 +93,7 @@ class _Bench:
         self,
         plan: LivePlan,
         vocab: Sequence[int],
-        deployment: DisturbedDeployment,
+        deployment: OperatedDeployment,
         client: ServeClient,
         model: str,
     ) -> None:
@@ -163,7 +146,7 @@ class _Bench:
             self._client.send, bodies, [due_s for due_s, _ in load], clock=self._clock
         )
         await self._deployment.set_planner(PlannerMode.OFF)
-        return LiveRun(setting, repeat, found.outcomes, await self._num_flips() - num_flips)
+        return LiveRun(setting, repeat, found, await self._num_flips() - num_flips)
 
     async def _set(self, num_prefill: int) -> None:
         """Sets the pools and waits for them. Raises OrderFailed, PaceUnknown."""

@@ -123,47 +123,14 @@ _WORDS = (
     "a" * 99,
 )
 _CONTENT_TYPES = ("application/json", "application/json", "text/plain", "multipart/form-data", "x")
-_FIELDS = (
-    "model",
-    "messages",
-    "prompt",
-    "stream",
-    "stream_options",
-    "stop",
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "ignore_eos",
-    "stop_token_ids",
-    "n",
-    "best_of",
-    "echo",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "user",
-    "priority",
-    "cache_salt",
-    "slo_ttft_ms",
-    "slo_tpot_ms",
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "tools",
-    "tool_choice",
-)
+_FIELD_TEXT = """
+model messages prompt stream stream_options stop max_tokens max_completion_tokens min_tokens
+temperature top_p top_k min_p seed ignore_eos stop_token_ids n best_of echo logprobs top_logprobs
+prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias user priority
+cache_salt slo_ttft_ms slo_tpot_ms response_format structured_outputs guided_json guided_regex
+guided_choice guided_grammar tools tool_choice
+"""
+_FIELDS = tuple(_FIELD_TEXT.split())
 
 
 def _number(rng: random.Random) -> Json:

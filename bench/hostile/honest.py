@@ -10,10 +10,10 @@ import asyncio
 import sys
 
 import aiohttp
-import msgspec
 import uvloop
 
 from bench.common.waiting import pause
+from bench.processes.driven import tell_parent
 from engine.clock import MonotonicClock
 
 TOLD_S = 0.02
@@ -38,10 +38,10 @@ async def _stream(session: aiohttp.ClientSession, url: str) -> None:
         async for piece in response.content.iter_any():
             now_s = clock.now_s()
             if last_s is not None and now_s - last_s >= TOLD_S:
-                _tell([last_s, now_s])
+                tell_parent([last_s, now_s])
             last_s, tail = now_s, (tail + piece)[-64:]
     if not tail.rstrip().endswith(b"data: [DONE]"):
-        _tell(f"broken: the stream ended with {tail!r}")
+        tell_parent(f"broken: the stream ended with {tail!r}")
 
 
 async def _streams(session: aiohttp.ClientSession, url: str) -> None:
@@ -49,13 +49,8 @@ async def _streams(session: aiohttp.ClientSession, url: str) -> None:
         try:
             await _stream(session, url)
         except (aiohttp.ClientError, TimeoutError) as error:
-            _tell(f"broken: {error!r}")
+            tell_parent(f"broken: {error!r}")
             await pause(RETRY_S)
-
-
-def _tell(line: object) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 async def _run(url: str, num_streams: int) -> None:

@@ -52,7 +52,7 @@ def quick(plan: HostilePlan) -> HostilePlan:
 
 
 def config_of(plan: HostilePlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """The plan as a flat mapping for the report."""
     return {
         "bodies": plan.num_bodies,
         "slow": plan.num_slow,

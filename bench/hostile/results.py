@@ -8,9 +8,9 @@
 | slow/probe_p50, _max   | ms   | an honest request beside them                                  |
 | disconnects/<stage>    |      | clients that left, by what they had sent                       |
 | pause/<phase>          | ms   | the longest gap of an honest stream; under 20 ms: told as 0    |
-| honest/broken          |      | honest answers that ended otherwise than they must             |
+| honest/broken          |      | honest answers that did not end correctly                      |
 | memory/<kind>_growth   | %    | of private memory, from after the warm-up                      |
-| left/blocks, leases    |      | that nobody holds and that are not free                        |
+| left/blocks, leases    |      | that idle workers still hold                                   |
 | left/ended             |      | services that ended in the storm                               |
 """
 

@@ -1,29 +1,25 @@
 """Runs `bench hostile`: a real deployment, honest streams, and three hostile waves."""
 
 import os
-import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import aiohttp
 import msgspec
 import uvloop
 
-from bench.chaos.checker import leaked
-from bench.chaos.deployment import DisturbedDeployment, Mark
-from bench.chaos.run import MODEL, STEADY_S, WHOLE_WITHIN_S, books_of
+from bench.chaos.run import MODEL
 from bench.common.progress import Say, say_nothing
-from bench.common.waiting import holds_within, pause
+from bench.common.waiting import pause
 from bench.hostile.bodies import shots
 from bench.hostile.memory import private_bytes
 from bench.hostile.plan import CALM_S, KV_MIB, OPTIONS, WARM_UP_SHARE, HostilePlan
 from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
 from bench.processes.child import ChildProcess
-from bench.processes.serving import ServedDeployment, serving
+from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
+from bench.processes.serving import ServedDeployment
 from engine.clock import Clock, MonotonicClock
 
 HONEST = "bench.hostile.honest"
@@ -49,7 +45,7 @@ class Heard:
     broken: list[str] = field(default_factory=list)
 
     def longest_s(self, phase: Phase) -> float:
-        """The longest gap that lay in a phase, as far as it lay there; 0 if none was told of."""
+        """The longest part of a gap that lay in a phase; 0 without any reported gap."""
         return max(
             (min(end, phase.end_s) - max(begin, phase.begin_s) for begin, end in self.gaps),
             default=0.0,
@@ -82,38 +78,31 @@ class HostileRun:
 def measure(plan: HostilePlan, say: Say = say_nothing) -> HostileRun:
     """Carries out the plan. Raises ServerFailed."""
     options = {**OPTIONS, "--kv-mib": KV_MIB}
-    with ExitStack() as stack:
-        run_dir = stack.enter_context(TemporaryDirectory(prefix="baton-"))
-        mark = Mark(secrets.token_hex(8), Path(run_dir))
-        say("starting 1 + 1 workers")
-        served = stack.enter_context(serving(MODEL, options, mark.environment))
-        heard = Heard()
-        run: HostileRun = uvloop.run(_measure(plan, served, mark, heard, say))
+    say("starting 1 + 1 workers")
+    with operated(MODEL, options) as deployment:
+        run: HostileRun = uvloop.run(_measure(plan, deployment, say))
     return run
 
 
-async def _measure(
-    plan: HostilePlan, served: ServedDeployment, mark: Mark, heard: Heard, say: Say
-) -> HostileRun:
-    clock = MonotonicClock()
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S),
-    ) as session:
-        deployment = DisturbedDeployment(served, session, mark)
-        deployment.open()
-        storm = _Storm(plan, served, session, clock, say)
+async def _measure(plan: HostilePlan, deployment: OperatedDeployment, say: Say) -> HostileRun:
+    clock, heard, served = MonotonicClock(), Heard(), deployment.served
+
+    def is_whole(seen: SeenPools) -> bool:
+        return bool(seen.workers) and seen.is_idle
+
+    async with deployment.connected(CLIENT_TIMEOUT_S) as session:
+        storm = _Storm(plan, served.url, session, clock, say)
         say("a part of each wave, to warm up")
         await storm.warm_up()
-        await _settle(deployment, clock)
+        await settle(deployment, is_whole, clock, steady_s=STEADY_S)
         before = _memory(served)
         services = served.sessions()
         with _honest(served.url, plan.num_streams, heard):
             await storm.run()
-        await _settle(deployment, clock)
+        await settle(deployment, is_whole, clock, steady_s=STEADY_S)
         after = _memory(served)
         seen = await deployment.look()
-    blocks, leases = leaked([books_of(worker) for worker in seen.workers])
+    blocks, leases = seen.leaked
     return HostileRun(
         phases=tuple(storm.phases),
         heard=heard,
@@ -133,13 +122,13 @@ class _Storm:
     def __init__(
         self,
         plan: HostilePlan,
-        served: ServedDeployment,
+        url: str,
         session: aiohttp.ClientSession,
         clock: Clock,
         say: Say,
     ) -> None:
         self._plan = plan
-        self._url = served.url
+        self._url = url
         self._session = session
         self._clock = clock
         self._say = say
@@ -161,17 +150,17 @@ class _Storm:
         await self._drip(num_slow)
 
     async def run(self) -> None:
-        """Fills what the waves came to."""
+        """Sends all waves and keeps their outcomes."""
         plan = self._plan
         os.nice(LOW_PRIORITY)
-        async with self._phase("calm"):
+        with self._phase("calm"):
             await pause(CALM_S)
-        async with self._phase("bodies"):
+        with self._phase("bodies"):
             hostile = shots(plan.num_bodies, seed=plan.seed)
             self.bodies = await send_bodies(self._session, self._url, hostile, plan.at_once)
-        async with self._phase("slow"):
+        with self._phase("slow"):
             self.slow = await self._drip(plan.num_slow)
-        async with self._phase("disconnects"):
+        with self._phase("disconnects"):
             left = await disconnect(
                 self._url, plan.num_disconnects, at_once=plan.at_once, seed=plan.seed
             )
@@ -181,24 +170,13 @@ class _Storm:
         lasting_s = self._plan.slow_s
         return await drip(self._session, self._url, num, lasting_s=lasting_s, clock=self._clock)
 
-    def _phase(self, name: str) -> "_Timed":
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Notes when a phase begins and ends."""
         self._say(name)
-        return _Timed(name, self._clock, self.phases)
-
-
-class _Timed:
-    """Notes when a phase began and ended."""
-
-    def __init__(self, name: str, clock: Clock, phases: list[Phase]) -> None:
-        self._name = name
-        self._clock = clock
-        self._phases = phases
-
-    async def __aenter__(self) -> None:
-        self._begin_s = self._clock.now_s()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._phases.append(Phase(self._name, self._begin_s, self._clock.now_s()))
+        begin_s = self._clock.now_s()
+        yield
+        self.phases.append(Phase(name, begin_s, self._clock.now_s()))
 
 
 @contextmanager
@@ -226,20 +204,3 @@ def _hear(line: str | None, heard: Heard) -> None:
 
 def _memory(served: ServedDeployment) -> dict[str, int]:
     return {kind: private_bytes(served.services(kind)) for kind in ("gateway", "worker")}
-
-
-async def _settle(deployment: DisturbedDeployment, clock: Clock) -> None:
-    """Waits until all workers have been idle for a while, up to a limit."""
-    since_s: float | None = None
-
-    async def is_steady() -> bool:
-        nonlocal since_s
-        seen = await deployment.look()
-        idle = seen.workers and not any(worker.num_seqs for worker in seen.workers)
-        if not idle or leaked([books_of(worker) for worker in seen.workers]) != (0, 0):
-            since_s = None
-        elif since_s is None:
-            since_s = clock.now_s()
-        return since_s is not None and clock.now_s() - since_s >= STEADY_S
-
-    await holds_within(is_steady, WHOLE_WITHIN_S, clock)

@@ -14,9 +14,8 @@ from bench.common.waiting import pause
 from bench.hostile.bodies import COMPLETIONS, Shot
 from engine.clock import Clock
 
-ANSWER_TIMEOUT_S = (
-    5.0  # then a hostile client leaves: what it changed may have made its answer long
-)
+# Then a hostile client leaves: what it changed may have made its answer long.
+ANSWER_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5.0
 DRIP_EVERY_S = 0.5  # a byte, on a slow connection
 PROBE_EVERY_S = 1.0
@@ -57,7 +56,7 @@ def is_wrong(status: Status) -> bool:
 async def send_bodies(
     session: aiohttp.ClientSession, url: str, shots: Iterator[Shot], at_once: int
 ) -> Outcomes:
-    """Sends requests, so many at a time, each over a connection that the next one may use."""
+    """Sends requests, `at_once` at a time, over connections that are used again."""
     outcomes = Outcomes()
 
     async def one(shot: Shot) -> None:
@@ -82,15 +81,13 @@ async def disconnect(url: str, num: int, *, at_once: int, seed: int) -> Counter[
     """Connects, sends a part of a request or all of it, and leaves; counts by what was sent."""
     rng = random.Random(seed)
     ends: Counter[str] = Counter()
-    host, port = _place(url)
 
     async def one(stage: str) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError):
+        connection = await _connected(url)
+        if connection is None:
             ends[REFUSED_CONNECTION] += 1
             return
+        reader, writer = connection
         ends[stage] += 1
         request = _request(rng)
         sent = {"nothing": 0, "head": 60, "body": len(request) - 5}.get(stage, len(request))
@@ -125,24 +122,21 @@ class Slow:
 async def drip(
     session: aiohttp.ClientSession, url: str, num: int, *, lasting_s: float, clock: Clock
 ) -> Slow:
-    """Keeps slow connections open, and sends honest requests meanwhile."""
+    """Keeps slow connections open, and sends honest requests beside them."""
     slow = Slow()
-    host, port = _place(url)
     end_s = clock.now_s() + lasting_s
 
     async def one(mode: int) -> None:
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, port)
-        except (OSError, TimeoutError):
+        connection = await _connected(url)
+        if connection is None:
             slow.num_refused += 1
             return
         slow.num_opened += 1
         try:
-            if await _drip_until(end_s, reader, writer, mode, clock):
+            if await _drip_until(end_s, *connection, mode, clock):
                 slow.num_closed += 1
         finally:
-            writer.transport.abort()
+            connection[1].transport.abort()
 
     async def probe() -> None:
         body = {"prompt": "def f(", "max_tokens": 4}
@@ -201,11 +195,14 @@ def _request(rng: random.Random) -> bytes:
     return head.encode() + body
 
 
-def _place(url: str) -> tuple[str, int]:
+async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """A new connection to the server; None if it takes none in time."""
     parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return parts.hostname, parts.port
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return await asyncio.open_connection(parts.hostname, parts.port)
+    except (OSError, TimeoutError):
+        return None
 
 
 async def _all(

@@ -24,14 +24,13 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from itertools import islice, product
 from random import Random
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from bench.client.answers import Endpoint, request_body
 from bench.common.report import Scalar
-from bench.common.shapes import SPECIAL_TOKENS, shape_named
+from bench.common.shapes import SPECIAL_TOKENS, shape_named, tokenizer_over
 from engine.errors import ConfigError
 
 QUICK_STREAM_LEN = 128
@@ -57,7 +56,7 @@ DEPLOYMENT = {
 
 @dataclass(frozen=True, slots=True)
 class InterferenceRequests:
-    """So many requests at once, of so many tokens each."""
+    """Requests of one length; `at_once` of them are open."""
 
     at_once: int
     input_len: int
@@ -66,7 +65,7 @@ class InterferenceRequests:
 
 @dataclass(frozen=True, slots=True)
 class InterferencePlan:
-    """All that is to be measured. `shape` names a checkpoint of random weights."""
+    """One benchmark of interference. `shape` names a checkpoint of random weights."""
 
     shape: str
     streams: InterferenceRequests
@@ -76,7 +75,7 @@ class InterferencePlan:
 
 
 def check(plan: InterferencePlan) -> InterferencePlan:
-    """The plan itself. Raises ConfigError where a request does not fit the model."""
+    """Returns the plan. Raises ConfigError if a request does not fit the model."""
     context_len = shape_named(plan.shape).max_positions
     for ask in (plan.streams, plan.load):
         if ask.input_len + ask.output_len > context_len:
@@ -121,19 +120,11 @@ def ascii_tokenizer(vocab_size: int) -> Tokenizer:
     steps. Nearly 1 % of the ids of `bench.common.shapes` have no text of their own.
     """
     letters = string.digits + string.ascii_letters + string.punctuation
-    pairs = [*islice(product(letters, letters), vocab_size - len(SPECIAL_TOKENS) - len(letters))]
-    texts = [*SPECIAL_TOKENS, *letters, *map("".join, pairs)]
-    vocab = {text: token_id for token_id, text in enumerate(texts)}
-    assert len(vocab) == vocab_size
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer
+    return tokenizer_over(letters, vocab_size - len(SPECIAL_TOKENS) - len(letters))
 
 
 def config_of(plan: InterferencePlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """The plan as a flat mapping for the report."""
     return {
         "shape": plan.shape,
         **{f"streams_{name}": value for name, value in asdict(plan.streams).items()},

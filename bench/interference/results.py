@@ -9,8 +9,8 @@
 | cpu_others                | %         | of all cores, what was neither ours nor the servers'  |
 
 Each name is followed by `/` and the setting. Gaps and prompts are those of a run's window: from
-when all streams decode until the first of them ends. A p99 has for a `peer` what it is held
-against, and its `ratio` is that over the peer's.
+when all streams decode until the first of them ends. The peer of a p99
+is the setting that it is compared with; `ratio` is this p99 over that of the peer.
 """
 
 import statistics

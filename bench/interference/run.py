@@ -6,8 +6,8 @@ the CPU time of both is reported. Each worker has one compute thread.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,11 +15,11 @@ from random import Random
 from tempfile import TemporaryDirectory
 from time import process_time
 
-import aiohttp
 import uvloop
 
 from bench.client.answers import Answer, Failure
-from bench.client.load import RequestsFailed
+from bench.client.http import http_session
+from bench.client.load import RequestsFailed, whole
 from bench.common import background
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
@@ -36,7 +36,7 @@ from bench.interference.plan import (
 from bench.interference.results import InterferenceRun
 from bench.processes.serving import ServedDeployment, serving
 from bench.serve.plan import ServeTarget
-from bench.serve.run import KEEP_ALIVE_S, ServeClient
+from bench.serve.run import Send, ServeClient
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 
@@ -44,8 +44,6 @@ REQUEST_TIMEOUT_S = 120.0
 FAILED_PAUSE_S = 1.0
 TOKENIZER = "tokenizer.json"
 WARM_UP_TOKENS = 16  # of each stream; its length does not change what gets warm
-
-Send = Callable[[bytes], Awaitable[Answer | Failure]]
 
 
 class StreamsApart(BatonError):
@@ -64,8 +62,7 @@ class _Server:
         return sum(map(background.session_seconds, self.served.services("gateway")))
 
     def sessions(self) -> list[int]:
-        services = [self.served.services(kind) for kind in ("gateway", "worker")]
-        return [self.served.pid, *(session for own in services for session in own)]
+        return [self.served.pid, *self.served.sessions()]
 
 
 def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[InterferenceRun]:
@@ -73,8 +70,7 @@ def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[Interference
     ServerUnreachable.
     """
     with ExitStack() as stack:
-        checkpoint = Path(stack.enter_context(TemporaryDirectory(prefix="baton-")))
-        link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
+        checkpoint = stack.enter_context(linked_checkpoint(plan.shape, seed=plan.seed))
         vocab = plain_token_ids(checkpoint)
         served = {}
         for deployment, pools in POOLS.items():
@@ -85,12 +81,16 @@ def measure(plan: InterferencePlan, say: Say = say_nothing) -> list[Interference
     return runs
 
 
-def link_checkpoint(shape: str, path: Path, *, seed: int) -> None:
-    """Makes `path` a checkpoint with the weights of that shape and an `ascii_tokenizer`."""
-    for file in cached_checkpoint(shape, seed).iterdir():
-        if file.name != TOKENIZER:
-            (path / file.name).symlink_to(file)
-    ascii_tokenizer(shape_named(shape).vocab_size).save(str(path / TOKENIZER))
+@contextmanager
+def linked_checkpoint(shape: str, *, seed: int) -> Iterator[Path]:
+    """A folder with the weights of that shape and an `ascii_tokenizer`."""
+    with TemporaryDirectory(prefix="baton-") as folder:
+        path = Path(folder)
+        for file in cached_checkpoint(shape, seed).iterdir():
+            if file.name != TOKENIZER:
+                (path / file.name).symlink_to(file)
+        ascii_tokenizer(shape_named(shape).vocab_size).save(str(path / TOKENIZER))
+        yield path
 
 
 async def _measure(
@@ -99,11 +99,7 @@ async def _measure(
     vocab: Sequence[int],
     say: Say,
 ) -> list[InterferenceRun]:
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-        headers={"Content-Type": "application/json"},
-    ) as session:
+    async with http_session(REQUEST_TIMEOUT_S) as session:
         servers = {}
         for deployment, one in served.items():
             client = ServeClient(session, ServeTarget(one.url), MonotonicClock())
@@ -178,16 +174,10 @@ async def run_beside(
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), FAILED_PAUSE_S)
 
-    async def stream(body: bytes) -> Answer | Failure:
-        return await send(body)
-
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(stream(body)) for body in streams]
+        running = [group.create_task(send(body)) for body in streams]
         for _ in range(num_loaders):
             group.create_task(loader())
         results = await asyncio.gather(*running)
         ended.set()
-    failures = [result for result in results if isinstance(result, Failure)]
-    if failures:
-        raise RequestsFailed(f"{len(failures)} of {len(results)} streams", failures)
-    return tuple(result for result in results if isinstance(result, Answer)), others
+    return whole(results), others

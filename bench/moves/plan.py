@@ -26,7 +26,7 @@ QUICK_REPEATS = 2
 
 @dataclass(frozen=True, slots=True)
 class MovesPlan:
-    """All that is to be measured. `shape` names a checkpoint of random weights."""
+    """One benchmark of moves. `shape` names a checkpoint of random weights."""
 
     shape: str
     streams: InterferenceRequests
@@ -36,7 +36,7 @@ class MovesPlan:
 
 
 def check(plan: MovesPlan) -> MovesPlan:
-    """The plan itself. Raises ConfigError where a request does not fit the model."""
+    """Returns the plan. Raises ConfigError if a request does not fit the model."""
     num_tokens = plan.streams.input_len + plan.streams.output_len
     if num_tokens > (most := shape_named(plan.shape).max_positions):
         raise ConfigError(f"{num_tokens} tokens are more than {plan.shape} has room for: {most}")
@@ -49,7 +49,7 @@ def quick(plan: MovesPlan) -> MovesPlan:
 
 
 def config_of(plan: MovesPlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """The plan as a flat mapping for the report."""
     return {
         "shape": plan.shape,
         "streams": plan.streams.at_once,

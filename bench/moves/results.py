@@ -5,14 +5,14 @@
 | itl/p50       | ms   | between two chunks of a stream, before the flip                       |
 | gap/p50 …     | ms   | the longest of each stream that moved, from the order on              |
 | calm_gap/p50 …| ms   | the longest of each stream in an equally long time before             |
-| pull/p50, max | ms   | of that, while KV was on its way and nobody decoded                   |
+| pull/p50, max | ms   | the part of the gap in which KV was on its way                        |
 | of_limit/p50 …|      | gap over 3 × the stream's median gap + its pull; promised: at most 1  |
 | beside_gap/p50 … ms  | as `gap`, of the streams that ran in the target already               |
 | beside_of_limit/… |  | as `of_limit`, of these: they pull nothing                            |
 | flip          | s    | from the order until the controller says that it is carried out       |
 | moved         |      | streams                                                               |
 | ended_first   |      | streams that were over when the order came, or before their turn      |
-| not_moved     |      | the others: they were prefilled again, or stayed                      |
+| not_moved     |      | other streams: they were prefilled again, or stayed                   |
 """
 
 import statistics
@@ -55,14 +55,14 @@ class Across:
 
 
 def moved_of(run: MovesRun) -> list[Across]:
-    """The streams that moved, and ran for long enough on both sides to tell."""
+    """The streams that moved, if they have gaps before and after the order."""
     moved = [s for s in (*run.streams, *run.beside) if PULL in s.timeline_s]
     found = [_across(run, stream, stream.timeline_s[PULL]) for stream in moved]
     return [one for one in found if one is not None]
 
 
 def beside_of(run: MovesRun) -> list[Across]:
-    """The streams that others came to, and that ran for long enough on both sides to tell."""
+    """The streams that ran in the target already, if they have gaps before and after the order."""
     found = [_across(run, s, 0.0) for s in run.beside if PULL not in s.timeline_s]
     return [one for one in found if one is not None]
 

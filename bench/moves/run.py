@@ -1,27 +1,21 @@
 """Runs `bench moves`: a real deployment, streams through its gateway, and an operator."""
 
 import asyncio
-import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
-from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 
-import aiohttp
 import uvloop
 
-from bench.chaos.deployment import DisturbedDeployment, Mark
-from bench.client.answers import Answer, Failure
-from bench.client.load import RequestsFailed
+from bench.client.load import whole
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import holds_within, pause
 from bench.interference.plan import bodies
-from bench.interference.run import link_checkpoint
+from bench.interference.run import linked_checkpoint
 from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
 from bench.moves.results import MovesRun
-from bench.processes.serving import serving
+from bench.processes.deployment import OperatedDeployment, operated
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock
@@ -39,37 +33,19 @@ class NotFlipped(BatonError):
 
 def measure(plan: MovesPlan, say: Say = say_nothing) -> list[MovesRun]:
     """Carries out the plan. Raises ServerFailed, RequestsFailed, NotFlipped, OrderFailed."""
-    with TemporaryDirectory(prefix="baton-") as folder:
-        checkpoint, run_dir = Path(folder, "model"), Path(folder, "run")
-        checkpoint.mkdir()
-        run_dir.mkdir()
-        link_checkpoint(plan.shape, checkpoint, seed=plan.seed)
-        vocab = plain_token_ids(checkpoint)
-        mark = Mark(secrets.token_hex(8), run_dir)
+    with linked_checkpoint(plan.shape, seed=plan.seed) as checkpoint:
         say("starting 1 + 2 workers")
-        with serving(checkpoint, OPTIONS, mark.environment) as served:
-            runs: list[MovesRun] = uvloop.run(
-                _measure(
-                    plan, lambda session: DisturbedDeployment(served, session, mark), vocab, say
-                )
-            )
+        with operated(checkpoint, OPTIONS) as deployment:
+            vocab = plain_token_ids(checkpoint)
+            runs: list[MovesRun] = uvloop.run(_measure(plan, deployment, vocab, say))
     return runs
 
 
 async def _measure(
-    plan: MovesPlan,
-    deployed: Callable[[aiohttp.ClientSession], DisturbedDeployment],
-    vocab: Sequence[int],
-    say: Say,
+    plan: MovesPlan, deployment: OperatedDeployment, vocab: Sequence[int], say: Say
 ) -> list[MovesRun]:
     clock = MonotonicClock()
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
-        headers={"Content-Type": "application/json", "X-Baton-Timeline": "1"},
-    ) as session:
-        deployment = deployed(session)
-        deployment.open()
+    async with deployment.connected(REQUEST_TIMEOUT_S) as session:
         client = ServeClient(session, ServeTarget(deployment.url), clock)
         model = await client.first_model()
         operator = _Operator(deployment, clock)
@@ -90,15 +66,15 @@ async def _measure(
 class _Operator:
     """Gives orders, and waits until they are carried out."""
 
-    def __init__(self, deployment: DisturbedDeployment, clock: Clock) -> None:
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
         self._deployment = deployment
         self._clock = clock
 
     async def flip(self, worker: str, role: Role) -> tuple[float, float]:
-        """When it was ordered, and when the worker said that it was that, with nothing to decode if
-        it is not there for that.
+        """Flips a worker; returns when that was ordered, and when it was carried out.
 
-        Raises NotFlipped, OrderFailed.
+        A worker that leaves decoding must have no sequence left by then. Raises NotFlipped and
+        OrderFailed.
         """
         ordered_s = self._clock.now_s()
         await self._deployment.flip(worker, role)
@@ -114,7 +90,7 @@ class _Operator:
         return ordered_s, self._clock.now_s()
 
     async def running(self, workers: Collection[str]) -> int:
-        """Sequences that they decode."""
+        """Sequences that these workers decode."""
         by_name = (await self._deployment.look()).by_name
         return sum(seen.running_seqs for name, seen in by_name.items() if name in workers)
 
@@ -128,13 +104,8 @@ async def _flipped(
     source: str,
     target: str,
 ) -> MovesRun:
-    """Streams that all run in `source` when it is flipped, with `target` come back before, and so
-    busy.
-    """
+    """Starts streams in `source`, brings `target` back, and flips `source`; returns the streams."""
     clock = MonotonicClock()
-
-    async def send(body: bytes) -> Answer | Failure:
-        return await client.send(body)
 
     async def wait_for(num_streams: int, *workers: str) -> None:
         async def all_run() -> bool:
@@ -145,22 +116,15 @@ async def _flipped(
 
     try:
         async with asyncio.TaskGroup() as group:
-            first = [group.create_task(send(body)) for body in asked]
+            first = [group.create_task(client.send(body)) for body in asked]
             await wait_for(len(asked), source)
             await operator.flip(target, Role.DECODE)
-            others = [group.create_task(send(body)) for body in beside]
+            others = [group.create_task(client.send(body)) for body in beside]
             # Nearly all of these are in `target`.
             await wait_for(len(asked) + len(beside), source, target)
             await pause(CALM_S)
             ordered_s, emptied_s = await operator.flip(source, Role.PREFILL)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors  # the one that ended the others
-    streams, stayed = (_whole([task.result() for task in tasks]) for tasks in (first, others))
+    streams, stayed = (whole([task.result() for task in tasks]) for tasks in (first, others))
     return MovesRun(streams, ordered_s=ordered_s, emptied_s=emptied_s, beside=stayed)
-
-
-def _whole(answers: Sequence[Answer | Failure]) -> tuple[Answer, ...]:
-    failures = [one for one in answers if isinstance(one, Failure)]
-    if failures:
-        raise RequestsFailed(f"{len(failures)} of {len(answers)} streams", failures)
-    return tuple(one for one in answers if isinstance(one, Answer))

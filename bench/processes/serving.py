@@ -38,9 +38,9 @@ class ServedDeployment:
     url: str
     pid: int
 
-    def sessions(self, proc: Path = PROC) -> list[int]:
+    def sessions(self) -> list[int]:
         """Sessions of all services."""
-        return [pid for kind in ("gateway", "worker") for pid in self.services(kind, proc)]
+        return [pid for kind in ("gateway", "worker") for pid in self.services(kind)]
 
     def services(self, kind: str, proc: Path = PROC) -> list[int]:
         """Sessions of its gateways or of its workers. Empty on systems without /proc."""
@@ -102,7 +102,7 @@ def _url(lines: "queue.SimpleQueue[str | None]") -> str:
 
 
 def _end(child: ChildProcess) -> None:
-    """Asks it to end, then kills what is left of it and of its services."""
+    """Interrupts the command, then kills all of its processes that remain."""
     sessions = ServedDeployment("", child.pid).sessions()  # while their parent is still known
     try:
         with suppress(ProcessLookupError):

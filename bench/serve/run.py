@@ -10,23 +10,23 @@ delivers it, before parsing.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from bench.client.answers import Answer, AnswerReader, Failure, request_body
+from bench.client.http import http_session
 from bench.client.load import LoadRun, RequestOutcome, RequestsFailed
 from bench.common.prompts import Prompt, plain_token_ids
 from bench.serve.plan import ServePlan, ServeTarget, base_url, due_times_s, prompts
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 
-KEEP_ALIVE_S = 2.0  # below the servers' own (uvicorn: 5), so that the client closes first
-
-Send = Callable[[bytes], Awaitable[Answer | Failure]]
+Send = Callable[[bytes], Coroutine[Any, Any, Answer | Failure]]
 
 
 class ServerUnreachable(BatonError):
@@ -60,11 +60,16 @@ class ServeClient:
         self._url = base_url(target.url)
         self._path = target.endpoint.path
         self._clock = clock
+        self._headers = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
+        if target.api_key:
+            self._headers["Authorization"] = f"Bearer {target.api_key}"
 
     async def first_model(self) -> str:
         """The first model that the server lists."""
         try:
-            async with self._session.get(f"{self._url}/v1/models") as response:
+            async with self._session.get(
+                f"{self._url}/v1/models", headers=self._headers
+            ) as response:
                 response.raise_for_status()
                 models = msgspec.json.decode(await response.read(), type=_ModelList)
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
@@ -78,7 +83,9 @@ class ServeClient:
         reader = AnswerReader(sent_s=self._clock.now_s())
         begun = False
         try:
-            async with self._session.post(f"{self._url}{self._path}", data=body) as response:
+            async with self._session.post(
+                f"{self._url}{self._path}", data=body, headers=self._headers
+            ) as response:
                 begun = True
                 if response.status != 200:
                     said = (await response.text(errors="replace"))[:200]
@@ -102,7 +109,8 @@ async def measure(plan: ServePlan, clock: Clock | None = None) -> ServeMeasured:
     vocab = plain_token_ids(plan.ask.tokenizer_dir) if plan.ask.tokenizer_dir else None
     warmup, repeats = prompts(plan, vocab)
     due_s = due_times_s(plan)
-    async with _client(plan.target, clock) as client:
+    async with http_session(plan.target.timeout_s) as session:
+        client = ServeClient(session, plan.target, clock)
         model = plan.target.model or await client.first_model()
         await _warm_up(client.send, _bodies(plan, model, warmup))
         limit = plan.load.concurrency_limit
@@ -150,19 +158,6 @@ async def run_open_loop(
             tasks.append(group.create_task(one(body, due_at_s)))
     duration_s = clock.now_s() - start_s
     return LoadRun(duration_s=duration_s, outcomes=tuple(task.result() for task in tasks))
-
-
-@asynccontextmanager
-async def _client(target: ServeTarget, clock: Clock) -> AsyncIterator[ServeClient]:
-    headers = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
-    if target.api_key:
-        headers["Authorization"] = f"Bearer {target.api_key}"
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=target.timeout_s),
-        headers=headers,
-    ) as session:
-        yield ServeClient(session, target, clock)
 
 
 async def _warm_up(send: Send, bodies: Sequence[bytes]) -> None:

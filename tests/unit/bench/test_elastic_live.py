@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.client.answers import Answer, Failure
-from bench.client.load import RequestOutcome
+from bench.client.answers import Failure
+from bench.client.load import LoadRun, RequestOutcome
 from bench.elastic_live.plan import (
     LOAD,
     MAX_RUNNING,
@@ -19,6 +19,7 @@ from bench.elastic_live.plan import (
     quick,
 )
 from bench.elastic_live.results import LiveRun, results
+from tests.kits.answers import answer_at
 
 PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
 PACE = MeasuredPace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})
@@ -26,12 +27,12 @@ REFUSED = Failure("http_429", "later")
 
 
 def answer(ttft_s):
-    return Answer(0.0, (ttft_s, ttft_s + 0.01), 2, None, None, {})
+    return answer_at((ttft_s, ttft_s + 0.01))
 
 
 def run(setting, repeat, *found, num_flips=0):
     outcomes = tuple(RequestOutcome(0.0, None, result) for result in found)
-    return LiveRun(setting, repeat, outcomes, num_flips)
+    return LiveRun(setting, repeat, LoadRun(1.0, outcomes), num_flips)
 
 
 def test_load_alternates_below_the_measured_rate():
@@ -51,7 +52,7 @@ def test_bounds_are_a_multiple_of_the_closed_loop_times():
 
 def test_answers_count_by_their_share_in_the_window():
     inside, across, outside = (
-        Answer(0.0, times_s, 4, None, None, {})
+        answer_at(times_s)
         for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
     )
     assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)

@@ -1,4 +1,4 @@
-"""`baton bench hostile`: what is sent, and what a storm's figures come to."""
+"""`baton bench hostile`: its requests and its figures."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What streams beside prompts come to, how they are asked, and what a report warns of."""
+"""The results and warnings of `bench interference`, and the order of its requests."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from bench.client.answers import Answer, Failure
+from bench.client.answers import Failure
 from bench.client.load import RequestsFailed
 from bench.interference.plan import (
     DEPLOYMENT,
@@ -25,6 +25,7 @@ from bench.interference.plan import (
 from bench.interference.results import InterferenceRun, promises, results, warnings
 from bench.interference.run import run_beside
 from engine.errors import ConfigError
+from tests.kits.answers import answer_at
 
 IDLE, APART, TOGETHER = PoolSetting.IDLE, PoolSetting.DISAGGREGATED, PoolSetting.COLOCATED
 PLAN = InterferencePlan(
@@ -32,23 +33,12 @@ PLAN = InterferencePlan(
 )
 
 
-def answer(times_s, *, sent_s=0.0, num_tokens=None, num_cached=0):
-    return Answer(
-        sent_s=sent_s,
-        chunk_times_s=tuple(times_s),
-        num_output_tokens=len(times_s) if num_tokens is None else num_tokens,
-        num_prompt_tokens=8,
-        num_cached_tokens=num_cached,
-        timeline_s={},
-    )
-
-
 def stream(gap_s, *, begin_s=0.0, num=101, **rest):
-    return answer([begin_s + i * gap_s for i in range(num)], **rest)
+    return answer_at([begin_s + i * gap_s for i in range(num)], **rest)
 
 
 def prompt(sent_s, end_s, **rest):
-    return answer([end_s], sent_s=sent_s, **rest)
+    return answer_at([end_s], sent_s=sent_s, **rest)
 
 
 def run(setting, gap_s, **rest):
@@ -105,8 +95,8 @@ def test_prompts_and_cpu_are_told_for_each_setting():
 
 
 def test_only_gaps_count_in_which_all_streams_decode():
-    early = answer([0, 5, 6, 7, 8, 9])  # the first gap: alone; the last two: it is alone again
-    late = answer([4, 5.5, 6.5, 7.5])  # the first gap: it is handed over
+    early = answer_at([0, 5, 6, 7, 8, 9])  # the first gap: alone; the last two: it is alone again
+    late = answer_at([4, 5.5, 6.5, 7.5])  # the first gap: it is handed over
     alone = run(IDLE, 1, streams=(early, late))
     assert alone.window_s == (5.5, 7.5)
     assert alone.gaps_s == [1, 1, 1]
@@ -115,18 +105,18 @@ def test_only_gaps_count_in_which_all_streams_decode():
 def test_a_percentile_is_of_the_gaps_of_all_streams():
     even = stream(0.010, num=100)
     [*times_s, last_s] = even.chunk_times_s
-    held_up = answer([*times_s, last_s + 0.5])
+    held_up = answer_at([*times_s, last_s + 0.5])
     found = by_name(results([run(IDLE, 0.01, streams=(even, held_up))]))
     assert found["itl_max/idle"].value == pytest.approx(10)  # the long gap ends after the window
     times_s = [i * 0.01 + (0.5 if i >= 50 else 0) for i in range(100)]
-    found = by_name(results([run(IDLE, 0.01, streams=(answer(times_s), answer(times_s)))]))
+    found = by_name(results([run(IDLE, 0.01, streams=(answer_at(times_s), answer_at(times_s)))]))
     assert found["itl_max/idle"].value == pytest.approx(510)
     assert found["itl_p50/idle"].value == pytest.approx(10)
     assert 10 < found["itl_p99/idle"].value < 510
 
 
 def test_unmeasurable_gaps_are_no_reference():
-    together = (answer([1] * 200 + [2]),) * 2
+    together = (answer_at([1] * 200 + [2]),) * 2
     found = by_name(results([run(IDLE, 0.01, streams=together), run(APART, 0.01)]))
     assert found["itl_p99/idle"].value == 0
     assert not found["itl_p99/disaggregated"].peers
@@ -222,11 +212,11 @@ def test_a_quick_plan_runs_once_and_briefly():
     assert plan.load == PLAN.load
 
 
-# ---------------------------------------------------------------- who is sent when
+# ---------------------------------------------------------------- order of requests
 
 
 class FakeServer:
-    """Streams end when so many prompts were answered; a prompt is answered at once, or fails."""
+    """Ends streams once `num_prompts` prompts were answered; answers prompts at once, or fails."""
 
     def __init__(self, num_prompts=0, fails=()):
         self.num_prompts = num_prompts
@@ -242,7 +232,7 @@ class FakeServer:
             return Failure("http_500", body.decode())
         if body.startswith(b"stream"):
             await self.enough.wait()
-            return answer([1, 2, 3])
+            return answer_at([1, 2, 3])
         self.prompts.append(body)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -251,7 +241,7 @@ class FakeServer:
         self.under_way -= 1
         if len(self.prompts) >= self.num_prompts:
             self.enough.set()
-        return answer([1])
+        return answer_at([1])
 
 
 def beside(server, *, num_loaders, streams=(b"stream 1", b"stream 2")):
@@ -277,7 +267,7 @@ def test_several_loaders_keep_as_many_prompts_under_way():
 
 def test_without_loaders_there_is_no_prompt():
     server = FakeServer()
-    assert beside(server, num_loaders=0) == ((answer([1, 2, 3]),) * 2, [])
+    assert beside(server, num_loaders=0) == ((answer_at([1, 2, 3]),) * 2, [])
     assert server.prompts == []
 
 

@@ -1,4 +1,4 @@
-"""What `bench moves` makes of streams: pure, so with streams that were never sent."""
+"""The figures that `bench moves` computes from streams."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from bench.interference.plan import InterferenceRequests
 from bench.moves.plan import QUICK_REPEATS, MovesPlan, check, config_of, quick
 from bench.moves.results import MovesRun, figures_of, moved_of
 from engine.errors import ConfigError
+from tests.kits.answers import answer_at
 
 PLAN = MovesPlan("tiny", InterferenceRequests(16, 100, 100))
 
@@ -16,7 +17,7 @@ def stream(*, gap_s: float, pull_s: float | None = 0.01) -> Answer:
     times_s = [0.02 * i for i in range(56)]
     times_s += [times_s[-1] + gap_s + 0.02 * i for i in range(45)]
     timeline = {"kv_transfer": 0.1} | ({} if pull_s is None else {"move_pull": pull_s})
-    return Answer(0.0, tuple(times_s), len(times_s), 100, 0, timeline)
+    return answer_at(times_s, timeline_s=timeline)
 
 
 def run(*streams: Answer) -> MovesRun:

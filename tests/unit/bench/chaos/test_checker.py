@@ -6,13 +6,11 @@ import pytest
 
 from bench.chaos.checker import (
     REPLACED_AFTER_S,
-    Books,
     Injected,
     RequestEnd,
     affected,
     disorder,
     judge,
-    leaked,
     longest_stall,
     reply_of,
 )
@@ -203,13 +201,3 @@ def test_requests_are_affected_that_fell_silent_or_were_placed_or_sent_again():
     assert affected([calm, silent, waiting, placed, before], [kill]) == {FaultKind.KILL: 3}
     again = [broken(said("a", at_s=2.9)), stream(said("ab", at_s=3.2), end(3.3))]
     assert affected([calm, again], [DEATH, DEATH]) == {FaultKind.GATEWAY: 1}
-
-
-def test_blocks_that_are_neither_free_nor_cached_are_leaked():
-    clean = Books(num_blocks=10, num_free=10, open_leases=0)
-    assert leaked([clean, clean]) == (0, 0)
-    assert leaked([clean, replace(clean, num_free=7), replace(clean, open_leases=2)]) == (3, 2)
-
-
-def test_surplus_free_blocks_are_leaks():
-    assert leaked([Books(num_blocks=10, num_free=11, open_leases=0)]) == (1, 0)

@@ -1,5 +1,4 @@
-"""What is said where there can be no network to cut. One that is cut:
-`tests/e2e/sessions/test_netns.py`."""
+"""The reasons why no network can be cut. Cuts are tested in `tests/e2e/sessions/test_netns.py`."""
 
 import os
 import shutil

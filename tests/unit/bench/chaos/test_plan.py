@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from bench.chaos.asks import KINDS, chaos_requests
-from bench.chaos.deployment import NOTHING, OrderFailed, SeenGateway, SeenPools, SeenWorker
 from bench.chaos.faults import (
     CONTROLLER,
     ORDER_WITHIN_S,
@@ -35,6 +34,7 @@ from bench.chaos.plan import (
     quick,
 )
 from bench.chaos.run import is_whole
+from bench.processes.deployment import NOTHING, OrderFailed, SeenGateway, SeenPools, SeenWorker
 from engine.clock import MonotonicClock
 from engine.config import Transport
 from engine.errors import ConfigError
@@ -294,9 +294,9 @@ def test_an_order_that_was_refused_leaves_nothing_to_take_back():
 
 
 def test_the_network_of_a_process_that_is_gone_cannot_be_cut():
-    cut, nobody = Fault(0.0, FaultKind.PARTITION, 0.0), 2**22 + 1
-    with pytest.raises(FaultFailed, match=f"/proc/{nobody}"):
-        asyncio.run(Cuts().inject(cut, "p0", nobody))
+    cut, free_pid = Fault(0.0, FaultKind.PARTITION, 0.0), 2**22 + 1
+    with pytest.raises(FaultFailed, match=f"/proc/{free_pid}"):
+        asyncio.run(Cuts().inject(cut, "p0", free_pid))
 
 
 @pytest.mark.parametrize(
@@ -326,6 +326,13 @@ def test_pools_are_whole_when_nothing_is_under_way_or_held():
     ):
         assert not is_whole(changed, plan)
     assert not is_whole(NOTHING, plan)
+
+
+def test_blocks_that_are_neither_free_nor_cached_are_leaked():
+    held = worker("d1", Role.DECODE, free_blocks=6, open_leases=2)
+    assert pools(P0, D0).leaked == (0, 0)
+    assert pools(P0, held).leaked == (3, 2)
+    assert pools(worker("d1", Role.DECODE, free_blocks=10)).leaked == (1, 0)  # surplus
 
 
 def test_requests_are_of_all_kinds_and_each_names_its_seed():

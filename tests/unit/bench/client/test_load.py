@@ -1,6 +1,6 @@
 import pytest
 
-from bench.client.answers import Answer, Failure
+from bench.client.answers import Failure
 from bench.client.load import (
     LoadRun,
     RequestOutcome,
@@ -11,17 +11,12 @@ from bench.client.load import (
     meets_by_longest_gaps,
     warnings,
 )
+from tests.kits.answers import answer_at
 
 
-def answer(*chunk_times_s, num_tokens=None, num_prompt=10, num_cached=None, **timeline_s):
-    return Answer(
-        sent_s=0.0,
-        chunk_times_s=chunk_times_s,
-        num_output_tokens=num_tokens or len(chunk_times_s),
-        num_prompt_tokens=num_prompt,
-        num_cached_tokens=num_cached,
-        timeline_s=timeline_s,
-    )
+def answer(*times_s, num_tokens=None, num_prompt=10, num_cached=None, **timeline_s):
+    counts = {"num_tokens": num_tokens, "num_prompt": num_prompt, "num_cached": num_cached}
+    return answer_at(times_s, **counts, timeline_s=timeline_s)
 
 
 def run(*results, duration_s=4.0, send_lag_s=0.0, slot_wait_s=None):

@@ -1,16 +1,22 @@
-"""The deployment under chaos, seen through its admin API and its list of processes."""
+"""A `baton serve` with an operator: its admin API, and its list of processes."""
 
 import os
+import secrets
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import aiohttp
 import msgspec
 
+from bench.client.http import http_session
 from bench.common.background import PROC
-from bench.processes.serving import ServedDeployment
+from bench.common.waiting import holds_within
+from bench.processes.serving import Options, ServedDeployment, serving
+from engine.clock import Clock
 from engine.config import PlannerMode
 from engine.errors import BatonError
 from engine.messages import Role
@@ -18,6 +24,8 @@ from engine.messages import Role
 MARK = "BATON_CHAOS_MARK"
 STARTED_BY = "BATON_CHAOS_STARTED_BY"  # process id
 ORDER_TIMEOUT_S = 5.0
+WHOLE_WITHIN_S = 60.0  # all workers are back and idle
+STEADY_S = 2.5  # workers report once a second
 
 
 class OrderFailed(BatonError):
@@ -79,6 +87,20 @@ class SeenPools(msgspec.Struct, frozen=True):
         """Workers by their id."""
         return {worker.worker_id: worker for worker in self.workers}
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no worker has a sequence, a block or a lease."""
+        return self.leaked == (0, 0) and not any(worker.num_seqs for worker in self.workers)
+
+    @property
+    def leaked(self) -> tuple[int, int]:
+        """Blocks that are neither free nor cached, and open leases, if the workers are idle.
+
+        More free blocks than there are count as leaks too.
+        """
+        blocks = sum(abs(worker.num_blocks - worker.free_blocks) for worker in self.workers)
+        return blocks, sum(worker.open_leases for worker in self.workers)
+
 
 NOTHING = SeenPools(settled=False, version=-1, workers=[], gateways=[])
 
@@ -88,48 +110,33 @@ class _Access(msgspec.Struct):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A variable in the environment of all processes of one deployment."""
+class OperatedDeployment:
+    """The processes behind a URL on this machine. It takes orders while it is `connected`."""
 
-    value: str
-    run_dir: Path  # holds the address of the admin API
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """The variables to start the deployment with."""
-        return {
-            MARK: self.value,
-            STARTED_BY: str(os.getpid()),
-            "BATON_RUN_DIR": str(self.run_dir),
-        }
-
-
-class DisturbedDeployment:
-    """The processes behind a URL on this machine."""
-
-    def __init__(
-        self, served: ServedDeployment, session: aiohttp.ClientSession, mark: Mark
-    ) -> None:
-        self._served = served
-        self._session = session
+    def __init__(self, served: ServedDeployment, access: _Access, mark: str) -> None:
+        self.served = served
+        self._access = access
         self._mark = mark
-        self._access: _Access | None = None
+        self._session: aiohttp.ClientSession | None = None
 
     @property
     def url(self) -> str:
         """The URL of its gateways."""
-        return self._served.url
+        return self.served.url
 
     @property
     def pid(self) -> int:
         """Process id of the command, which keeps the pools."""
-        return self._served.pid
+        return self.served.pid
 
-    def open(self) -> None:
-        """Reads the address of the admin API."""
-        (path,) = self._mark.run_dir.glob("*.json")
-        self._access = msgspec.json.decode(path.read_bytes(), type=_Access)
+    @asynccontextmanager
+    async def connected(
+        self, timeout_s: float, *, reuses_connections: bool = True
+    ) -> AsyncIterator[aiohttp.ClientSession]:
+        """Opens an HTTP session for its orders, which the caller uses for its requests."""
+        async with http_session(timeout_s, reuses_connections=reuses_connections) as session:
+            self._session = session
+            yield session
 
     async def look(self) -> SeenPools:
         """Returns the pools as the controller sees them; `NOTHING` if it does not answer."""
@@ -155,14 +162,13 @@ class DisturbedDeployment:
         await self._call("POST", "/v1/planner", {"mode": mode})
 
     async def _call(self, method: str, path: str, body: object = None) -> bytes:
-        access = self._access
-        assert access is not None
+        assert self._session is not None
         try:
             async with self._session.request(
                 method,
-                f"{access.admin_url}{path}",
+                f"{self._access.admin_url}{path}",
                 data=None if body is None else msgspec.json.encode(body),
-                headers={"Authorization": f"Bearer {access.key}"},
+                headers={"Authorization": f"Bearer {self._access.key}"},
                 timeout=aiohttp.ClientTimeout(total=ORDER_TIMEOUT_S),
             ) as response:
                 answer = await response.read()
@@ -174,7 +180,7 @@ class DisturbedDeployment:
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
         """Sends a signal to a process of this deployment. True if the process was still there."""
-        if pid not in (self._served.pid, *self._served.sessions()):
+        if pid not in (self.pid, *self.served.sessions()):
             return False
         try:
             os.kill(pid, number)
@@ -192,7 +198,7 @@ class DisturbedDeployment:
     def marked(self, proc: Path = PROC) -> dict[int, str]:
         """Returns the command lines of the deployment's live processes, by process id."""
         found = {}
-        mark = f"{MARK}={self._mark.value}".encode()
+        mark = f"{MARK}={self._mark}".encode()
         for path in proc.glob("[0-9]*"):
             try:
                 if mark in (path / "environ").read_bytes().split(b"\0"):
@@ -204,9 +210,44 @@ class DisturbedDeployment:
 
     def interrupt(self) -> None:
         """Interrupts the command, as Ctrl-C does."""
-        os.kill(self._served.pid, signal.SIGINT)
+        os.kill(self.pid, signal.SIGINT)
 
     def has_ended(self) -> bool:
         """True if the command has ended. Its caller still has to wait for it."""
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._served.pid, look) is not None
+        return os.waitid(os.P_PID, self.pid, look) is not None
+
+
+@contextmanager
+def operated(
+    checkpoint: Path, options: Options, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[OperatedDeployment]:
+    """Runs `baton serve` as `serving` does, with marked processes. Raises ServerFailed."""
+    with TemporaryDirectory(prefix="baton-") as run_dir:
+        mark = secrets.token_hex(8)
+        marks = {MARK: mark, STARTED_BY: str(os.getpid()), "BATON_RUN_DIR": run_dir}
+        with serving(checkpoint, options, {**environment, **marks}) as served:
+            (path,) = Path(run_dir).glob("*.json")
+            access = msgspec.json.decode(path.read_bytes(), type=_Access)
+            yield OperatedDeployment(served, access, mark)
+
+
+async def settle(
+    deployment: OperatedDeployment,
+    is_whole: Callable[[SeenPools], bool],
+    clock: Clock,
+    *,
+    steady_s: float = 0.0,
+) -> None:
+    """Waits until the pools have been whole for `steady_s`, up to `WHOLE_WITHIN_S`."""
+    since_s: float | None = None
+
+    async def is_steady() -> bool:
+        nonlocal since_s
+        if not is_whole(await deployment.look()):
+            since_s = None
+        elif since_s is None:
+            since_s = clock.now_s()
+        return since_s is not None and clock.now_s() - since_s >= steady_s
+
+    await holds_within(is_steady, WHOLE_WITHIN_S, clock)
