@@ -31,7 +31,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import islice, product
@@ -40,6 +40,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bench.common.roofline import ModelSize
 from engine.errors import ConfigError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -66,6 +67,19 @@ class Shape:
     ffn_size: int
     vocab_size: int
     max_positions: int
+
+    @property
+    def size(self) -> ModelSize:
+        """The sizes on which the model's speed depends."""
+        attention_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * attention_size + 2 * kv_size + 3 * self.ffn_size)
+        return ModelSize(
+            num_layers=self.num_layers,
+            attention_size=attention_size,
+            layer_weights=self.num_layers * layer,
+            head_weights=self.vocab_size * self.hidden_size,
+        )
 
 
 SHAPES = {
@@ -249,6 +263,11 @@ def tokenizer_of(vocab_size: int) -> Tokenizer:
     num_pairs = vocab_size - len(SPECIAL_TOKENS) - len(alphabet)
     if not 0 <= num_pairs <= len(alphabet) ** 2:
         raise ConfigError(f"no tokenizer for a vocabulary of {vocab_size}")
+    return tokenizer_over(alphabet, num_pairs)
+
+
+def tokenizer_over(alphabet: Sequence[str], num_pairs: int) -> Tokenizer:
+    """Byte-level BPE of special tokens, the letters of this alphabet, and pairs of them."""
     pairs = list(islice(product(alphabet, alphabet), num_pairs))
     texts = [*SPECIAL_TOKENS, *alphabet, *map("".join, pairs)]
     vocab = {text: token_id for token_id, text in enumerate(texts)}

@@ -46,7 +46,7 @@ def elastic(  # noqa: PLR0913 (one parameter for each option is how typer declar
             workers,
             splits=_splits(workers, step),
             seeds=range(seed, seed + repeat),
-            slo=SloBounds(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
+            slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms),
         )
         report = report_here(
             "elastic",

@@ -90,7 +90,7 @@ def _length(median: int, spread: float, rng: Random) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPlan:
-    """What is compared; `splits` are numbers of prefill workers."""
+    """One comparison; `splits` are numbers of prefill workers."""
 
     hardware: HardwareProfile
     turns: TurningLoad

@@ -1,4 +1,4 @@
-"""What the runs of `bench elastic` come to. Pure.
+"""The figures of `bench elastic`. Pure.
 
 | result               |       |                                                              |
 |----------------------|-------|--------------------------------------------------------------|

@@ -19,7 +19,7 @@ from router.machine.requests import Failed
 from router.native.machine import native_machine
 from router.planning.planner import PlannerRules
 
-PATIENCE_S = 120.0  # who waited for so long has missed its bound, and the run is to end
+PATIENCE_S = 120.0  # a request that waits longer has missed its bound
 
 
 def measure(plan: ElasticPlan, say: Say) -> tuple[Result, ...]:

@@ -139,7 +139,7 @@ def check_matmul(device: str) -> list[str]:
 
 
 class _Problem:
-    """Rows over a record that holds their earlier tokens, and NaN everywhere else."""
+    """Rows over a record with their earlier tokens, and with NaN everywhere else."""
 
     def __init__(
         self, case: AttentionCase, lengths: Sequence[tuple[int, int]], device: str
@@ -200,7 +200,7 @@ class _Problem:
         for rest in (rest_before, rest_after):
             KVCache(after.layout, rest).write(LAYER, slots, zero, zero)
         if not torch.equal(rest_before, rest_after):
-            yield "bytes were written that belong to others"
+            yield "bytes of other tokens were overwritten"
 
     def _kv(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         heads = self.case.num_kv_heads

@@ -10,6 +10,7 @@ from random import Random
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.common.shapes import config_of
 from bench.gpu.shapes import SHAPES, GpuShape, scattered_tables
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
@@ -36,18 +37,7 @@ def random_llama(
     shape: GpuShape, kv_format: KVFormat, device: str, *, dtype: torch.dtype
 ) -> LoadedModel:
     """A Llama of that shape, in the form in which `engine.model.loading.checkpoint` loads one."""
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.ffn_size,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=max(shape.context_len, 1024),
-        tie_word_embeddings=False,
-    )
+    config = AutoConfig.for_model(**config_of(shape.model))
     torch.manual_seed(SEED)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -60,8 +50,8 @@ def random_llama(
         context=context,
         layout=KVLayout(BLOCK_SIZE, kv_format, (shape.section(),)),
         device=torch.device(device),
-        context_len=config.max_position_embeddings,
-        vocab_size=shape.vocab_size,
+        context_len=shape.model.max_positions,
+        vocab_size=shape.model.vocab_size,
         eos_token_ids=(),
         fingerprint="random",
         quant_method=None,
@@ -83,7 +73,7 @@ def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list
     found = [f"{what} is not used" for what in ours.fallbacks]
     if device != "cpu" and not ours.is_fused:
         found.append("no decode step was captured")
-    for rows in _steps(tables, shape.vocab_size):
+    for rows in _steps(tables, shape.model.vocab_size):
         keep = _last_tokens(rows)
         logits = ours.logits(rows, keep).float()
         loaded.context.attend, loaded.context.cache = torch_attention.attend, twin

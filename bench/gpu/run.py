@@ -134,7 +134,7 @@ class GpuBench:
         except subprocess.TimeoutExpired:
             return None
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return [f"{case.name}: ended with {done.returncode}: {last}"]
         return done.stdout.splitlines()
 

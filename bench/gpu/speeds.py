@@ -141,10 +141,10 @@ def measure_attention(
         cache = KVCache(layout, random_blocks(layout, sum(map(len, tables)), device))
         rows = [Row(SeqId(f"s{i}"), [0], context_len - 1, t, None) for i, t in enumerate(tables)]
         batch = build_batch(rows, cache)
-        query = _random_heads(num_rows, shape.num_heads, shape.head_dim, device)
-        key = _random_heads(num_rows, shape.num_kv_heads, shape.head_dim, device)
+        query = _random_heads(num_rows, shape.model.num_heads, shape.model.head_dim, device)
+        key = _random_heads(num_rows, shape.model.num_kv_heads, shape.model.head_dim, device)
         attend = torch_attention.attend if device == "cpu" else triton_attention.attend
-        scoring = Scoring(shape.head_dim**-0.5)
+        scoring = Scoring(shape.model.head_dim**-0.5)
         arguments = (query, key, key, cache, 0, batch, scoring)
         call = captured(partial(attend, *arguments), device)
         num_bytes = num_rows * context_len * layout.block_bytes / BLOCK_SIZE
@@ -226,10 +226,10 @@ class ModelSpeeds:
         """Times one prompt in one step."""
         length = self._shape.prefill_len
         [table] = scattered_tables([length], BLOCK_SIZE, seed=0)
-        ids = torch.randint(self._shape.vocab_size, (length,)).tolist()
+        ids = torch.randint(self._shape.model.vocab_size, (length,)).tolist()
         row = Row(SeqId("prompt"), ids, 0, table, None)
         runs = self._watch.runs(lambda: self._step([row], [length - 1]))
-        work = prefill_work(self._shape.size, self._memory, [length])
+        work = prefill_work(self._shape.model.size, self._memory, [length])
         least_s = self._ceilings.least_time_s(work, self._weights)
         name = f"prefill_{length}"
         self._session.add(
@@ -255,7 +255,7 @@ class ModelSpeeds:
             for _ in range(NUM_RUNS)
         ]
         middle = first + num_steps // 2
-        work = decode_work(self._shape.size, self._memory, [middle] * num_rows)
+        work = decode_work(self._shape.model.size, self._memory, [middle] * num_rows)
         self._tell(num_rows, context_len, work, runs, suffix="", goal=num_rows == 1)
         rows = _rows_at(tables, middle, [0] * num_rows)
         prepared = self._forward.prepare(rows, range(num_rows))

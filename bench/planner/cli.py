@@ -94,7 +94,7 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
             platform=platform,
             options=_options(weights, kv_dtype, accepted, drafted, draft_cost),
             load=ExpectedLoad(rps, input_, output, prefix_hit, spread),
-            slo=SloBounds(slo_ttft / 1000, slo_tpot / 1000),
+            slo=SloBounds.from_ms(slo_ttft, slo_tpot),
             max_gpus=max_gpus,
             depth=Depth(requests, seed) if simulated else None,
         )

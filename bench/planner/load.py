@@ -93,7 +93,7 @@ class LatencyFloor:
 
     def meets(self, slo: SloBounds) -> bool:
         """True if one request alone meets both bounds."""
-        return _within(self.ttft_s, slo.ttft_s) and _within(self.tpot_s, slo.tpot_s)
+        return slo.hold(self.ttft_s, self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def disaggregated(
     """Returns the fewest prefill and decode workers; None if more than `max_workers`."""
     for prefill in range(1, max_workers):
         busy = load.rate_per_s * prefill_mean_s(load, worker) / prefill
-        if busy < 1 and _within(_ttft_p90_s(load, worker, prefill), slo.ttft_s):
+        if busy < 1 and slo.hold(_ttft_p90_s(load, worker, prefill), None):
             break
     else:
         return None
@@ -136,7 +136,7 @@ def colocated(
     """Returns the fewest mixed workers; None if more than `max_workers`."""
     for mixed in range(1, max_workers + 1):
         found = _estimate(load, worker, SimulatedPools(mixed=mixed))
-        if _fits(found, worker, slo) and _within(found.ttft_p90_s, slo.ttft_s):
+        if _fits(found, worker, slo) and slo.hold(found.ttft_p90_s, None):
             return found
     return None
 
@@ -194,10 +194,10 @@ def _beside_decoding_s(load: ExpectedLoad, worker: PlannedWorker) -> float:
 
 def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
     """True if TPOT and memory have headroom; the number in flight is Poisson."""
-    if not _within(found.tpot_s, slo.tpot_s) or not math.isfinite(found.running):
+    if not slo.hold(None, found.tpot_s) or not math.isfinite(found.running):
         return False
     alone = found.running < 1  # more workers would not help
-    if not alone and not _within(found.tpot_s / TPOT_HEADROOM, slo.tpot_s):
+    if not alone and not slo.hold(None, found.tpot_s / TPOT_HEADROOM):
         return False
     many = found.running + Z90 * math.sqrt(found.running)
     kv_used = found.kv_used * many / max(found.running, 1e-9)
@@ -221,7 +221,3 @@ def wait_p90_s(service_s: float, busy: float, num_workers: int, variance: float)
         return 0.0
     mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # of those
     return mean_s * math.log(waits / 0.1)
-
-
-def _within(value_s: float, bound_s: float | None) -> bool:
-    return bound_s is None or value_s <= bound_s

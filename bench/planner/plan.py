@@ -5,8 +5,9 @@ and one request alone meets both bounds. The candidate with the fewest GPUs in a
 number of workers is then found by simulation, unless that is turned off.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from bench.client.load import SloBounds
 from bench.planner.load import ExpectedLoad, PoolEstimate, colocated, disaggregated, floor_of
@@ -15,7 +16,6 @@ from bench.planner.pricing import (
     ModelOptions,
     PlannedWorker,
     Platform,
-    Speculation,
     block_size_for,
     worker_of,
 )
@@ -44,13 +44,17 @@ class PlanInput:
 
 @dataclass(frozen=True, slots=True)
 class SizedPools:
-    """Enough workers of `ranks` GPUs each."""
+    """Enough workers of one kind."""
 
-    ranks: int
     worker: PlannedWorker
     estimate: PoolEstimate
     simulated: Simulated | None
     usd_per_million_tokens: float
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of each worker."""
+        return self.worker.hardware.gpus
 
     @property
     def gpus_by_formula(self) -> int:
@@ -134,35 +138,31 @@ class _Sizes:
 
 def size(ask: PlanInput, *, apart: bool) -> SizedPools:
     """Returns pools with the fewest GPUs. Raises CannotPlan."""
-    able = _able(ask, _fitting(ask))
-    estimates = [
-        (ranks, worker, estimate)
-        for ranks, worker in able
-        if (
-            estimate := _estimate(
-                ask, worker, load=ask.load, apart=apart, max_workers=ask.max_gpus // ranks
-            )
-        )
-    ]
-    estimates.sort(key=lambda one: (one[2].pools.total * one[0], one[0]))
-    for ranks, worker, estimate in estimates:
+    estimates: list[tuple[PlannedWorker, PoolEstimate]] = []
+    for worker in _able(ask, _fitting(ask)):
+        most = ask.max_gpus // worker.hardware.gpus
+        estimate = _estimate(ask, worker, load=ask.load, apart=apart, max_workers=most)
+        if estimate is not None:
+            estimates.append((worker, estimate))
+    estimates.sort(key=lambda one: one[1].pools.total * one[0].hardware.gpus)
+    for worker, estimate in estimates:
         if ask.depth is None:
-            return _sized(ask, ranks, worker, estimate, None)
+            return _sized(ask, worker, estimate, None)
         simulated = _simulated(ask, worker, estimate, apart=apart)
         if simulated is not None:
-            return _sized(ask, ranks, worker, estimate, simulated)
+            return _sized(ask, worker, estimate, simulated)
     how = "simulation" if estimates else "formula"
     raise CannotPlan(f"more than {ask.max_gpus} GPUs are needed, by {how}; see --max-gpus")
 
 
-def _fitting(ask: PlanInput) -> list[tuple[int, PlannedWorker]]:
-    """Returns (GPUs, worker) with room for the longest request. Raises CannotPlan."""
+def _fitting(ask: PlanInput) -> list[PlannedWorker]:
+    """Returns workers with room for the longest request, the smallest first. Raises CannotPlan."""
     block_size = block_size_for(ask.load.input_tokens)
-    found: list[tuple[int, PlannedWorker]] = []
+    found: list[PlannedWorker] = []
     for ranks in ask.platform.ranks():
         worker = worker_of(ask.model, ask.platform, ask.options, ranks=ranks, block_size=block_size)
         if worker is not None and worker.kv_tokens >= ask.load.longest_tokens:
-            found.append((ranks, worker))
+            found.append(worker)
     if not found:
         weights_gb = ask.model.held_bytes(ask.options.weights) / 1e9
         kv_gb = ask.load.longest_tokens * ask.model.kv_token_bytes(ask.options.kv_format) / 1e9
@@ -174,15 +174,16 @@ def _fitting(ask: PlanInput) -> list[tuple[int, PlannedWorker]]:
     return found
 
 
-def _able(
-    ask: PlanInput, workers: list[tuple[int, PlannedWorker]]
-) -> list[tuple[int, PlannedWorker]]:
+def _able(ask: PlanInput, workers: list[PlannedWorker]) -> list[PlannedWorker]:
     """Returns workers on which one request meets both bounds. Raises CannotPlan with the floor."""
-    floors = [(ranks, worker, floor_of(ask.load, worker)) for ranks, worker in workers]
-    able = [(ranks, worker) for ranks, worker, floor in floors if floor.meets(ask.slo)]
+    floors = [(worker, floor_of(ask.load, worker)) for worker in workers]
+    able = [worker for worker, floor in floors if floor.meets(ask.slo)]
     if able:
         return able
-    best = [f"{f.ttft_s * 1e3:.0f} ms and {f.tpot_s * 1e3:.2f} ms with {r}" for r, _, f in floors]
+    best = [
+        f"{floor.ttft_s * 1e3:.0f} ms and {floor.tpot_s * 1e3:.2f} ms with {worker.hardware.gpus}"
+        for worker, floor in floors
+    ]
     raise CannotPlan(
         "no number of workers meets the bounds: TTFT of a prompt of "
         f"{ask.load.input_p90:,.0f} tokens (one in ten is longer) and TPOT, of one request alone, "
@@ -211,16 +212,12 @@ def _simulated(
 
 
 def _sized(
-    ask: PlanInput,
-    ranks: int,
-    worker: PlannedWorker,
-    estimate: PoolEstimate,
-    simulated: Simulated | None,
+    ask: PlanInput, worker: PlannedWorker, estimate: PoolEstimate, simulated: Simulated | None
 ) -> SizedPools:
     workers = estimate.pools.total if simulated is None else simulated.total.total
-    usd_per_s = workers * ranks * ask.platform.usd_per_gpu_hour / 3600
+    usd_per_s = workers * worker.hardware.gpus * ask.platform.usd_per_gpu_hour / 3600
     cost = usd_per_s / ask.load.tokens_per_s * 1e6
-    return SizedPools(ranks, worker, estimate, simulated, cost)
+    return SizedPools(worker, estimate, simulated, cost)
 
 
 # ---------------------------------------------------------------- options
@@ -232,56 +229,46 @@ def _steps(ask: PlanInput, sizes: _Sizes) -> Iterator[SavingStep]:
     outcome = sizes.of(bare, apart=False)
     yield SavingStep("bf16, one pool, no cache", outcome, None, kept=True)
     now, last = bare, outcome
-    for label, changed in _options(ask):
+    for change in _changes(ask):
         tried = replace(
             now,
-            options=_merged(now.options, changed),
-            load=replace(now.load, prefix_hit=changed.prefix_hit or now.load.prefix_hit),
+            options=replace(now.options, **change.options),
+            load=ask.load if change.has_cache else now.load,
         )
-        outcome = sizes.of(tried, apart=changed.apart)
+        outcome = sizes.of(tried, apart=change.apart)
         kept = _no_worse(outcome, last)
-        yield SavingStep(label, outcome, _saved(outcome, last), kept)
+        yield SavingStep(change.label, outcome, _saved(outcome, last), kept)
         if kept:
             now, last = tried, outcome
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The changes of one step; None and zero change nothing."""
+    """One step: the changed options of the model, the load's prefix hits, separate pools."""
 
-    weights: WeightFormat | None = None
-    kv_format: KVFormat | None = None
-    speculation: Speculation | None = None
-    prefix_hit: float = 0.0
+    label: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    has_cache: bool = False
     apart: bool = False
 
 
-def _options(ask: PlanInput) -> Iterator[tuple[str, _Change]]:
-    """Yields the options in order; bf16 formats are tried in 8 bits."""
+def _changes(ask: PlanInput) -> Iterator[_Change]:
+    """Yields the steps in order; bf16 formats are tried in 8 bits."""
     has_fp8 = ask.platform.gpu is None or ask.platform.gpu.has_fp8
     weights, kv_format = ask.options.weights, ask.options.kv_format
     if weights is WeightFormat.BF16:
         weights = WeightFormat.FP8 if has_fp8 else WeightFormat.INT8
     if kv_format is KVFormat.BF16:
         kv_format = KVFormat.FP8_E4M3 if has_fp8 else KVFormat.INT8
-    yield f"weights in {weights}", _Change(weights=weights)
-    yield f"KV in {kv_format}", _Change(kv_format=kv_format)
+    yield _Change(f"weights in {weights}", {"weights": weights})
+    yield _Change(f"KV in {kv_format}", {"kv_format": kv_format})
     speculation = ask.options.speculation
     if speculation is not None:
         label = f"speculation, {speculation.accepted:g} of {speculation.drafted} accepted"
-        yield label, _Change(speculation=speculation)
+        yield _Change(label, {"speculation": speculation})
     if ask.load.prefix_hit:
-        hit = ask.load.prefix_hit
-        yield f"prefix cache, {hit:.0%} hit", _Change(prefix_hit=hit)
-    yield "separate pools", _Change(apart=True)
-
-
-def _merged(options: ModelOptions, change: _Change) -> ModelOptions:
-    return ModelOptions(
-        change.weights or options.weights,
-        change.kv_format or options.kv_format,
-        change.speculation or options.speculation,
-    )
+        yield _Change(f"prefix cache, {ask.load.prefix_hit:.0%} hit", has_cache=True)
+    yield _Change("separate pools", apart=True)
 
 
 def _no_worse(outcome: SizedPools | CannotPlan, last: SizedPools | CannotPlan) -> bool:

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import msgspec
 
 from bench.planner.model import BF16_BYTES, DenseModel
-from bench.simulator.hardware import KV_SHARE, HardwareProfile, ModelShape, WorkerGpus, by_roofline
+from bench.simulator.hardware import KV_SHARE, HardwareProfile
 from engine.config import WeightFormat
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
-from router.cluster.costs import PrefillCost
+from router.cluster.costs import PrefillCost, PullCost
 
 REACHED = 0.7  # of the peaks
 MAX_RANKS = 8  # GPUs of one worker, as linked in one machine
@@ -192,37 +192,38 @@ def _memory_bytes(model: DenseModel, platform: Platform, ranks: int) -> float:
 
 
 def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> HardwareProfile:
-    """Returns a bf16 profile with unlimited memory, since the caller checks memory."""
+    """Returns a bf16 profile from peaks alone, with one block of memory: the caller checks memory.
+
+    Arithmetic bounds prompts, memory bounds decoding; the formulas are those of
+    `bench.common.roofline`. A step reads all weights at least, so A and D are the same. A decoding
+    row adds its arithmetic.
+    """
     gpu = platform.gpu
     assert gpu is not None
-    shape = ModelShape(
-        model.layers,
-        model.heads,
-        max(model.kv_heads, ranks),
-        model.head_dim,
-        model.layer_weights,
-        model.head_weights,
-    )
-    chip = WorkerGpus(
-        flops_per_s=gpu.bf16_flops_per_s * ranks,
-        read_bytes_per_s=gpu.read_bytes_per_s * ranks,
-        memory_bytes=1e15,
-        network_bytes_per_s=gpu.network_bytes_per_s * ranks,
-        gpus=ranks,
-        reached=REACHED,
-    )
-    alone = by_roofline(model.name, shape, chip)
-    if ranks == 1:
-        return alone
-    reduces = _ALL_REDUCES * model.layers
-    fixed_s = reduces * ALL_REDUCE_S
+    layout = model.kv_layout(KVFormat.BF16, block_size=_MAX_BLOCK, ranks=ranks)
+    flops_per_s = gpu.bf16_flops_per_s * ranks * REACHED
+    bytes_per_s = gpu.read_bytes_per_s * ranks * REACHED
+    reduces = _ALL_REDUCES * model.layers if ranks > 1 else 0
     sent_bytes = reduces * 2 * (ranks - 1) / ranks * model.hidden * BF16_BYTES
-    token_s = sent_bytes / gpu.link_bytes_per_s
-    prefill, decode = alone.prefill, alone.decode
-    return msgspec.structs.replace(
-        alone,
-        prefill=PrefillCost(prefill.fixed_s + fixed_s, prefill.token_s + token_s, prefill.square_s),
-        decode=DecodeCost(decode.fixed_s + fixed_s, decode.row_s + token_s, decode.context_s),
+    sent_s = sent_bytes / gpu.link_bytes_per_s  # of a token
+    fixed_s = model.read_bytes(WeightFormat.BF16) / bytes_per_s + reduces * ALL_REDUCE_S
+    weights = model.layer_weights + model.head_weights
+    attention = 2 * model.layers * model.heads * model.head_dim  # flops per squared token
+    return HardwareProfile(
+        name=model.name,
+        source=platform.source,
+        layout=layout,
+        num_blocks=1,
+        prefill=PrefillCost(
+            fixed_s, 2 * model.layer_weights / flops_per_s + sent_s, attention / flops_per_s
+        ),
+        decode=DecodeCost(
+            fixed_s,
+            2 * weights / flops_per_s + sent_s,
+            layout.block_bytes / layout.block_size / bytes_per_s,
+        ),
+        pull=PullCost(1e-3, 5e-6, gpu.network_bytes_per_s * ranks * REACHED),
+        gpus=ranks,
     )
 
 

@@ -98,7 +98,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             latency_s=latency_ms / 1000,
             max_answer_tokens=max_tokens,
         )
-        slo = SloBounds(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms))
+        slo = SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms)
         router = RouterConfig(
             policy=policy,
             seed=seed,
@@ -145,10 +145,6 @@ def _pools(prefill: int, decode: int, mixed: int) -> SimulatedPools:
     if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
         raise ConfigError("a cluster needs workers that prefill and workers that decode")
     return pools
-
-
-def _seconds(ms: float | None) -> float | None:
-    return None if ms is None else ms / 1000
 
 
 def _config(

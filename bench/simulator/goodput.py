@@ -27,7 +27,7 @@ Simulate = Callable[[Trace], SimulatedRun]
 def distserve_goodput(
     trace: Trace, simulate: Simulate, slo: SloBounds, *, gpus: int
 ) -> dict[str, Figure]:
-    """Its figure; none where nothing is bounded or the trace has no rate."""
+    """Returns the figure; empty if nothing is bounded or the trace has no rate."""
     is_bounded = slo.ttft_s is not None or slo.tpot_s is not None
     if not is_bounded or not trace.duration_s:
         return {}

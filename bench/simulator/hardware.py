@@ -16,7 +16,7 @@ is then linear in its length; the true price is not.
 Workers may share the cores of one small machine, with their gateway: see `crowd`.
 
 Sources: NVIDIA AIConfigurator's tables for H200 SXM and vLLM in bf16 (fits within 5 %, decode of
-the 0.6B model within 13 %); roofline, Williams et al., CACM 2009. Pulls are not in these tables:
+the 0.6B model within 13 %). Pulls are not in these tables:
 40 GB/s a GPU of a 400 Gb/s network card, 5 µs a descriptor (NIXL, measured), 1 ms for the rest.
 """
 
@@ -225,69 +225,3 @@ def write_hardware(hardware: HardwareProfile, path: Path) -> None:
     """Writes a profile as `hardware_named` reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=2) + b"\n")
-
-
-# ---------------------------------------------------------------- roofline
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The shape of a dense decoder that decides its speed and memory."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layer_weights: float  # in the matrices of all layers
-    head_weights: float  # in the output matrix
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGpus:
-    """All GPUs of one worker together; `reached` is the reachable share of their peaks."""
-
-    flops_per_s: float
-    read_bytes_per_s: float
-    memory_bytes: float
-    network_bytes_per_s: float
-    gpus: int = 1
-    reached: float = 0.7
-
-
-def by_roofline(
-    name: str,
-    shape: ModelShape,
-    chip: WorkerGpus,
-    *,
-    kv_format: KVFormat = KVFormat.BF16,
-    weight_bytes: float = 2.0,
-    block_size: int = 512,
-) -> HardwareProfile:
-    """Returns a profile from peaks alone: arithmetic bounds prompts, memory bounds decoding.
-
-    The formulas are those of `bench.common.roofline`. A step reads all weights at least, so A and
-    D are
-    the same; what a decoding row adds is its arithmetic.
-    """
-    section = KVSection(shape.layers, shape.kv_heads, shape.head_dim)
-    layout = KVLayout(block_size, kv_format, (section,))
-    weights = shape.layer_weights + shape.head_weights
-    flops_per_s = chip.flops_per_s * chip.reached
-    bytes_per_s = chip.read_bytes_per_s * chip.reached
-    attention = 2 * shape.layers * shape.heads * shape.head_dim  # flops per squared token
-    num_blocks = int(KV_SHARE * (chip.memory_bytes - weights * weight_bytes) // layout.block_bytes)
-    if num_blocks < 1:
-        raise ConfigError(f"{name}: the weights leave no room for KV")
-    read_s = weights * weight_bytes / bytes_per_s
-    return HardwareProfile(
-        name=name,
-        source=f"roofline at {chip.reached:.0%} of the peaks",
-        layout=layout,
-        num_blocks=num_blocks,
-        prefill=PrefillCost(read_s, 2 * shape.layer_weights / flops_per_s, attention / flops_per_s),
-        decode=DecodeCost(
-            read_s, 2 * weights / flops_per_s, layout.block_bytes / block_size / bytes_per_s
-        ),
-        pull=PullCost(1e-3, 5e-6, chip.network_bytes_per_s * chip.reached),
-        gpus=chip.gpus,
-    )

@@ -16,7 +16,7 @@ all GPUs for the whole run, divided by all tokens, prompts included.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
@@ -69,12 +69,7 @@ def _mean_of_longest(values: Values, share: float) -> float:
 
 def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
     """True if TTFT and TPOT are inside their bounds."""
-    if latencies is None:
-        return False
-    in_time = slo.ttft_s is None or latencies.ttft_s <= slo.ttft_s
-    return in_time and (
-        slo.tpot_s is None or latencies.tpot_s is None or latencies.tpot_s <= slo.tpot_s
-    )
+    return latencies is not None and slo.hold(latencies.ttft_s, latencies.tpot_s)
 
 
 def figures_of(run: SimulatedRun, slo: SloBounds, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
@@ -102,8 +97,8 @@ def _latency_figures(run: SimulatedRun, latencies: Sequence[Latencies | None]) -
     for name, summary in summaries.items():
         if summary is not None:
             figures |= {
-                f"{name}/{statistic}": Figure(getattr(summary, statistic) * 1000, "ms")
-                for statistic in ("mean", "p50", "p90", "p99")
+                f"{name}/{statistic}": Figure(value_s * 1000, "ms")
+                for statistic, value_s in asdict(summary).items()
             }
     return figures
 
@@ -178,27 +173,19 @@ def _goodput_figures(
     num_good = sum(meets(one, slo) for one in latencies)
     figures = {
         "goodput/attainment": Figure(num_good / num, "share"),
-        "goodput/effective_capacity": Figure(
-            _effective(latencies, slo.ttft_s, slo.tpot_s) / num, "share"
-        ),
+        "goodput/effective_capacity": Figure(_num_effective(latencies, slo) / num, "share"),
         "goodput/requests": Figure(num_good / run.duration_s, "1/s"),
         "goodput/requests_per_gpu": Figure(num_good / run.duration_s / gpus, "1/s"),
     }
     for tbt_s in MOONCAKE_TBT_S:
-        share = _effective(latencies, MOONCAKE_TTFT_S, tbt_s) / num
+        share = _num_effective(latencies, SloBounds(MOONCAKE_TTFT_S, tbt_s)) / num
         figures[f"goodput/mooncake_tbt_{tbt_s * 1000:.0f}ms"] = Figure(share, "share")
     return figures
 
 
-def _effective(
-    latencies: Sequence[Latencies | None], ttft_s: float | None, tbt_s: float | None
-) -> int:
-    return sum(
-        one is not None
-        and (ttft_s is None or one.ttft_s <= ttft_s)
-        and (tbt_s is None or one.tbt_s is None or one.tbt_s <= tbt_s)
-        for one in latencies
-    )
+def _num_effective(latencies: Sequence[Latencies | None], slo: SloBounds) -> int:
+    """Requests with TTFT and TBT inside the bounds."""
+    return sum(one is not None and slo.hold(one.ttft_s, one.tbt_s) for one in latencies)
 
 
 def _prefix_figures(run: SimulatedRun) -> dict[str, Figure]:

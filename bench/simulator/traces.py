@@ -23,13 +23,14 @@ Mooncake's conversation trace.
 import csv
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from heapq import heappop, heappush
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from router.recording.records import is_recording, records_of
 
 MOONCAKE_BLOCK_TOKENS = 512
 FORMAT = "baton-trace"
+T = TypeVar("T")
 VERSION = 1
 MAX_ID = 2**31 - 1  # of a token, and so of a block
 
@@ -213,14 +215,19 @@ def write_trace(trace: Trace, path: Path) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def _read_mooncake(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
-    decoder = msgspec.json.Decoder(_MooncakeLine)
-    requests = []
-    for number, line in enumerate(lines, start=1):
+def _decoded(path: Path, lines: Sequence[str], form: type[T], *, first: int = 1) -> Iterator[T]:
+    """Decodes each line of JSON. Raises TraceError, with numbers of lines from `first` on."""
+    decoder = msgspec.json.Decoder(form)
+    for number, line in enumerate(lines, start=first):
         try:
-            read = decoder.decode(line)
+            yield decoder.decode(line)
         except msgspec.DecodeError as error:
             raise TraceError(f"{path}:{number}: {error}") from error
+
+
+def _read_mooncake(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
+    requests = []
+    for number, read in enumerate(_decoded(path, lines, _MooncakeLine), start=1):
         request = TraceRequest(
             read.timestamp / 1000, read.input_length, read.output_length, tuple(read.hash_ids or ())
         )
@@ -230,19 +237,11 @@ def _read_mooncake(path: Path, lines: Sequence[str]) -> list[TraceRequest]:
 
 
 def _read_own(path: Path, lines: Sequence[str]) -> tuple[int, list[TraceRequest]]:
-    try:
-        header = msgspec.json.decode(lines[0], type=_Header)
-    except msgspec.DecodeError as error:
-        raise TraceError(f"{path}:1: {error}") from error
+    [header] = _decoded(path, lines[:1], _Header)
     if header.format != FORMAT or header.version != VERSION or header.block_tokens < 1:
         raise TraceError(f"{path}:1: {header} is not supported")
-    decoder = msgspec.json.Decoder(_Line)
     requests = []
-    for number, line in enumerate(lines[1:], start=2):
-        try:
-            read = decoder.decode(line)
-        except msgspec.DecodeError as error:
-            raise TraceError(f"{path}:{number}: {error}") from error
+    for number, read in enumerate(_decoded(path, lines[1:], _Line, first=2), start=2):
         request = TraceRequest(
             read.arrived_s, read.input_len, read.output_len, tuple(read.block_ids), read.priority
         )
@@ -368,7 +367,7 @@ def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
         while coming and coming[0][0] <= starts_s:
             requests.append(heappop(coming)[-1])
         if len(requests) >= num_requests:
-            return _named("synthetic", block_tokens, requests[:num_requests])
+            return Trace("synthetic", block_tokens, tuple(requests[:num_requests]))
         family = bisect_right(shares, rng.random() * shares[-1]) if chat.families > 1 else 0
         ids = tuple(range(family * num_system_ids, (family + 1) * num_system_ids))
         for request in _conversation(chat, starts_s, ids, fresh, rng):
@@ -395,7 +394,3 @@ def _conversation(
 
 def _log_normal(median: int, spread: float, rng: Random) -> int:
     return max(round(median * math.exp(rng.gauss(0.0, spread))), 1)
-
-
-def _named(name: str, block_tokens: int, requests: Iterable[TraceRequest]) -> Trace:
-    return Trace(name, block_tokens, tuple(requests))

@@ -8,9 +8,8 @@ encoding, threads that wait for each other.
     decoding   from one step's tokens to the next one's, if the next step followed at once. Messages
                bunch, so several steps are taken together
     messages   the way of a prompt to an idle worker and back; and from the first token to the
-    report
-               that decoding begins. The delays beyond the usual way grow with the number of busy
-               workers, and the simulation draws from the measured ones
+               report that decoding begins. The delays beyond the usual way grow with the number of
+               busy workers, and the simulation draws from the measured ones
     pulls      from the first token to the report that KV is in the decode worker, as far as the
                message with the first token did not hide it
 
@@ -26,6 +25,7 @@ means must be right even if a few steps are much slower than most. With several 
 median of their scales is used, since another program may have disturbed one of them.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -133,34 +133,30 @@ def fit(
 
 def _prompts(told: RecordedRun, busy: "_Busy", chunk_tokens: int) -> list[CostSample]:
     samples = []
-    for attempt in _alone(told):
-        assert attempt.started_s is not None
-        assert attempt.done_s is not None
+    for attempt, computing_s in _alone(told):
         new = attempt.num_tokens - attempt.num_cached_tokens
         squares = attempt.num_tokens**2 - attempt.num_cached_tokens**2
-        seconds = busy.work_s(attempt.prefill_worker, (attempt.started_s, attempt.done_s))
+        seconds = busy.work_s(attempt.prefill_worker, computing_s)
         samples.append(CostSample((-(-new // chunk_tokens), new, squares), seconds))
     return samples
 
 
-def _alone(told: RecordedRun) -> list[RecordedAttempt]:
-    """Returns handed-over attempts that had their worker to themselves from the start."""
-    by_worker: dict[WorkerId, list[RecordedAttempt]] = {}
+def _alone(told: RecordedRun) -> list[tuple[RecordedAttempt, Interval]]:
+    """Returns handed-over attempts that had their worker to themselves, and when they computed."""
+    by_worker: dict[WorkerId, list[tuple[RecordedAttempt, Interval]]] = {}
     for attempt in told.attempts.values():
-        if attempt.hands_over and attempt.started_s is not None and attempt.done_s is not None:
-            by_worker.setdefault(attempt.prefill_worker, []).append(attempt)
+        if attempt.hands_over and (computing_s := attempt.computing_s) is not None:
+            by_worker.setdefault(attempt.prefill_worker, []).append((attempt, computing_s))
     found = []
     for attempts in by_worker.values():
-        attempts.sort(key=lambda attempt: attempt.sent_s)
+        attempts.sort(key=lambda one: one[0].sent_s)
+        following_s = [*(attempt.sent_s for attempt, _ in attempts[1:]), math.inf]
         free_s = 0.0
-        for index, attempt in enumerate(attempts):
-            assert attempt.done_s is not None
-            following = attempts[index + 1] if index + 1 < len(attempts) else None
-            if attempt.sent_s >= free_s and (
-                following is None or following.sent_s >= attempt.done_s
-            ):
-                found.append(attempt)
-            free_s = max(free_s, attempt.done_s)
+        for (attempt, computing_s), next_s in zip(attempts, following_s, strict=True):
+            done_s = computing_s[1]
+            if attempt.sent_s >= free_s and next_s >= done_s:
+                found.append((attempt, computing_s))
+            free_s = max(free_s, done_s)
     return found
 
 
@@ -184,11 +180,9 @@ def _decoding(told: RecordedRun, busy: "_Busy", together: int = STEPS_TOGETHER) 
 def _only_decoding(told: RecordedRun, worker_id: WorkerId) -> Iterator[list[DecodeStep]]:
     """Yields runs of a worker's steps, cut at steps that computed a prompt as well."""
     prompts = [
-        (attempt.started_s, attempt.done_s)
+        computing_s
         for attempt in told.attempts.values()
-        if attempt.prefill_worker == worker_id
-        and attempt.started_s is not None
-        and attempt.done_s is not None
+        if attempt.prefill_worker == worker_id and (computing_s := attempt.computing_s) is not None
     ]
     for run in _runs(told.steps[worker_id]):
         kept = run[:1]
@@ -261,9 +255,8 @@ def _busy(told: RecordedRun, cores: int | None, gateway_load: float) -> _Busy:
     }
     demands = dict.fromkeys(intervals, 1 + gateway_load)
     for attempt in told.attempts.values():
-        if attempt.started_s is not None and attempt.done_s is not None:
-            own = intervals.setdefault(attempt.prefill_worker, [])
-            own.append((attempt.started_s, attempt.done_s))
+        if (computing_s := attempt.computing_s) is not None:
+            intervals.setdefault(attempt.prefill_worker, []).append(computing_s)
             demands.setdefault(attempt.prefill_worker, 1.0)
     return _Busy(intervals, demands, cores)
 
@@ -342,10 +335,9 @@ def _pull(recordings: Sequence[RecordedRun]) -> PullCost:
 def _latency_s(recordings: Sequence[RecordedRun]) -> float:
     """Returns half of the least round trip of a prompt to an idle worker, but for outliers."""
     ways = [
-        attempt.started_s - attempt.sent_s
+        started_s - attempt.sent_s
         for told in recordings
-        for attempt in _alone(told)
-        if attempt.started_s is not None
+        for attempt, (started_s, _) in _alone(told)
     ]
     if len(ways) < LEAST_SAMPLES:
         raise TooFewSamples(f"{len(ways)} prompts found their worker idle; {LEAST_SAMPLES} needed")
@@ -367,9 +359,8 @@ def _delays(
     prompts: list[tuple[int, float]] = []
     firsts: list[tuple[int, float]] = []
     for told, busy in watched:
-        for attempt in _alone(told):
-            assert attempt.started_s is not None
-            prompts.append((busy.number(attempt.sent_s), attempt.started_s - attempt.sent_s))
+        for attempt, (started_s, _) in _alone(told):
+            prompts.append((busy.number(attempt.sent_s), started_s - attempt.sent_s))
         for attempt in told.attempts.values():
             if (
                 attempt.hands_over

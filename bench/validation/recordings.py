@@ -61,6 +61,13 @@ class RecordedAttempt:
     ready_s: float | None = None
     decode_started_s: float | None = None
 
+    @property
+    def computing_s(self) -> tuple[float, float] | None:
+        """Begin and end of its prefill; None if one of them was not recorded."""
+        if self.started_s is None or self.done_s is None:
+            return None
+        return self.started_s, self.done_s
+
 
 @dataclass(slots=True)
 class DecodeStep:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.common.goals import Goals
-from bench.common.report import Result
-from bench.common.stats import summarize
+from bench.common.report import Result, result_of
+from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import SimulatedRun
 from bench.validation.fitting import Fitted
 from bench.validation.recordings import RecordedRun
@@ -65,8 +65,8 @@ def results_of(compared: SplitComparison) -> list[Result]:
         for statistic in ("mean", "p50", "p99"):
             results += _results(
                 f"validation/{compared.name}/{name}_{statistic}",
-                [run[statistic] for run in runs],
-                [guess[statistic] for guess in guesses],
+                [getattr(run, statistic) for run in runs],
+                [getattr(guess, statistic) for guess in guesses],
             )
     return results
 
@@ -74,15 +74,11 @@ def results_of(compared: SplitComparison) -> list[Result]:
 def _results(name: str, measured_s: Sequence[float], simulated_s: Sequence[float]) -> list[Result]:
     guess_s = median(simulated_s)
     errors = tuple(abs(guess_s / value - 1) for value in measured_s)
-    off = Result(name, abs(guess_s / median(measured_s) - 1), "share", errors)
-    both = {
-        "measured": tuple(value * 1000 for value in measured_s),
-        "simulated": tuple(value * 1000 for value in simulated_s),
-    }
     return [
-        off,
+        Result(name, abs(guess_s / median(measured_s) - 1), "share", errors),
         *_spread(name, measured_s),
-        *(Result(f"{name}/{kind}", median(runs), "ms", runs) for kind, runs in both.items()),
+        result_of(f"{name}/measured", [value * 1000 for value in measured_s], "ms"),
+        result_of(f"{name}/simulated", [value * 1000 for value in simulated_s], "ms"),
     ]
 
 
@@ -91,11 +87,11 @@ def _spread(name: str, measured_s: Sequence[float]) -> list[Result]:
     if len(measured_s) < 2:
         return []
     others_s = [median([*measured_s[:i], *measured_s[i + 1 :]]) for i in range(len(measured_s))]
-    apart = tuple(abs(a / b - 1) for a, b in zip(measured_s, others_s, strict=True))
-    return [Result(f"{name}/spread", median(apart), "share", apart)]
+    apart = [abs(a / b - 1) for a, b in zip(measured_s, others_s, strict=True)]
+    return [result_of(f"{name}/spread", apart, "share")]
 
 
-def _summary(values_s: Sequence[float]) -> dict[str, float]:
+def _summary(values_s: Sequence[float]) -> Summary:
     summary = summarize(values_s)
     assert summary is not None
-    return {"mean": summary.mean, "p50": summary.p50, "p99": summary.p99}
+    return summary

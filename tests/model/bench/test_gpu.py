@@ -1,4 +1,4 @@
-"""`bench.gpu` tried out on a CPU: what it measures there means nothing, that it goes on does."""
+"""`bench.gpu` on a CPU: its figures mean nothing there, but all sections run."""
 
 import io
 import sys
@@ -33,7 +33,7 @@ TINY = SHAPES["tiny"]
 
 
 class Hands:
-    """A clock that is put forward by hand."""
+    """A clock that only the test moves."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -110,7 +110,7 @@ def careless(query, key, value, cache, layer, batch, scoring):
 
 
 @pytest.mark.parametrize(
-    ("attend", "complaint"), [(wrong, "error"), (careless, "belong to others")]
+    ("attend", "complaint"), [(wrong, "error"), (careless, "bytes of other tokens")]
 )
 def test_wrong_kernel_is_detected(monkeypatch, attend, complaint):
     case = AttentionCase(KVFormat.INT8, 128, num_heads=2, num_kv_heads=1)
@@ -192,13 +192,13 @@ def test_section_without_time_left_is_skipped():
 
 
 def test_the_large_shape_has_eight_thousand_million_weights():
-    size = SHAPES["8b"].size
+    size = SHAPES["8b"].model.size
     assert 7.4e9 < size.layer_weights + size.head_weights < 7.6e9  # the embedding is not read
 
 
 def test_limits_are_bytes_for_decoding_and_products_for_prompts():
     ceilings = GpuCeilings(bytes_per_s=4e12, bf16_flops_per_s=800e12, fp8_flops_per_s=1600e12)
-    size = SHAPES["8b"].size
+    size = SHAPES["8b"].model.size
     memory = ModelMemory(weights_bytes=15e9, kv_token_bytes=131072)
     step = decode_work(size, memory, [1000])
     assert ceilings.least_time_s(step, WeightFormat.BF16) == pytest.approx(15.13e9 / 4e12, rel=1e-3)

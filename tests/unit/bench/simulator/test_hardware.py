@@ -3,18 +3,12 @@ import pytest
 
 from bench.simulator.hardware import (
     PROFILES,
-    ModelShape,
     Pricing,
     StepPrice,
-    WorkerGpus,
-    by_roofline,
     hardware_named,
     write_hardware,
 )
 from engine.errors import ConfigError
-
-QWEN3_8B = ModelShape(36, 32, 8, 128, 36 * 192.9e6, 622e6)
-H200 = WorkerGpus(989e12, 4.8e12, 141e9, 50e9)
 
 
 @pytest.mark.parametrize(("name", "kilobytes"), [("0.6b", 112), ("8b", 144), ("32b-tp2", 256)])
@@ -56,23 +50,6 @@ def test_decoding_beside_a_prompt_pays_for_the_weights_once():
 def test_decode_step_has_one_price_in_both_methods():
     pricing = Pricing(PROFILES["h200-qwen3-8b"])
     assert pricing.step_s(StepPrice(0, 0, 7, 12_345)) == pricing.decode_s(7, 12_345)
-
-
-def test_roofline_is_near_measured_profiles():
-    profile, measured = by_roofline("mine", QWEN3_8B, H200), PROFILES["h200-qwen3-8b"]
-    for length in (1024, 8192):
-        assert profile.prefill.seconds(length) == pytest.approx(
-            measured.prefill.seconds(length), rel=0.3
-        )
-    assert profile.decode.seconds(8, 16_000) == pytest.approx(
-        measured.decode.seconds(8, 16_000), rel=0.3
-    )
-    assert profile.num_blocks == pytest.approx(measured.num_blocks, rel=0.05)
-
-
-def test_model_too_large_for_memory_has_no_profile():
-    with pytest.raises(ConfigError, match="no room"):
-        by_roofline("mine", QWEN3_8B, WorkerGpus(1e15, 1e12, 10e9, 1e10))
 
 
 def test_written_profile_is_read_back(tmp_path):
