@@ -3,9 +3,7 @@
 import random
 
 import pytest
-from typer.testing import CliRunner
 
-from bench.cli import app
 from bench.router.peer import BitmaskRouter
 from bench.router.plan import BLOCK_SIZE, COSTS, GOALS, PROMPT_BLOCKS, RouterCase, RouterPlan, check
 from bench.router.results import PEER, results, warnings
@@ -69,9 +67,6 @@ def test_invalid_case_is_refused_by_option():
         check(RouterPlan((RouterCase(5, 1000),), 1))
     with pytest.raises(ConfigError, match="--blocks"):
         check(RouterPlan((RouterCase(10, 5),), 1))
-    answer = CliRunner().invoke(app, ["router", "--cases", "many"])
-    assert answer.exit_code == 1
-    assert "--cases" in answer.output
 
 
 def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():

@@ -4,10 +4,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner
-
-from bench.cli import app
 from bench.engine.plan import (
     EngineJob,
     EnginePeer,
@@ -24,7 +20,6 @@ from bench.engine.plan import (
     warm_up_jobs,
 )
 from engine.config import WeightFormat
-from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 PYTHON = Path(sys.executable)
@@ -112,34 +107,5 @@ def test_a_peer_option_may_stand_for_several_engines():
     assert peers[-1] == EnginePeer("vllm", "vllm", "f32", PYTHON)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"weights": (WeightFormat.FP8,)}, "--weights must be out of fp32, bf16, int8: fp8"),
-        ({"contexts": (0,)}, "--contexts must be positive"),
-        ({"prefill_lens": (-1,)}, "--prefill-lens must be positive"),
-    ],
-)
-def test_a_plan_that_cannot_be_carried_out_says_why(change, said):
-    with pytest.raises(ConfigError, match=said):
-        check(replace(PLAN, **change))
-
-
 def test_valid_plan_is_returned_unchanged():
     assert check(PLAN) is PLAN
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--weights", "fp64"], "fp64"),
-        (["--peer", "sglang=/x"], "NAME=PYTHON"),
-        (["--contexts", "12,x"], "--contexts: '12,x' is not a list of numbers"),
-        (["--shape", "9b"], "9b"),
-    ],
-)
-def test_wrong_option_is_reported_in_one_line(arguments, said):
-    result = CliRunner().invoke(app, ["engine", *arguments])
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from bench.cli import app
 from bench.common.options import PeerProgram
 from bench.kv.plan import (
     BLOCK_SIZES,
@@ -110,7 +108,6 @@ def test_config_holds_the_plan():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"backends": ("tcp",)}, "tcp"),
         ({"block_sizes": (12 * KIB,)}, "12 KiB"),
         ({"block_sizes": (24 * KIB,)}, "24 KiB"),
         ({"block_sizes": (0,)}, "0 KiB"),
@@ -121,19 +118,3 @@ def test_config_holds_the_plan():
 def test_a_plan_that_cannot_be_carried_out_is_refused(change, said):
     with pytest.raises(ConfigError, match=said):
         check(replace(PLAN, **change))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--backends", "rdma"], "rdma"),
-        (["--peer", "vllm=/x"], "NAME=PYTHON"),
-        (["--block-sizes", "16,x"], "--block-sizes: '16,x' is not a list of numbers"),
-        (["--shape", "9b"], "9b"),
-    ],
-)
-def test_wrong_option_is_reported_in_one_line(arguments, said):
-    result = CliRunner().invoke(app, ["kv", *arguments])
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1

@@ -224,24 +224,6 @@ def test_command_repeats_its_report(tmp_path):
     assert reports[0].config["policy"] == "prefix"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--trace", "/nowhere.jsonl"], "No such file"),
-        (["--hardware", "h300"], "h200-qwen3-8b"),
-        (["--prefill", "0"], "workers that prefill"),
-        (["--speed-up", "0"], "sped up"),
-        (["--shorten", "7"], "divided"),
-    ],
-)
-def test_impossible_simulation_prints_one_line_and_exits_1(change, message):
-    result = CliRunner().invoke(
-        app, ["simulate", "--trace", "synthetic", "--requests", "3", *change]
-    )
-    assert result.exit_code == 1
-    assert message in result.output
-
-
 # ---------------------------------------------------------------- transfers
 
 
