@@ -1,4 +1,4 @@
-"""Where, when and by which command a benchmark ran: all that a report says beside its results."""
+"""Where, when and by which command a benchmark ran: all facts of a report beside its results."""
 
 import os
 import platform

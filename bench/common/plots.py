@@ -28,14 +28,11 @@ def plot_cdfs(series_ms: Mapping[str, Sequence[float]], path: Path, *, title: st
     figure = Figure(figsize=(5 * len(series_ms), 3.6), layout="constrained")
     panels = figure.subplots(1, len(series_ms), squeeze=False)[0]
     for panel, (name, values_ms) in zip(panels, series_ms.items(), strict=True):
-        latencies_ms, shares = cdf(values_ms)
-        panel.step(latencies_ms, shares, where="post")
+        panel.ecdf(values_ms)
         panel.set(xlabel=f"{name} (ms)", ylabel="share of values", ylim=(0, 1), xlim=(0, None))
         panel.set_title(f"n = {len(values_ms)}", fontsize="small")
         panel.grid(alpha=0.3)
-    figure.suptitle(title, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
+    save_figure(figure, path, title=title)
 
 
 def plot_bars(
@@ -46,18 +43,6 @@ def plot_bars(
     limits: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Draws a panel of named bars for each quantity. A limit is a line across its bar."""
-    figure = bars_figure(panels, title=title, limits=limits or {})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def bars_figure(
-    panels: Mapping[str, Mapping[str, float]],
-    *,
-    title: str,
-    limits: Mapping[str, Mapping[str, float]],
-) -> "Figure":
-    """The figure of `plot_bars`."""
     from matplotlib.figure import Figure
 
     num_columns = min(len(panels), PANELS_IN_A_ROW)
@@ -68,18 +53,18 @@ def bars_figure(
         unused.remove()
     for panel, (quantity, bars) in zip(axes, panels.items(), strict=False):
         panel.bar(list(bars), list(bars.values()), color="tab:blue")
-        marks = limits.get(quantity, {})
+        marks = (limits or {}).get(quantity, {})
         for place, name in enumerate(bars):
             if name in marks:
                 panel.hlines(marks[name], place - 0.45, place + 0.45, color="black")
         panel.set_title(quantity, fontsize="small")
         panel.tick_params(axis="x", labelrotation=60, labelsize="small")
         panel.grid(axis="y", alpha=0.3)
+    save_figure(figure, path, title=title)
+
+
+def save_figure(figure: "Figure", path: Path, *, title: str) -> None:
+    """Writes a figure under its title as PNG; makes its folders."""
     figure.suptitle(title, fontsize="small")
-    return figure
-
-
-def cdf(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The empirical distribution: the sorted values, and the share of values up to each."""
-    ordered = sorted(values)
-    return ordered, [rank / len(ordered) for rank in range(1, len(ordered) + 1)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)

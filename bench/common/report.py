@@ -66,7 +66,7 @@ class Missing:
 
     @property
     def told(self) -> str:
-        """The warning of it."""
+        """The line that warns of it."""
         return f"{self.name} was not measured: {self.reason}"
 
 

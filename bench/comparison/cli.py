@@ -53,6 +53,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
     """Simulate a trace at the costs of Dynamo's simulator, and in that simulator."""
     with printed_errors():
         pairs = splits_of(splits)
+        programs = peers_named([] if peer is None else [peer], [NAME])
         profile = hardware_named(hardware_)
         num_blocks = -(-int(pool_tokens) // (sum(pairs[0]) * profile.layout.block_size))
         profile = msgspec.structs.replace(profile, num_blocks=num_blocks)
@@ -61,7 +62,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
         plan = ComparisonPlan(played, profile, pairs, goodput_requests, seed=seed)
         with ExitStack() as open_peers:
             full = short = None
-            for program in peers_named([] if peer is None else [peer], [NAME]):
+            for program in programs:
                 full = open_peers.enter_context(Dynamo(program.python, played, profile))
                 first = played.first(goodput_requests or 1)
                 short = open_peers.enter_context(Dynamo(program.python, first, profile))

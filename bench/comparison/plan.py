@@ -9,7 +9,7 @@ from bench.simulator.traces import Trace
 
 @dataclass(frozen=True, slots=True)
 class ComparisonPlan:
-    """What is compared; `splits` are (prefill, decode) workers, TTFT is that of the first."""
+    """One comparison; `splits` are (prefill, decode) workers, TTFT is that of the first."""
 
     trace: Trace
     hardware: HardwareProfile

@@ -76,7 +76,7 @@ def _goodput(plan: ComparisonPlan, peer: Dynamo | None, say: Say) -> list[Result
     ]
 
 
-def _best(plan: ComparisonPlan, play_one: Play, who: str, say: Say) -> float:
+def _best(plan: ComparisonPlan, play_one: Play, player: str, say: Say) -> float:
     """Returns the greatest speed-up over all splits."""
     best = 0.0
     for prefill, decode in plan.splits:
@@ -86,7 +86,7 @@ def _best(plan: ComparisonPlan, play_one: Play, who: str, say: Say) -> float:
             return played.keeps(ttft_s=plan.ttft_s, tpot_s=plan.tpot_s)
 
         speed = greatest_speed(keeps, least=1.0, most=MAX_SPEED_UP)
-        say(f"goodput of {who}, {prefill} + {decode}: {speed:.2f} times the trace's pace")
+        say(f"goodput of {player}, {prefill} + {decode}: {speed:.2f} times the trace's pace")
         best = max(best, speed)
     return best
 

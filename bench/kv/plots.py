@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bench.common.plots import save_figure
 from bench.common.report import Report
-from bench.kv.plan import KIB, LIMIT_OF, MIB, TOTAL_BYTES
+from bench.kv.plan import KIB, LIMIT_OF, MIB, TOTAL_BYTES, size_name
 from bench.kv.results import AFTER_HANDOFF, PHASES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Line = Mapping[int, float]  # GiB/s by bytes of a block
 
@@ -18,14 +16,7 @@ PEER_COLOURS = ("tab:red", "tab:purple", "tab:brown")
 
 
 def plot_kv(report: Report, path: Path, *, title: str) -> None:
-    """Writes the figure as PNG."""
-    figure = kv_figure(report, title=title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def kv_figure(report: Report, *, title: str) -> "Figure":
-    """The figure. It has a second panel if handoffs were measured."""
+    """Writes the figure as PNG. It has a second panel if handoffs were measured."""
     from matplotlib.figure import Figure
 
     phases = phases_of(report)
@@ -34,8 +25,8 @@ def kv_figure(report: Report, *, title: str) -> "Figure":
     _draw_lines(panels[0], report)
     if phases:
         _draw_phases(panels[1], phases)
-    figure.suptitle(f"{title}\n{report.hardware.cpu}, commit {report.commit}", fontsize="small")
-    return figure
+    title = f"{title}\n{report.hardware.cpu}, commit {report.commit}"
+    save_figure(figure, path, title=title)
 
 
 def lines_of(report: Report) -> tuple[dict[str, Line], dict[str, Line]]:
@@ -87,7 +78,7 @@ def _draw_lines(panel: Any, report: Report) -> None:
         draw(name, line, colours[name], "-" if name in COLOURS else "--")
     for (name, line), colour in zip(peers.items(), PEER_COLOURS, strict=False):
         draw(name, line, colour, ":")
-    panel.set_xticks(range(len(sizes)), [_label(size) for size in sizes])
+    panel.set_xticks(range(len(sizes)), [size_name(size) for size in sizes])
     panel.set(xlabel="bytes of a block", ylabel="GiB/s", ylim=(0, None))
     what = f"{TOTAL_BYTES // MIB} MiB in scattered blocks; dashed: limits, dotted: peers"
     panel.set_title(what, fontsize="small")
@@ -108,7 +99,3 @@ def _draw_phases(panel: Any, phases: Mapping[str, Mapping[str, float]]) -> None:
     panel.legend(fontsize="small", loc="upper center", ncols=len(PHASES))
     panel.set_axisbelow(True)
     panel.grid(axis="y", alpha=0.3)
-
-
-def _label(size: int) -> str:
-    return f"{size // MIB} MiB" if size % MIB == 0 else f"{size // KIB} KiB"

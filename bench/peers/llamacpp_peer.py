@@ -45,7 +45,7 @@ NAMES = {
 
 
 def write_gguf(checkpoint: Path, path: Path, variant: str) -> None:
-    """The checkpoint as GGUF. Raises ValueError where it is not a plain Llama."""
+    """Writes the checkpoint as GGUF. Raises ValueError unless it is a plain Llama."""
     config = json.loads((checkpoint / "config.json").read_text())
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default":
@@ -205,7 +205,7 @@ def _context(model: Any, options: argparse.Namespace) -> Any:
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _unsaid(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Discards llama.cpp's log; kept in a name, or it would be freed."""
+    """Discards llama.cpp's log. The name keeps it from being freed."""
 
 
 def load(options: argparse.Namespace) -> LlamaCpp:

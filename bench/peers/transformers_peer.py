@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 
 
 class TokenStamps(StoppingCriteria):  # type: ignore[misc]
-    """Is asked after each token whether to stop: never, but it takes the time."""
+    """Takes the time after each token. It never stops generation."""
 
     def __init__(self) -> None:
         self.watch = Stopwatch()

@@ -68,7 +68,7 @@ class ChildProcess:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """Ends the standard input and waits so long, then kills what is left of the session."""
+        """Ends the standard input, waits up to the timeout, then kills the rest of the session."""
         if self.process.stdin is not None and not self._is_writing():
             with suppress(OSError):
                 self.process.stdin.close()

@@ -1,4 +1,4 @@
-"""`baton bench quality`: its options, and what is printed, written and plotted."""
+"""`baton bench quality`: its options and its report."""
 
 import importlib
 from pathlib import Path

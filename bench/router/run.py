@@ -13,9 +13,10 @@ import math
 import os
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import TypeVar
 
 from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
@@ -46,6 +47,7 @@ from router.native.fleet import Fleet
 from router.native.index import PrefixIndex
 from router.policies.base import Decision, Need
 
+T = TypeVar("T")
 Run = tuple[float, ...]  # seconds of each decision
 
 
@@ -64,7 +66,7 @@ class RouterMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request, as bytes from which its hashes are cut on arrival."""
+    """One request; its hashes are cut from `packed` on arrival."""
 
     packed: bytes
     num_tokens: int
@@ -133,16 +135,7 @@ class OurRouter:
 
     def ingest(self) -> float:
         """Stores all chains; returns block events/s."""
-        index, world = self.index, self._world
-        busy_s, num_events = 0.0, 0
-        for number, holders in enumerate(world.holders):
-            for worker in holders:
-                name, hashes = world.names[worker], world.chain(number)
-                begin_s = perf_counter()
-                index.stored(name, hashes)
-                busy_s += perf_counter() - begin_s
-                num_events += len(hashes)
-        return num_events / busy_s
+        return _ingested_per_s(self._world, self._world.names, self.index.stored)
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
         """Seconds of each decision, and of each whole request as `requests` counts it."""
@@ -273,18 +266,21 @@ def measure_ingest(plan: RouterPlan) -> tuple[tuple[float, ...], tuple[float, ..
     ours, theirs = [], []
     for _ in range(plan.num_repeats):
         ours.append(OurRouter(world, plan.seed).ingest())
-        theirs.append(_ingest_theirs(world))
+        peer = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
+        theirs.append(_ingested_per_s(world, range(len(world.names)), peer.stored))
     return tuple(ours), tuple(theirs)
 
 
-def _ingest_theirs(world: World) -> float:
-    router = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
+def _ingested_per_s(
+    world: World, names: Sequence[T], stored: Callable[[T, list[BlockHash]], object]
+) -> float:
+    """Has `stored` take in all chains, each from all its holders; returns block events/s."""
     busy_s, num_events = 0.0, 0
     for number, holders in enumerate(world.holders):
         for worker in holders:
-            hashes = world.chain(number)
+            name, hashes = names[worker], world.chain(number)
             begin_s = perf_counter()
-            router.stored(worker, hashes)
+            stored(name, hashes)
             busy_s += perf_counter() - begin_s
             num_events += len(hashes)
     return num_events / busy_s

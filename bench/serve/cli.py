@@ -71,11 +71,12 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     plot: PlotOption = None,
 ) -> None:
     """Send an open-loop load to an OpenAI-compatible server and report latency and throughput."""
+    is_bounded = slo_ttft_ms is not None or slo_tpot_ms is not None
     plan = ServePlan(
         target=ServeTarget(url, endpoint, model, api_key, timeout_s),
         load=ServeLoad(rate, requests, burstiness, concurrency_limit, warmup, repeat),
         ask=ServeAsk(input_len, output_len, shared_prefix_len, temperature, tokenizer),
-        slo=_slo(slo_ttft_ms, slo_tpot_ms),
+        slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms) if is_bounded else None,
         seed=seed,
     )
     with printed_errors():
@@ -94,15 +95,6 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
         publish(report, json, title=title, warnings=warnings(measured.runs, **lens))
         if plot:
             _plot(measured, report, plot, title=title)
-
-
-def _slo(ttft_ms: float | None, tpot_ms: float | None) -> SloBounds | None:
-    if ttft_ms is None and tpot_ms is None:
-        return None
-    return SloBounds(
-        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
-        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
-    )
 
 
 def _plot(measured: ServeMeasured, report: Report, path: Path, *, title: str) -> None:

@@ -4,7 +4,7 @@ Setups, each a target with a draft, in a process of its own:
 
     bundled        the bundled models
     <shape>        a target of that shape that drafts for itself (see `bench.common.shapes`)
-    <shape>_bad    the same target, and a draft that knows nothing of it
+    <shape>_bad    the same target, and a draft with unrelated weights
 
 Workloads, each run with every mode of speculation, without it first or last in turn:
 
@@ -142,7 +142,7 @@ SETUPS = ("bundled", "shape", "bad")
 
 
 def check(plan: SpeculatePlan) -> SpeculatePlan:
-    """The plan itself, or a ConfigError that names what cannot be done."""
+    """Returns the plan. Raises ConfigError, which names the option that is wrong."""
     shape_named(plan.shape)
     check_choices("--setups", plan.setups, SETUPS)
     if not plan.batches or min(plan.batches) < 1:
@@ -201,7 +201,7 @@ def order_of(modes: Sequence[Speculate], repeat: int) -> list[Speculate]:
 
 
 def config_of(plan: SpeculatePlan) -> dict[str, Scalar]:
-    """The plan as a report records it: flat."""
+    """The plan as a flat mapping for the report."""
     return {
         "shape": plan.shape,
         "setups": ",".join(plan.setups),

@@ -71,7 +71,7 @@ def repeating_asks(
     num_tokens: int,
     seed: int,
 ) -> list[CoreAsk]:
-    """Each prompt behind itself and an earlier version of its answer; as much is asked for."""
+    """Requests for each prompt behind itself and an edited answer; they ask for as many tokens."""
     rng = Random(f"{seed}/repeat")
     vocab = sorted({token for answer in answers for token in answer} - set(end_token_ids))
     asks = []

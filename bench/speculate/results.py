@@ -145,7 +145,7 @@ def expected_tokens(acceptance: float, drafted: float) -> float:
 
 
 def expected_total(drafts: Sequence[tuple[int, int, int]], acceptance: float) -> float:
-    """Tokens that all rows together are expected to come to."""
+    """The expected tokens of all rows together."""
     return sum(rows * expected_tokens(acceptance, drafted) for drafted, _, rows in drafts)
 
 
@@ -255,7 +255,7 @@ def _places(cell: Cell, measured: SpeculateMeasured) -> Iterator[Result]:
 
 
 def _named(cells: Sequence[Cell], by_cell: Sequence[Result]) -> Iterator[Result]:
-    """The lowest of the cells that each name stands for."""
+    """For each promised name, the lowest of its cells."""
     speedups = {r.name.partition("/")[2]: r for r in by_cell if r.name.startswith("speedup/")}
     agreeing = [cell for cell in cells if cell.setup.agrees]
     fresh = [cell for cell in agreeing if cell.workload.kind is not PromptKind.REPEAT]
@@ -288,7 +288,7 @@ def _with_goal(result: Result) -> Result:
 
 
 def _target_s(passes: Passes, drafted: float) -> float:
-    """A pass of the target with so many drafted tokens a row."""
+    """Seconds of a pass of the target with `drafted` tokens a row."""
     return _between(passes.verify_s, drafted)
 
 

@@ -21,7 +21,7 @@ import engine.model.bundled
 from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
 from bench.common.shapes import cached_pair
-from bench.processes.driven import Driven
+from bench.processes.driven import Answer, Driven
 from bench.speculate.plan import (
     BUNDLED,
     CALIBRATED_LENS,
@@ -131,14 +131,12 @@ def _measure_cell(
         measured.num_same += sum(map(is_same, run.answers, plain.answers))
 
 
-def _asks_of(
-    plan: SpeculatePlan, setup: SpeculateSetup, worker: Driven, facts: Mapping[str, object]
-) -> Asks:
+def _asks_of(plan: SpeculatePlan, setup: SpeculateSetup, worker: Driven, facts: Answer) -> Asks:
     """Returns the requests of each workload."""
     if setup.shape is None:
         prompts = _texts(plan)
     else:
-        prompts = random_prompts(_number(facts["vocab_size"]), plan.num_prompts, plan.seed)
+        prompts = random_prompts(facts["vocab_size"], plan.num_prompts, plan.seed)
     asks: dict[SpeculateWorkload, Sequence[CoreAsk]] = {}
     for workload in setup.workloads:
         if workload.kind is PromptKind.REPEAT:
@@ -163,14 +161,14 @@ def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
 
 
 def _repeating(
-    plan: SpeculatePlan, worker: Driven, prompts: Sequence[list[int]], facts: Mapping[str, object]
+    plan: SpeculatePlan, worker: Driven, prompts: Sequence[list[int]], facts: Answer
 ) -> list[CoreAsk]:
     greedy = Sampling(temperature=0.0)
     first = [CoreAsk(prompt, MOST_REPEATED, greedy) for prompt in prompts]
     return repeating_asks(
         prompts,
         _answers(worker, Speculate.OFF, first),
-        end_token_ids=msgspec.convert(facts["eos_token_ids"], list[int]),
+        end_token_ids=facts["eos_token_ids"],
         num_tokens=plan.num_tokens,
         seed=plan.seed,
     )
@@ -179,14 +177,14 @@ def _repeating(
 def _compare(
     plan: SpeculatePlan,
     worker: Driven,
-    facts: Mapping[str, object],
+    facts: Answer,
     weights: WeightFormat,
     measured: SpeculateMeasured,
     say: Say,
 ) -> None:
     """Share of requests to the bundled models that are answered alike in all modes."""
     say(f"comparing answers: {weights}")
-    ends = msgspec.convert(facts["eos_token_ids"], list[int])
+    ends = facts["eos_token_ids"]
     asks = identity_asks(_texts(plan), plan.num_identity, end_token_ids=ends, seed=plan.seed)
     plain, *others = (_answers(worker, mode, asks) for mode in Speculate)
     same = [all(answer == a for a in rest) for answer, *rest in zip(plain, *others, strict=True)]
@@ -215,8 +213,8 @@ def _bundled() -> tuple[Path, Path]:
 @contextmanager
 def _worker(
     plan: SpeculatePlan, target: Path, draft: Path, weights: WeightFormat, kv_format: KVFormat
-) -> Iterator[tuple[Driven, Mapping[str, object]]]:
-    """A process with these models, and what it says of itself."""
+) -> Iterator[tuple[Driven, Answer]]:
+    """A process with these models, and the facts that it reports."""
     options = CoreOptions(
         target=str(target),
         draft=str(draft),
@@ -245,8 +243,3 @@ def _kv_tokens(plan: SpeculatePlan) -> int:
     cached = 3 * NUM_PROMPTS * (2 * PROMPT_LEN + MOST_REPEATED)
     running = max(*plan.batches, 64) * LONGEST_PROMPT
     return cached + running
-
-
-def _number(value: object) -> int:
-    assert isinstance(value, int)
-    return value

@@ -118,7 +118,7 @@ class Answers:
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)  # (drafted, accepted): rows
 
     def take(self, messages: Sequence[ToGateway]) -> None:
-        """Notes what a step said."""
+        """Takes in the messages of a step."""
         for message in messages:
             match message:
                 case PrefillDone(seq_id, token, finish):
@@ -142,7 +142,7 @@ class Answers:
         return sum(map(len, self.token_ids.values()))
 
     def in_order(self) -> list[list[int]]:
-        """Each one's tokens."""
+        """The tokens of each answer."""
         return [self.token_ids[seq_id] for seq_id in self.wanted]
 
 
@@ -164,7 +164,7 @@ class MixedCore:
         self._names = (SeqId(str(number)) for number in count())
 
     def submit(self, asks: Sequence[CoreAsk]) -> list[SeqId]:
-        """Sends requests; their names."""
+        """Sends requests; returns their names."""
         seq_ids = []
         for ask in asks:
             seq_id = next(self._names)
@@ -369,7 +369,7 @@ def _row(index: int, *, context_len: int, num_blocks: int, num_to_draft: int = 0
 
 
 def _timed_s(runner: Runner, plan: BatchPlan) -> tuple[float, float]:
-    """The whole step, and what of it the draft model took."""
+    """Seconds of the whole step, and of the draft model in it."""
     begin_s = _clock.now_s()
     times = runner.run(plan).times
     assert times is not None

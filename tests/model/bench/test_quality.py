@@ -1,4 +1,4 @@
-"""What `bench quality` computes is what its names say, on models small enough to check."""
+"""`bench quality` computes the quantities that it names, on small models."""
 
 import math
 from pathlib import Path

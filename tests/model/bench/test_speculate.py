@@ -1,4 +1,4 @@
-"""What `bench speculate` times is a worker that speculates, on models small enough to check."""
+"""`bench speculate` times a worker that speculates, on small models."""
 
 import json
 from contextlib import contextmanager

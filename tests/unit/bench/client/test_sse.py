@@ -37,10 +37,6 @@ def test_events_do_not_depend_on_where_the_network_cuts(cuts):
     assert parse(*pieces) == EVENTS
 
 
-def test_events_come_out_byte_by_byte():
-    assert parse(*(bytes([byte]) for byte in STREAM)) == EVENTS
-
-
 @FEW
 @given(st.lists(st.binary(max_size=20), max_size=10))
 def test_no_bytes_make_the_parser_raise(pieces):

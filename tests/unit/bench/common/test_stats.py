@@ -29,17 +29,6 @@ def test_percentiles_grow_with_q_between_the_least_and_the_greatest_value(values
     assert percentile(values, low) <= percentile(values, high) + slack
 
 
-@FEW
-@given(samples, st.randoms(use_true_random=False))
-def test_percentiles_do_not_depend_on_order(values, rng):
-    shuffled = rng.sample(values, k=len(values))
-    assert percentile(shuffled, 90) == percentile(values, 90)
-
-
-def test_a_percentile_between_two_values_is_interpolated():
-    assert percentile([10.0, 20.0], 90) == pytest.approx(19.0)
-
-
 @pytest.mark.parametrize(("values", "q"), [([], 50), ([1.0], -1), ([1.0], 101)])
 def test_a_percentile_that_is_not_defined_raises(values, q):
     with pytest.raises(ValueError, match="not defined"):
