@@ -1,4 +1,4 @@
-"""How likely the target chooses a drafted token: counted, and slowly forgotten.
+"""Estimates how likely the target chooses a drafted token: counts it, and slowly forgets.
 
 A draft ends at its first wrong token. So if `a` tokens were kept, there were `a` hits in `a` tries,
 and one more try if not all were kept. A sequence counts as average until it has counts of its own.

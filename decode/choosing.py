@@ -1,4 +1,4 @@
-"""How many tokens to draft for each sequence, so that the whole batch makes most tokens per second.
+"""Chooses how many tokens to draft for each sequence, for most tokens per second of the batch.
 
 Tokens per second are the tokens to be expected, by the acceptance seen so far, over the time that
 the step is predicted to take. A drafted token is worth its place if it adds more tokens for its
@@ -70,7 +70,7 @@ class DraftOption:
         return self.share * (1 - self.share**num_tokens) / (1 - self.share)
 
     def surplus(self, rate: float, shared_s: float = 0.0) -> float:
-        """Returns the tokens that it adds, less those that its time would bring otherwise."""
+        """Returns the tokens that it adds, less those that its seconds would bring otherwise."""
         if self.share <= rate * (self.token_s + shared_s):
             return 0.0
         num = self.num_worth(rate, self.max_tokens)
@@ -79,7 +79,7 @@ class DraftOption:
 
 
 class DraftChooser:
-    """Chooses proposers and lengths from what acceptance and costs are known to be."""
+    """Chooses proposers and lengths of drafts, from the acceptance and the costs seen so far."""
 
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool

@@ -1,4 +1,4 @@
-"""Time that may be spent on trials and on catching up: a small share of all time."""
+"""Limits the time spent on trials and on catching up to a small share of all time."""
 
 SHARES = {"trials": 0.006, "catching up": 0.01}  # of all time
 _CREDIT_STEPS = {"trials": 1600, "catching up": 400}  # steps whose share is kept if unused

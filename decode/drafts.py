@@ -150,7 +150,7 @@ class DraftPlanner:
     def _look(self, drafts: list[_Draft], speculator: Speculator) -> None:
         """Chooses the sequences that the draft model computes.
 
-        These are the ones it drafts for, and others for which it would complete a block.
+        These are the sequences that it drafts for, and those for which it would complete a block.
         """
         late: list[_Draft] = []
         num_passes = 1

@@ -1,4 +1,4 @@
-"""Holding a step back for sequences that have just moved to this worker.
+"""Holds a step back for sequences that have just moved to this worker.
 
 A moved sequence lacks a block or two, and its client waits in the middle of an answer. So the next
 step is held while these blocks are pulled, for `HOLD_S` at most; otherwise the sequence would wait

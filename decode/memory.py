@@ -1,4 +1,4 @@
-"""How many blocks of the pool decoding sequences may take, and how many they will need soon."""
+"""Judges how many blocks decoding sequences may take, and how many they will need soon."""
 
 from collections.abc import Callable, Iterable
 
@@ -19,7 +19,7 @@ class DecodeMemory:
         return -(-num_tokens // self.block_size)
 
     def soon_blocks(self, seq: Sequence) -> int:
-        """Returns the blocks that it lacks for its tokens and the next `growth_tokens`."""
+        """Returns the blocks that a sequence lacks for its tokens and the next `growth_tokens`."""
         length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
         return self.blocks_of(length) - len(seq.block_table)
 

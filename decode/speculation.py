@@ -44,7 +44,7 @@ _REST = 15  # steps without drafts after nothing was worth it
 
 @dataclass(slots=True)
 class _Trials:
-    """When an unused proposer is tried again."""
+    """The schedule on which an unused proposer is tried again."""
 
     interval: int = _FEWEST_STEPS
     num_idle: int = 0  # steps

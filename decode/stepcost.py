@@ -1,4 +1,4 @@
-"""How long a decode step takes, learned from the steps that ran.
+"""Predicts how long a decode step takes, from the steps that ran.
 
     target_s = [1, rows, read, verifies, drafted] · weights     drafted: tokens verified beyond one
                                                                 a row; verifies: 1 if there are any
@@ -65,7 +65,7 @@ class StepFit:
         self.doubt()
 
     def keep_pace(self, factor: float) -> None:
-        """Does as `scale`, and keeps what was learned of the proportions."""
+        """Makes all weights so much larger, and keeps their learned proportions."""
         covariance = [[value * factor**2 for value in row] for row in self._covariance]
         num_since_start = self.num_since_start
         self.scale(factor)

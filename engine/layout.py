@@ -39,7 +39,7 @@ SCALE_BYTES = 4
 
 
 class KVFormat(StrEnum):
-    """How one element of K or V is stored."""
+    """The form in which one element of K or V is stored."""
 
     FP32 = "fp32"
     BF16 = "bf16"

@@ -67,7 +67,7 @@ class Role(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why an answer is complete."""
+    """The reason why an answer is complete."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -89,7 +89,9 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How one token is chosen from logits. Zero temperature means argmax; `top_k` 0 means all.
+    """The rules by which a token is chosen from logits. Zero temperature means argmax.
+
+    `top_k` 0 means all tokens.
 
     Penalties and biases change the logits before the temperature does, in this order. Repetition
     concerns tokens of prompt and answer: positive logits are divided by it, others multiplied.

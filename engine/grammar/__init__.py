@@ -1,1 +1,1 @@
-"""Which tokens a grammar or JSON Schema allows next."""
+"""The tokens that a grammar or JSON Schema allows next."""

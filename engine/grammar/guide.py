@@ -21,7 +21,7 @@ class Guide(Protocol):
         ...
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """How many of these proposed tokens, from the first on, may follow one another."""
+        """Returns how many of these proposed tokens, from the first on, may follow one another."""
         ...
 
     def masks(self, ahead: Sequence[int]) -> np.ndarray:

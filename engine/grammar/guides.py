@@ -186,7 +186,7 @@ class LlGuide:
             self.consume(token_id)
 
     def num_allowed(self, ahead: Sequence[int]) -> int:
-        """How many of these proposed tokens, from the first on, may follow one another."""
+        """Returns how many of these proposed tokens, from the first on, may follow one another."""
         begin_s = time.thread_time()
         vocabulary = self._vocabulary
         known = ahead[: _length_until(ahead, lambda token_id: token_id >= vocabulary.num_ids)]

@@ -91,7 +91,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True):
-    """How a step's time on the host divides, in seconds.
+    """The parts of a step's time on the host, in seconds.
 
     A GPU computes while the host goes on. There `forward_s` ends when the passes are queued, and
     `sample_s` includes the wait for them.

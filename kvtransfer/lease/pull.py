@@ -18,7 +18,7 @@ from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, Ready, Release, ToSou
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """How blocks of a source are fetched, and how many at once."""
+    """The transport that fetches blocks of a source, and how many it fetches at once."""
 
     transport: str  # named in PullDone
     batch_blocks: int = MAX_BLOCKS_PER_READ  # of one Fetch
@@ -52,7 +52,7 @@ class KnownSource:
         self.heard_s, self.asked_s = now_s, None
 
     def deadline_s(self, timing: Timing) -> float:
-        """When to let go of the source: it owes an answer for too long, or no pull needs it."""
+        """Returns when to let go of the source: its answer is overdue, or no pull needs it."""
         if self.asked_s is not None:
             return self.asked_s + timing.silence_s
         return math.inf if self.pulls else self.heard_s + timing.ttl_s
@@ -212,13 +212,13 @@ class Pull:
         return self.transfer_s + (0.0 if self.busy_s is None else now_s - self.busy_s)
 
     def blocks_deadline_s(self, timing: Timing) -> float:
-        """When to give up on blocks in flight, if the source sends none of any pull."""
+        """Returns when to give up on blocks in flight, if the source sends no block of any pull."""
         if not self.asked:
             return math.inf
         return max(self.waiting_s, self.source.data_s) + timing.silence_s
 
     def reread_s(self, timing: Timing) -> float:
-        """When to ask again for blocks that the source is to send."""
+        """Returns when to ask again for blocks that the source is to send."""
         if not self.asked or not self.source.means.resends:
             return math.inf
         return max(self.asked_s, self.source.data_s) + timing.reread_s

@@ -30,7 +30,7 @@ from engine.worker.batch import Row
 
 
 class Scoring(NamedTuple):
-    """How a layer turns queries and keys into scores; layers of one model may differ."""
+    """The parameters by which a layer scores queries and keys; layers of one model may differ."""
 
     scaling: float
     window: int | None = None

@@ -70,7 +70,7 @@ class LaunchPlan(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How the attention kernel is cut into tiles."""
+    """The tiles into which the attention kernel is cut."""
 
     tile: int  # tokens of K and V at a time
     num_warps: int

@@ -1,4 +1,4 @@
-"""How attention layers of a transformers model reach the paged KV cache.
+"""Leads the attention layers of a transformers model to the paged KV cache.
 
 transformers lets a registered function replace a model's attention. The function gets the attention
 module and the projected query, key and value. It also needs the cache and the batch. These are in a

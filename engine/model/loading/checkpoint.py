@@ -209,7 +209,7 @@ def _check_config(config: PreTrainedConfig) -> None:
 
 
 def _quant_method(path: Path, config: PreTrainedConfig) -> str | None:
-    """How the weights are quantised. Raises CheckpointError if packages to load them are
+    """Returns how the weights are quantised. Raises CheckpointError if packages to load them are
     missing.
     """
     method = "gguf" if _gguf_names(path) else quant_method(config)
@@ -354,7 +354,7 @@ def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
 
 
 def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """How many tokens transformers' own cache shows each layer; None: all."""
+    """Returns how many tokens transformers' own cache shows each layer; None: all."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
 

@@ -55,7 +55,7 @@ class Probe:
     kv_format: KVFormat  # exact for the dtype that the model computes in
 
     def error(self, found: torch.Tensor) -> float:
-        """How far `found` is from the expected logits, in spreads of the logits."""
+        """Returns how far `found` is from the expected logits, in spreads of the logits."""
         return error(found, self.expected)
 
 

@@ -226,7 +226,9 @@ def _bounds(
 
 
 def _num_kept(scores: torch.Tensor, ks: list[int], ps: list[float]) -> torch.Tensor:
-    """How many of `scores` [num_rows, max(ks)], best first, top_k and top_p leave: [num_rows, 1].
+    """Returns how many `scores` top_k and top_p leave: [num_rows, 1].
+
+    `scores` are [num_rows, max(ks)], best first.
 
     Sums run from the best down, so columns beyond a row's own k change no bit of its sum.
     """

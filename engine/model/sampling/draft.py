@@ -39,7 +39,7 @@ class DraftedRow:
     )  # one for each token, and one behind the last
 
     def choice(self, nth: int) -> TokenChoice:
-        """How to choose the token that follows the first `nth` proposed ones."""
+        """Returns how to choose the token that follows the first `nth` proposed ones."""
         row = self.row
         return TokenChoice(
             row.sampling,
