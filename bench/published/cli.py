@@ -6,12 +6,15 @@ from typing import Annotated
 import typer
 
 from bench.common.command import printed_errors
+from bench.comparison import results as simulator
 from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports
+from bench.router import plan as router
 from engine.errors import ConfigError
 
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+GOALS = {"router": router.GOALS, "simulator": simulator.GOALS}
 DOCUMENTS = (BENCHMARKS, ROOT / "README.md")
 
 
@@ -47,5 +50,5 @@ def stale_documents() -> dict[Path, str]:
     hidden = sorted(reports.keys() - names_in(texts[BENCHMARKS]))
     if hidden:
         raise ConfigError(f"docs/benchmarks.md has no block for: {', '.join(hidden)}")
-    filled = {path: fill_in(text, reports, HEADLINES) for path, text in texts.items()}
+    filled = {path: fill_in(text, reports, HEADLINES, GOALS) for path, text in texts.items()}
     return {path: text for path, text in filled.items() if text != texts[path]}

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from bench.common.goals import NO_GOALS, Goals
 from bench.common.report import Report, Result
 from bench.common.tables import number_text
 from bench.published.headline import Headline
@@ -26,8 +27,13 @@ NO_REPORT = "No report is kept yet.\n"
 Row = Sequence[str]
 
 
-def fill_in(text: str, reports: Mapping[str, Report], headlines: Sequence[Headline]) -> str:
-    """The document with every block rendered anew.
+def fill_in(
+    text: str,
+    reports: Mapping[str, Report],
+    headlines: Sequence[Headline],
+    goals: Mapping[str, Goals] | None = None,
+) -> str:
+    """The document with every block rendered anew; `goals` are those of reports, by name.
 
     Raises ConfigError if a headline names a result that its report lacks, or if no result matches
     the patterns of a marker.
@@ -39,7 +45,8 @@ def fill_in(text: str, reports: Mapping[str, Report], headlines: Sequence[Headli
             body = headline_table(headlines, reports)
         else:
             name, *patterns = marker.removeprefix("report: ").split()
-            body = report_block(name, reports.get(name), patterns)
+            found = (goals or {}).get(name, NO_GOALS)
+            body = report_block(name, reports.get(name), patterns, found)
         return f"{begin}{body}{end}"
 
     return BLOCK.sub(render, text)
@@ -51,7 +58,9 @@ def names_in(text: str) -> set[str]:
     return {marker.split()[1] for marker in markers if marker != "headline"}
 
 
-def report_block(name: str, report: Report | None, patterns: Sequence[str]) -> str:
+def report_block(
+    name: str, report: Report | None, patterns: Sequence[str], goals: Goals = NO_GOALS
+) -> str:
     """Command, place, time and results of a report, as Markdown."""
     if report is None:
         return NO_REPORT
@@ -62,7 +71,9 @@ def report_block(name: str, report: Report | None, patterns: Sequence[str]) -> s
     ]
     if not chosen:
         raise ConfigError(f"{name} has no result {' '.join(patterns)}")
-    return f"```bash\n{report.command}\n```\n\n{provenance(report)}\n\n{results_table(chosen)}"
+    return (
+        f"```bash\n{report.command}\n```\n\n{provenance(report)}\n\n{results_table(chosen, goals)}"
+    )
 
 
 def provenance(report: Report) -> str:
@@ -86,7 +97,7 @@ def provenance(report: Report) -> str:
     return " · ".join(facts)
 
 
-def results_table(results: Sequence[Result]) -> str:
+def results_table(results: Sequence[Result], goals: Goals) -> str:
     """A row for each result. Columns that no result needs are left out."""
     peers = list(dict.fromkeys(peer for result in results for peer in result.peers))
     columns = {
@@ -97,6 +108,7 @@ def results_table(results: Sequence[Result]) -> str:
         "limit": ["" if r.limit is None else number_text(r.limit) for r in results],
         "of limit": ["" if r.of_limit is None else f"{r.of_limit:.0%}" for r in results],
     }
+    columns["goal"] = [_goal(result, goals) for result in results]
     for peer in peers:
         theirs = [result.peers.get(peer) for result in results]
         columns[peer] = ["" if one is None else number_text(one.value) for one in theirs]
@@ -137,6 +149,13 @@ def row_of(headline: Headline, report: Report) -> Row:
     value = f"{number_text(result.value)} {result.unit}".rstrip()
     command = report.command.partition(" --")[0]  # its options stand in docs/benchmarks.md
     return [headline.label, value, beside, ratio, f"`{command}`"]
+
+
+def _goal(result: Result, goals: Goals) -> str:
+    bound = goals.bound(result.name)
+    if bound is None:
+        return ""
+    return f"{number_text(bound)} {'met' if goals.is_met(result) else '**missed**'}"
 
 
 def _spread(result: Result) -> str:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.common.goals import Goals
 from bench.common.report import Hardware, Peer, Report, Result, to_json
 from bench.published.cli import stale_documents
 from bench.published.document import fill_in, names_in
@@ -76,6 +77,13 @@ def test_patterns_choose_results():
     assert "prefill" not in text
     with pytest.raises(ConfigError, match="engine has no result decode"):
         fill_in("<!-- report: engine decode/* -->\n<!-- end -->", REPORTS, ())
+
+
+def test_goals_stand_in_the_table():
+    goals = Goals({"prefill/*": 3000.0, "load/*": 2.0}, at_most=("load/*",))
+    text = fill_in(DOCUMENT, REPORTS, (), {"engine": goals})
+    assert "| 3,000 **missed** |" in text
+    assert "| 2 met |" in text
 
 
 def test_block_without_a_report_says_so():
