@@ -1,28 +1,16 @@
 """An operator changes pools under load: no request fails, and no process is left."""
 
-import asyncio
 import os
 import random
-import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from deploy.admin.client import AdminClient, AdminError
-from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.controller.plan import ControllerPlan
-from deploy.controller.shell import PoolController
-from deploy.local.deployment import with_admin_key
-from deploy.local.launcher import ProcessLauncher
-from deploy.pools.orders import SetPools
-from engine.clock import MonotonicClock
-from engine.config import Config, GatewayConfig, PoolsConfig, WorkerConfig
-from engine.control import Pools
 from tests.kits.operator import CHANGE_S, Trickle, baton
-from tests.kits.services.cluster import NURSERY
 from tests.kits.services.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
@@ -193,66 +181,3 @@ def test_impossible_orders_and_wrong_keys_are_refused(admin, run_dir):
         assert f"{last} is the last worker that decodes" in refused.stderr
     with pytest.raises(AdminError, match="Invalid enum value 'sometimes'"):
         admin.set_planner("sometimes")
-
-
-# ---------------------------------------------------------------- another controller
-
-
-@pytest.mark.long  # test_ray_pools tests the same with a killed controller
-def test_next_controller_finds_all_services_and_loses_nothing():
-    """The gateway supplies the intent, the workers their roles."""
-    config = with_admin_key(
-        Config(
-            worker=WorkerConfig(kv_mib=64),
-            gateway=GatewayConfig(port=0, model_name="tiny"),
-            pools=PoolsConfig(),
-        )
-    )
-    plan = ControllerPlan(str(BUNDLED_MODEL), config, Pools(1, 1), secrets.token_hex(16), cores=2)
-    launcher = ProcessLauncher(NURSERY)
-    told: list[str] = []
-
-    def controller() -> PoolController:
-        return PoolController(plan, launcher=launcher, clock=MonotonicClock(), report=told.append)
-
-    async def until(holds: Callable[[], bool]) -> None:
-        clock = MonotonicClock()
-        end_s = clock.now_s() + CHANGE_S
-        while not holds():
-            assert clock.now_s() < end_s, told
-            await asyncio.sleep(0.05)
-
-    async def run() -> None:
-        first = controller()
-        await first.open()
-        first.order(SetPools(Pools(1, 2)))
-        await until(lambda: first.machine.is_settled)
-        version, pids = first.machine.members.version, pids_of(first)
-        link = next(iter(first.sessions.gateway_links.values()))
-        await until(lambda: link.report is not None and link.report.members_version == version)
-        with Trickle(first.url) as trickle:
-            await first.close()
-            await until(lambda: len(trickle.answers) > 0)
-            told.clear()
-            second = controller()
-            await second.open()
-            await until(lambda: second.machine.is_settled)
-            assert second.machine.intent.pools == Pools(1, 2)
-            assert second.machine.members.version > version
-            assert pids_of(second) == pids
-            assert not any("being started" in line for line in told)
-            os.kill(second.workers["decode-1"].pid, signal.SIGKILL)
-            await until(lambda: not second.machine.is_settled)
-            await until(lambda: second.machine.is_settled)
-            await second.close()
-        trickle.check()
-
-    try:
-        asyncio.run(run())
-    finally:
-        launcher.close()
-    assert launcher.processes == []
-
-
-def pids_of(controller: PoolController) -> dict[str, int]:
-    return {name: ready.pid for name, ready in controller.workers.items()}
