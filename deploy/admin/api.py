@@ -59,6 +59,7 @@ from deploy.pools.orders import (
 from deploy.pools.planning import PlannerDecision
 from deploy.pools.versions.orders import known
 from deploy.pools.workers.record import PoolWorker
+from deploy.services.thread import LoopService
 from engine.clock import Clock
 from engine.config import AdminConfig, is_loopback
 from engine.control import SERVING_ROLES, GatewayReport, Pools, Version
@@ -82,10 +83,8 @@ _SILENT = GatewayReport("it does not report", 0, 0, 0, 0, 0.0)
 T = TypeVar("T")
 
 
-class AdminService:
+class AdminService(LoopService[str]):
     """A controller and its API, from open to close."""
-
-    drain_timeout_s = 0.0
 
     def __init__(self, controller: PoolController, *, config: AdminConfig, clock: Clock) -> None:
         self._controller = controller
@@ -121,9 +120,6 @@ class AdminService:
         self._listener = Listener(app, Book(LIMITS))
         self._listener.open(sock)
         return url
-
-    def hurry(self) -> None:
-        """Does nothing: a close never waits long."""
 
     async def close(self) -> None:
         """Stops answering, and closes the controller."""

@@ -87,11 +87,7 @@ class PoolServices:
             ready = await self._tasks.in_start_thread(self._launcher.start_worker, spec)
         except Exception as error:  # whatever the reason, the machine tries again
             waits = self._may_have_place_later(error)
-            reason = str(error) or repr(error)
-            if not waits:
-                self._note_failure(reason)
-            if not isinstance(error, ConfigError):  # a part of it may still run
-                await self._end(worker_id, by_force=True)
+            reason = await self._clean_up(worker_id, error, is_final=not waits)
             self._handle(WorkerStartFailed(worker_id, start, reason, waits))
             return
         worker = self.machine.workers.get(worker_id)
@@ -120,11 +116,7 @@ class PoolServices:
             spec = self._plan.gateway_spec(name, self.machine.members, others)
             ready = await self._tasks.in_thread(self._launcher.start_gateway, spec)
         except Exception as error:  # as with workers
-            reason = str(error) or repr(error)
-            self._note_failure(reason)
-            if not isinstance(error, ConfigError):
-                await self._end(name, by_force=True)
-            self._handle(GatewayFailed(name, reason))
+            self._handle(GatewayFailed(name, await self._clean_up(name, error, is_final=True)))
             return
         self.gateways[name] = ready
         self._sessions.dial_gateway(name, ready)
@@ -148,7 +140,11 @@ class PoolServices:
         """True if a start failed for want of a node, and the configuration expects more nodes."""
         return isinstance(error, NoPlace) and self._plan.config.pools.max_workers is not None
 
-    def _note_failure(self, reason: str) -> None:
-        first = self.first_failure
-        if first is not None and not first.done():
+    async def _clean_up(self, name: str, error: Exception, *, is_final: bool) -> str:
+        """Ends what a failed start may have left. Returns the reason of the failure."""
+        reason, first = str(error) or repr(error), self.first_failure
+        if is_final and first is not None and not first.done():
             first.set_result(reason)
+        if not isinstance(error, ConfigError):  # a part of it may still run
+            await self._end(name, by_force=True)
+        return reason

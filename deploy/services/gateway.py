@@ -11,6 +11,7 @@ from pathlib import Path
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
 from deploy.services.spec import GatewayReady, GatewaySpec
+from deploy.services.thread import LoopService
 from engine.clock import Clock, MonotonicClock
 from engine.config import GatewayConfig
 from engine.errors import ConfigError
@@ -36,7 +37,7 @@ OTHER_DESCRIPTORS = 1024  # open files of a gateway beside its clients' connecti
 LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts anyway, and answers 503
 
 
-class GatewayService:
+class GatewayService(LoopService[GatewayReady]):
     """A gateway from open to close."""
 
     def __init__(self, spec: GatewaySpec) -> None:

@@ -28,18 +28,15 @@ class LateStart(ConfigError):
 class LoopService(Protocol[T]):
     """A service that runs on an event loop from open to close."""
 
+    drain_timeout_s: float = 0.0  # `close` may wait this long for running work
+
     async def open(self) -> T:
         """Starts the service. Returns what its clients need to know."""
         ...
 
-    @property
-    def drain_timeout_s(self) -> float:
-        """The seconds for which `close` may wait for running work."""
-        ...
-
     def hurry(self) -> None:
-        """Lets a running `close` wait no longer."""
-        ...
+        """Lets a running `close` wait no longer. Does nothing if it never waits."""
+        return
 
     async def close(self) -> None:
         """Stops the service."""
@@ -61,7 +58,7 @@ class ServiceThread(Generic[T]):
     def open(self) -> T:
         """Opens the service. Raises its errors, and LateStart."""
         self._thread.start()
-        self._opening = opening = asyncio.run_coroutine_threadsafe(_open(self._service), self._loop)
+        self._opening = opening = asyncio.run_coroutine_threadsafe(self._service.open(), self._loop)
         try:
             return opening.result(self._open_timeout_s)
         except TimeoutError as error:
@@ -90,10 +87,6 @@ class ServiceThread(Generic[T]):
         closing.result(CLOSE_TIMEOUT_S + self._service.drain_timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
-
-
-async def _open(service: LoopService[T]) -> T:
-    return await service.open()
 
 
 def freeze_heap() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
 from deploy.services.spec import WorkerReady, WorkerSpec
+from deploy.services.thread import LoopService
 from deploy.worker import memory
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class WorkerService:
-    """A worker from open to close."""
-
-    drain_timeout_s = 0.0  # gateways drain, and end before workers
+class WorkerService(LoopService[WorkerReady]):
+    """A worker from open to close. Its close waits for no answers: gateways have ended by then."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -114,9 +113,6 @@ class WorkerService:
             )
 
         return size
-
-    def hurry(self) -> None:
-        """Does nothing: a close never waits."""
 
     async def close(self) -> None:
         """Ends sessions and threads, and asserts the invariants of the block pool."""
