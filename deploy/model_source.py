@@ -5,8 +5,8 @@
     s3://…, gs://…           a folder that fsspec can list; its other schemes work too
 
 A remote model is stored under `cache`, in a folder named after its contents: a hub's commit, or a
-hash of the names, sizes and versions of its files. So a folder never changes, a new version never
-touches one that is being served, and two processes that want the same version share it:
+hash of the names, sizes and versions of its files. So a folder never changes, and a new version
+never touches one that is being served. Processes that want the same version share its folder:
 
 1. Ask for the version and its files. This needs the network, except for a commit of a hub.
 2. Take a lock on that version. If the folder exists by now, use it.
@@ -50,7 +50,7 @@ Report = Callable[[str], None]
 
 
 class Parts(Enum):
-    """Which files of a model are wanted. A gateway needs no weights."""
+    """The wanted files of a model. A gateway needs no weights."""
 
     ALL = auto()
     TEXT = auto()
@@ -146,8 +146,9 @@ def local_model(
 ) -> Path:
     """Returns the model's directory after downloading it if necessary. Has no deadline.
 
-    Raises ConfigError if the model or revision does not exist, the source cannot be reached, a
-    package or config.json is missing, space runs out, or other users can write to the cache.
+    Raises ConfigError if the source cannot be reached, or lacks the model, its revision or its
+    config.json. The same if a package is missing, space runs out, or other users can write to the
+    cache.
     """
     match parse_source(source):
         case Directory(path):

@@ -23,7 +23,7 @@ MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
 
 
 class WeightFormat(StrEnum):
-    """How a worker holds the weights of linear layers."""
+    """The formats in which a worker holds the weights of linear layers."""
 
     AUTO = "auto"  # int8 on a CPU with the kernels, else fp32; bf16 on a GPU
     FP32 = "fp32"
@@ -54,7 +54,7 @@ WITH_DRAFT = (Speculate.DRAFT, Speculate.AUTO)
 
 
 class RouterPolicy(StrEnum):
-    """How the router chooses workers for a request."""
+    """The policies by which the router chooses workers for a request."""
 
     SLO = "slo"  # least predicted time to first token, within the bound on the time per token
     PREFIX = "prefix"  # the worker with most of the prompt cached, against its backlog
@@ -65,14 +65,14 @@ class RouterPolicy(StrEnum):
 
 
 class Spread(StrEnum):
-    """How workers are spread over the nodes of a cluster."""
+    """The ways to spread workers over the nodes of a cluster."""
 
     PACK = "pack"  # over as few as possible: KV moves through shared memory
     SPREAD = "spread"  # each role over as many as possible: a dying node takes few workers along
 
 
 class PlannerMode(StrEnum):
-    """What happens to the planner's decisions."""
+    """The treatment of the planner's decisions."""
 
     OFF = "off"
     DRY_RUN = "dry-run"  # they are reported and kept
@@ -156,7 +156,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How requests are admitted and placed."""
+    """Settings of admission and placement of requests."""
 
     policy: RouterPolicy = RouterPolicy.SLO
     seed: int | None = None  # of the generator that breaks ties; None: each gateway its own

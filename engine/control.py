@@ -100,7 +100,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """What the operator wants. The first version is the current one."""
+    """The operator's intent. The first version is the current one."""
 
     versions: tuple[Version, ...] = (Version(),)
     planner: PlannerMode = PlannerMode.OFF
@@ -185,7 +185,7 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionReport(msgspec.Struct, frozen=True):
-    """How a gateway serves a version. `missing` is what keeps it from serving, or None."""
+    """A gateway's state of a version. `missing` is the reason why it cannot serve, or None."""
 
     missing: str | None
     num_requests: int  # accepted and not ended
@@ -193,7 +193,7 @@ class VersionReport(msgspec.Struct, frozen=True):
 
 
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
-    """A gateway's state, sent once a second. `missing` is what keeps it from serving, or None.
+    """A gateway's state, sent once a second. `missing` is why it cannot serve, or None.
 
     `seen` is the planner's input. It is None while the planner is off, and in the first second
     after it is switched on.
@@ -219,7 +219,7 @@ class RequestState(StrEnum):
 
 
 class RequestInfo(msgspec.Struct, frozen=True):
-    """One request in service. Lengths are in tokens."""
+    """A request in service. Lengths are in tokens."""
 
     request_id: RequestId
     state: RequestState

@@ -23,7 +23,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a gateway saw in about the last second. Observations of several gateways add up.
+    """A gateway's observations of about the last second. Those of several gateways add up.
 
     Rates are per second and include refused requests. Amounts are of the gateway's own requests.
     """

@@ -71,7 +71,7 @@ class PlannerBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """One worker. `role` is what it reports, `target` the wanted role."""
+    """A worker. It reports `role`; `target` is the wanted role."""
 
     worker_id: WorkerId
     version: str
@@ -94,7 +94,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class GatewayInfo(msgspec.Struct, frozen=True):
-    """One gateway process. `missing` is what keeps it from serving."""
+    """A gateway process. `missing` is the reason why it cannot serve, or None."""
 
     name: str
     url: str
@@ -108,7 +108,7 @@ class GatewayInfo(msgspec.Struct, frozen=True):
 
 
 class StepInfo(msgspec.Struct, frozen=True):
-    """One line of the history."""
+    """A line of the history."""
 
     number: int
     age_s: float
@@ -151,7 +151,7 @@ class PlannerAnswer(msgspec.Struct, frozen=True):
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
-    """One version of the model. `missing` is what keeps a gateway from serving it."""
+    """A version of the model. `missing` is the reason why a gateway cannot serve it, or None."""
 
     name: str
     model: str

@@ -15,7 +15,7 @@ class ServerError(BatonError):
 
 
 class ChatClient:
-    """One conversation: keeps its messages and sends them with each request."""
+    """Keeps the messages of a conversation, and sends them with each request."""
 
     def __init__(self, client: httpx.Client, model: str, options: dict[str, Any]) -> None:
         self._client = client

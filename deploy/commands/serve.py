@@ -49,7 +49,7 @@ _OPTIONS = {
 
 
 class LauncherKind(StrEnum):
-    """How services run."""
+    """The kinds of launchers that run services."""
 
     RAY = "ray"
     PROCESS = "process"

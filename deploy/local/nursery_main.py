@@ -73,7 +73,7 @@ def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One request. `stdin` and `stdout` are descriptors for the child."""
+    """A request for a child. `stdin` and `stdout` are descriptors for the child."""
 
     kind: str
     stdin: int

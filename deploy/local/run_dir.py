@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 
 
 class AdminAccess(msgspec.Struct, frozen=True):
-    """How to reach the admin API of one deployment."""
+    """The address and key of a deployment's admin API."""
 
     admin_url: str
     key: str

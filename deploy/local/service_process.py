@@ -1,4 +1,4 @@
-"""One worker or gateway as a child of a nursery (`deploy.local.process_main` runs in the child).
+"""Runs a worker or gateway as a child of a nursery; the child runs `deploy.local.process_main`.
 
 A start sends the spec as one line of JSON and reads the answer as another one. If the model has to
 be fetched first, the child says so, and fetching has a deadline of its own.

@@ -29,7 +29,7 @@ GATEWAY_UNREACHABLE_S = 5.0  # without a session; short, because clients wait at
 
 
 class GatewayState(StrEnum):
-    """Where a gateway is in its life."""
+    """The stage of a gateway's life."""
 
     WAITING = "waiting"  # is started when its restart is due
     STARTING = "starting"

@@ -154,7 +154,7 @@ class PoolMachine:
 
     @property
     def intent(self) -> Intent:
-        """What the operator wants."""
+        """The operator's intent."""
         return self.wanted.intent
 
     @property
@@ -164,7 +164,7 @@ class PoolMachine:
 
     @property
     def limits(self) -> PoolLimits:
-        """How many workers there can be, and deadlines."""
+        """The highest number of workers, and deadlines."""
         return self.wanted.limits
 
     @property

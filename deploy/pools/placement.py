@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a worker reserves on a node. `role` is the role whose resource it takes."""
+    """A worker's reservation on a node. It takes the resource of `role`."""
 
     worker: str
     role: Role
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class NodePlacement:
-    """What each worker needs of its node, and how workers are spread over nodes."""
+    """The needs of each worker, and the spread of workers over nodes."""
 
     num_gpus: float = 0.0
     prefill_resource: str | None = None

@@ -8,9 +8,9 @@ An operator may give orders while the planner is on. The planner goes on from th
 nothing back before its cool-down is over. The cool-down begins anew when the controller starts or
 the planner is switched on, because earlier orders are not known then.
 
-If the planner wants more workers than there is room for, `room_for` says how much room the
-launcher must ask for, as far as `pools.max_workers` allows. The request is taken back once the
-planner is off, also if an earlier controller made it.
+If the planner wants more workers than there is room for, the launcher must ask for more room:
+`room_for`, at most `pools.max_workers`. The request is taken back once the planner is off, also if
+an earlier controller made it.
 """
 
 from collections import Counter, deque

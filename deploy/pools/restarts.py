@@ -11,7 +11,7 @@ LOOPS_AFTER = 3  # failures in a row
 
 @dataclass(slots=True)
 class _Restart:
-    """One service: its failures in a row, and when it is due or was started."""
+    """A service's failures in a row, and the times of its start and its next start."""
 
     num_failed: int = 0
     due_s: float | None = None  # None while it runs

@@ -1,7 +1,7 @@
 """Services as Ray actors: started, pinged, stopped. Ray carries no request and no KV.
 
-Only files of this folder import ray, and of those not `up`, `config`, `files`, `leftovers` and
-`gcs_keeper`, which must work where Ray is not imported.
+Only files of this folder import ray. Its files `up`, `config`, `files`, `leftovers` and
+`gcs_keeper` do not: they must work where Ray is not imported.
 """
 
 import logging
@@ -78,7 +78,7 @@ class ServiceActor:
 
 @dataclass(slots=True, eq=False)
 class _Hosted:
-    """One actor, compared by identity: a later one may have the same name.
+    """An actor, compared by identity: a later one may have the same name.
 
     The ping, once there is one, is never answered before the actor ends.
     """
@@ -250,7 +250,7 @@ class ServiceActors:
 
 
 def _reason(error: Exception) -> str:
-    """One line. An error that an actor's method raised is the cause of Ray's error."""
+    """Returns one line. An error that an actor's method raised is the cause of Ray's error."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return repr(error.cause)
     return (str(error) or repr(error)).splitlines()[0].rstrip(".")

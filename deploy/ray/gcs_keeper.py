@@ -35,7 +35,7 @@ _SESSION = re.compile(r"--session[-_]name=(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a running process was started."""
+    """The command and environment of a running process."""
 
     pid: int
     arguments: tuple[str, ...]

@@ -53,7 +53,7 @@ rm -rf appendonlydir appendonly.aof dump.rdb
 
 @dataclass(frozen=True, slots=True)
 class LeftProcess:
-    """One process on one node, or the reason why a node could not be searched."""
+    """A process on a node, or the reason why a node could not be searched."""
 
     node: str
     what: str  # pid and arguments, or the reason

@@ -44,7 +44,7 @@ NODE_LABEL = "ray.io/node-id"  # Ray sets it on every node
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """One reservation, compared by identity: a later one may have the same name."""
+    """A reservation, compared by identity: a later one may have the same name."""
 
     worker: str
     role: Role  # the role whose resource it takes
@@ -59,9 +59,9 @@ class Held:
 class RayPlaces:
     """The reservation of each worker. Safe to use from several threads.
 
-    Groups are made and removed one after the other, so that each choice sees the one before it and
-    a name is free before it is used again. This waits for Ray. The books have a lock of their own
-    that never waits for Ray, so noting an event works while the cluster does not answer.
+    Groups are made and removed one after the other. So each choice sees the one before it, and a
+    name is free before it is used again. This waits for Ray. The books have their own lock, which
+    never waits for Ray. So an event can be noted while the cluster does not answer.
     """
 
     def __init__(self, placement: NodePlacement) -> None:

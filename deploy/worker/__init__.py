@@ -1,1 +1,1 @@
-"""One worker process: the threads and sockets around the pure core of a worker."""
+"""A worker process: the threads and sockets around the pure core of a worker."""

@@ -1,4 +1,4 @@
-"""One worker: the threads around a `WorkerCore`.
+"""Runs a worker: the threads around a `WorkerCore`.
 
     asyncio thread   gRPC sessions of gateways and of the controller; subscribers of block events
     guides thread    compiles the grammars of sequences before the step thread gets them
@@ -74,7 +74,7 @@ MAX_UNSENT_FRAMES = 4096  # of one gateway, which is cut off if it has more
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """How peers know a worker."""
+    """A worker's identity to its peers."""
 
     worker_id: WorkerId
     role: Role
@@ -425,8 +425,8 @@ class WorkerHost:
 def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
     """Returns the roles that a worker may take after it started with `role`.
 
-    If decode workers hold KV in a format of their own, a worker cannot enter or leave that role,
-    because its pool is made already.
+    If decode workers hold KV in a format of their own, no worker can enter or leave that role: its
+    pool is made at the start.
     """
     if config.decode_kv_dtype is None:
         return frozenset(Role)

@@ -42,7 +42,7 @@ NOTHING = Pools(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What was seen of workers and gateways.
+    """The latest facts about workers and gateways.
 
     `reports` has an entry for each gateway: None if its report predates the present members.
     """

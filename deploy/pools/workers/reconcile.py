@@ -9,7 +9,7 @@ Moves in this order; each only if there is none of the kinds before it:
 
 No move takes the last worker of a version that prefills, or the last that decodes. A pool that is
 to be emptied waits until another pool serves. A worker that waits for its next start still counts
-towards its pool, so no other worker is started in its place after each failure.
+towards its pool. So a failure does not start another worker in its place.
 
 Versions share nothing but the room. All workers of a version that is over go, whatever they do.
 """
@@ -69,7 +69,7 @@ PoolMove = Drop | FlipTo | Begin | Retire | Abandon
 
 @dataclass(frozen=True, slots=True)
 class _FleetRules:
-    """What limits the moves. A worker keeps its KV format; each role needs its own."""
+    """The limits of moves. A worker keeps its KV format; each role needs its own."""
 
     formats: Mapping[Role, KVFormat]
     has_room: bool  # for one more worker

@@ -9,7 +9,7 @@ from engine.messages import LoadReport, Role, WorkerId
 
 
 class WorkerState(StrEnum):
-    """Where a worker is in its life."""
+    """The stage of a worker's life."""
 
     WAITING = "waiting"  # does not run; is started when its restart is due
     STARTING = "starting"
@@ -32,7 +32,7 @@ RUNNING = (
 
 @dataclass(slots=True)
 class PoolWorker:
-    """One worker as the controller knows it."""
+    """The controller's record of a worker."""
 
     worker_id: WorkerId
     target: Role | None  # its wanted role; DRAINED if it is to go; None: found, role not known yet

@@ -149,7 +149,7 @@ def test_shells_on_the_head_find_ray_and_the_run_directory(name, tmp_path):
 
 
 def node_types(name: str) -> list[Node]:
-    """One node of each type, with the resources that the file gives it."""
+    """Returns a node of each type, with its resources in the file."""
     if name == "kuberay":
         groups = kubernetes()["RayCluster"]["spec"]["workerGroupSpecs"]
         params = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in groups]

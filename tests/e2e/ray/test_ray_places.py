@@ -1,4 +1,4 @@
-"""Where workers are put on a cluster of several nodes, whose GPUs are there in name only.
+"""Workers are placed on a cluster of several nodes, whose GPUs exist in name only.
 
 One cluster for all; each test gives back what it reserved.
 """
