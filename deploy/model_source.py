@@ -357,7 +357,7 @@ def _require_space(source: str, num_bytes: int, folder: Path) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free_bytes:
         raise ConfigError(
-            f"{source}: {num_bytes / 2**30:.1f} GiB are missing, and {folder} has"
+            f"{source}: {num_bytes / 2**30:.1f} GiB more are needed, and {folder} has"
             f" {free_bytes / 2**30:.1f} GiB left (BATON_CACHE sets another folder)"
         )
 

@@ -43,11 +43,7 @@ class Pools(msgspec.Struct, frozen=True):
 
     def moved(self, old: Role, new: Role) -> "Pools":
         """Returns the pools with one worker moved between roles."""
-        counts = {role: self.of(role) for role in SERVING_ROLES}
-        for role, change in ((old, -1), (new, 1)):
-            if role in counts:
-                counts[role] += change
-        return Pools(*(counts[role] for role in SERVING_ROLES))
+        return Pools(*(self.of(role) - (role is old) + (role is new) for role in SERVING_ROLES))
 
     def check(self) -> "Pools":
         """Returns itself. Raises ConfigError if these pools cannot serve."""

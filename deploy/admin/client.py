@@ -136,7 +136,7 @@ class AdminClient:
                 return msgspec.json.decode(answer.content, type=kind)
             reason = msgspec.json.decode(answer.content, type=ErrorAnswer).error.message
         except msgspec.MsgspecError as error:
-            raise AdminError(f"{self.url} answered {answer.status_code}, not as Baton") from error
+            raise AdminError(f"{self.url} is no admin API: status {answer.status_code}") from error
         raise AdminError(reason, status=answer.status_code)
 
 

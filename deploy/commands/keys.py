@@ -47,17 +47,22 @@ def add_command(  # noqa: PLR0913 - a command's options
 ) -> None:
     """Makes a key and prints it. It cannot be shown again."""
     key, now = new_key(), datetime.now(UTC).replace(microsecond=0)
+    limits = {
+        "requests_per_s": requests_per_s,
+        "tokens_per_min": tokens_per_min,
+        "max_streams": max_streams,
+    }
     fields = {
         "name": name,
         "hash": hash_of(key.encode()),
         "created": now,
         "expires": None if expires is None else now + parse_duration(expires),
         "group": group,
-        "limits": _limits(requests_per_s, tokens_per_min, max_streams),
+        "limits": limits,
         "debug": debug,
     }
     try:
-        record = msgspec.convert(fields, KeyRecord, from_attributes=True)
+        record = msgspec.convert(fields, KeyRecord)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the key is not valid: {error}") from error
     change_keys(file.expanduser(), lambda records: with_key(records, record))
@@ -100,15 +105,6 @@ def parse_duration(text: str) -> timedelta:
     if match is None:
         raise ConfigError(f"{text!r} is no duration: use a form like 30d, 12h or 2w")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
-
-
-def _limits(
-    requests_per_s: float | None, tokens_per_min: int | None, max_streams: int | None
-) -> KeyLimits:
-    try:
-        return KeyLimits(requests_per_s, tokens_per_min, max_streams)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _amounts(limits: KeyLimits) -> Iterator[str]:

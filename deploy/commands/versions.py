@@ -176,7 +176,7 @@ def _follow(client: AdminClient, answer: PoolsAnswer, name: str, *, wait: bool) 
 
     def check(seen: PoolsAnswer) -> None:
         if all(version.name != name for version in seen.versions):
-            raise AdminError(f"{name} was given up; the version before serves everything")
+            raise AdminError(f"{name} was given up; the version before it serves all requests")
 
     follow(client, answer, wait=wait, check=check)
 

@@ -110,7 +110,7 @@ class WorkerOrders:
 
     def _check_flip(self, worker: PoolWorker, role: Role) -> None:
         if role is Role.DRAINED:
-            raise OrderRefused("a worker is not flipped to drained, it is drained", status=400)
+            raise OrderRefused("a flip cannot drain a worker: order a drain", status=400)
         _check_takes_orders(worker, role)
         version = versions.known(self.wanted.intent, worker.version)
         needed = formats_of(version.worker)[role]

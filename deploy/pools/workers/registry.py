@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 
 from deploy.pools.effects import PoolEffect, SetWorkerRole, StartWorker, StopWorker
 from deploy.pools.history import PoolHistory
@@ -162,7 +163,5 @@ class PoolWorkers:
             assert worker.moves_since_s is None or worker.role is Role.PREFILL
 
     def _free_name(self, role: Role) -> WorkerId:
-        number = 0
-        while WorkerId(f"{role}-{number}") in self.by_id:
-            number += 1
-        return WorkerId(f"{role}-{number}")
+        names = (WorkerId(f"{role}-{number}") for number in count())
+        return next(name for name in names if name not in self.by_id)

@@ -100,6 +100,6 @@ def test_failed_update_changes_nothing(served, admin, run_dir, tmp_path):
     before = ask(served.url), [version.name for version in admin.pools().versions]
     refused = baton(run_dir, "update", "--model", str(tmp_path), "--name", "bad")
     assert refused.returncode == 1
-    assert "bad was given up; the version before serves everything" in refused.stderr
+    assert "bad was given up; the version before it serves all requests" in refused.stderr
     assert "failed 3 times in a row" in refused.stdout
     assert before == (ask(served.url), [version.name for version in admin.pools().versions])

@@ -59,7 +59,7 @@ def test_worker_can_be_stopped_while_starting_or_waiting():
         (SetPools(Pools(4, 3)), "7 workers are more than the 6 there can be", 409),
         (Flip(WorkerId("prefill-0"), D), "need a prefill and a decode|last worker that pre", 409),
         (Flip(WorkerId("decode-0"), D), "decode already", 409),
-        (Flip(WorkerId("decode-0"), Role.DRAINED), "it is drained", 400),
+        (Flip(WorkerId("decode-0"), Role.DRAINED), "order a drain", 400),
         (Flip(WorkerId("decode-7"), D), "no worker is called decode-7; there are: dec", 404),
         (Drain(WorkerId("prefill-0")), "the last worker that prefills", 409),
         (Stop(WorkerId("prefill-0")), "the last worker that prefills", 409),
