@@ -11,7 +11,15 @@ from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
-from deploy.pools.events import Connected, Disconnected, LoadSeen, PoolEvent, RoleSeen
+from deploy.pools.events import (
+    Connected,
+    Disconnected,
+    GatewaySeen,
+    GatewayUnheard,
+    LoadSeen,
+    PoolEvent,
+    RoleSeen,
+)
 from engine.clock import Clock
 from engine.control import (
     CONTROL_VERSION,
@@ -156,23 +164,17 @@ class GatewayLink:
 
     def __init__(
         self,
+        name: str,
         *,
         clock: Clock,
-        members: Callable[[], Members],
         on_welcome: Callable[[], None],
-        on_lost: Callable[[str], None] = lambda reason: None,
-        on_report: Callable[[GatewayReport | None], None] = lambda report: None,
+        on_event: Callable[[PoolEvent], None],
     ) -> None:
-        """`members` returns the present members. `on_welcome` is called after each handshake.
-
-        `on_lost` is called when a session is over, `on_report` with each report, and with None
-        when a session is over.
-        """
+        """`on_welcome` is called after each handshake."""
+        self._name = name
         self._clock = clock
-        self._members = members
         self._on_welcome = on_welcome
-        self._on_lost = on_lost
-        self._on_report = on_report
+        self._on_event = on_event
         self._client: SessionClient | None = None
         self._questions = count()
         self._answers: dict[int, asyncio.Future[RequestList]] = {}
@@ -221,9 +223,8 @@ class GatewayLink:
             case other:
                 raise ProtocolError(f"answered with {other!r}"[:200])
 
-    def welcome(self) -> None:
+    def welcome(self, members: Members) -> None:
         """Sends the present members if the gateway knows older ones."""
-        members = self._members()
         if members.version and self.heard is not None:
             known = self.heard.members
             if known is None or known.version < members.version:
@@ -235,7 +236,7 @@ class GatewayLink:
             match message:
                 case GatewayReport():
                     self.report, self._reported_s = message, self._clock.now_s()
-                    self._on_report(message)
+                    self._on_event(GatewaySeen(self._name, message))
                 case RequestList(question):
                     answer = self._answers.get(question)
                     if answer is not None and not answer.done():
@@ -246,8 +247,8 @@ class GatewayLink:
         log.info("the session with a gateway is over: %s", reason)
         self._client = None
         self.report = None
-        self._on_report(None)
-        self._on_lost(reason)
+        self._on_event(GatewaySeen(self._name, None))
+        self._on_event(GatewayUnheard(self._name, reason))
 
     def _post(self, message: Members | ListRequests) -> None:
         if self._client is not None:

@@ -14,7 +14,7 @@ from deploy.controller.links import (
     talk,
 )
 from deploy.controller.tasks import ControllerTasks, pause
-from deploy.pools.events import GatewayHeard, GatewaySeen, GatewayUnheard, Overtaken, PoolEvent
+from deploy.pools.events import GatewayHeard, GatewayUnheard, Overtaken, PoolEvent
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from deploy.services.spec import GatewayReady
@@ -81,11 +81,10 @@ class PoolSessions:
     ) -> None:
         """Opens a session with a gateway, again after each end until `hang_up`."""
         link = GatewayLink(
+            name,
             clock=self._clock,
-            members=self._members,
-            on_report=lambda report: self._on_report(name, report),
             on_welcome=lambda: self._on_welcome(name, on_welcome),
-            on_lost=lambda reason: self._on_gateway_lost(name, reason),
+            on_event=self._on_gateway_event,
         )
         self.gateway_links[name] = link
         self._dial(name, ready.control, link)
@@ -147,10 +146,6 @@ class PoolSessions:
 
     # ------------------------------------------------------------ links
 
-    def _members(self) -> Members:
-        assert self._machine is not None
-        return self._machine.members
-
     def _on_welcome(self, name: str, first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
@@ -162,16 +157,14 @@ class PoolSessions:
         if known is not None and counts and known != members:
             self._handle(Overtaken(known))  # which publishes to all gateways
         else:
-            link.welcome()
+            link.welcome(members)
         self._handle(GatewayHeard(name))  # last: after it the intent is no guess any more
 
-    def _on_gateway_lost(self, name: str, reason: str) -> None:
-        if self._machine is not None and name in self.gateway_links:
-            self._handle(GatewayUnheard(name, reason))
-
-    def _on_report(self, name: str, report: GatewayReport | None) -> None:
-        if self._machine is not None:
-            self._handle(GatewaySeen(name, report))
+    def _on_gateway_event(self, event: PoolEvent) -> None:
+        """Passes an event to the machine. The end of a session that was hung up is none."""
+        is_hung_up = isinstance(event, GatewayUnheard) and event.name not in self.gateway_links
+        if self._machine is not None and not is_hung_up:
+            self._handle(event)
 
     def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
         self._cancel(name)

@@ -1,7 +1,7 @@
 """The controller's sessions: how long a gateway's report counts."""
 
 from deploy.controller.links import REPORT_STALE_S, GatewayLink
-from engine.control import GatewayReport, Members, encode_control
+from engine.control import GatewayReport, encode_control
 
 
 class SetClock:
@@ -13,7 +13,8 @@ class SetClock:
 
 def test_old_report_is_not_used_for_planning():
     clock = SetClock()
-    link = GatewayLink(clock=clock, members=lambda: Members(0, (), None), on_welcome=list)
+    events: list[object] = []
+    link = GatewayLink("gateway", clock=clock, on_welcome=list, on_event=events.append)
     assert link.fresh_report is None
     report = GatewayReport(None, 1, 2, 0, 0, 0.0)
     link.take(encode_control([report]))
