@@ -101,9 +101,7 @@ def requests_command(client: AdminClient, *, watch: Watch = False) -> None:
 @operates(operator_app.command("planner"))
 def planner_command(
     client: AdminClient,
-    mode: Annotated[
-        PlannerMode | None, typer.Argument(help="how its proposals are treated from now on")
-    ] = None,
+    mode: Annotated[PlannerMode | None, typer.Argument(help="the new mode")] = None,
     *,
     watch: Watch = False,
 ) -> None:

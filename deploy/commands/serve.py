@@ -103,7 +103,7 @@ def serve(  # noqa: PLR0913 - a command's options
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
     threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
-    speculate: Annotated[Speculate | None, typer.Option(help="what proposes draft tokens")] = None,
+    speculate: Annotated[Speculate | None, typer.Option(help="source of draft tokens")] = None,
     draft_model: Annotated[Path | None, typer.Option(help="directory of the draft model")] = None,
     policy: Annotated[
         RouterPolicy | None, typer.Option(help="how the router chooses workers")

@@ -24,9 +24,9 @@ def write_files(home: Path) -> None:
     token = folder / "ray_auth_token"
     try:
         make_folder(folder, top=folder.parent, mode=0o700)
-        _write(folder / "constraints.txt", CONSTRAINTS.read_text())
+        write_private(folder / "constraints.txt", CONSTRAINTS.read_text())
         if not token.exists():
-            _write(token, secrets.token_hex(32))
+            write_private(token, secrets.token_hex(32))
         require_trusted(token, top=folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror}") from error
@@ -34,7 +34,7 @@ def write_files(home: Path) -> None:
         raise ConfigError(f"{token} can be read by others: chmod 600 mends that")
 
 
-def _write(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Writes atomically, readable by this user only."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW

@@ -24,7 +24,7 @@ from deploy.admin.schema import PoolsAnswer
 from deploy.model_source import default_cache
 from deploy.ray import leftovers
 from deploy.ray.config import UpConfig, num_nodes_of, read_cluster
-from deploy.ray.files import write_files
+from deploy.ray.files import write_files, write_private
 from deploy.ray.leftovers import LeftProcess
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
@@ -166,11 +166,8 @@ class RayUp:
         return self._note.read_text().strip() if self._note.exists() else ""
 
     def _write_note(self, session: str) -> None:
-        """Writes the note atomically."""
         self._note.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._note.with_name(f"{self._note.name}.{os.getpid()}")
-        partial.write_text(session)
-        partial.replace(self._note)
+        write_private(self._note, session)
 
     def _put(self, file: Path) -> None:
         """Copies the file to the head. It may hold keys, so only its user may read it."""
