@@ -161,7 +161,7 @@ class PoolSessions:
         self._handle(GatewayHeard(name))  # last: after it the intent is no guess any more
 
     def _on_gateway_event(self, event: PoolEvent) -> None:
-        """Passes an event to the machine. The end of a session that was hung up is none."""
+        """Passes an event to the machine. A session that `hang_up` ended does not count as lost."""
         is_hung_up = isinstance(event, GatewayUnheard) and event.name not in self.gateway_links
         if self._machine is not None and not is_hung_up:
             self._handle(event)
