@@ -52,7 +52,7 @@ def make_problem(
     num_kv_heads,
     head_dim,
     lengths,
-    block_size,
+    block_size=16,
     dtype=torch.float32,
     seed=0,
 ) -> Problem:
@@ -83,33 +83,11 @@ def run(attend, problem, scoring):
     return attend(problem.query, problem.key, problem.value, problem.cache, LAYER, batch, scoring)
 
 
-def check_attend(
-    attend,
-    *,
-    device="cpu",
-    kv_format,
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    lengths,
-    scoring,
-    block_size=16,
-    tolerance=1e-5,
-    dtype=torch.float32,
-):
+def check_attend(attend, *, scoring, tolerance=1e-5, **case):
     """Asserts that `attend` stores K and V in their slots and touches no other byte. Its result is
     within `tolerance` of the reference's over the written record.
     """
-    problem = make_problem(
-        device=device,
-        kv_format=kv_format,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        lengths=lengths,
-        block_size=block_size,
-        dtype=dtype,
-    )
+    problem = make_problem(**case)
     before = problem.cache.buffer.clone()
     found = run(attend, problem, scoring)
     assert (found.shape, found.dtype) == (problem.query.shape, problem.query.dtype)
@@ -122,31 +100,9 @@ def check_attend(
     torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
 
 
-def check_company(
-    attend,
-    *,
-    device="cpu",
-    kv_format,
-    num_heads,
-    num_kv_heads,
-    head_dim,
-    lengths,
-    scoring,
-    block_size=16,
-    tolerance=0.0,
-    dtype=torch.float32,
-):
+def check_company(attend, *, scoring, tolerance=0.0, **case):
     """Asserts that a row alone gets the same result as among others, bitwise by default."""
-    problem = make_problem(
-        device=device,
-        kv_format=kv_format,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        lengths=lengths,
-        block_size=block_size,
-        dtype=dtype,
-    )
+    problem = make_problem(**case)
     together = run(attend, problem, scoring)
     sizes = [len(row.token_ids) for row in problem.rows]
     parts = zip(*(x.split(sizes) for x in (problem.query, problem.key, problem.value)), strict=True)

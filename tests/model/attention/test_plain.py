@@ -20,6 +20,7 @@ from tests.kits.models.attention_cases import (
 pytestmark = pytest.mark.torch
 
 TOLERANCE = 1e-5  # values reach 12
+SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 SCORINGS = (Scoring(0.3), Scoring(0.3, window=5), Scoring(0.3, softcap=1.0))
 
 
@@ -41,10 +42,8 @@ def test_the_fallback_equals_the_reference_for_any_ragged_batch(
 ):
     check_attend(
         attend,
+        **SHAPE,
         kv_format=kv_format,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         lengths=lengths,
         scoring=Scoring(0.3, window=window, softcap=softcap),
         block_size=block_size,
@@ -57,10 +56,8 @@ def test_the_fallback_equals_the_reference_for_any_ragged_batch(
 def test_a_bf16_model_reads_any_format(kv_format, scoring):
     check_attend(
         attend,
+        **SHAPE,
         kv_format=kv_format,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         lengths=MIXED,
         scoring=scoring,
         dtype=torch.bfloat16,
@@ -74,10 +71,8 @@ def test_a_bf16_model_reads_any_format(kv_format, scoring):
 def test_a_row_has_the_same_result_alone_and_in_a_batch(lengths, kv_format, scoring):
     check_company(
         attend,
+        **SHAPE,
         kv_format=kv_format,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         lengths=lengths,
         scoring=scoring,
         block_size=4,

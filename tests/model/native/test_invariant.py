@@ -1,6 +1,7 @@
 """Models' own code gives the same bits in any batch and any chunking, or this is reported."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engine.model.runner import TorchRunner
 from engine.model.threads import one_torch_thread
 from engine.worker.batch import Row
 from tests.kits.checkpoints import OWN_CODE, save_checkpoint
+from tests.kits.models.sequences import logits_in_chunks
 from tests.kits.models.served import check_equals_generate
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
@@ -127,27 +129,14 @@ def opened(path, weights):
     return runner
 
 
-def logits_of(runner, token_ids, chunks, company):
-    """Logits of all tokens, computed in chunks with other rows before each and behind it."""
-    found, start, table = [], 0, list(range(15))
-    for i, chunk in enumerate(chunks):
-        row = Row("a", token_ids[start : start + chunk], start, table, None)
-        before, after = company[: i % 3], company[i % 3 :]
-        first = sum(len(other.token_ids) for other in before)
-        with torch.inference_mode():
-            rows = [*before, row, *after]
-            found.append(runner._forward.logits(rows, range(first, first + chunk)))
-        start += chunk
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("weights", FORMS)
 def test_a_sequence_has_the_same_bits_in_any_batch_and_chunking(checkpoint, weights):
     runner = opened(checkpoint, weights)
     assert runner.is_batch_invariant
     assert not runner.is_fused
     token_ids = [(7 * i * i + 3) % 256 for i in range(50)]
-    whole = logits_of(runner, token_ids, [50], [])
+    logits = partial(logits_in_chunks, runner, token_ids, table=range(15), first=lambda i: i % 3)
+    whole = logits([50])
     company = [
         Row("b", [5] * 9, 0, [20, 21, 22], None),
         Row("c", [9], 6, [30, 31], None),
@@ -160,7 +149,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_chunking(checkpoint, weig
         ([20, 1, 1, 4, 4, 20], []),
         ([33, 4, 1, 4, 1, 4, 3], company),
     ):
-        assert torch.equal(logits_of(runner, token_ids, chunks, others), whole), chunks
+        assert torch.equal(logits(chunks, company=others), whole), chunks
     runner.close()
 
 

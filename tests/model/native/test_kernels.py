@@ -1,7 +1,7 @@
 """The C++ kernels equal torch, have the same bits in any batch, and can be replaced."""
 
 import logging
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from engine.native_build import FLAGS, built_library, open_library
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.checkpoints import KINDS, tiny_checkpoint
 from tests.kits.models.attention_cases import CASES, case_id, check_attend, check_company
+from tests.kits.models.sequences import logits_in_chunks
 
 pytestmark = pytest.mark.torch
 
@@ -197,26 +198,6 @@ def test_models_of_llamas_shape_are_computed_as_a_whole(tmp_path_factory, kind, 
     runner.close()
 
 
-class Logits:
-    """Keeps the logits of every token that a runner computes."""
-
-    def __init__(self, runner):
-        self._forward = runner._forward
-
-    def of(self, token_ids, chunks, table, company=()):
-        """Logits [len(token_ids), vocab] computed in chunks, with other rows beside each."""
-        found = []
-        start = 0
-        for chunk in chunks:
-            row = Row("a", token_ids[start : start + chunk], start, table, None)
-            rows = [*company, row]
-            first = sum(len(other.token_ids) for other in company)
-            with torch.inference_mode():
-                found.append(self._forward.logits(rows, range(first, first + chunk)))
-            start += chunk
-        return torch.cat(found)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("weights", "kv_format"),
@@ -227,10 +208,10 @@ def test_logits_have_the_same_bits_in_any_batch(tmp_path_factory, kind, weights,
     (decode, verification of a draft).
     """
     runner = opened(tmp_path_factory, kind, weights=weights, kv_format=KVFormat(kv_format))
-    logits = Logits(runner)
+    logits = partial(logits_in_chunks, runner)
     token_ids = [(7 * i * i + 3) % 256 for i in range(50)]
     table = list(range(13))
-    whole = logits.of(token_ids, [50], table)
+    whole = logits(token_ids, [50], table)
     company = [
         Row("b", [5] * 9, 0, [20, 21, 22], None),
         Row("c", [9], 6, [30, 31], None),
@@ -242,7 +223,7 @@ def test_logits_have_the_same_bits_in_any_batch(tmp_path_factory, kind, weights,
         ([20, 1, 1, 4, 4, 20], ()),
         ([33, 4, 1, 4, 1, 4, 3], company),
     ):
-        assert torch.equal(logits.of(token_ids, chunks, table, others), whole), chunks
+        assert torch.equal(logits(token_ids, chunks, table, others), whole), chunks
     runner.close()
 
 
@@ -252,7 +233,7 @@ def test_threads_change_no_bit(tmp_path_factory):
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         runner = opened(tmp_path_factory, "llama", weights=WeightFormat.INT8)
-        found.append(Logits(runner).of(list(range(40)), [17, 1, 22], list(range(10))))
+        found.append(logits_in_chunks(runner, range(40), [17, 1, 22], range(10)))
         runner.close()
     torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])

@@ -5,8 +5,8 @@ The draft never proposes here, but its KV must be ready for proposals.
 
 import json
 import random
+from functools import partial
 from itertools import pairwise
-from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVSection
 from engine.messages import Sampling
-from engine.model import bundled, cpu, cuda
+from engine.model import bundled, cpu
 from engine.model import runner as runner_module
+from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import load
 from engine.model.runner import TorchRunner
 from engine.worker.batch import BatchPlan, Row
@@ -28,7 +29,7 @@ from tests.kits.checkpoints import (
     save_checkpoint,
     tiny_checkpoint,
 )
-from tests.kits.models.cuda_forward import attend_but_pads
+from tests.kits.models.sequences import SharedBuffer, as_on_a_gpu, scattered
 
 pytestmark = pytest.mark.torch
 
@@ -110,11 +111,7 @@ def generate(runner, texts, tables, *, chunk=1000, start=0):
     return [s[len(t) :] for s, t in zip(sequences, texts, strict=True)], plans
 
 
-def scattered(count, seed=0, num_blocks=NUM_BLOCKS):
-    """Block tables of that many sequences, in random order over the whole pool."""
-    blocks = random.Random(seed).sample(range(num_blocks), num_blocks)
-    share = num_blocks // count
-    return [blocks[i * share : (i + 1) * share] for i in range(count)]
+scattered = partial(scattered, num_blocks=NUM_BLOCKS)
 
 
 def check_both_sections(pair, target, draft):
@@ -166,15 +163,7 @@ def test_each_section_holds_what_its_model_stores_as_a_gpu_computes(
     tmp_path_factory, open_runner, monkeypatch
 ):
     """On a CPU, but by the code for GPUs: packed steps, and padded decode steps."""
-    opened = []
-
-    def as_on_a_gpu(loaded, weights, beside=None):
-        opened.append(loaded)
-        return cuda.CudaForward(
-            loaded, weights, attend=attend_but_pads, captured_rows=(4,), compiler=None
-        )
-
-    monkeypatch.setattr(runner_module, "_forward", as_on_a_gpu)
+    monkeypatch.setattr(runner_module, "_forward", as_on_a_gpu((4,)))
     target_path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
     options = {"weights": WeightFormat.FP32}
     runners = [
@@ -182,7 +171,8 @@ def test_each_section_holds_what_its_model_stores_as_a_gpu_computes(
         open_runner(target_path, **options),
         open_runner(draft_path, **options),
     ]
-    assert len(opened) == 4
+    passes = [*(runner._forward for runner in runners), runners[0].draft_forward]
+    assert {type(forward) for forward in passes} == {CudaForward}
     check_both_sections(*runners)
 
 
@@ -331,21 +321,15 @@ def test_the_targets_threads_compute_the_draft_too(tmp_path_factory, open_runner
 
 def test_kv_of_both_models_can_live_in_shared_memory_and_be_released(tmp_path_factory):
     path, draft_path = (tiny_checkpoint(tmp_path_factory, kind) for kind in PAIRS[0])
-    taken = []
-
-    def allocate(num_bytes):
-        taken.append(shared_memory.SharedMemory(create=True, size=num_bytes))
-        return taken[0].buf
-
+    buffer = SharedBuffer()
     runner = TorchRunner(path, draft=draft_path, block_size=BLOCK_SIZE, num_blocks=9)
-    runner.open(allocate)
+    runner.open(buffer)
     try:
         runner.warm_up()
         assert all(section_bytes(runner, section).any() for section in (0, 1))
     finally:
         runner.close()
-        taken[0].close()  # raises where something still points into it
-        taken[0].unlink()
+        buffer.close()
 
 
 def test_the_bundled_pair_fits(open_runner):

@@ -1,12 +1,9 @@
 """The runner's tokens equal transformers', for any chunks, blocks and batch."""
 
 import random
-from functools import cache
-from multiprocessing import shared_memory
+from functools import cache, partial
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
@@ -15,6 +12,8 @@ from engine.messages import Sampling
 from engine.model.runner import TorchRunner
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.checkpoints import KINDS, tiny_checkpoint
+from tests.kits.models.sequences import SharedBuffer, scattered
+from tests.kits.models.served import generate
 
 pytestmark = pytest.mark.torch
 
@@ -67,11 +66,7 @@ def serve(runner, clients):
     return [client.answer for client in clients]
 
 
-def scattered(count, seed=0):
-    """Block tables of that many sequences, in random order over the whole pool."""
-    blocks = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    share = NUM_BLOCKS // count
-    return [blocks[i * share : (i + 1) * share] for i in range(count)]
+scattered = partial(scattered, num_blocks=NUM_BLOCKS)
 
 
 def prompts(count):
@@ -92,28 +87,12 @@ def llama(tmp_path_factory):
     return opened(tiny_checkpoint(tmp_path_factory, "llama"))
 
 
-def answers_of_transformers(path, texts):
-    model = AutoModelForCausalLM.from_pretrained(path)
-    answers = []
-    for text in texts:
-        ids = torch.tensor([text])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NUM_NEW_TOKENS,
-            eos_token_id=None,
-        )
-        answers.append(out[0, len(text) :].tolist())
-    return answers
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_answers_equal_transformers(kind, tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, kind)
     runner = opened(path)
     texts = prompts(3)
-    expected = answers_of_transformers(path, texts)
+    expected = [generate(path, text, NUM_NEW_TOKENS) for text in texts]
     chunks = ((7, 1, 5), (1, 2, 3, 11), ())
 
     alone = [
@@ -235,26 +214,20 @@ def test_blocks_copied_as_bytes_work_in_another_pool(tmp_path_factory):
 
 def test_kv_can_live_in_shared_memory_and_be_released(tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "llama")
-    taken = []
-
-    def allocate(num_bytes):
-        taken.append(shared_memory.SharedMemory(create=True, size=num_bytes))
-        return taken[0].buf
-
+    buffer = SharedBuffer()
     runner = TorchRunner(path, block_size=BLOCK_SIZE, kv_bytes=100_000, kv_format=KVFormat.BF16)
-    runner.open(allocate)
+    runner.open(buffer)
     try:
         assert runner.num_blocks == 100_000 // runner.layout.block_bytes
         assert runner.buffer.nbytes == runner.num_blocks * runner.layout.block_bytes
         runner.run(BatchPlan([Row("a", [1, 2, 3], 0, [7], None)]))
         size = runner.layout.block_bytes
-        written = bytes(taken[0].buf[7 * size : 8 * size])
+        written = buffer.read(7 * size, size)
         assert any(written)
         assert written == bytes(runner.buffer[7 * size : 8 * size])
     finally:
         runner.close()
-        taken[0].close()
-        taken[0].unlink()
+        buffer.close()
 
 
 def test_building_a_runner_touches_no_file(tmp_path):

@@ -24,99 +24,61 @@ def guides(runners):
 
 
 @pytest.fixture(scope="module")
-def expected(runners, guides):
+def worker(runners, guides):
+    """Makes a worker that decodes on the second runner, and in any other role on the first."""
+
+    def make(role, speculate=Speculate.OFF, **options):
+        runner = runners[role is Role.DECODE]
+        options |= {"speculate": speculate, "guides": guides, "speculator": KeenSpeculator}
+        return Worker(role, role, runner, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(worker):
     """The answers of colocated serving without speculation."""
-    worker = Worker("mixed", Role.MIXED, runners[0], guides=guides)
-    return Pools(worker, worker).answer(requests(NUM_REQUESTS, seed=1))
+    plain = worker(Role.MIXED)
+    return Pools(plain, plain).answer(requests(NUM_REQUESTS, seed=1))
 
 
 @pytest.mark.parametrize("speculate", [Speculate.NGRAM, Speculate.DRAFT, Speculate.AUTO])
-def test_speculation_changes_no_token_colocated(runners, guides, expected, speculate):
-    worker = Worker(
-        "mixed",
-        Role.MIXED,
-        runners[0],
-        speculate=speculate,
-        guides=guides,
-        speculator=KeenSpeculator,
-    )
-    check(Pools(worker, worker).answer(requests(NUM_REQUESTS, seed=1)), expected)
-    assert _num_drafted(worker) > 0
+def test_speculation_changes_no_token_colocated(worker, expected, speculate):
+    both = worker(Role.MIXED, speculate)
+    check(Pools(both, both).answer(requests(NUM_REQUESTS, seed=1)), expected)
+    assert _num_drafted(both) > 0
 
 
 @pytest.mark.parametrize("speculate", list(Speculate))
-def test_speculation_changes_no_token_handed_over(runners, guides, expected, speculate):
-    source = Worker(
-        "prefill",
-        Role.PREFILL,
-        runners[0],
-        speculate=speculate,
-        guides=guides,
-        speculator=KeenSpeculator,
-    )
-    sink = Worker(
-        "decode",
-        Role.DECODE,
-        runners[1],
-        speculate=speculate,
-        guides=guides,
-        speculator=KeenSpeculator,
-    )
+def test_speculation_changes_no_token_handed_over(worker, expected, speculate):
+    source, sink = (worker(role, speculate) for role in (Role.PREFILL, Role.DECODE))
     check(Pools(source, sink).answer(requests(NUM_REQUESTS, seed=1)), expected)
     assert (_num_drafted(sink) > 0) == (speculate is not Speculate.OFF)
 
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
-def test_prompts_computed_at_the_decode_worker_get_the_same_tokens(
-    runners, guides, expected, speculate
-):
-    source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
-    sink = Worker(
-        "decode",
-        Role.DECODE,
-        runners[1],
-        speculate=speculate,
-        guides=guides,
-        speculator=KeenSpeculator,
-        prefills_locally=True,
-    )
-    pools = Pools(source, sink, every_local=2)
+def test_prompts_computed_at_the_decode_worker_get_the_same_tokens(worker, expected, speculate):
+    sink = worker(Role.DECODE, speculate, prefills_locally=True)
+    pools = Pools(worker(Role.PREFILL), sink, every_local=2)
     check(pools.answer(requests(NUM_REQUESTS, seed=1)), expected)
     assert pools.num_local >= NUM_REQUESTS // 2
 
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
-def test_preempted_sequences_continue_with_the_same_tokens(runners, guides, expected, speculate):
-    source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
-    sink = Worker(
-        "decode",
-        Role.DECODE,
-        runners[1],
-        speculate=speculate,
-        guides=guides,
-        speculator=KeenSpeculator,
-        num_blocks=24,
-        growth_tokens=1,  # no sequence is refused for the later needs of others
-    )
-    found = Pools(source, sink).answer(requests(NUM_REQUESTS, seed=1))
+def test_preempted_sequences_continue_with_the_same_tokens(worker, expected, speculate):
+    # With a growth of 1 no sequence is refused for the later needs of others.
+    sink = worker(Role.DECODE, speculate, num_blocks=24, growth_tokens=1)
+    found = Pools(worker(Role.PREFILL), sink).answer(requests(NUM_REQUESTS, seed=1))
     check(found, expected)
     assert sum(asked.num_given_back for asked in found) > 0
 
 
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**32), speculate=st.sampled_from(Speculate))
-def test_any_random_requests_get_the_same_tokens(runners, guides, seed, speculate):
-    plain = Worker("plain", Role.MIXED, runners[0], guides=guides)
+def test_any_random_requests_get_the_same_tokens(worker, seed, speculate):
+    plain = worker(Role.MIXED)
     wanted = Pools(plain, plain).answer(requests(12, seed))
-    source = Worker("prefill", Role.PREFILL, runners[0], guides=guides)
-    sink = Worker(
-        "decode",
-        Role.DECODE,
-        runners[1],
-        speculate=speculate,
-        guides=guides,
-        speculator=KeenSpeculator,
-    )
+    source, sink = worker(Role.PREFILL), worker(Role.DECODE, speculate)
     check(Pools(source, sink).answer(requests(12, seed)), wanted)
 
 

@@ -6,6 +6,7 @@ proposals, and the kept tokens. Their results are compared with those without pr
 
 import random
 from array import array
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -19,7 +20,7 @@ from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling
-from engine.model import bundled, cpu, cuda
+from engine.model import bundled, cpu
 from engine.model import runner as runner_module
 from engine.model.runner import TorchRunner
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
@@ -27,7 +28,7 @@ from engine.model.sampling.verify import verify_by_parts
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.blocks import BlockId
 from tests.kits.checkpoints import tiny_checkpoint
-from tests.kits.models.cuda_forward import attend_but_pads
+from tests.kits.models.sequences import as_on_a_gpu, scattered
 
 pytestmark = pytest.mark.torch
 
@@ -183,10 +184,7 @@ def prompt(i):
     return random.Random(i).choices(range(300, 1200), k=3 + 7 * i)
 
 
-def tables(count, seed=0):
-    blocks = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    share = NUM_BLOCKS // count
-    return [blocks[i * share : (i + 1) * share] for i in range(count)]
+tables = partial(scattered, num_blocks=NUM_BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -514,12 +512,6 @@ def test_a_grammar_cuts_off_forbidden_proposals(pair):
         assert result.num_drafted == expected
 
 
-def as_on_a_gpu(loaded, weights, beside=None):
-    return cuda.CudaForward(
-        loaded, weights, attend=attend_but_pads, captured_rows=(1, 4), compiler=None
-    )
-
-
 @pytest.mark.parametrize("way", ["plain torch", "as on a GPU", "layer by layer"])
 def test_every_forward_pass_drafts_and_verifies(tmp_path_factory, monkeypatch, way):
     """The models have random weights, and no token is near a tie."""
@@ -528,7 +520,7 @@ def test_every_forward_pass_drafts_and_verifies(tmp_path_factory, monkeypatch, w
     if way == "plain torch":
         monkeypatch.setattr(cpu, "kernels", lambda: None)
     if way == "as on a GPU":
-        monkeypatch.setattr(runner_module, "_forward", as_on_a_gpu)
+        monkeypatch.setattr(runner_module, "_forward", as_on_a_gpu((1, 4)))
     runner = TorchRunner(
         target, draft=draft, block_size=BLOCK_SIZE, num_blocks=40, weights=WeightFormat.FP32
     )
