@@ -6,6 +6,7 @@ Decides which endpoint a request goes to. `router.gateway.endpoint` has the life
 import importlib.metadata
 import random
 from collections.abc import Mapping
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +21,7 @@ from router.edge.limits import Book
 from router.edge.responses import send_json
 from router.gateway.answers.dialects import CHAT, COMPLETION
 from router.gateway.endpoint import AnswerEndpoint, GatewayParts
+from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.pages import Pages, http_error, internal_error, internal_error_body
@@ -48,11 +50,14 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     """
     version = _version()
     process = None if siblings is None else siblings.process
-    key_events = None if keys is None else keys.counters
-    metrics = GatewayMetrics(versions, version=version, process=process, key_events=key_events)
-    metrics.watch_grammars(grammars.counters)
+    metrics = GatewayMetrics(versions, version=version, process=process)
+    if keys is not None:
+        text = "Refused keys, reloads of the keys file"
+        metrics.watch_counts("baton_key_events", text, "event", keys.counters)
+    text = "Grammars compiled before workers get them"
+    metrics.watch_counts("baton_grammars", text, "verdict", grammars.counters)
     if edge is not None:
-        metrics.watch_edge(edge)
+        metrics.watch(partial(edge_families, edge))
     if siblings is not None:
         siblings.own = metrics.own
     accounts = KeyAccounts(settings.key_limits)

@@ -31,10 +31,10 @@ def labelled(metric: Metric, labels: Mapping[str, str], *, name: str | None = No
     return copy
 
 
-def joined(told: Iterable[Iterable[Metric]]) -> list[Metric]:
+def joined(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
     """Joins the metrics of several processes, with one family for each name."""
     families: dict[str, Metric] = {}
-    for metric in chain.from_iterable(told):
+    for metric in chain.from_iterable(processes):
         family = families.setdefault(
             metric.name, Metric(metric.name, metric.documentation, metric.type)
         )

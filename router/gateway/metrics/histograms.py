@@ -8,7 +8,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 # fmt: off
@@ -47,7 +46,7 @@ class Buckets:
         self.sum += value
 
 
-class Histogram(Collector):
+class Histogram:
     """Counts by bucket, without a lock.
 
     prometheus_client's own takes a lock and a method call for each bucket.

@@ -1,16 +1,16 @@
 """What the gateway measures by itself: latencies, token counts and outcomes.
 
 A `RequestMeter` feeds the histograms. What the routers and workers count is read at scrape time and
-costs nothing between scrapes. Each app has its own registry, so there are no globals.
+costs nothing between scrapes. Each application has metrics of its own; none are global.
 
 If several gateway processes share a port, the one that is scraped asks all others. Then the counts
 of a process have a label `process`. The workers' counts and the build are the same for all
 processes, so they are exported once, without the label.
 
-Predictions are exported as they are made and beside what came of them. `baton_prediction_ratio` is
-the truth over the prediction: for the time from placement to first token, if the request was placed
-once, and for the time per token. `baton_cost_error_ratio` is the recent error of the formulas for
-workers of a class, as a share of each observation.
+Predictions are exported when they are made. `baton_prediction_ratio` compares them later with the
+measured value: measured over predicted. It covers the time per token and, for requests that were
+placed once, the time from placement to first token. `baton_cost_error_ratio` is the recent error of
+the formulas for workers of a class, as a share of each observation.
 
 Latencies have the label `version`. An operator gives these names, and a series stays as long as the
 process runs. So there are as many series as there were updates.
@@ -19,26 +19,22 @@ An inter-token latency is observed once for each update of a stream, which is on
 that speculation yields together arrive together and count as one gap.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     InfoMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
-from router.edge.limits import Book
 from router.gateway.metrics.collectors import (
-    EdgeCounts,
-    Forecasts,
-    LabelledCounts,
-    RouterCounts,
-    VersionShares,
     counter_of,
+    router_families,
+    version_families,
 )
 from router.gateway.metrics.families import CompleteFamilies, joined, labelled
 from router.gateway.metrics.histograms import (
@@ -50,7 +46,7 @@ from router.gateway.metrics.histograms import (
     Histogram,
 )
 from router.gateway.metrics.vllm_names import vllm_families
-from router.gateway.metrics.workers import worker_families
+from router.gateway.metrics.workers import forecast_families, worker_families
 from router.gateway.versions import Versions
 from router.machine.requests import (
     Cancelled,
@@ -82,19 +78,12 @@ _STAGES = tuple(
 class GatewayMetrics:
     """The histograms and counters of one gateway process."""
 
-    def __init__(
-        self,
-        versions: Versions,
-        *,
-        version: str,
-        process: str | None = None,
-        key_events: Mapping[str, int] | None = None,
-    ) -> None:
-        """`key_events` is counted elsewhere: refused keys and reloads of the keys file."""
-        self._versions = port = versions
+    def __init__(self, versions: Versions, *, version: str, process: str | None = None) -> None:
+        """`process` is the label of this process among those that share a port."""
+        self._versions = versions
         self._version = version
         self._process = process
-        self._own: list[Collector] = []
+        self._own: list[Callable[[], Iterable[Metric]]] = []
         by = ("version",)
         self.ttft = self._histogram("ttft", "HTTP request to first token", TTFT_BUCKETS_S, by)
         self.itl = self._histogram("itl", "Gap between two updates of a stream", ITL_BUCKETS_S, by)
@@ -104,7 +93,7 @@ class GatewayMetrics:
             "kv_transfer", "KV blocks on their way to a decode worker", STAGE_BUCKETS_S
         )
         self.kv_exposed = self._histogram(
-            "kv_exposed", "Of the KV transfer, what prefill did not hide", STAGE_BUCKETS_S
+            "kv_exposed", "Part of the KV transfer that prefill did not hide", STAGE_BUCKETS_S
         )
         self.stages = self._histogram(
             "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
@@ -117,33 +106,29 @@ class GatewayMetrics:
         )
         self.prediction_ratio = Histogram(
             "baton_prediction_ratio",
-            "What it came to, over what was predicted",
+            "Measured over predicted",
             RATIO_BUCKETS,
             labels=("measure",),
         )
-        self._own.append(self.prediction_ratio)
+        self._own.append(self.prediction_ratio.collect)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_in_flight = 0
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._own += [
-            _RequestCounts(self),
-            RouterCounts(port),
-            Forecasts(port),
-            VersionShares(versions),
+            self._counts,
+            partial(router_families, versions),
+            partial(forecast_families, versions),
+            partial(version_families, versions),
         ]
-        if key_events is not None:
-            text = "Refused keys, reloads of the keys file"
-            self._own.append(LabelledCounts("baton_key_events", text, "event", key_events))
 
-    def watch_edge(self, book: Book) -> None:
-        """Also exports the counts of the gateway's listener."""
-        self._own.append(EdgeCounts(book))
+    def watch(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Also exports what another part of this process counts."""
+        self._own.append(families)
 
-    def watch_grammars(self, counts: Mapping[str, int]) -> None:
-        """Also exports how many grammars were compiled, by verdict."""
-        text = "Grammars compiled before workers get them"
-        self._own.append(LabelledCounts("baton_grammars", text, "verdict", counts))
+    def watch_counts(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> None:
+        """Also exports a mapping that is counted elsewhere, by one label."""
+        self.watch(lambda: [counter_of(name, text, label, counts)])
 
     @contextmanager
     def request(self) -> Iterator["RequestMeter"]:
@@ -158,24 +143,24 @@ class GatewayMetrics:
 
     def own(self) -> list[Metric]:
         """The counts of this process alone."""
-        metrics = [metric for collector in self._own for metric in collector.collect()]
+        metrics = [metric for families in self._own for metric in families()]
         if self._process is None:
             return metrics
         return [labelled(metric, {"process": self._process}) for metric in metrics]
 
     def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
         """All metrics in Prometheus' text format 0.0.4, including those of other processes."""
-        registry = CollectorRegistry()
-        registry.register(CompleteFamilies([*self._families(others)]))
-        return generate_latest(registry)
+        return generate_latest(CompleteFamilies([*self._families(others)]))
 
     def _families(self, others: Sequence[Sequence[Metric]]) -> Iterator[Metric]:
         counted = joined([self.own(), *others])
         yield from counted
         if self._process is not None:
-            told = 1 + len(others)
+            num_processes = 1 + len(others)
             yield GaugeMetricFamily(
-                "baton_gateway_processes", "Gateway processes that answered when asked", told
+                "baton_gateway_processes",
+                "Gateway processes that answered when asked",
+                num_processes,
             )
         build = {"version": self._version, "fingerprint": self._versions.fingerprint()}
         yield InfoMetricFamily("baton_build", "What runs, with which model", build)
@@ -186,8 +171,18 @@ class GatewayMetrics:
         self, name: str, text: str, bounds_s: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
         histogram = Histogram(f"baton_{name}_seconds", text, bounds_s, labels=labels)
-        self._own.append(histogram)
+        self._own.append(histogram.collect)
         return histogram
+
+    def _counts(self) -> Iterator[Metric]:
+        prompt, generated = self.num_prompt_tokens, self.num_generation_tokens
+        yield CounterMetricFamily(
+            "baton_prompt_tokens", "Tokens of prompts that got an answer", prompt
+        )
+        yield CounterMetricFamily("baton_generation_tokens", "Tokens sent out", generated)
+        in_flight = self.num_in_flight
+        yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
+        yield counter_of("baton_requests", "Requests ended", "outcome", self.num_by_outcome)
 
 
 class RequestMeter:
@@ -271,7 +266,7 @@ class ChoiceMeter:
             self._compare(timeline, timeline.decision, tpot_s)
 
     def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
-        """Compares what was predicted when the choice was placed with the truth."""
+        """Compares what was predicted when the choice was placed with what was measured."""
         metrics = self._metrics
         ttft_s = timeline.prefill_queue_s + timeline.prefill_compute_s
         if timeline.attempts > 1:
@@ -285,25 +280,6 @@ class ChoiceMeter:
             histogram.observe(predicted_s)
             if true_s is not None and predicted_s > 0:
                 metrics.prediction_ratio.observe(true_s / predicted_s, (name,))
-
-
-class _RequestCounts(Collector):
-    """The plain integers of `GatewayMetrics`."""
-
-    def __init__(self, metrics: GatewayMetrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        metrics = self._metrics
-        prompt = metrics.num_prompt_tokens
-        yield CounterMetricFamily(
-            "baton_prompt_tokens", "Tokens of prompts that got an answer", prompt
-        )
-        generated = metrics.num_generation_tokens
-        yield CounterMetricFamily("baton_generation_tokens", "Tokens sent out", generated)
-        in_flight = metrics.num_in_flight
-        yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
-        yield counter_of("baton_requests", "Requests ended", "outcome", metrics.num_by_outcome)
 
 
 def _stages(timeline: Timeline) -> Iterator[tuple[str, float]]:

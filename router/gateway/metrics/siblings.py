@@ -32,7 +32,7 @@ class Siblings:
     async def open(self) -> None:
         """Starts to serve this process's metrics."""
         path = self._directory / self.process
-        path.unlink(missing_ok=True)  # of one that died
+        path.unlink(missing_ok=True)  # of a process that died
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:

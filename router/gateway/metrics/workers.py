@@ -1,4 +1,4 @@
-"""What the workers report and what the router predicts of them, as families of samples.
+"""The workers' load reports and the router's predictions for workers, as families of samples.
 
 What the workers count comes with their load reports, by "name" or "name:reason". It is exported as
 `baton_worker_<name>_total`. Counts of speculation have names of their own:
@@ -54,7 +54,7 @@ def worker_families(port: RouterStatus) -> Iterator[Metric]:
     for name, text in (
         ("waiting_seqs", "Sequences waiting in the worker"),
         ("running_seqs", "Sequences in its running batch"),
-        ("open_leases", "Leases that others may pull under"),
+        ("open_leases", "Leases that other workers may pull under"),
     ):
         gauge = GaugeMetricFamily(f"baton_worker_{name}", text, labels=["worker", "role"])
         for worker, load in loads:
@@ -65,19 +65,21 @@ def worker_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def forecast_families(port: RouterStatus) -> Iterator[Metric]:
-    """The predictions for each worker, as far as there are any."""
+    """The predictions for each worker. Each gateway process learns by itself."""
     labels = ["worker", "role"]
     waits = GaugeMetricFamily(
         "baton_worker_predicted_wait_seconds",
-        "Until it has computed the prompts that it was given",
+        "Until the worker has computed the prompts that it was given",
         labels=labels,
     )
     paces = GaugeMetricFamily(
-        "baton_worker_predicted_tpot_seconds", "A step of all that it decodes", labels=labels
+        "baton_worker_predicted_tpot_seconds",
+        "Predicted decode step of all sequences of the worker",
+        labels=labels,
     )
     errors = GaugeMetricFamily(
         "baton_cost_error_ratio",
-        "How far predictions for workers like this one were off lately",
+        "Recent error of predictions for workers of this class",
         labels=[*labels, "work"],
     )
     for worker_id, status in port.workers().items():
