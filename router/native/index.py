@@ -7,7 +7,7 @@ C++ cannot be built.
 
 Workers are numbered by *slots*, of which there are 65,535. The first eight bytes of a hash are its
 key. Two of ten million blocks share a key with a chance of 10⁻⁵. Then a worker may be asked for a
-block that it does not hold; it says so and computes it.
+block that it does not hold; it answers so and computes it.
 
 Events come late and may be lost. A worker that has sent none since it was added or cleared is
 credited with the blocks that it was seen to use, as in a `PrefixMap`. Its first event ends that.
@@ -53,7 +53,7 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks. Those of lost workers are counted until they are come across."""
+        """Different blocks. Those of lost workers are counted until a walk meets them."""
         return int(self._core.baton_index_num_blocks(self.handle))
 
     @property
@@ -66,7 +66,7 @@ class PrefixIndex:
         return int(self._core.baton_index_num_held(self.handle, self.slots[worker_id]))
 
     def add(self, worker_id: WorkerId, num_blocks: int) -> None:
-        """A worker with so large a pool has come; nothing is known of it yet.
+        """Adds a worker with a pool of `num_blocks`, of which nothing is known yet.
 
         Raises TooManyWorkers.
         """
@@ -83,7 +83,7 @@ class PrefixIndex:
         self._seen[worker_id] = OrderedDict()
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone with all it held."""
+        """Removes a worker and all that it held."""
         slot = self.slots.pop(worker_id, None)
         if slot is None:
             return
@@ -96,7 +96,7 @@ class PrefixIndex:
         """Notes that a worker was seen to hold these leading blocks of a prompt.
 
         It is credited with the latest blocks that fit into its pool. A worker that sends events
-        gets no such credit: it may have evicted these blocks, and would not say so again.
+        gets no such credit: it may have evicted these blocks, and would not publish that again.
         """
         seen = self._seen.get(worker_id)
         if seen is None:
@@ -110,9 +110,10 @@ class PrefixIndex:
             self._remove(worker_id, [seen.popitem(last=False)[0] for _ in range(surplus)])
 
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker was asked for these blocks and did not hold them.
+        """Notes that a worker was asked for these blocks and did not hold them.
 
-        One that sends news of its own may have stored them since, and would not say so again.
+        A worker that publishes events is left as it is. It may have stored the blocks since, and
+        would not publish that again.
         """
         seen = self._seen.get(worker_id)
         if seen is None:
@@ -121,25 +122,23 @@ class PrefixIndex:
             seen.pop(block_hash, None)
         self._remove(worker_id, hashes)
 
-    def stored(
-        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
-    ) -> None:
-        """A worker says that it holds these blocks.
+    def stored(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """Notes a worker's event: it holds these blocks.
 
-        `parent`, the block before them, is not asked for: a hash covers all that precedes it.
+        The block before them is not needed: a hash covers all that precedes it.
         """
         if worker_id in self._seen:
             self._hear(worker_id)
         self._store(worker_id, hashes)
 
     def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker says that it holds these blocks no longer."""
+        """Notes a worker's event: it no longer holds these blocks."""
         if worker_id in self._seen:
             self._hear(worker_id)
         self._remove(worker_id, hashes)
 
     def cleared(self, worker_id: WorkerId) -> None:
-        """A worker holds nothing, or nothing is known of it any more."""
+        """Forgets all blocks of a worker, which then has published nothing yet."""
         slot = self.slots.get(worker_id)
         if slot is None:
             return
@@ -169,7 +168,7 @@ class PrefixIndex:
             assert len(seen) == self.num_held(worker_id)
 
     def _hear(self, worker_id: WorkerId) -> None:
-        """A worker's first news: what it was seen to use is known better now."""
+        """Replaces the blocks that a worker was seen to use, when its first event comes."""
         del self._seen[worker_id]
         self._core.baton_index_clear(self.handle, self.slots[worker_id])
 
@@ -185,7 +184,7 @@ class PrefixIndex:
 
 
 def pack(hashes: Sequence[BlockHash]) -> bytes:
-    """Hashes one behind the other. Raises ValueError if they are not hashes of blocks."""
+    """Joins hashes of blocks. Raises ValueError if one has another length."""
     packed = b"".join(hashes)
     if len(packed) != HASH_BYTES * len(hashes):
         raise ValueError(f"{len(hashes)} hashes of {HASH_BYTES} bytes came as {len(packed)} bytes")

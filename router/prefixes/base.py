@@ -1,4 +1,4 @@
-"""The seam between the request machine and what knows who caches which prefix."""
+"""The interface of an index of cached prefixes, as the request machine uses it."""
 
 from collections.abc import Sequence, Set
 from typing import Protocol
@@ -31,9 +31,7 @@ class Prefixes(Protocol):
         """Notes that a worker was asked for these blocks and does not hold them."""
         ...
 
-    def stored(
-        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
-    ) -> None:
+    def stored(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
         """Notes a worker's event: it holds these blocks."""
         ...
 

@@ -1,10 +1,10 @@
 """The prefixes that each worker holds, as far as one gateway knows.
 
-Workers publish the blocks that they store and evict. For a worker that does not, the gateway uses
-what it had the worker do: a worker that computed or pulled a prompt holds its full blocks. Then the
-gateway hears of no evictions, and of nothing that other gateways do. So each worker is credited
-with the blocks that it was last seen to use, as many as fit into its pool. A wrong guess costs one
-unanswered question.
+Workers publish the blocks that they store and evict. For a worker that does not, the gateway goes
+by the work that it gave: a worker that computed or pulled a prompt holds its full blocks. Then the
+gateway learns of no evictions, and not of the work that other gateways give. So each worker is
+credited with the blocks that it last used, as many as fit into its pool. A wrong guess costs one
+request for a prefix that is not there.
 
 Sources: cache-aware placement, Qin et al., Mooncake, FAST 2025, §6; the block hashes are those of
 `engine.worker.blocks`.
@@ -19,7 +19,7 @@ from engine.worker.blocks import BlockHash, hash_blocks
 
 
 class PrefixMap:
-    """The blocks that each worker was last seen to use, by hash, latest last."""
+    """The blocks that each worker last used, by hash, latest last."""
 
     def __init__(self) -> None:
         self._held: dict[WorkerId, OrderedDict[BlockHash, None]] = {}
@@ -31,17 +31,17 @@ class PrefixMap:
         return self._held.keys()
 
     def add(self, worker_id: WorkerId, num_blocks: int) -> None:
-        """A worker with so large a pool has come; nothing is known of it yet."""
+        """Adds a worker with a pool of `num_blocks`, of which nothing is known yet."""
         self._held[worker_id] = OrderedDict()
         self._num_blocks[worker_id] = num_blocks
 
     def forget(self, worker_id: WorkerId) -> None:
-        """A worker is gone with all it held."""
+        """Removes a worker and all that it held."""
         self._held.pop(worker_id, None)
         self._num_blocks.pop(worker_id, None)
 
     def record(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker holds these leading blocks of a prompt. Unknown workers are ignored."""
+        """Notes leading blocks of a prompt that a worker holds. Unknown workers are ignored."""
         held = self._held.get(worker_id)
         if held is None:
             return
@@ -51,23 +51,21 @@ class PrefixMap:
         while len(held) > self._num_blocks[worker_id]:
             held.popitem(last=False)
 
-    def stored(
-        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
-    ) -> None:
-        """A worker says that it holds these blocks, the first of which follows `parent`."""
+    def stored(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """Notes a worker's event: it holds these blocks."""
         self.record(worker_id, hashes)
 
     def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker says that it holds these blocks no longer."""
+        """Notes a worker's event: it no longer holds these blocks."""
         self.retract(worker_id, hashes)
 
     def cleared(self, worker_id: WorkerId) -> None:
-        """A worker says that it holds nothing."""
+        """Forgets all blocks of a worker."""
         if worker_id in self._held:
             self._held[worker_id].clear()
 
     def retract(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker was asked for these blocks and does not hold them."""
+        """Notes that a worker was asked for these blocks and does not hold them."""
         held = self._held.get(worker_id)
         if held is None:
             return

@@ -18,7 +18,7 @@ what was applied.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from engine.messages import WorkerId
 from engine.worker.block_events import (
@@ -28,40 +28,21 @@ from engine.worker.block_events import (
     BlockStored,
 )
 from engine.worker.blocks import BlockHash
+from router.prefixes.base import Prefixes
 
 ANSWER_TIMEOUT_S = 5.0  # from one piece of an answer to the next
-OVERDUE_S = 0.5  # what was published may be on its way for so long
-FIRST_PAUSE_S = 1.0  # before the worker is asked again
+OVERDUE_S = 0.5  # a published batch may take this long to arrive
+FIRST_PAUSE_S = 1.0  # before the first repeated request
 MAX_PAUSE_S = 30.0
 MAX_EARLY_BATCHES = 1024  # kept while one before them is missing
 
 
-class BlockIndex(Protocol):
-    """The index of all workers' cached blocks."""
-
-    def stored(
-        self, worker_id: WorkerId, hashes: Sequence[BlockHash], parent: BlockHash | None = None
-    ) -> None:
-        """A worker holds these blocks."""
-        ...
-
-    def removed(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
-        """A worker holds these blocks no longer."""
-        ...
-
-    def cleared(self, worker_id: WorkerId) -> None:
-        """A worker holds nothing."""
-        ...
-
-
-def apply_events(index: BlockIndex, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
-    """Tells an index what a worker told. Events are in order."""
+def apply_events(index: Prefixes, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
+    """Applies a worker's events to an index, in order."""
     for event in events:
         match event:
             case BlockStored():
-                hashes = cast("list[BlockHash]", event.block_hashes)
-                parent = cast("BlockHash | None", event.parent_block_hash)
-                index.stored(worker_id, hashes, parent)
+                index.stored(worker_id, cast("list[BlockHash]", event.block_hashes))
             case BlockRemoved():
                 index.removed(worker_id, cast("list[BlockHash]", event.block_hashes))
             case AllBlocksCleared():
@@ -73,7 +54,7 @@ def apply_events(index: BlockIndex, worker_id: WorkerId, events: Sequence[BlockE
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A batch came."""
+    """A published batch."""
 
     number: int
     events: Sequence[BlockEvent]
@@ -81,7 +62,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class NewsPiece:
-    """A piece of the answer to the last ask came."""
+    """A piece of the answer to the last request."""
 
     number: int
     events: Sequence[BlockEvent]
@@ -89,26 +70,26 @@ class NewsPiece:
 
 @dataclass(frozen=True, slots=True)
 class NewsEnded:
-    """The last piece of an answer has come."""
+    """The end of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The worker says how many batches it has published."""
+    """The worker's own count of the batches that it has published."""
 
     num_batches: int
 
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """Something came that cannot be read."""
+    """A message that cannot be read."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class NewsTick:
-    """Nothing happened but time."""
+    """Time has passed, and nothing else happened."""
 
 
 NewsEvent = Published | NewsPiece | NewsEnded | Counted | Garbled | NewsTick
@@ -118,21 +99,21 @@ NewsEvent = Published | NewsPiece | NewsEnded | Counted | Garbled | NewsTick
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """The worker's blocks changed so."""
+    """Changes of the worker's blocks."""
 
     events: Sequence[BlockEvent]
 
 
 @dataclass(frozen=True, slots=True)
 class AskBatches:
-    """Ask for batches from this number on. Nothing of an earlier ask counts any more."""
+    """Request the batches from this number on. Answers to earlier requests are dropped."""
 
     first: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskSnapshot:
-    """Ask for all that is cached. Nothing of an earlier ask counts any more."""
+    """Request a snapshot of all that is cached. Answers to earlier requests are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +128,7 @@ NewsEffect = Apply | AskBatches | AskSnapshot | Unheard
 
 @dataclass(slots=True)
 class _Ask:
-    """A request to the worker that waits for an answer."""
+    """A request to the worker whose answer is not complete."""
 
     due_s: float
     wants_all: bool
@@ -157,12 +138,12 @@ class _Ask:
 
 
 class BlockNews:
-    """The batches of one worker in one life of it. Only `open` and `handle` change it."""
+    """Orders the batches of one session with a worker. Only `open` and `handle` change it."""
 
     def __init__(self) -> None:
         self._next: int | None = None  # the number of the next batch to apply; None: all is wanted
         self._early: dict[int, Sequence[BlockEvent]] = {}
-        self._num_published = 0  # as far as is known
+        self._num_published = 0  # as far as this gateway knows
         self._ask: _Ask | None = None
         self._overdue_s: float | None = None
         self._ask_again_s: float | None = None
@@ -175,11 +156,11 @@ class BlockNews:
         return self._next is not None and self._next >= self._num_published
 
     def open(self, now_s: float) -> list[NewsEffect]:
-        """Begins."""
+        """Requests a snapshot."""
         return self._chase(now_s)
 
     def handle(self, event: NewsEvent, now_s: float) -> list[NewsEffect]:
-        """Takes an event in; what follows from it comes out."""
+        """Takes an event and returns its effects."""
         match event:
             case Published(number, events):
                 self._num_published = max(self._num_published, number + 1)
@@ -292,7 +273,7 @@ class BlockNews:
         if ask.wants_all:
             return self._on_snapshot(ask, now_s)
         assert self._next is not None
-        if self._next < ask.num_published:  # it keeps them no longer
+        if self._next < ask.num_published:  # the worker no longer has them
             return self._ask_for(now_s, wants_all=True)
         self._num_failures = 0
         return []
@@ -303,11 +284,11 @@ class BlockNews:
             return self._fail("no whole snapshot", now_s)
         self._num_failures = 0
         if self._next is not None and number < self._next:
-            return []  # what was missing came late
+            return []  # the missing batch has come meanwhile
         self._is_heard = True
         self._next = number
         self._early = {n: events for n, events in self._early.items() if n >= number}
-        # Should it have published more, it will say so again.
+        # If the worker has published more, its next count says so.
         self._num_published = max(self._early, default=number - 1) + 1
         return [Apply(ask.pieces), *self._take_early()]
 

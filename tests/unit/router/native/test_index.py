@@ -106,7 +106,7 @@ def test_events_of_unknown_workers_are_ignored(known):
 def test_stored_removed_and_cleared_are_believed(known):
     three = hashes(range(12))
     known.stored(A, three[:1])
-    known.stored(A, three[1:], three[0])
+    known.stored(A, three[1:])
     known.stored(B, three)
     known.removed(B, three[2:])
     known.removed(B, three[2:])
