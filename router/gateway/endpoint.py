@@ -34,7 +34,7 @@ from router.edge.extension import Caller, caller_of, pipe_of
 from router.edge.responses import send_invalid
 from router.gateway.answers.choice import AnswerChoice
 from router.gateway.answers.dialects import Dialect
-from router.gateway.answers.following import AnswerFollower
+from router.gateway.answers.following import follow
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import WholeAnswer
 from router.gateway.answers.writing import DECISION_HEADER, AnswerWriter, Heading, ending_of
@@ -140,9 +140,8 @@ class AnswerEndpoint:
             for index in range(len(call.requests))
         ]
         writer = self._writer(call, choices[0], scope, send, use)
-        follower = AnswerFollower(call.served.port, parts.clock, choices, writer)
         try:
-            last = await follower.follow()
+            last = await follow(call.served.port, parts.clock, choices, writer)
             outcome = last.outcome
             assert outcome is not None
             meter.end(outcome, choices[last.choice].last_s)
@@ -164,7 +163,7 @@ class AnswerEndpoint:
             tenant=tenant,
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
-            # Both tell of the load that other tenants make.
+            # Both reveal the load of other tenants.
             timeline=tenant.may_debug and headers.get(TIMELINE_HEADER) == "1",
             decision=tenant.may_debug and headers.get(DECISION_HEADER) == "1",
         )
@@ -189,7 +188,7 @@ class AnswerEndpoint:
             decision=lambda: first.decision,
             limit_headers=lambda: use.headers(call.first.received_s),
         )
-        if call.options.stream:
+        if call.stream:
             return StreamedAnswer(heading, send, pipe_of(scope))
         return WholeAnswer(heading, send)
 
@@ -213,7 +212,7 @@ async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
 
 
 class _UntilCallerLeaves:
-    """Does the same on a server that calls back when the client has left."""
+    """Cancels what runs inside, on a server that calls back when the client has left."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller

@@ -32,7 +32,7 @@ VERSION_HEADER = "x-baton-version"
 AFFINITY_HEADER = "x-baton-affinity"
 SERVER_SHUTDOWN = "server_shutdown"  # the code of errors
 STOPPING = "the server is stopping"
-NOBODY = "no worker is known of a version that takes requests"
+NO_WORKER = "no worker is known of a version that takes requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ def _able(
 ) -> list[ServedVersion]:
     stays = [each for each in served if not each.is_leaving]
     if not stays:
-        raise ApiError(NOBODY, code="not_ready", status=503)
+        raise ApiError(NO_WORKER, code="not_ready", status=503)
     if model is not None and not any(model in each.model_names for each in served):
         raise no_model(model)
     if version is not None:
         found = [each for each in stays if each.name == version]
         if not found:
-            there = ", ".join(each.name for each in stays)
+            names = ", ".join(each.name for each in stays)
             raise ApiError(
-                f"no version is called {version!r}; there are: {there}",
+                f"no version is called {version!r}; there are: {names}",
                 param=VERSION_HEADER,
                 code="version_not_found",
                 status=404,
@@ -112,9 +112,8 @@ class Versions:
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
         self._num_requests: Counter[str] = Counter()
-        self._counted: Counter[tuple[str, str]] = (
-            Counter()
-        )  # by this object, and by routers that are gone
+        # Counted by this object, and by routers that are gone.
+        self._counted: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._is_stopping = False
 

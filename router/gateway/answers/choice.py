@@ -70,13 +70,11 @@ class AnswerChoice:
             call.served.text.detokenizer(request.token_ids, marks),
             prompt_len=len(request.token_ids),
             limits=request.limits,
-            stop=call.options.stop,
+            stop=call.stop,
         )
-        self._scored = None if call.options.num_top is None else ScoredText(self._text)
+        self._scored = None if call.num_top is None else ScoredText(self._text)
         # Tokens become text and nothing else, and only tokens end the choice.
-        self.is_plain = not (
-            self._scored or self._is_scored or call.options.stop or parser is not None
-        )
+        self.is_plain = not (self._scored or self._is_scored or call.stop or parser is not None)
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:
         """Returns what this update makes ready to be shown."""

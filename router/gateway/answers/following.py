@@ -11,69 +11,53 @@ from router.machine.requests import Update
 from router.port import RouterPort
 
 
-class AnswerFollower:
-    """Submits the request of each choice and writes its pieces, but not the last one."""
+async def follow(
+    port: RouterPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
+) -> AnswerPiece:
+    """Submits the request of each choice and writes its pieces, but not the last one.
 
-    def __init__(
-        self, port: RouterPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
-    ) -> None:
-        self._port = port
-        self._clock = clock
-        self._choices = choices
-        self._writer = writer
+    Returns the last piece of the answer, which has an outcome. So the iterator is closed, and a
+    request that a stop string ended is cancelled, before anything waits for the client to take the
+    end of the answer.
+    """
+    takers = [_UpdateTaker(choice, writer, clock) for choice in choices]
+    if len(takers) == 1:
+        return await takers[0].follow(port)
+    return await _follow_all(port, takers, writer)
 
-    async def follow(self) -> AnswerPiece:
-        """Returns the last piece of the answer, which has an outcome and is not written yet.
 
-        So the iterator is closed, and a request that a stop string ended is cancelled, before
-        anything waits for the client to take the end of the answer.
-        """
-        if len(self._choices) == 1:
-            return await self._follow_one(self._choices[0])
-        return await self._follow_all()
+async def _follow_all(
+    port: RouterPort, takers: Sequence["_UpdateTaker"], writer: AnswerWriter
+) -> AnswerPiece:
+    """Returns the last piece of the choice that ends last, or of the first one that fails.
 
-    async def _follow_one(self, choice: AnswerChoice) -> AnswerPiece:
-        taker = _UpdateTaker(choice, self._writer, self._clock)
-        updates = self._port.submit(choice.request, taker.take_at_once, taker.take_tokens)
-        async with aclosing(updates):
-            async for update in updates:
-                piece = taker.take(update)
-                if piece.outcome is not None:
-                    return piece
-                if update.token_ids:
-                    await self._writer.write(piece)
-        raise AssertionError("the router's iterator ended without an outcome")
+    If a choice fails, the others are cancelled. A choice waits until its piece is taken, so a
+    client that reads slowly gets larger pieces.
+    """
+    num_open = len(takers)
+    end: asyncio.Future[AnswerPiece] = asyncio.get_running_loop().create_future()
 
-    async def _follow_all(self) -> AnswerPiece:
-        """Returns the last piece of the choice that ends last, or of the first one that fails.
+    async def follow_one(taker: _UpdateTaker) -> None:
+        nonlocal num_open
+        last = await taker.follow(port)
+        num_open -= 1
+        if num_open and last.finish is not None:
+            await writer.write(last)
+        elif not end.done():
+            end.set_result(last)
 
-        If a choice fails, the others are cancelled. A choice waits until its piece is taken, so a
-        client that reads slowly gets larger pieces.
-        """
-        num_open = len(self._choices)
-        end: asyncio.Future[AnswerPiece] = asyncio.get_running_loop().create_future()
-
-        async def follow(choice: AnswerChoice) -> None:
-            nonlocal num_open
-            last = await self._follow_one(choice)
-            num_open -= 1
-            if num_open and last.finish is not None:
-                await self._writer.write(last)
-            elif not end.done():
-                end.set_result(last)
-
-        async with asyncio.TaskGroup() as group:
-            # The leader's task comes first.
-            tasks = [group.create_task(follow(choice)) for choice in self._choices]
-            last = await end
-            if last.finish is None:
-                for task in tasks:
-                    task.cancel()
-        return last
+    async with asyncio.TaskGroup() as group:
+        # The leader's task comes first.
+        tasks = [group.create_task(follow_one(taker)) for taker in takers]
+        last = await end
+        if last.finish is None:
+            for task in tasks:
+                task.cancel()
+    return last
 
 
 class _UpdateTaker:
-    """Turns the updates of one choice into pieces and writes those that need not wait."""
+    """Turns the updates of one choice into pieces and writes them."""
 
     def __init__(self, choice: AnswerChoice, writer: AnswerWriter, clock: Clock) -> None:
         self._choice = choice
@@ -82,7 +66,19 @@ class _UpdateTaker:
         self._is_plain = choice.is_plain and writer.shows_text_alone
         self._last: AnswerPiece | None = None  # of an answer that a stop string ended
 
-    def take_at_once(self, update: Update) -> bool:
+    async def follow(self, port: RouterPort) -> AnswerPiece:
+        """Submits the request, writes its pieces and returns the last one."""
+        updates = port.submit(self._choice.request, self._take_at_once, self._take_tokens)
+        async with aclosing(updates):
+            async for update in updates:
+                piece = self._last or self._choice.take(update, self._clock.now_s())
+                if piece.outcome is not None:
+                    return piece
+                if update.token_ids:
+                    await self._writer.write(piece)
+        raise AssertionError("the router's iterator ended without an outcome")
+
+    def _take_at_once(self, update: Update) -> bool:
         """Writes this update without waiting; returns False if that is not possible."""
         writer = self._writer
         if update.outcome is not None or not writer.is_ready:
@@ -94,7 +90,7 @@ class _UpdateTaker:
         writer.write_at_once(piece)
         return True
 
-    def take_tokens(self, token_ids: Sequence[int], now_s: float) -> bool:
+    def _take_tokens(self, token_ids: Sequence[int], now_s: float) -> bool:
         """Writes tokens without waiting; returns False if that is not possible.
 
         Most tokens go this way.
@@ -105,7 +101,3 @@ class _UpdateTaker:
         if text := choice.take_tokens(token_ids, now_s):
             writer.write_text(choice.index, text)
         return True
-
-    def take(self, update: Update) -> AnswerPiece:
-        """Returns the piece of an update that was not taken at once."""
-        return self._last or self._choice.take(update, self._clock.now_s())

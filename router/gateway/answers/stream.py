@@ -55,7 +55,7 @@ class StreamedAnswer:
     @property
     def shows_text_alone(self) -> bool:
         """False if each chunk reports the number of tokens so far."""
-        return not self._heading.call.options.usage_in_every_chunk
+        return not self._heading.call.usage_in_every_chunk
 
     def write_at_once(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
@@ -108,9 +108,9 @@ class StreamedAnswer:
 
     def _extras(self, chunk: "_ChunkEncoder", ending: Ending) -> bytes:
         data = b""
-        if self._heading.call.options.usage:
+        if self._heading.call.usage:
             data += chunk.extra(b"usage", ending.usage())
-        if self._heading.call.options.timeline:
+        if self._heading.call.timeline:
             data += chunk.extra(b"baton_timeline", ending.timeline)
         return data
 
@@ -137,21 +137,20 @@ class _ChunkEncoder:
     """Encodes the events of one stream; their common parts are encoded once."""
 
     def __init__(self, heading: Heading) -> None:
-        dialect, options = heading.dialect, heading.call.options
+        dialect, call = heading.dialect, heading.call
         head = _encode(heading.fields(dialect.chunk_name)).removesuffix(b"}")
         indices = [str(index).encode() for index in range(heading.num_choices)]
         self._before = b"data: " + head + b',"choices":'
         self._before_index = [self._before + _INDEX + index for index in indices]
         self._before_text = [before + dialect.text_start for before in self._before_index]
-        self._after = b',"usage":null}\n\n' if options.usage else b"}\n\n"
+        self._after = b',"usage":null}\n\n' if call.usage else b"}\n\n"
         self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
         self._dialect = dialect
-        self._options = options
-        self._is_plain = options.num_top is None and not options.usage_in_every_chunk
-        self._prompt_tokens = heading.call.prompt_len
+        self._call = call
+        self._is_plain = call.num_top is None and not call.usage_in_every_chunk
+        self._prompt_tokens = call.prompt_len
         self._logprobs = [
-            dialect.logprobs_writer(heading.call.served.text.bytes_of, options.num_top or 0)
-            for _ in indices
+            dialect.logprobs_writer(call.served.text.bytes_of, call.num_top or 0) for _ in indices
         ]
 
     def first(self) -> bytes:
@@ -160,8 +159,8 @@ class _ChunkEncoder:
         for before, before_text in zip(self._before_index, self._before_text, strict=True):
             if self._dialect.is_chat:
                 data += before + _ROLE + _UNSCORED + _UNFINISHED + self._after
-            if self._options.echo:
-                data += before_text + _encode(self._options.echo) + self._after_text
+            if self._call.echo:
+                data += before_text + _encode(self._call.echo) + self._after_text
         return data
 
     def of_text(self, choice: int, text: str) -> bytes:
@@ -195,13 +194,13 @@ class _ChunkEncoder:
         return self._before + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
 
     def _scores(self, piece: AnswerPiece) -> bytes:
-        if self._options.num_top is None:
+        if self._call.num_top is None:
             return _UNSCORED + _UNFINISHED
         scores = self._logprobs[piece.choice].shape(piece.entries)
         return b',"logprobs":' + _encode(scores) + _UNFINISHED
 
     def _counted(self, piece: AnswerPiece) -> bytes:
         """The end of a chunk, with its choice's usage so far if the client wants that."""
-        if not self._options.usage_in_every_chunk:
+        if not self._call.usage_in_every_chunk:
             return self._after
         return b',"usage":' + _encode(usage_of(self._prompt_tokens, piece.num_tokens)) + b"}\n\n"

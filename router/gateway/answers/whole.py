@@ -71,39 +71,31 @@ class WholeAnswer:
         choices = [self._choice(index, ending) for index in ending.shown]
         body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
         body["usage"] = ending.usage()
-        if heading.call.options.num_prompt_top is not None:
-            self._add_prompt_logprobs(
-                body, ending.prompt_entries, heading.call.options.num_prompt_top
-            )
-        if heading.call.options.timeline:
+        if (num_top := heading.call.num_prompt_top) is not None:
+            self._add_prompt_logprobs(body, ending.prompt_entries, num_top)
+        if heading.call.timeline:
             body["baton_timeline"] = ending.timeline
         return _encode(body)
 
     def _choice(self, index: int, ending: Ending) -> dict[str, Any]:
-        pieces, options, dialect = (
-            self._pieces[index],
-            self._heading.call.options,
-            self._heading.dialect,
-        )
+        pieces, call, dialect = self._pieces[index], self._heading.call, self._heading.dialect
         finish = pieces[-1].finish
         assert finish is not None
         logprobs = None
-        if options.num_top is not None:
+        if call.num_top is not None:
             entries = [entry for piece in pieces for entry in piece.entries]
-            if options.echo:
+            if call.echo:
                 entries[:0] = ending.prompt_entries
-            writer = dialect.logprobs_writer(
-                self._heading.call.served.text.bytes_of, options.num_top
-            )
+            writer = dialect.logprobs_writer(call.served.text.bytes_of, call.num_top)
             logprobs = writer.shape(entries)
-        text = options.echo + "".join(piece.text for piece in pieces)
-        calls = [delta for piece in pieces for delta in piece.calls]
-        return dialect.whole_choice(text, calls, finish, logprobs)
+        text = call.echo + "".join(piece.text for piece in pieces)
+        deltas = [delta for piece in pieces for delta in piece.calls]
+        return dialect.whole_choice(text, deltas, finish, logprobs)
 
     def _add_prompt_logprobs(
         self, body: dict[str, Any], entries: tuple[Entry, ...], num_top: int
     ) -> None:
-        """Adds them as vLLM does: once to a chat's answer, to each choice of a completion."""
+        """Adds them as vLLM does: to the body of a chat, to each choice of a completion."""
         scores = prompt_logprobs(entries, self._heading.call.served.text.bytes_of, num_top)
         for place in [body] if self._heading.dialect.is_chat else body["choices"]:
             place["prompt_logprobs"] = scores

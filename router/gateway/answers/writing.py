@@ -44,7 +44,7 @@ class Heading(msgspec.Struct, frozen=True):
     def headers(self) -> dict[str, str]:
         """Headers of every answer. The decision is JSON, which has no line breaks."""
         headers = {"x-request-id": self.call.first.request_id, **self.limit_headers()}
-        if self.call.options.decision and (decision := self.decision()) is not None:
+        if self.call.decision and (decision := self.decision()) is not None:
             headers[DECISION_HEADER] = _encode(decision).decode()
         return headers
 

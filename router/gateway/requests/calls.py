@@ -14,27 +14,24 @@ from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.requests.json_fields import decode_fields
-from router.gateway.requests.openai_schema import Body, CompletionBody, body_of
+from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary
 from router.gateway.requests.parameters import (
     check_num_choices,
-    check_stop_token_ids,
     checked_structure,
     limits_of,
     nth_seed,
     priority_of,
-    prompt_logprobs_of,
     sampling_of,
 )
 from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError
 from router.machine.requests import Request
 from router.text.structured import Structure
-from router.text.tokenizer import TextModel
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings that hold for all versions of the model."""
+    """Settings of a gateway, for all versions of the model."""
 
     secret: Secret  # of the deployment: salts are derived from it
     max_body_bytes: int = 8 * 2**20
@@ -59,37 +56,32 @@ class ApiCall(msgspec.Struct, frozen=True):
     tenant: Tenant
     version: str | None  # that the client asked for
     affinity: str | None
-    timeline: bool  # the answer shall hold it
-    decision: bool  # the answer's head shall hold it
-
-
-class AnswerOptions(msgspec.Struct, frozen=True):
-    """The form in which the client wants its answer.
-
-    Each choice begins with `echo`, the prompt. Each token comes with `num_top` of the likeliest
-    tokens; None means no log-probabilities at all.
-    """
-
-    stream: bool = False
-    stop: tuple[str, ...] = ()
-    usage: bool = False
-    usage_in_every_chunk: bool = False
-    timeline: bool = False
-    decision: bool = False  # in the head
-    echo: str = ""
-    num_top: int | None = None
-    num_prompt_top: int | None = None
+    timeline: bool  # the client wants it in the answer
+    decision: bool  # the client wants it in the head of the response
 
 
 class CheckedCall(msgspec.Struct, frozen=True):
-    """A call that passed all checks. The answer shows the best `num_shown` of its requests."""
+    """A call that passed all checks, and the form in which the client wants its answer.
+
+    The answer shows the best `num_shown` of the requests. Each choice begins with `echo`, the
+    prompt. Each token comes with `num_top` of the likeliest tokens; None means no
+    log-probabilities at all.
+    """
 
     served: ServedVersion
     requests: tuple[Request, ...]
     num_shown: int
     model: str
     structure: Structure
-    options: AnswerOptions
+    stream: bool
+    stop: tuple[str, ...]
+    usage: bool
+    usage_in_every_chunk: bool
+    timeline: bool
+    decision: bool  # in the head of the response
+    echo: str
+    num_top: int | None
+    num_prompt_top: int | None
 
     @property
     def first(self) -> Request:
@@ -148,7 +140,7 @@ def parse(
     )
     text = served.text
     structure = checked_structure(fields, text.added_token_id)
-    check_stop_token_ids(body, text.vocab_size)
+    check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
     check_num_choices(body, settings.max_choices)
     max_len = served.max_len
     token_ids = tuple(body.encode(text, max_len, structure.tools))
@@ -172,7 +164,7 @@ def parse(
         limits,
         call.received_s,
         salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
-        prompt_logprobs=prompt_logprobs_of(body),
+        prompt_logprobs=body.num_scored_prompt,
         priority=priority_of(body, settings.min_priority),
         # With a key, its name counts: else each invented `user` would get another turn.
         tenant=call.tenant.name or body.user or "",
@@ -180,13 +172,22 @@ def parse(
         deadline_s=_after(call.received_s, body.slo_ttft_ms),
         tpot_bound_s=_after(0.0, body.slo_tpot_ms),
     )
+    stream_options = body.stream_options
     return CheckedCall(
         served=served,
         requests=(leader, *_followers(leader, body.num_candidates)),
         num_shown=body.num_choices,
         model=body.model or served.model_names[0],
         structure=structure,
-        options=_options(body, call, token_ids, text),
+        stream=bool(body.stream),
+        stop=body.stop_strings,
+        usage=bool(stream_options and stream_options.include_usage),
+        usage_in_every_chunk=bool(stream_options and stream_options.continuous_usage_stats),
+        timeline=call.timeline,
+        decision=call.decision,
+        echo=body.echoed(token_ids, text),
+        num_top=body.num_top_logprobs,
+        num_prompt_top=body.prompt_logprobs,
     )
 
 
@@ -206,23 +207,3 @@ def _followers(leader: Request, num_candidates: int) -> list[Request]:
 
 def _after(start_s: float, bound_ms: float | None) -> float | None:
     return None if bound_ms is None else start_s + bound_ms / 1e3
-
-
-def _options(
-    body: Body, call: ApiCall, token_ids: tuple[int, ...], text: TextModel
-) -> AnswerOptions:
-    stream_options = body.stream_options
-    echo = ""
-    if isinstance(body, CompletionBody) and body.echo:
-        echo = body.prompt_text(token_ids, text)
-    return AnswerOptions(
-        stream=bool(body.stream),
-        stop=body.stop_strings,
-        usage=bool(stream_options and stream_options.include_usage),
-        usage_in_every_chunk=bool(stream_options and stream_options.continuous_usage_stats),
-        timeline=call.timeline,
-        decision=call.decision,
-        echo=echo,
-        num_top=body.num_top_logprobs,
-        num_prompt_top=body.prompt_logprobs,
-    )

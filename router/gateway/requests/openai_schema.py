@@ -121,6 +121,15 @@ class Body(msgspec.Struct, kw_only=True):
         raise NotImplementedError
 
     @property
+    def num_scored_prompt(self) -> int | None:
+        """The number of likeliest tokens to report per token of the prompt, or None."""
+        return self.prompt_logprobs
+
+    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str:
+        """The prompt's text if each choice begins with it, else an empty string."""
+        return ""
+
+    @property
     def num_choices(self) -> int:
         """The number of answers shown."""
         return self.n or 1
@@ -197,8 +206,10 @@ class CompletionBody(Body, kw_only=True):
         check_in_vocabulary(prompt, text.vocab_size, "prompt")
         return prompt
 
-    def prompt_text(self, token_ids: Sequence[int], text: TextModel) -> str:
-        """The text that `echo` puts before the answer."""
+    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str:
+        """The prompt's text if each choice begins with it, else an empty string."""
+        if not self.echo:
+            return ""
         prompt = _single_prompt(self.prompt)
         return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
 
@@ -206,6 +217,12 @@ class CompletionBody(Body, kw_only=True):
     def num_top_logprobs(self) -> int | None:
         """`logprobs`; some clients say `false` for none."""
         return None if self.logprobs is False else self.logprobs
+
+    @property
+    def num_scored_prompt(self) -> int | None:
+        """The larger of `prompt_logprobs` and, with `echo`, of `logprobs`."""
+        wanted = (self.prompt_logprobs, self.num_top_logprobs if self.echo else None)
+        return max((count for count in wanted if count is not None), default=None)
 
     @property
     def num_candidates(self) -> int:

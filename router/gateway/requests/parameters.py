@@ -10,7 +10,6 @@ from engine.messages import Grammar, Limits, Sampling
 from router.gateway.requests.openai_schema import (
     UINT64_MASK,
     Body,
-    CompletionBody,
     check_in_vocabulary,
 )
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
@@ -57,14 +56,6 @@ def nth_seed(sampling: Sampling, index: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & UINT64_MASK)
 
 
-def prompt_logprobs_of(body: Body) -> int | None:
-    """The number of likeliest tokens to report per token of the prompt, or None."""
-    wanted = [body.prompt_logprobs]
-    if isinstance(body, CompletionBody) and body.echo:
-        wanted.append(body.num_top_logprobs)
-    return max((count for count in wanted if count is not None), default=None)
-
-
 def check_num_choices(body: Body, max_choices: int) -> None:
     """Raises ApiError if the request asks for more answers than the operator allows."""
     for name, count in (("n", body.num_choices), ("best_of", body.num_candidates)):
@@ -106,11 +97,6 @@ def limits_of(
         stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *(body.stop_token_ids or ())])),
         prompt_len=prompt_len,
     )
-
-
-def check_stop_token_ids(body: Body, vocab_size: int) -> None:
-    """Raises ApiError if a stop token is not in the vocabulary."""
-    check_in_vocabulary(body.stop_token_ids or (), vocab_size, "stop_token_ids")
 
 
 def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: int) -> int:

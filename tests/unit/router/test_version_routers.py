@@ -9,7 +9,7 @@ import pytest
 
 from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId
-from router.gateway.versions import NOBODY, Versions
+from router.gateway.versions import NO_WORKER, Versions
 from router.inbox.api_errors import ApiError
 from router.version_routers import VersionRouters
 from tests.kits.router.gateway import (
@@ -135,7 +135,7 @@ def test_last_version_waits_for_one_that_cannot_serve_yet():
         await world.routers.open(members(1, V1))
         world.routers.follow(members(2, LEAVING, V2))
         assert world.names() == ["v1"]
-        assert world.versions.readiness() == NOBODY
+        assert world.versions.readiness() == NO_WORKER
         for asked in ({}, {"model": "old"}, {"model": "new"}, {"version": "v2"}):
             with pytest.raises(ApiError) as caught:
                 world.versions.choose(key="", **asked)
@@ -153,7 +153,7 @@ def test_a_gateway_without_any_worker_answers_that_it_is_not_ready():
         assert world.names() == []
         assert world.versions.fingerprint() == ""
         assert world.versions.models() == {}
-        assert world.versions.readiness() == NOBODY
+        assert world.versions.readiness() == NO_WORKER
         assert list(world.routers.reports()) == ["v1"]
         world.routers.follow(members(2, V1))
         assert world.names() == ["v1"]
