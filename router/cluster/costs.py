@@ -1,4 +1,4 @@
-"""The seconds that work costs on a worker: formulas whose coefficients are learned online.
+"""Predicted seconds of work on a worker: formulas whose coefficients are learned online.
 
     prefill   A + B·(n - p) + C·(n² - p²)     n tokens of a prompt, of which p are cached
     decode    D + E·b + F·kv                  a step of b sequences with kv tokens of context in all
@@ -42,7 +42,7 @@ class PrefillCost:
     square_s: float = 0.0
 
     def seconds(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
-        """For a prompt of `num_tokens`, of which so many are cached."""
+        """Seconds for a prompt of `num_tokens`, of which `num_cached_tokens` are cached."""
         new = num_tokens - num_cached_tokens
         squares = num_tokens * num_tokens - num_cached_tokens * num_cached_tokens
         return self.fixed_s + self.token_s * new + self.square_s * squares
@@ -57,7 +57,7 @@ class PullCost:
     bytes_per_s: float
 
     def seconds(self, num_blocks: int, num_bytes: int) -> float:
-        """For `num_blocks` blocks of `num_bytes` in all."""
+        """Seconds for `num_blocks` blocks of `num_bytes` in all."""
         return self.fixed_s + self.block_s * num_blocks + num_bytes / self.bytes_per_s
 
 
@@ -97,11 +97,11 @@ class StepSample:
     num_context_tokens: int = 0
 
 
-_MEMORY = 0.995  # what an observation weighs when the next has come
+_MEMORY = 0.995  # weight of an observation when the next one comes
 _ERROR_MEMORY = 0.95
-_LARGEST_ERROR = 0.5  # as a share of the prediction; what is beyond is cut
+_LARGEST_ERROR = 0.5  # as a share of the prediction; observations beyond are cut
 _NUM_SURPRISES = 4  # errors cut in a row on one side before the fit starts anew
-_NUM_YOUNG = 8  # so many observations are taken as they are
+_NUM_YOUNG = 8  # the first observations, which are never cut
 _NUM_EAGER = 16  # the first observations are each solved for, later one in _SOLVE_EVERY
 _SOLVE_EVERY = 8
 _RIDGE = 1e-6  # of the average observation: keeps coefficients of collinear features finite
@@ -112,7 +112,7 @@ class Fit:
 
     def __init__(self, num_features: int) -> None:
         self.error: float | None = None
-        self.num_forgotten = 0  # times that all was forgotten
+        self.num_forgotten = 0  # new starts of the fit
         self._products = np.zeros((num_features, num_features))
         self._targets = np.zeros(num_features)
         self._weights = (0.0,) * num_features
@@ -127,7 +127,7 @@ class Fit:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The best weights for what has been observed, but for the last few of many."""
+        """The best weights for the observations, without the last few of many."""
         if self._num_unsolved and (
             self._num_seen <= _NUM_EAGER or self._num_unsolved >= _SOLVE_EVERY
         ):
@@ -140,7 +140,7 @@ class Fit:
         return sum(w * f for w, f in zip(self.weights, x, strict=True))
 
     def observe(self, x: Sequence[float], y: float) -> None:
-        """These features came to `y`, which is above zero; other values say nothing."""
+        """Learns that these features gave `y`, if `y` is positive and finite."""
         if not (0 < y < math.inf):
             return
         expected = self.predict(x) if self.is_known else 0.0
@@ -209,11 +209,11 @@ class _Fits:
     prefill: Fit = field(default_factory=lambda: Fit(3))
     decode: Fit = field(default_factory=lambda: Fit(3))
     pull: Fit = field(default_factory=lambda: Fit(3))
-    costs: WorkerCosts | None = None  # None where something has been observed since
+    costs: WorkerCosts | None = None  # None after a new observation
 
 
 class OnlineCosts:
-    """The costs of all classes of workers, as far as they have shown them."""
+    """The costs of all classes of workers, as far as they were observed."""
 
     def __init__(self) -> None:
         self._fits: dict[Hashable, _Fits] = {}
@@ -240,7 +240,7 @@ class OnlineCosts:
     def observe_pull(
         self, worker_class: Hashable, *, num_blocks: int, num_bytes: int, seconds: float
     ) -> None:
-        """A worker of this class pulled so many blocks."""
+        """Learns from one pull of a worker of this class."""
         if num_blocks > 0:
             self._of(worker_class).pull.observe((1.0, num_blocks, num_bytes), seconds)
 
@@ -254,7 +254,7 @@ class OnlineCosts:
         return fits.costs
 
     def num_forgotten(self, kind: str, worker_class: Hashable) -> int:
-        """Counts how often the fit of "prefill", "decode" or "pull" started anew."""
+        """The number of times that the fit of "prefill", "decode" or "pull" started anew."""
         fits = self._fits.get(worker_class)
         fit: Fit | None = None if fits is None else getattr(fits, kind)
         return 0 if fit is None else fit.num_forgotten

@@ -1,8 +1,8 @@
 """A gateway's predictions of its workers' times, in seconds, from its own observations.
 
-There are two models. At first a rate over all workers: seconds per computed token, per pulled byte,
-per decode step. Then, for a class of workers that has shown work of different sizes, the formulas
-of `router.cluster.costs`. Without an observation there is no prediction.
+There are two models. The first is a rate over all workers: seconds per computed token, per pulled
+byte, per decode step. Once work of different sizes was observed on a class of workers, the formulas
+of `router.cluster.costs` apply to it. Without an observation there is no prediction.
 
 Prompts are timed from their first chunk to their first token. Decode workers report the times of
 pulls, and all workers those of decode steps.
@@ -25,22 +25,22 @@ from router.cluster.costs import (
 )
 from router.cluster.view import WorkerView
 
-# What a pull costs beside its bytes: the offer, its answer, the connection and the confirmation,
-# each of which may wait until a step of a worker ends.
+# The cost of a pull beside its bytes: the offer, its answer, the connection and the confirmation.
+# Each of these may wait until a step of a worker ends.
 PULL_OVERHEAD_S = 0.02
 
-FIRST_OFFER_S = 0.1  # until a worker in the middle of a step answers, by guess
+FIRST_OFFER_S = 0.1  # a guess: until a worker in the middle of a step answers
 RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
-ENOUGH = 12  # observations until formulas are believed
-SPREAD = 3.0  # and the largest of them must be so many times the smallest
-EVERY = 8  # of a well-known class, one in so many observations is used
+ENOUGH = 12  # observations before formulas are used
+SPREAD = 3.0  # the least ratio of the largest size to the smallest
+EVERY = 8  # of a well-known class, one in EVERY observations is used
 WELL_KNOWN = 64
 
 WorkerClass = tuple[Role, int, int]
 
 
 def worker_class(worker: WorkerView) -> WorkerClass:
-    """Workers of one role and size are taken to be alike."""
+    """The class of a worker. Workers of one role and size count as alike."""
     info = worker.info
     return info.role, info.num_blocks, info.max_running
 
@@ -53,14 +53,14 @@ class Rate:
     _units: float = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
-        """So much work took so long. No work says nothing."""
+        """Learns that `units` of work took `seconds`. Zero units are ignored."""
         if units > 0:
             self._seconds = RATE_MEMORY * self._seconds + seconds
             self._units = RATE_MEMORY * self._units + units
 
     @property
     def s_per_unit(self) -> float | None:
-        """None until there was an observation."""
+        """Seconds per unit; None before the first observation."""
         return self._seconds / self._units if self._units else None
 
 
@@ -88,14 +88,14 @@ class Estimates:
     """Predictions of one gateway. Implements `router.policies.base.Costs`."""
 
     def __init__(self, prior: WorkerCosts | None = None) -> None:
-        """With `prior`, that is believed of a class until it has shown better."""
+        """`prior` holds for a class until enough was observed of it."""
         self._prior = prior or WorkerCosts()
         self._online = OnlineCosts()
         self._prefill_rate = Rate()  # per token
         self._pull_rate = Rate()  # per byte
         self._step_rate = Rate()  # per step
         self._offer_s = FIRST_OFFER_S
-        self.version = 0  # another one, other costs
+        self.version = 0  # changes whenever costs change
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
 
     # ------------------------------------------------------------ observations
@@ -103,7 +103,7 @@ class Estimates:
     def observe_prefill(
         self, worker: WorkerView, num_tokens: int, *, num_cached: int, seconds: float
     ) -> None:
-        """A prompt of which so many tokens were cached took so long from first chunk to last."""
+        """Learns from a prompt; `seconds` are those from its first chunk to its last."""
         num_computed = num_tokens - num_cached
         if num_computed <= 0 or seconds <= 0:
             return
@@ -127,11 +127,11 @@ class Estimates:
             )
 
     def observe_offer(self, seconds: float) -> None:
-        """A worker that computed prompts took so long to answer who asked for a prefix."""
+        """Learns how long a worker that computed prompts took to answer a request for a prefix."""
         self._offer_s += (1 - RATE_MEMORY) * (seconds - self._offer_s)
 
     def observe_steps(self, worker: WorkerView, steps: Sequence[StepReport]) -> None:
-        """Steps that a worker told of. Those with prompts say little: these are timed whole."""
+        """Learns from reported steps that only decode: prompts are timed whole."""
         self.version += bool(steps)
         for step in steps:
             decodes = step.num_rows > 0 and not step.num_prefill_tokens
@@ -151,7 +151,7 @@ class Estimates:
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
         """Returns the sizes from which a formula was learned.
 
-        A formula that has seen one size only predicts nothing true for others.
+        A formula learned from one size predicts no other size well.
         """
         key = kind, worker_class(worker)
         sizes = self._sizes.setdefault(key, _Sizes())
@@ -172,7 +172,7 @@ class Estimates:
         return None if token_s is None else PrefillCost(0.0, token_s)
 
     def pull_cost(self, worker: WorkerView) -> PullCost | None:
-        """The formula for pulls to a worker, from asking for the blocks on."""
+        """The formula for pulls to a worker, from the request for the blocks on."""
         cost = self._bare_pull_cost(worker)
         return cost and replace(cost, fixed_s=cost.fixed_s + PULL_OVERHEAD_S)
 
@@ -194,19 +194,19 @@ class Estimates:
         return None if step_s is None else DecodeCost(step_s, 0.0, 0.0)
 
     def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
-        """To compute a prompt of which so many leading tokens are cached."""
+        """Seconds to compute a prompt of which `num_cached` leading tokens are cached."""
         cost = self.prefill_cost(worker)
         return None if cost is None else cost.seconds(num_tokens, num_cached)
 
     def any_prefill_s(self, num_tokens: int) -> float | None:
-        """To compute so many tokens somewhere."""
+        """Seconds to compute `num_tokens` on any worker."""
         if self._prior.prefill is not None:
             return self._prior.prefill.seconds(num_tokens)
         token_s = self._prefill_rate.s_per_unit
         return None if token_s is None else token_s * num_tokens
 
     def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
-        """To ask for so many tokens in full blocks, and to pull them to this worker."""
+        """Seconds to request `num_tokens` in full blocks and to pull them to this worker."""
         cost = self.pull_cost(worker)
         if cost is None:
             return None
@@ -215,13 +215,11 @@ class Estimates:
         return cost.seconds(num_blocks, num_bytes)
 
     def offer_s(self) -> float:
-        """Until a worker that computes prompts answers who asks for a prefix."""
+        """Seconds until a worker that computes prompts answers a request for a prefix."""
         return self._offer_s
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Predicts a decode step of `num_seqs` sequences with `context_tokens` of
-        context in all.
-        """
+        """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in all."""
         cost = self.decode_cost(worker)
         return None if cost is None else cost.seconds(num_seqs, context_tokens)
 

@@ -1,9 +1,9 @@
 """Predicted lengths of answers, from the answers that ended.
 
-Clients say how long an answer may be, and many say nothing, which means the whole context. Answers
+A client may bound the length of its answer; without a bound it is the whole context. Past answers
 with a similar bound are a better guide. Memory is reserved for nearly the longest of them. The rest
-of a running answer is predicted from those that were longer than it is now: some kinds of answers
-are nearly complete when they are long, others have only begun.
+of a running answer is predicted from past answers that were longer than it is now. Some kinds of
+long answers are nearly complete, others have only begun.
 
 Bounds are similar if they have the same number of binary digits.
 """
@@ -13,8 +13,8 @@ from collections import deque
 from itertools import accumulate
 
 MEMORY = 256  # answers of each kind that are remembered
-ENOUGH = 16  # until then an answer is taken to become as long as it may
-NEARLY_ALL = 0.95  # of the answers are no longer than memory is reserved for
+ENOUGH = 16  # with fewer, an answer is expected to reach its bound
+NEARLY_ALL = 0.95  # the share of answers that the reserved memory is enough for
 REFRESH_EVERY = 16  # answers; to sort them is not free
 
 
@@ -25,7 +25,7 @@ class AnswerLengths:
         self._kinds: dict[int, _Kind] = {}
 
     def observe(self, max_tokens: int, num_tokens: int) -> None:
-        """An answer that might have had `max_tokens` is complete with `num_tokens`."""
+        """Learns that an answer with the bound `max_tokens` ended with `num_tokens`."""
         self._kinds.setdefault(max_tokens.bit_length(), _Kind()).observe(num_tokens)
 
     def nearly_longest(self, max_tokens: int) -> int:
@@ -40,7 +40,7 @@ class AnswerLengths:
         return self.left(max_tokens, 0)
 
     def left(self, max_tokens: int, so_far: int) -> float:
-        """Tokens yet to come of an answer that has so many, on average."""
+        """Mean number of tokens still to come of an answer that has `so_far`."""
         known = self._known(max_tokens)
         longer = len(known) - bisect_right(known, so_far)
         if not longer:
@@ -49,7 +49,7 @@ class AnswerLengths:
         return min(total / longer - so_far, float(max(max_tokens - so_far, 1)))
 
     def survival(self, max_tokens: int, so_far: int, more: float) -> float:
-        """The share of answers with so many tokens that have yet more to come after `more`."""
+        """The share of answers with `so_far` tokens that go on after `more` further ones."""
         if so_far + more >= max_tokens:
             return 0.0
         known = self._known(max_tokens)
@@ -65,8 +65,8 @@ class AnswerLengths:
 
 class _Kind:
     def __init__(self) -> None:
-        self.ordered: list[int] = []  # none as long as there are not enough
-        self.sums: list[int] = []  # of so many of the longest
+        self.ordered: list[int] = []  # empty while there are not ENOUGH
+        self.sums: list[int] = []  # at n: the sum of the n longest
         self._latest: deque[int] = deque(maxlen=MEMORY)
         self._num_new = 0
 

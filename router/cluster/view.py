@@ -18,7 +18,7 @@ from engine.messages import LoadReport, RoleChanged, SeqId, Welcome, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class PrefillClaim:
-    """A prompt that is to be computed."""
+    """The debit of a prompt that is to be computed."""
 
     tokens: int  # to compute
     prompt_tokens: int  # with those that are cached or pulled
@@ -27,14 +27,14 @@ class PrefillClaim:
 
 @dataclass(slots=True)
 class DecodeClaim:
-    """A sequence that is to be decoded, or is."""
+    """The debit of a sequence that decodes or will decode."""
 
     blocks: int  # at the length that is predicted for it
     context_tokens: int  # now
     begins_s: float  # when its first token was predicted to come
     prompt_tokens: int  # of the context, before the answer
     max_tokens: int  # of the answer
-    is_there: bool = False  # the worker has heard of it, and counts it
+    is_there: bool = False  # the worker knows of it and counts it
 
     @property
     def num_tokens(self) -> int:
@@ -70,11 +70,13 @@ class WorkerView:
     reserved_s: float = 0.0
     reserved_blocks: int = 0
     context_tokens: int = 0
-    computing_since_s: float = 0.0  # the oldest prompt here; it was idle before, or had another
-    touched: set[WorkerId] = field(default_factory=set, repr=False)  # of the view: what changed
+    computing_since_s: float = 0.0  # when it began the oldest prompt here
+    touched: set[WorkerId] = field(
+        default_factory=set, repr=False
+    )  # the view's set of changed workers
 
     def change_role(self, message: RoleChanged) -> None:
-        """It is there for something else; what is promised to it stays."""
+        """Changes the worker's role. Claims on it stay."""
         self.info = replace(self.info, role=message.role, prefills_locally=message.prefills_locally)
         self.touched.add(self.info.worker_id)
 
@@ -88,9 +90,9 @@ class WorkerView:
         now_s: float = 0.0,
         waits: bool = False,
     ) -> None:
-        """Debits a prompt of which so many tokens are to be computed there.
+        """Debits a prompt of which `num_tokens` are to be computed there.
 
-        With `waits` nothing is done for it before `begin_prefill`: its prefix is pulled first.
+        With `waits`, the prompt does not begin before `begin_prefill`: its prefix is pulled first.
         """
         assert seq_id not in self.prefills
         if not self.prefills:
@@ -103,13 +105,13 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def begin_prefill(self, seq_id: SeqId, now_s: float) -> None:
-        """Its first chunk is about to run: what it waited for, a pull, is over."""
+        """Notes that the first chunk of a prompt is about to run, after the pull it waited for."""
         if seq_id == next(iter(self.prefills), None):
             self.computing_since_s = now_s
             self.touched.add(self.info.worker_id)
 
     def release_prefill(self, seq_id: SeqId, now_s: float = 0.0) -> None:
-        """Credits it back, if it was not yet."""
+        """Credits a prompt's claim back, unless that was done before."""
         if seq_id not in self.prefills:
             return
         if seq_id == next(iter(self.prefills)):
@@ -130,7 +132,7 @@ class WorkerView:
         prompt_tokens: int = 0,
         max_tokens: int = 1,
     ) -> None:
-        """Debits the KV of a sequence at the length that is predicted for it."""
+        """Debits the KV of a sequence at its predicted length."""
         assert seq_id not in self.decodes
         self.decodes[seq_id] = DecodeClaim(
             num_blocks, context_tokens, begins_s, prompt_tokens, max_tokens
@@ -140,21 +142,22 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def grow_decode(self, seq_id: SeqId, num_tokens: int) -> None:
-        """A sequence has so many more tokens. That happens often and changes little: it does not
-        count as a change by itself.
+        """Adds tokens to a sequence.
+
+        This happens often and changes little, so it does not put the worker into `touched`.
         """
         self.decodes[seq_id].context_tokens += num_tokens
         self.context_tokens += num_tokens
 
     def extend_decode(self, seq_id: SeqId, num_blocks: int) -> None:
-        """A sequence outgrew its prediction: it will need so many blocks in all."""
+        """Raises the claim of a sequence that outgrew its prediction to `num_blocks` in all."""
         claim = self.decodes[seq_id]
         self.reserved_blocks += num_blocks - claim.blocks
         claim.blocks = num_blocks
         self.touched.add(self.info.worker_id)
 
     def release_decode(self, seq_id: SeqId) -> None:
-        """Credits it back, if it was not yet."""
+        """Credits a sequence's claim back, unless that was done before."""
         claim = self.decodes.pop(seq_id, None)
         if claim is not None:
             self.reserved_blocks -= claim.blocks
@@ -162,7 +165,7 @@ class WorkerView:
             self.touched.add(self.info.worker_id)
 
     def report(self, load: LoadReport, now_s: float) -> None:
-        """Takes note of what the worker holds, and so of what others have promised to it."""
+        """Notes a load report, and derives from it the claims of other gateways."""
         self.load, self.reported_s = load, now_s
         block_size = self.info.layout.block_size
         own = [claim for claim in self.decodes.values() if claim.is_there]
@@ -177,10 +180,9 @@ class WorkerView:
         self.touched.add(self.info.worker_id)
 
     def ready(self, foreign_s: float = 0.0) -> tuple[float, float]:
-        """Returns when the worker has computed all its prompts, and the least seconds from now.
+        """Returns the time at which all its prompts are computed, and the least seconds from now.
 
-        The first prompt may take longer than predicted, and the others do not begin before it is
-        done.
+        The first prompt may take longer than predicted. The others begin after it.
 
         `foreign_s` are the seconds of other gateways' prompts at the last report. The worker takes
         turns among gateways, so its work for us since then is not work for them.
@@ -194,7 +196,7 @@ class WorkerView:
         return self.computing_since_s + total_s, total_s - first_s
 
     def ready_s(self, now_s: float, *, foreign_s: float = 0.0) -> float:
-        """Predicted seconds until it has computed all prompts that it was given."""
+        """Predicted seconds until the worker has computed all its prompts."""
         at_s, behind_s = self.ready(foreign_s)
         return max(at_s - now_s, behind_s)
 
@@ -205,18 +207,18 @@ class WorkerView:
 
     @property
     def num_decodes(self) -> int:
-        """Sequences that decode here or will, of all gateways."""
+        """Sequences of all gateways that decode here or will decode here."""
         return len(self.decodes) + self.foreign.seqs
 
     @property
     def mean_context_tokens(self) -> int:
-        """Tokens of context of these, ours in the middle of their predicted growth."""
+        """Tokens of context of `num_decodes`, our own in the middle of their predicted growth."""
         end_tokens = self.reserved_blocks * self.info.layout.block_size
         return (self.context_tokens + end_tokens) // 2 + self.foreign.context_tokens
 
     @property
     def promised_blocks(self) -> int:
-        """KV that is promised, to all gateways."""
+        """Blocks of KV that are promised to all gateways."""
         return self.reserved_blocks + self.foreign.blocks
 
     @property
@@ -225,7 +227,7 @@ class WorkerView:
         return self.reserved_tokens + self.foreign.prompt_tokens
 
     def can_pull_from(self, source: "WorkerView") -> bool:
-        """True if the source's blocks mean the same here, and arrive as they were.
+        """True if the source's blocks mean the same here, and arrive unchanged.
 
         A prefix that was rounded on its way would be cached as if it had been computed.
         """
@@ -253,14 +255,14 @@ class ClusterView:
     capacity_tokens: int | None = None
 
     def add(self, info: Welcome) -> WorkerView:
-        """A worker has come; nothing is promised to it yet."""
+        """Adds a worker, with no claims on it."""
         worker = WorkerView(info, touched=self.touched)
         self.workers[info.worker_id] = worker
         self.measure()
         return worker
 
     def remove(self, worker_id: WorkerId) -> WorkerView | None:
-        """A worker is gone, if it was there."""
+        """Removes a worker and returns it; None if it was not there."""
         worker = self.workers.pop(worker_id, None)
         self.measure()
         return worker
@@ -293,7 +295,7 @@ class ClusterView:
         return None
 
     def forget_severed(self, now_s: float) -> None:
-        """Lets pairs be tried again whose time has come."""
+        """Forgets severed pairs whose time to be tried again has come."""
         if self.severed:
             self.severed = {pair: at_s for pair, at_s in self.severed.items() if at_s > now_s}
 

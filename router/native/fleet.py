@@ -9,7 +9,7 @@ back-off, severed workers, blocks of another size, unmeasured costs, requests th
 hold.
 
 `router.cluster.view` alone owns what is promised to workers. If anything but the number of tokens
-changed at a worker, the fleet hears of it before the next decision. The number of tokens comes with
+changed at a worker, the fleet is updated before the next decision. The number of tokens comes with
 the worker's next report.
 
 A seeded generator breaks ties, among idle workers and among holders of the same prefix. Among idle
@@ -66,7 +66,7 @@ class _Class:
     number: int
     worker: WorkerView
     size: int = 0
-    costs: tuple[float, ...] | None = None  # that C++ has been told
+    costs: tuple[float, ...] | None = None  # as C++ has them
 
 
 class Fleet:
@@ -92,16 +92,16 @@ class Fleet:
         self._block_size = 0
         self._handle = 0  # opened with the first worker
         self._classes: dict[Hashable, _Class] = {}  # of live workers
-        self._numbers: dict[Hashable, int] = {}  # of all classes that there ever were
+        self._numbers: dict[Hashable, int] = {}  # of all classes so far
         self._groups: dict[Hashable, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
         self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
-        self._unsure: set[WorkerId] = set()  # with an unknown time to compute
-        self._shared: set[WorkerId] = set()  # they compute for other gateways too
+        self._unsure: set[WorkerId] = set()  # workers whose time to compute is unknown
+        self._shared: set[WorkerId] = set()  # workers that compute for other gateways too
         self._version = -1  # of the estimates that C++ has
-        self._has_new_costs = False  # since workers' loads were told
-        self._is_known = False  # what all work costs
+        self._has_new_costs = False  # since the last update of workers' loads
+        self._is_known = False  # true if all costs are known
         self._num_prefillers = 0
         self._largest = (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
@@ -109,7 +109,7 @@ class Fleet:
         self._news = bytearray(_NEWS.size)
 
     def add(self, worker: WorkerView) -> None:
-        """A worker has come. The index knows it already."""
+        """Adds a worker that the index knows already."""
         info = worker.info
         worker_id = info.worker_id
         if not self._handle:
@@ -125,7 +125,7 @@ class Fleet:
             return
         home = self._classes.get(its_class)
         if home is None:
-            alike = WorkerView(info)  # the worker itself may come to be of another class
+            alike = WorkerView(info)  # the worker itself may change its class
             home = self._classes[its_class] = _Class(number, alike)
         home.size += 1
         self._homes[worker_id] = home
@@ -137,7 +137,7 @@ class Fleet:
         self._view.touched.add(worker_id)
 
     def forget(self, worker: WorkerView) -> None:
-        """A worker is gone. The index still knows it."""
+        """Removes a worker that the index still knows."""
         worker_id = worker.info.worker_id
         self._odd.discard(worker_id)
         self._unsure.discard(worker_id)
@@ -163,7 +163,7 @@ class Fleet:
         return self.choice(self.decide(need, hashes, now_s), now_s)
 
     def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> FleetDecision:
-        """Returns the decision of C++ for a request about which it knows all that matters."""
+        """Returns the decision of C++ for a request that it can place."""
         _ASK.pack_into(
             self._call,
             0,
@@ -181,7 +181,7 @@ class Fleet:
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
 
     def choice(self, decision: FleetDecision, now_s: float) -> Decision | Busy:
-        """A decision of C++ with the names of workers and the reason."""
+        """Converts a decision of C++ to that of a policy."""
         if decision.status != _PLACED:
             return self._busy(decision, now_s)
         names, block_size = self._index.names, self._block_size
@@ -203,11 +203,11 @@ class Fleet:
         )
 
     def tell(self) -> None:
-        """Tells C++ what has changed."""
+        """Updates C++ with all changes since the last call."""
         touched = self._view.touched
         if self._version != self._estimates.version:
             self._tell_costs()
-        if self._has_new_costs:  # what these have to do was priced before
+        if self._has_new_costs:  # their work was priced at the old costs
             touched |= self._unsure | self._shared
             self._has_new_costs = False
         if not touched:
@@ -246,7 +246,7 @@ class Fleet:
         return need.num_tokens <= prefill_tokens or need.max_len <= mixed_tokens
 
     def _tpot_bound_s(self, need: Need) -> float:
-        """Infinite where there is none, or even an empty worker would not keep it."""
+        """The bound on TPOT; infinite if there is none, or if not even an empty worker keeps it."""
         bound_s = need.tpot_bound_s
         if bound_s is None:
             return math.inf
@@ -256,14 +256,14 @@ class Fleet:
         return bound_s if any(s is None or s <= bound_s for s in alone) else math.inf
 
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
-        """A worker that has time already is kept back by something else than time."""
+        """Converts a refusal. If a worker has time already, it lacks something else."""
         if decision.status != _NO_PREFILL:
             return Busy()
         if not self._wait_bound_s < decision.wait_s < math.inf:
             return Busy(lacks=Role.PREFILL)
         return Busy(now_s + decision.wait_s - self._backlog_s, Role.PREFILL)
 
-    # ------------------------------------------------------------ what C++ is told
+    # ------------------------------------------------------------ updates of C++
 
     def _tell_costs(self) -> None:
         """Sends new costs of each class to C++, and notes if all of them are known.
@@ -282,7 +282,7 @@ class Fleet:
         self._version = self._estimates.version
 
     def _put_news(self, number: int, worker: WorkerView) -> None:
-        """Its load, as row `number` of the news."""
+        """Writes a worker's load as row `number` of the news."""
         worker_id = worker.info.worker_id
         foreign_s = foreign_prefill_s(worker, self._estimates)
         if foreign_s is None or (worker.prefills and not worker.reserved_s):
@@ -308,9 +308,7 @@ class Fleet:
         finalize(self, _close, self._core, self._handle, self._index)
 
     def _kind(self, number: int, worker: WorkerView) -> int | None:
-        """Returns C++'s number for workers like this one, of class `number`; None if it has no
-        room.
-        """
+        """Returns the number of this kind of workers; None if there are too many kinds."""
         info = worker.info
         # Blocks mean the same to all workers of a group: see `WorkerView.can_pull_from`.
         group = self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
@@ -337,7 +335,7 @@ class Fleet:
 
 
 def _class_of(worker: WorkerView) -> Hashable:
-    """Workers whose work costs the same, a block's bytes on their way included."""
+    """The class of workers whose work costs the same, including the transfer of a block."""
     return worker_class(worker), worker.info.layout
 
 

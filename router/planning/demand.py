@@ -19,7 +19,7 @@ from router.machine.placing import KnownPrefixes, Placing
 from router.machine.state import RouterState
 from router.planning.planner import FlipCandidate
 
-LOOK_AFTER_S = 0.9  # who asks once a second is told of a new second each time
+LOOK_AFTER_S = 0.9  # a caller that asks once a second gets a new second each time
 
 _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 
@@ -27,8 +27,9 @@ _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 def members(
     view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE
 ) -> list[FlipCandidate]:
-    """Workers, with the tokens that a flip would move or give back; `roles` are those of workers
-    that were told of another one.
+    """All workers, with the tokens that a flip would move or give back.
+
+    `roles` holds the new roles of workers that were told to change.
     """
     return [
         FlipCandidate(
@@ -56,7 +57,7 @@ class Sums:
 
 
 class Demand:
-    """Adds up what arrives at the state that it is given."""
+    """Adds up the requests that arrive at a router's state."""
 
     def __init__(self, state: RouterState, placing: Placing) -> None:
         self._state = state
@@ -66,7 +67,7 @@ class Demand:
         self._taken_s: float | None = None
 
     def arrived(self, flight: Flight) -> None:
-        """Counts a new request, whatever becomes of it.
+        """Counts a new request, whatever its outcome.
 
         Until an observation is asked for, nothing is looked up: most gateways have no planner.
         """
@@ -100,7 +101,7 @@ class Demand:
         sums = replace(self._sums, locally_s=self._placing.locally_s)
         queued = [state.flights[request_id] for request_id in state.waiting.queue]
         if self._taken_s is None:
-            for one in queued:  # they came while no planner observed
+            for one in queued:  # these came while no planner observed
                 one.compute_s = self._prefill_s(one)
         over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
         self._taken, self._taken_s = sums, now_s

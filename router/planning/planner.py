@@ -1,8 +1,8 @@
 """The number of prefill and decode workers, from measured demand and costs.
 
-About once a second the planner gets what gateways saw (`Observation`) and which workers there are
-(`PoolSizes`). It returns the sizes that the pools should have (`PoolPlan`), with reasons in
-numbers. It only proposes. Its caller carries a proposal out, and chooses the workers.
+About once a second the planner gets the demand that gateways measured (`Observation`) and the
+number of workers (`PoolSizes`). It returns the sizes that the pools should have (`PoolPlan`), with
+reasons in numbers. It only proposes. Its caller carries a proposal out, and chooses the workers.
 
     prefill   rate of prompts / BUSY + what waits / PATIENCE of the bound on TTFT
     decode    (E·b + F·kv) / (t - D), so that a step of b sequences that are evenly spread takes t,
@@ -61,12 +61,12 @@ SOON_S, LATER_S = 5.0, 15.0  # rates are means over these: quick to rise, prompt
 class PoolSizes:
     """The workers there are, by the role that they have or were last told to have.
 
-    Mixed and drained workers are none of the planner's business.
+    Mixed and drained workers do not count.
     """
 
     prefill: int
     decode: int
-    num_changing: int = 0  # of these, told to start, stop or flip and not yet done
+    num_changing: int = 0  # of these, workers that have yet to start, stop or flip
     kv_tokens: int = 0  # that one worker holds
     max_running: int = 0  # sequences of one worker
     num_gateways: int = 1  # that should report
@@ -86,7 +86,7 @@ class PoolSizes:
 
     @property
     def present(self) -> "PoolSizes":
-        """With the workers alone that serve, and the room that there is for them."""
+        """The workers that serve now, and the room for them."""
         return replace(
             self,
             prefill=self.prefill - self.absent_prefill,
@@ -107,7 +107,7 @@ class PlannerRules:
     max_decode: int | None = None
     min_total: int = 2
     max_total: int | None = None  # None: the total stays as it is
-    least_gain: float = 0.1  # of the greater shortage, that flips must take away
+    least_gain: float = 0.1  # share of the greater shortage that flips must remove
     horizon_s: float = 10.0
     cool_down_s: float = 15.0
     change_timeout_s: float = 30.0
@@ -133,7 +133,7 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Workers that each pool needs, in fractions. `holding` of `decode` keep the pace of now."""
+    """Workers that each pool needs, in fractions. `holding` keep the pace of present sequences."""
 
     prefill: float
     decode: float
@@ -146,13 +146,13 @@ class Needs:
 
 
 class Planner:
-    """Decides, and remembers no more than what it saw lately and when the pools changed."""
+    """Decides. It remembers only recent observations and when the pools changed."""
 
     def __init__(self, rules: PlannerRules) -> None:
         self._rules = rules
         self._seen: deque[tuple[float, Observation]] = deque()
-        self._sizes: tuple[int, int] | None = None  # of the pools, when last looked at
-        self._changed_s = -inf  # when the sizes last did
+        self._sizes: tuple[int, int] | None = None  # of the pools, at the last decision
+        self._changed_s = -inf  # when the sizes last changed
         self._grew_s = {Role.PREFILL: -inf, Role.DECODE: -inf}
         self._changing_since_s: float | None = None
         self._silent_since_s: float | None = None
@@ -176,7 +176,7 @@ class Planner:
             prefill + pools.absent_prefill,
             total - prefill + pools.absent_decode,
             nodes + pools.num_absent,
-            (*_told(seen, here, needs), why, why_nodes),
+            (*_reasons(seen, here, needs), why, why_nodes),
         )
 
     # ------------------------------------------------------------ when not to decide
@@ -193,7 +193,7 @@ class Planner:
             self._seen.popleft()
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int], now_s: float) -> None:
-        """The pools have other sizes; at the first look all have grown, for all that is known."""
+        """Notes new sizes of the pools. At the first decision, all pools count as grown."""
         self._changed_s = now_s
         self._changing_since_s = None  # each change has its own deadline
         for role, before, after in zip(self._grew_s, old, new, strict=True):
@@ -205,7 +205,7 @@ class Planner:
             self._lacking_since_s = None
 
     def _held(self, seen: Observation | None, pools: PoolSizes, now_s: float) -> str | None:
-        """Why nothing is decided now."""
+        """The reason why nothing is decided now, or None."""
         rules = self._rules
         num_silent = pools.num_gateways - (0 if seen is None else seen.num_gateways)
         self._silent_since_s = _since(self._silent_since_s, num_silent > 0, now_s)
@@ -307,7 +307,7 @@ class Planner:
         return f"the pools changed {now_s - self._changed_s:.1f} s ago"
 
     def _limits(self, total: int) -> tuple[int, int]:
-        """The fewest and the most that may prefill, of so many."""
+        """The fewest and the most of `total` workers that may prefill."""
         rules = self._rules
         fewest = rules.min_prefill
         if rules.max_decode is not None:
@@ -363,14 +363,14 @@ class Planner:
 
 
 def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:  # noqa: FBT001
-    """Since when a thing holds."""
+    """The time since which a condition holds; None if it does not hold."""
     if not holds:
         return None
     return now_s if since_s is None else since_s
 
 
 def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> float:
-    """Workers that the sequences, those that wait included, need for their pace and their KV."""
+    """Workers that all sequences, also waiting ones, need for their pace and their KV."""
     num_seqs = seen.num_decoding + seen.num_queued
     need = 0.0
     if pools.kv_tokens:
@@ -385,7 +385,7 @@ def _decoders(seen: Observation, pools: PoolSizes, bound_s: float | None) -> flo
     return max(need, grows_s / (bound_s * PACE - cost.fixed_s))
 
 
-def _told(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, str]:
+def _reasons(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, str]:
     """Returns what each pool needs, and why."""
     cost = seen.decode_cost
     pace = "unknown"
@@ -403,7 +403,7 @@ def _told(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, str]:
     )
 
 
-# ---------------------------------------------------------------- who
+# ---------------------------------------------------------------- workers to flip
 
 
 def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, WorkerId]:
@@ -425,7 +425,7 @@ class FlipCandidate:
 
 
 def flips(plan: PoolPlan, members: Sequence[FlipCandidate]) -> list[tuple[WorkerId, Role]]:
-    """The workers to flip for a plan, all at once, and to which role."""
+    """The workers to flip for a plan, all at once, each with its new role."""
     num = plan.prefill - sum(member.role is Role.PREFILL for member in members)
     giver, taker = (Role.DECODE, Role.PREFILL) if num > 0 else (Role.PREFILL, Role.DECODE)
     givers = sorted(

@@ -1,4 +1,4 @@
-"""Any worker that has room, each as likely as the others."""
+"""A random worker among those that have room, each with the same chance."""
 
 from typing import ClassVar
 

@@ -74,21 +74,19 @@ class Costs(Protocol):
     """Predicted seconds. None: nothing was measured yet."""
 
     def prefill_s(self, worker: WorkerView, num_tokens: int, num_cached: int) -> float | None:
-        """To compute a prompt of which so many leading tokens are cached."""
+        """Seconds to compute a prompt of which `num_cached` leading tokens are cached."""
         ...
 
     def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
-        """To pull so many tokens in full blocks to this worker."""
+        """Seconds to pull `num_tokens` in full blocks to this worker."""
         ...
 
     def offer_s(self) -> float:
-        """Until a worker that computes prompts answers who asks for a prefix."""
+        """Seconds until a worker that computes prompts answers a request for a prefix."""
         ...
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
-        """Seconds of one decode step of `num_seqs` sequences with `context_tokens` of context in
-        all.
-        """
+        """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in all."""
         ...
 
 
@@ -166,7 +164,7 @@ class Asked:
     costs: Costs
     now_s: float
     rng: random.Random
-    wait_bound_s: float = inf  # no more than so long a queue for who prefills
+    wait_bound_s: float = inf  # the longest queue at a worker that prefills
 
 
 class Policy(Protocol):
@@ -176,10 +174,10 @@ class Policy(Protocol):
     binds_late: ClassVar[bool]
     """True if a prompt waits in the router until a prefill worker has little left to do."""
     prefills_locally: ClassVar[bool]
-    """True if it has decode workers prefill, and so may choose where no prefill worker is free."""
+    """True if it lets decode workers prefill, so it may choose while no prefill worker is free."""
 
     def choose(self, asked: Asked) -> Decision | Busy:
-        """The best placement. `Busy` where a better one is worth waiting for."""
+        """The best placement, or `Busy` if waiting for a better one pays."""
         ...
 
 

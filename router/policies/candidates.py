@@ -13,8 +13,8 @@ room for all of it.
 A mixed worker decodes what it prefills. If there is no prefill worker, decode workers that prefill
 locally stand in, however long it takes.
 
-Severed workers are not combined while there are others, even if those are busy. To wait is quicker
-than to fail again.
+Severed workers are not combined while there are others, even if those are busy. Waiting is quicker
+than failing again.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +24,15 @@ from engine.messages import Role, WorkerId
 from router.cluster.view import ClusterView, WorkerView
 from router.policies.base import Busy, Candidates, Costs, Impossible, Need, Worker
 
-LEAST_WAIT_S = 1e-3  # predictions are no finer, and sums of times no truer
+LEAST_WAIT_S = 1e-3  # predictions and sums of times are no more exact
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
     """The most work that a prefill worker may still have when it gets another prompt."""
 
-    tokens: int  # with the new one; one prompt may always be there
-    seconds: float  # without it, where they are known
+    tokens: int  # the new prompt included; a worker without work takes any prompt
+    seconds: float  # the new prompt not included; used if times are known
     costs: Costs
     now_s: float
 
@@ -55,7 +55,7 @@ class Backlog:
 
 
 def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float | None:
-    """Seconds until the worker has computed all that it was given. None if unknown."""
+    """Seconds until the worker has computed all its prompts. None if unknown."""
     if worker.prefills and not worker.reserved_s:
         return None
     foreign_s = foreign_prefill_s(worker, costs)
@@ -63,7 +63,7 @@ def predicted_ready_s(worker: WorkerView, costs: Costs, now_s: float) -> float |
 
 
 def longest_predicted_s(worker: WorkerView, costs: Costs) -> float | None:
-    """The longest predicted step there: all that it was given, with whole prompts.
+    """The longest predicted step of a worker: all its work, with whole prompts.
 
     None if unknown.
     """
@@ -102,7 +102,7 @@ def find(
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
     prefillers = [item for item in view.prefillers() if item[0] != other_than]
     if not prefillers:
-        return Busy(lacks=Role.PREFILL)  # one may come yet: the dead are replaced, roles change
+        return Busy(lacks=Role.PREFILL)  # one may come: dead workers are replaced, roles change
     if not decoders:
         return Busy()
     fault = _fault(prefillers, decoders, need)
@@ -156,7 +156,7 @@ def _kept_apart(
     alive: tuple[list[Worker], list[Worker]],
     room: tuple[list[Worker], list[Worker]],
 ) -> Candidates | Busy:
-    """Only prefill workers from which KV arrives somewhere, if there are any such alive."""
+    """Keeps only prefill workers whose KV reaches a decode worker, if such workers are alive."""
     apart = frozenset(view.severed)
     prefillers, decoders = room
     reaching = _reaching(prefillers, decoders, apart)
@@ -179,7 +179,7 @@ def _reaching(
 
 
 def tokens_to_compute(worker: WorkerView, need: Need) -> int:
-    """Tokens that a worker would have to prefill, as far as the request's group says."""
+    """Tokens that a worker would have to prefill, less the prompt that its group shares."""
     if need.shared is None or need.shared.placement.prefill != worker.info.worker_id:
         return need.num_tokens
     return need.num_tokens - need.shared.num_tokens

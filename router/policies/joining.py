@@ -32,7 +32,7 @@ def next_decoder(
 
 
 def _others(view: ClusterView, source: WorkerId) -> list[Worker]:
-    """Decode workers that read the blocks of `source`, and that they reach."""
+    """Decode workers that can read the blocks of `source` and that these blocks reach."""
     layout = view.workers[source].info.layout
     return [
         (worker_id, worker)

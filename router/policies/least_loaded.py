@@ -14,7 +14,7 @@ from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 
 class LeastLoaded:
-    """Counts tokens; needs no costs but to know whether a pull pays."""
+    """Counts tokens. It uses costs only to decide whether a pull pays."""
 
     name: ClassVar[str] = "least-loaded"
     binds_late: ClassVar[bool] = True
@@ -28,7 +28,7 @@ class LeastLoaded:
 
 
 def shortest_backlog(asked: Asked, policy: str, why: str) -> Decision:
-    """By tokens alone."""
+    """The placement with the fewest tokens to compute first."""
 
     def cost(item: Worker) -> tuple[float, ...]:
         backlog = item[1].promised_tokens + tokens_to_compute(item[1], asked.need)

@@ -15,7 +15,7 @@ from router.policies.sharing import emptiest_decoder, with_leader
 
 
 class Prefix:
-    """Goes where the prefix is, unless the queue there is longer than the prefix."""
+    """Takes the worker that holds the prefix, unless its queue is longer than the prefix."""
 
     name: ClassVar[str] = "prefix"
     binds_late: ClassVar[bool] = False

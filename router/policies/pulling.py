@@ -15,7 +15,7 @@ class Holder:
 
     worker_id: WorkerId
     num_tokens: int
-    answers_s: float = 0.0  # after so long, beside what a pull takes anyway
+    answers_s: float = 0.0  # seconds until it answers, beside those of any pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Found:
 
 
 class Holders:
-    """The workers that hold anything of a prompt, most first."""
+    """The workers that hold a prefix of a prompt, the longest first."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -50,7 +50,7 @@ class Holders:
         here = self.matched.get(sink_id, 0)
         if not self._asked.need.may_pull or not self._ranked or -self._ranked[0][0] <= here:
             return None
-        # Workers of one kind can pull the same: looked up once, as there may be a thousand of them.
+        # Workers of one kind, perhaps a thousand, can pull from the same holders: look up once.
         info = worker.info
         kind = (info.fingerprint, info.kv_wire_dtype, info.layout)
         if kind not in self._found:
@@ -95,7 +95,7 @@ class Bid:
 
 
 def bid(asked: Asked, sink: Worker, num_cached: int, holder: Holder | None) -> Bid | None:
-    """Returns the quicker of computing all and of pulling first. None if no time is known."""
+    """Returns the quicker of computing all and pulling first. None if no time is known."""
     worker, num_tokens = sink[1], asked.need.num_tokens
     compute_s = asked.costs.prefill_s(worker, num_tokens, num_cached)
     if compute_s is None:

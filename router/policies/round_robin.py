@@ -8,7 +8,7 @@ from router.policies.base import Asked, Busy, Decision, Worker
 
 
 class RoundRobin:
-    """Remembers whose turn it was last in each pool."""
+    """Remembers the worker of each pool that was chosen last."""
 
     name: ClassVar[str] = "round-robin"
     binds_late: ClassVar[bool] = False
@@ -31,5 +31,5 @@ class RoundRobin:
 
 
 def _after(last: WorkerId, workers: Sequence[Worker]) -> Worker:
-    """The next by name, and the first after the last."""
+    """The worker that follows `last` by name; after the last one, the first."""
     return min(workers, key=lambda item: (item[0] <= last, item[0]))

@@ -6,7 +6,7 @@ from router.policies.candidates import has_memory, least, predicted_ready_s, pro
 
 
 def with_leader(asked: Asked, policy: str) -> Decision | None:
-    """The two workers that computed the prompt for another request, if they have room."""
+    """The two workers that serve the leader of the group, if they have room."""
     shared = asked.need.shared
     if shared is None:
         return None
@@ -58,7 +58,7 @@ def emptiest_decoder(asked: Asked, prefill: Worker) -> WorkerId:
 
 
 def kept_tokens(asked: Asked, prefill: Worker) -> int:
-    """The most that an earlier attempt left in a decode worker for this prefill worker."""
+    """The most tokens that an earlier attempt left in a partner of this prefill worker."""
     if not asked.need.kept_tokens:
         return 0
     kept = asked.need.kept_tokens

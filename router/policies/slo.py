@@ -4,20 +4,21 @@ For each prefill worker that has little left to do:
 
     TTFT = its wait + min(prefill(n, held here), pull(best - held here) + prefill(n, best held))
 
-So a prefix is pulled where that is quicker than to compute it, which copies hot prefixes to where
-they are wanted. A mixed worker counts as a prefill worker. It is a last resort if it could not keep
+So a prefix is pulled where that is quicker than computing it, which copies hot prefixes to where
+they are used. A mixed worker counts as a prefill worker. It is a last resort if it could not keep
 the bound on the time per output token (TPOT), or if its running sequences would wait too long.
 
-The decode worker is that of the least TPOT after joining, D + E (b + 1) + F kv. Here kv is taken in
-the middle of the predicted growth of all sequences there. If no worker keeps the bound the request
-waits, unless even an empty worker would not keep it.
+The decode worker is the one with the least TPOT after joining, D + E (b + 1) + F kv. Here kv is
+taken in the middle of the predicted growth of all sequences there. If no worker keeps the bound the
+request waits, unless even an empty worker would not keep it.
 
 A decode worker prefills locally if the first token then comes sooner than from any other worker,
 queues included, and if its own queue is short. It computes no more than its steps have time for.
-That is what the bound leaves beside the present batch or, without a bound, once more the time of a
-step. The policy asks the worker that would decode anyway, and those that hold most of the prompt.
+With a bound, that is the time which the bound leaves beside the present batch. Without a bound, it
+is once more the time of a step. The policy asks the worker that would decode anyway, and those that
+hold most of the prompt.
 
-Before anything was measured the policy is `least-loaded`.
+Before the first measurement the policy is `least-loaded`.
 
 `router.native.fleet` makes the same decision in C++, and is asked first.
 
@@ -123,7 +124,7 @@ class _Question:
         return pace_s is not None and pace_s + prefill.bid.seconds > self._bound_s
 
     def _locals(self) -> list[_Prefill]:
-        """Decode workers that have time to prefill it."""
+        """Decode workers that have time to prefill the prompt."""
         asked = self._asked
         decoders = [item for item in asked.candidates.decoders if item[1].info.prefills_locally]
         if not decoders or not self._all_paces_known:
@@ -190,7 +191,7 @@ class _Question:
 
 
 def reason(*, is_local: bool, pulls: bool) -> str:
-    """Why a request went where it went, in words."""
+    """The reason of a placement, in words."""
     why = "least TTFT, decoded where it is prefilled" if is_local else "least TTFT"
     return f"{why}, with a prefix pulled" if pulls else why
 
@@ -208,7 +209,7 @@ def bound_s(asked: Asked) -> float | None:
 
 
 def present_tpot_s(worker: WorkerView, costs: Costs) -> float | None:
-    """Seconds per token at a decode worker with what is promised to it."""
+    """Seconds per token at a decode worker with its present claims."""
     return costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
 
 

@@ -1,10 +1,10 @@
 """A recording on disk, written beside the gateway's work.
 
 The event loop encodes a record and appends it to a list. A thread writes the list from time to time
-and at the end. The recording ends if the disk is full or too slow, or if something cannot be
-encoded. It never has a hole, for nothing behind a hole can be replayed. Serving goes on.
+and at the end. The recording ends if the disk is full or too slow, or if an event cannot be
+encoded. It never has a gap, since nothing after a gap can be replayed. Serving goes on.
 
-Only the user that runs the gateway may read the file: it holds prompts and answers.
+Only the user of the gateway may read the file: it holds prompts and answers.
 """
 
 import logging
@@ -22,7 +22,7 @@ from router.recording.records import Recorder
 log = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 0.5
-MAX_UNWRITTEN_BYTES = 256 * 2**20  # of a disk that does not keep up
+MAX_UNWRITTEN_BYTES = 256 * 2**20  # if the disk does not keep up
 NOT_WRITTEN_IN_TIME = "the disk does not finish"
 CLOSE_TIMEOUT_S = 5.0
 
@@ -31,31 +31,31 @@ class Disk(Protocol):
     """A file for records, written through at `flush`."""
 
     def write(self, data: bytes) -> object:
-        """Takes records. Raises OSError."""
+        """Writes records. Raises OSError."""
         ...
 
     def flush(self) -> None:
-        """Hands them on. Raises OSError."""
+        """Passes written records on. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come. Raises OSError."""
+        """Closes the file. Raises OSError."""
         ...
 
 
 class RecordingFile:
-    """Writes down what a machine is told and what it answers, from `open` to `close`."""
+    """Records the events and effects of a machine, from `open` to `close`."""
 
     def __init__(
         self, path: Path, config: RouterConfig, *, max_unwritten_bytes: int = MAX_UNWRITTEN_BYTES
     ) -> None:
         """`config` is the machine's, with the seed that it really has."""
         self.path = path
-        self.failure: str | None = None  # why nothing is recorded any more
+        self.failure: str | None = None  # the reason why the recording ended early
         self._config = config
         self._max_unwritten_bytes = max_unwritten_bytes
         self._lock = threading.Lock()
-        self._unwritten: list[bytes] = []  # under the lock, and with it:
+        self._unwritten: list[bytes] = []  # under the lock, like the next field
         self._num_unwritten_bytes = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
@@ -75,17 +75,17 @@ class RecordingFile:
         self._thread.start()
 
     def note(self, event: RouterEvent, now_s: float, effects: Sequence[RouterEffect]) -> None:
-        """The machine was told this, and this came of it."""
+        """Records an event and its effects."""
         if self.failure is not None:
             return
         try:
             self._recorder.note(event, now_s, effects)
-        except Exception as error:  # the effects are to be performed all the same
-            # What the error says may hold what clients said.
+        except Exception as error:  # the effects must be performed anyway
+            # The error's text may hold a client's text.
             self._fail(f"{type(event).__name__} cannot be encoded: {type(error).__name__}")
 
     def close(self) -> None:
-        """Writes what is left. Waits for that, though not for ever."""
+        """Writes the rest, and waits for that up to CLOSE_TIMEOUT_S."""
         if not self._thread.is_alive():
             return
         self._closing.set()
@@ -104,7 +104,10 @@ class RecordingFile:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        for work in (self._write_all, self._file.close):  # a disk may say only then that it is full
+        for work in (
+            self._write_all,
+            self._file.close,
+        ):  # some disks report only at the end that they are full
             try:
                 work()
             except Exception as error:  # memory may be short too
@@ -132,7 +135,7 @@ class RecordingFile:
 
 
 def _reason(error: Exception) -> str:
-    """Holds nothing of what was recorded."""
+    """The reason, without any part of the recorded data."""
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 

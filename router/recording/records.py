@@ -4,11 +4,11 @@
     {"now_s": 1.5, "kind": "Arrived", "event": {...}, "effects": [["SendTo", {...}], ...]}
 
 A machine is a function of its configuration and its events. A fresh one that gets the recorded
-events at the recorded times must return the same effects. `replay` finds the differences. That
-checks the simulator's claim to run the same router, and it reproduces bugs.
+events at the recorded times must return the same effects. `replay` finds the differences. This
+checks that the simulator runs the same router, and it reproduces bugs.
 
-With `slo` both machines must have the router's C++ or both not, since another generator breaks ties
-there. A recording says which, and `replay` refuses the other.
+With `slo`, either both machines must have the router's C++ or neither, since C++ breaks ties with a
+generator of its own. The first record says which, and `replay` refuses the other.
 
 A recording holds prompts and answers, so it is as confidential as they are. The length of a record
 is not known before it is read, so files are read by msgpack's streaming `Unpacker`, within
@@ -88,7 +88,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A recorded event after which a machine did something else, and both as JSON."""
+    """An event with other effects than recorded, and both lists of effects as JSON."""
 
     number: int  # of the record, from 1
     kind: str
@@ -97,7 +97,7 @@ class Mismatch:
 
 
 class Recorder:
-    """Writes down the events and the effects of a machine."""
+    """Encodes the events and the effects of a machine."""
 
     def __init__(self, config: RouterConfig, write: Callable[[bytes], object]) -> None:
         """`write` takes whole records, in order."""
@@ -159,7 +159,7 @@ def replay(
 ) -> Iterator[Mismatch]:
     """Feeds recorded events to a fresh machine, and yields the differences.
 
-    Raises ProtocolError for a file that is no recording, and for one that cannot be repeated here.
+    Raises ProtocolError if the file is no recording or cannot be replayed here.
     """
     rest = iter(records)
     head = _read_head(rest)
