@@ -48,7 +48,7 @@ HEARTBEAT_MS = 2000  # between the two ends of a connection; a dead one is repla
 
 
 class BlockFeed:
-    """Follows one worker. `on_news` is told what it tells, `count` what had to be asked for."""
+    """Follows one worker. `on_news` takes its events, `count` the reason of each request to it."""
 
     def __init__(
         self,
@@ -77,17 +77,17 @@ class BlockFeed:
         return self._news.is_following
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Subscribes, and asks for all that is cached. Raises ZMQError where that is impossible."""
+        """Subscribes and requests a snapshot. Raises ZMQError if a socket cannot connect."""
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._batches = self._connected(zmq.SUB, self._address.published)
         self._batches.set(zmq.SUBSCRIBE, topic_of(self._info.worker_id, self._info.incarnation))
         self._loop.add_reader(self._batches.FD, self._read_batches)
-        self._loop.call_soon(self._read_batches)  # connecting may have used up its news
+        self._loop.call_soon(self._read_batches)  # connecting may have cleared the descriptor
         self._perform(self._news.open(self._clock.now_s()))
 
     def close(self) -> None:
-        """Lets go of the worker. Nothing is told from now on."""
+        """Closes the sockets. `on_news` is not called from now on."""
         self._is_closed = True
         self._hang_up()
         self._loop.remove_reader(self._batches.FD)
@@ -96,7 +96,7 @@ class BlockFeed:
             self._timer.cancel()
 
     def counted(self, num_batches: int) -> None:
-        """The worker has reported how many batches it published."""
+        """Takes the number of published batches that the worker has reported."""
         self._handle(Counted(num_batches))
 
     # ------------------------------------------------------------ sockets
@@ -114,7 +114,7 @@ class BlockFeed:
         return socket
 
     def _read_batches(self) -> None:
-        """Reads what is there, to the last: the descriptor does not tell twice of the same."""
+        """Reads all messages: the descriptor becomes readable once, not once for each."""
         for _ in range(MAX_MESSAGES_PER_TURN):
             if self._is_closed:
                 return
@@ -137,7 +137,7 @@ class BlockFeed:
         self._loop.call_soon(self._read_answers, socket)
 
     def _ask(self, wanted: bytes) -> None:
-        """Sends an ask. If that is impossible there is no answer, and a later ask covers it."""
+        """Sends a request. If that fails, no answer comes and a later request replaces it."""
         self._hang_up()
         try:
             socket = self._answers = self._connected(zmq.DEALER, self._address.asked)
@@ -147,7 +147,7 @@ class BlockFeed:
             return
         self._loop.add_reader(socket.FD, self._read_answers, socket)
         socket.send_multipart((self._info.incarnation.encode(), wanted))
-        self._loop.call_soon(self._read_answers, socket)  # sending uses up the descriptor's news
+        self._loop.call_soon(self._read_answers, socket)  # sending may have cleared the descriptor
 
     def _hang_up(self) -> None:
         if self._answers is not None:
@@ -202,7 +202,7 @@ def _published(frames: Sequence[bytes]) -> NewsEvent:
 
 
 def _answered(frames: Sequence[bytes]) -> NewsEvent:
-    """Decodes an answer. Its first frame repeats the ask; the socket receives no other answers."""
+    """Decodes an answer, whose first frame repeats the request of this socket."""
     try:
         piece = decode_answer(frames[1:])
     except ProtocolError as error:

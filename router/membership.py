@@ -1,6 +1,6 @@
 """A gateway's side of the controller: the members that it serves with, and its reports.
 
-The controller dials in. It may be a new one, or absent for a while: the last members stay in force.
+The controller connects. It may be a new one, or absent for a while: the last members stay in force.
 Only members of a higher number count, so a late message of an earlier controller changes nothing.
 """
 
@@ -45,7 +45,7 @@ MAX_UNSENT_MESSAGES = 256  # a controller that reads more slowly is cut off
 
 
 class ControlServer:
-    """Takes members from controllers and tells them what goes on."""
+    """Takes members from controllers and sends them reports."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ControlServer:
         self.members = members
 
     async def open(self) -> str:
-        """Starts to listen; the address."""
+        """Starts to listen and returns the address."""
         return await self._server.open()
 
     async def close(self) -> None:
@@ -150,7 +150,7 @@ class ControlServer:
         self.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", send: Send) -> None:
-        """Answers as they come, and a report once a second, however many answers there are."""
+        """Sends answers when they come, and a report once a second even among many answers."""
         due_s = self._clock.now_s() + REPORT_EVERY_S
         while True:
             message = await _next_of(outbox, due_s - self._clock.now_s())

@@ -86,7 +86,7 @@ class Book:
 
 @dataclass(slots=True)
 class ConnectionPace:
-    """The times since when one connection owes a head, a body or progress; None: it owes none."""
+    """The times since which one connection owes a head, a body or progress; None: it owes none."""
 
     head_s: float | None  # the head of a request
     body_s: float | None = None  # the rest of a body

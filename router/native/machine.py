@@ -40,7 +40,7 @@ def _fleet(
     prefixes: Prefixes,
     estimates: Estimates,
 ) -> Fleet | None:
-    """A fleet, if the policy is the one that it has in C++."""
+    """A fleet if the policy has one in C++, else None."""
     if not isinstance(policy, Slo) or not isinstance(prefixes, PrefixIndex):
         return None
     return Fleet(

@@ -1,7 +1,7 @@
 """A bound on the characters per token, which needs no tokenising.
 
 Pure: reads the parts of a tokenizer. The bound holds only if no text can vanish, so only these
-parts are known. With any other part there is no bound:
+parts are accepted. With any other part there is no bound:
 
     normalizer      NFC, NFD, Lowercase, ByteLevel, Prepend, Replace of a string by one as long
     pre-tokenizer   ByteLevel, Metaspace, Digits, Split that keeps its separators

@@ -67,7 +67,7 @@ def structure_of(
 ) -> Structure:
     """Returns the structure that the fields of a body ask for. Raises InvalidRequest.
 
-    `token_of` gives the id of an added token. In some models the marks around calls are such.
+    `token_of` gives the id of an added token, which in some models is the mark around calls.
     The gateway's grammar checker decides whether the grammar can be followed.
     """
     asked = [name for name in _GUIDED if fields.get(name) is not None]
