@@ -68,7 +68,7 @@ def rss_bytes(running: Deployment) -> int:
 
 
 def answers(running: Deployment) -> float:
-    """Seconds that an honest request takes."""
+    """Sends an honest request and returns the seconds until its answer."""
     clock = MonotonicClock()
     begin_s = clock.now_s()
     url = running.gateways[0].url
@@ -78,7 +78,7 @@ def answers(running: Deployment) -> float:
 
 
 def received(sock: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
+    """All bytes until the other side closes."""
     pieces = []
     with contextlib.suppress(ConnectionResetError):
         while piece := sock.recv(65536):
@@ -93,7 +93,7 @@ def status_and_code(response: bytes) -> tuple[int, str]:
 
 
 def pour(sock: socket.socket, piece: bytes, num_bytes: int) -> int:
-    """Sends until this much is sent, or the peer takes no more."""
+    """Sends until `num_bytes` are sent or the peer takes no more. Returns the bytes sent."""
     sent = 0
     with contextlib.suppress(ConnectionError, TimeoutError):
         while sent < num_bytes:
@@ -165,7 +165,7 @@ def test_a_protocol_upgrade_is_ignored(gateway):
 
 
 async def drip(host: str, port: int, num_connections: int) -> list[float]:
-    """When each connection ended, while all of them send a head a little at a time."""
+    """The time at which each connection ended, while all send heads in small pieces."""
     clock = MonotonicClock()
 
     async def one(number: int) -> float:
@@ -175,7 +175,7 @@ async def drip(host: str, port: int, num_connections: int) -> list[float]:
             return clock.now_s()
         ended = asyncio.create_task(reader.read())
         with contextlib.suppress(ConnectionError):
-            if number % 3:  # every third says nothing at all
+            if number % 3:  # every third sends nothing
                 writer.write(b"GET /health HTTP/1.1\r\n")
             while not ended.done():
                 if number % 3:
@@ -225,10 +225,10 @@ def test_two_thousand_slow_heads_are_closed_in_time(gateway, tmp_path, monkeypat
         running.close()
 
 
-def test_one_address_has_so_many_connections(gateway):
+def test_connections_of_one_address_are_bounded(gateway):
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(gateway)) for _ in range(MAX_PER_ADDRESS)]
         refused = stack.enter_context(connect(gateway))
         assert status_and_code(received(refused)) == (503, "overloaded")
-        assert all(received(sock) == b"" for sock in socks)  # they have said nothing
+        assert all(received(sock) == b"" for sock in socks)  # they have sent nothing
     poll_until(lambda: answers(gateway) > 0, "there is room again", 5)

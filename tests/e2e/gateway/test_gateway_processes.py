@@ -51,7 +51,7 @@ def serving(tmp_path, monkeypatch) -> Iterator[Deployment]:
 
 
 def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
-    """Each over a connection of its own, which is how the kernel shares them out."""
+    """Sends requests, each over its own connection: the kernel spreads connections."""
     for _ in range(num_requests):
         body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
@@ -59,16 +59,16 @@ def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
 
 
 def finished(url: str) -> dict[str, float]:
-    """Requests by process."""
+    """Finished requests by process."""
     found = matching(r'baton_requests_total\{.*"finished"', metrics(url))
     return {name.split('process="')[1][0]: count for name, count in found.items()}
 
 
 def kill(gateway: GatewayReady) -> None:
-    """Returns when nothing can be asked of it any more.
+    """Kills a gateway, and returns when its sockets are closed.
 
-    Its descriptor tells when its last thread is gone, and with it its sockets; its first thread,
-    which is what /proc shows of it, may be dead before.
+    Its descriptor becomes readable when its last thread is gone. /proc shows only its first thread,
+    which may end earlier.
     """
     pidfd = os.pidfd_open(gateway.pid)
     try:
@@ -79,17 +79,18 @@ def kill(gateway: GatewayReady) -> None:
 
 
 def restarted(running: Deployment, name: str, deadline_s: float = 60) -> list[str]:
-    """What was said of it after its first start, until it was back; whether its session or its
-    process is seen to end first does not matter.
+    """Waits until a process is back. Returns the history after its first start.
+
+    The loss of its session is left out, as it may be noticed before or after the process's end.
     """
     machine = running.controller.machine
 
-    def told() -> list[str]:
-        said = [str(step) for step in list(machine.history) if step.subject == name][1:]
-        return [line for line in said if "cannot be reached" not in line]
+    def history() -> list[str]:
+        lines = [str(step) for step in list(machine.history) if step.subject == name][1:]
+        return [line for line in lines if "cannot be reached" not in line]
 
-    poll_until(lambda: f"{name} was started again" in told(), "it is back", deadline_s)
-    return told()
+    poll_until(lambda: f"{name} was started again" in history(), "it is back", deadline_s)
+    return history()
 
 
 def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
@@ -116,7 +117,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     ask(url)
     assert sum(finished(url).values()) == counts["0"] + NUM_REQUESTS
 
-    # The first one saw that the port was free. When it comes back it is not: the second is there.
+    # At its first start the port was free. When it comes back, the second process has the port.
     ended = "ended with status -9: it is started again in 1 s"
     assert restarted(serving, "gateway-1") == [
         f"gateway-1 {ended}",
@@ -128,7 +129,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
         "gateway-0 was started again",
     ]
     assert {gateway.url for gateway in serving.gateways} == {url}
-    before = finished(url)  # a process that was back early has answered some of these
+    before = finished(url)  # a process that came back early has answered some of these
     ask(url)
     counts = finished(url)
     assert set(counts) == {"0", "1"}
@@ -136,7 +137,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     assert all(counts[process] > before.get(process, 0) for process in counts)
 
 
-@pytest.mark.long  # it is given ten seconds
+@pytest.mark.long  # takes ten seconds
 def test_a_process_that_hangs_is_ended_and_started_again(serving):
     hung = serving.gateways[1]
     os.kill(hung.pid, signal.SIGSTOP)
@@ -149,7 +150,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(serving):
 
 
 def statuses(url: str, *headers: bytes) -> set[int]:
-    """The answers to requests with these heads, over enough connections to reach both processes."""
+    """The statuses of requests with these headers, over enough connections for both processes."""
     head = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + b"".join(headers)
     host, port = url.removeprefix("http://").split(":")
     found = set()

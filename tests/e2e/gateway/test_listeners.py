@@ -1,6 +1,6 @@
 """On one machine everything listens on loopback only, and Ray does nothing without its token.
 
-The kernel is asked which sockets there are: what a process was told to bind proves nothing.
+The kernel is asked for the sockets: the settings of a process prove nothing.
 """
 
 import os
@@ -44,19 +44,19 @@ def on_ray() -> Iterator[Served]:
 
 
 def pids(served: Served) -> set[int]:
-    """Ray's agents overwrite their environment, and so the mark: they are found as children."""
+    """The processes of a deployment. Ray's agents lose the mark, so they are found as children."""
     return tree(served.process.pid) | set(marked_pids(served.mark))
 
 
 def beyond_loopback(served: Served) -> list[str]:
-    """The listeners that others can reach; that the gateway's is seen shows that one looks well."""
+    """The listeners beyond loopback. The gateway's must be found, or the search is wrong."""
     found = listeners(pids(served))
     assert int(served.url.rpartition(":")[2]) in {each.port for each in found}
     return [str(each) for each in found if not each.is_loopback]
 
 
 def refusals(served: Served, method: str) -> list[grpc.StatusCode]:
-    """The answer of each gRPC server to a call without a token; others lack the method."""
+    """The answers to a call without a token from all gRPC servers that have the method."""
     answers = (_answer(each, method) for each in listeners(pids(served)))
     return [code for code in answers if code not in _HAS_NO_SUCH]
 
@@ -102,7 +102,7 @@ def test_the_agent_that_makes_environments_refuses_a_request_without_the_token(o
 
 
 @pytest.mark.ray
-def test_only_with_the_token_something_can_be_run_on_our_ray(on_ray):
+def test_ray_runs_tasks_only_with_its_token(on_ray):
     gcs = gcs_of(on_ray)
     token = environment_of(gcs)["RAY_AUTH_TOKEN"]
     (listener,) = listeners([gcs])
@@ -113,8 +113,8 @@ def test_only_with_the_token_something_can_be_run_on_our_ray(on_ray):
 
 
 def run_something(port: int, **environment: str) -> str:
-    """A program joins the Ray whose GCS listens there: what its task returned, or why none ran."""
-    # It has the loopback mode too: else it would not look for the GCS at 127.0.0.1.
+    """Runs a task on the Ray whose GCS listens there. Returns its result, or the error."""
+    # Without the loopback mode it would not look for the GCS at 127.0.0.1.
     mode = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_NUM_REDIS_GET_RETRIES": "1"}
     done = subprocess.run(
         [sys.executable, "-c", RUN_SOMETHING.format(address=f"127.0.0.1:{port}")],
@@ -173,6 +173,6 @@ def session_folder(served: Served) -> Path:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """As it was at its start."""
+    """The environment of a process at its start."""
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)

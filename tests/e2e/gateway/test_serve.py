@@ -80,7 +80,7 @@ def test_stages_of_the_timeline_sum_to_less_than_the_clients_time(served):
     assert (timeline["prefill_worker"], timeline["decode_worker"]) == ("prefill-0", "decode-0")
 
 
-def test_metrics_say_where_every_block_is(served):
+def test_metrics_count_every_block_by_state(served):
     def blocks() -> dict[str, float]:
         return matching(r"baton_worker_blocks\{", metrics(served.url))
 

@@ -26,7 +26,7 @@ FOR_EVER = 4000  # tokens
 
 @dataclass(slots=True)
 class Command:
-    """A command that serves, and what it has printed so far."""
+    """A serving command and its output so far."""
 
     process: "subprocess.Popen[bytes]"
     mark: str
@@ -45,7 +45,7 @@ class Command:
         return found
 
     def ended(self, timeout_s: float = 20) -> tuple[int, float, str]:
-        """Its exit status, how long that took, and all it printed; no process is left."""
+        """Waits for the end. Returns exit status, seconds and output; no process may be left."""
         clock = MonotonicClock()
         begin_s = clock.now_s()
         status = self.process.wait(timeout_s)
@@ -57,13 +57,13 @@ class Command:
         return status, took_s, text
 
     def ask(self, max_tokens: int, *, stream: bool = True) -> "Future[str]":
-        """The text of an answer, when it has ended."""
+        """The text of an answer, at its end."""
         body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
         url = f"{self.url}/v1/completions"
         return self.threads.submit(lambda: httpx.post(url, json=body, timeout=30).text)
 
     def streams(self, max_tokens: int) -> "list[Future[str]]":
-        """Several answers that have begun."""
+        """Starts several answers and waits until all have begun."""
         asked = [self.ask(max_tokens) for _ in range(NUM_STREAMS)]
         poll_until(lambda: self.num_running() == NUM_STREAMS, "all answers have begun", 10)
         return asked
@@ -108,17 +108,17 @@ def serving(*, drain_s: float, pace_s: float = 0.01) -> Iterator[Command]:
 
 
 def error_code(answer: str) -> str:
-    """Of the last event of a stream, or of a whole answer."""
+    """The error code in the last event of a stream, or in a whole answer."""
     return json.loads(answer.strip().split("\n\n")[-1].removeprefix("data: "))["error"]["code"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_answers_that_have_begun_are_completed_and_no_other_is_taken(number):
+def test_begun_answers_are_completed_and_new_requests_are_refused(number):
     with serving(drain_s=20) as running:
         answers = running.streams(150)
         running.process.send_signal(number)
         running.read_until(rb"draining: \d+ answers running, up to 20 s; Ctrl-C again to stop now")
-        poll_until(lambda: not running.listens(), "it listens no more", 10)
+        poll_until(lambda: not running.listens(), "it stops listening", 10)
         assert all(answer.result(30).endswith("data: [DONE]\n\n") for answer in answers)
         status, _, text = running.ended()
         assert status == 0
@@ -136,7 +136,7 @@ def test_an_answer_longer_than_the_drain_ends_with_an_error():
         assert f"{NUM_STREAMS + 1} requests are ended before they are complete" in text
 
 
-def test_a_second_signal_waits_for_nothing():
+def test_a_second_signal_ends_at_once():
     with serving(drain_s=60) as running:
         answers = running.streams(FOR_EVER)
         running.process.send_signal(signal.SIGINT)

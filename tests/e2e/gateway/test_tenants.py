@@ -32,11 +32,11 @@ pytestmark = pytest.mark.torch
 
 BLOCK_SIZE = 16
 CONTEXT_LEN = 2048
-NUM_TOKENS = 75 * BLOCK_SIZE + 5  # to compute them takes dozens of times as long as to find them
+NUM_TOKENS = 75 * BLOCK_SIZE + 5  # computing them takes dozens of times as long as finding them
 NUM_PROMPTS = 16
 KEYS = {"ann": None, "bob": None, "cid": "team", "dan": "team"}
 DEBUG = "dan"
-SURE = 1e-3  # a right server fails so often: 1 in 1000
+SURE = 1e-3  # a correct server fails once in 1000 runs
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def some_prompt(rng: random.Random) -> list[int]:
 
 
 class Api:
-    """A gateway in this process, asked by the holders of keys."""
+    """A gateway in this process, with requests of several keys."""
 
     def __init__(self, client: httpx.AsyncClient, r: Router) -> None:
         self._client = client
@@ -85,7 +85,7 @@ class Api:
         return time.perf_counter() - begin_s
 
     def known(self, prompt: Sequence[int], salt: bytes) -> int:
-        """Blocks of a prompt that the gateway has heard of, from the events of all workers."""
+        """Blocks of a prompt that the gateway knows from the events of all workers."""
         hashes = hash_blocks(prompt, BLOCK_SIZE, salt)
         return max(self.router.machine.prefixes.longest(hashes).values(), default=0)
 
@@ -117,7 +117,7 @@ def test_only_tenants_that_share_a_prefix_find_it(running, keys):
             assert await server.cached("ann", prompt) == full
             assert await server.cached("bob", prompt) == 0
             assert await server.cached("cid", prompt) == 0
-            assert await server.cached("dan", prompt) == full  # of one group with cid
+            assert await server.cached("dan", prompt) == full  # in one group with cid
             assert await server.cached("ann", prompt, cache_salt="mine") == 0
             assert await server.cached("ann", prompt, cache_salt="mine") == full
             assert await server.cached("bob", prompt, cache_salt="mine") == 0
@@ -131,13 +131,15 @@ def test_only_tenants_that_share_a_prefix_find_it(running, keys):
 async def only_keyed_hashes_are_heard(server: Api, prompt: Sequence[int]) -> None:
     secret, hashes_of = Secret(TOKEN), keys_sharing()
     salts = [secret.salt(sharing) for sharing in hashes_of]
-    await until(lambda: all(server.known(prompt, salt) for salt in salts), "workers told of blocks")
+    await until(
+        lambda: all(server.known(prompt, salt) for salt in salts), "the gateway knows the blocks"
+    )
     for salt in (b"", secret.salt(""), Secret("guess").salt(hashes_of[0])):
         assert server.known(prompt, salt) == 0
 
 
 def keys_sharing() -> list[str]:
-    """As `router.access.keys` names who shares: ann, bob, and the group of the others."""
+    """The sharing names of `router.access.keys`: ann, bob, and the group of the others."""
     ann, bob = (record(name, name).hash for name in ("ann", "bob"))
     return [f"key:{ann}", f"key:{bob}", "group:team"]
 
@@ -168,7 +170,7 @@ def p_of_no_difference(some: Sequence[float], others: Sequence[float]) -> float:
 async def times(
     server: Api, key: str, asked: Sequence[Sequence[int]], rng: random.Random
 ) -> tuple[list[float], list[float]]:
-    """Of prompts that ann asked, and of as many new ones, in random order."""
+    """Waiting times of prompts that ann sent before, and of as many new ones, in random order."""
     fresh = [some_prompt(rng) for _ in asked]
     order = [(0, prompt) for prompt in asked] + [(1, prompt) for prompt in fresh]
     rng.shuffle(order)
@@ -194,4 +196,4 @@ def test_waiting_times_do_not_reveal_other_keys_prompts(running, keys):
 
     own, another = asyncio.run(run())
     assert own < SURE, "the statistic does not see a hit"
-    assert another > SURE, "the time tells what another key asked"
+    assert another > SURE, "the time reveals the prompts of another key"

@@ -30,7 +30,7 @@ BODY = {"prompt": "a", "max_tokens": 50, "ignore_eos": True, "stream": True}
 
 @dataclass(slots=True)
 class Secure:
-    """A gateway, and the files that it serves with."""
+    """A gateway and its certificate files."""
 
     url: httpx.URL
     certificate: Path
@@ -40,7 +40,7 @@ class Secure:
         return ssl.create_default_context(cafile=str(certificate))
 
     def served_name(self) -> str:
-        """Of the certificate that a new connection is shown."""
+        """The name of the certificate that a new connection gets."""
         pem = ssl.get_server_certificate((self.url.host, self.url.port), timeout=10)
         return next((n for n in NAMES if (FOLDERS[n] / "cert.pem").read_text() in pem + "\n"), "")
 
@@ -71,7 +71,7 @@ def secure(tmp_path_factory) -> Iterator[Secure]:
 
 
 def put(path: Path, source: Path) -> None:
-    """In one step."""
+    """Copies a file into place in one step."""
     partial = path.with_suffix(".new")
     partial.write_bytes(source.read_bytes())
     partial.chmod(0o600)
@@ -85,18 +85,22 @@ def test_streams_and_new_certificates_without_a_restart(secure):
         assert answer.endswith("data: [DONE]\n\n")
         assert secure.served_name() == "first"
 
-        put(secure.certificate, FOLDERS["second"] / "cert.pem")  # its key has not come yet
+        put(secure.certificate, FOLDERS["second"] / "cert.pem")  # without its key, which follows
         page = f"{secure.url}/metrics"
-        poll_until(lambda: 'event="reload failed"' in client.get(page).text, "it was tried", 10)
+        poll_until(
+            lambda: 'event="reload failed"' in client.get(page).text,
+            "the gateway tried the files",
+            10,
+        )
         assert secure.served_name() == "first"
         put(secure.key, FOLDERS["second"] / "key.pem")
-        poll_until(lambda: secure.served_name() == "second", "the new one is shown", 10)
+        poll_until(lambda: secure.served_name() == "second", "the new certificate is served", 10)
         assert client.get(f"{secure.url}/health").status_code == 200  # over the old connection
     with httpx.Client(verify=secure.trusting(FOLDERS["second"] / "cert.pem")) as client:
         assert client.get(f"{secure.url}/health").status_code == 200
 
 
-def test_a_handshake_that_does_not_come_is_waited_for_so_long(secure):
+def test_handshakes_that_do_not_come_are_ended_in_time(secure):
     clock = MonotonicClock()
     begin_s = clock.now_s()
     address = (secure.url.host, secure.url.port)
@@ -108,7 +112,7 @@ def test_a_handshake_that_does_not_come_is_waited_for_so_long(secure):
     assert clock.now_s() - begin_s < 5
 
 
-def test_old_protocols_are_not_spoken(secure):
+def test_old_versions_of_tls_are_refused(secure):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with warnings.catch_warnings(action="ignore"):
@@ -137,7 +141,7 @@ def test_invalid_certificate_files_are_refused(tmp_path):
         TlsFiles(certificate, key).open()
 
 
-def test_a_file_that_changes_within_a_moment_counts(tmp_path):
+def test_a_change_of_the_time_stamp_alone_reloads_the_files(tmp_path):
     certificate, key = make_certificate(tmp_path, "one")
     files = TlsFiles(certificate, key)
     files.open()
