@@ -64,6 +64,13 @@ class PeerReplay:
     hits: float
     wall_s: float
 
+    def __str__(self) -> str:
+        return (
+            f"TTFT {self.ttft_mean_s:.3f} s (p90 {self.ttft_p90_s:.3f}), "
+            f"TPOT p90 {1000 * self.tpot_p90_s:.1f} ms, hits {self.hits:.1%}, "
+            f"played in {self.wall_s:.1f} s"
+        )
+
     def keeps(self, *, ttft_s: float, tpot_s: float) -> bool:
         """True if nine of ten requests keep each of the bounds."""
         return self.ttft_p90_s <= ttft_s and self.tpot_p90_s <= tpot_s

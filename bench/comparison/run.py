@@ -41,7 +41,7 @@ def measure(
     ):
         ours = play(plan, plan.trace, shape, policy)
         theirs = None if peer is None else peer.play(shape, router)
-        say(f"{name}: {ours} {theirs}")
+        say(f"{name}: {ours}" + ("" if theirs is None else f"; dynamo {theirs}"))
         results.append(
             result_of(name, ours.ttft_mean_s, "s", None if theirs is None else theirs.ttft_mean_s)
         )
