@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -11,6 +12,7 @@ from bench.common.goals import NO_GOALS, Goals
 from bench.common.report import Report, Result
 
 STATISTICS = ("mean", "p50", "p90", "p99")
+MOST_COLUMNS = 1000  # characters of a table
 
 
 def number_text(value: float) -> str:
@@ -34,14 +36,14 @@ def print_results(console: Console, report: Report, goals: Goals = NO_GOALS) -> 
     latencies = [r for r in report.results if r.name.rpartition("/")[2] in STATISTICS]
     others = [result for result in report.results if result not in latencies]
     if latencies:
-        console.print(_grid(latencies, _thing_and_statistic))
+        _print(console, _grid(latencies, _thing_and_statistic))
     if others:
-        console.print(_list(others, goals))
+        _print(console, _list(others, goals))
 
 
 def print_pivot(console: Console, report: Report) -> None:
     """Prints results `thing/setting` with a row for each setting and a column for each thing."""
-    console.print(_grid(report.results, _setting_and_thing))
+    _print(console, _grid(report.results, _setting_and_thing))
 
 
 def print_lines(console: Console, lines: Sequence[str], *, style: str = "") -> None:
@@ -98,6 +100,13 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _print(console: Console, table: Table) -> None:
+    """Prints a table in its full width: a number that is cut off is worse than a long line."""
+    unbounded = console.options.update(width=MOST_COLUMNS)
+    table.width = Measurement.get(console, unbounded, table).maximum
+    console.print(table, crop=False)
 
 
 _MET = {None: "", True: "yes", False: "no"}

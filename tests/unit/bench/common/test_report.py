@@ -103,13 +103,13 @@ def test_value_of_a_result_is_found_by_name():
     assert report(RESULT).value("itl/p50") is None
 
 
-def test_printed_tables_hold_every_result_of_the_report():
+def test_printed_tables_hold_every_result_also_in_a_narrow_terminal():
     results = [
         RESULT,
         Result("throughput/requests", 12.5, "req/s", (12.5,), limit=25.0, of_limit=0.5),
         Result("timeline/queue", 7.5, "ms", (7.0, 7.5, 8.0), peers={"vllm": Peer(15.0, 0.5)}),
     ]
-    console = Console(width=120, file=StringIO())
+    console = Console(width=40, file=StringIO())
     goals = Goals({"timeline/*": 7.0}, at_most=("*queue",))
     print_head(console, report(*results), title="a title")
     print_results(console, report(*results), goals)
