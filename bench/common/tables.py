@@ -62,8 +62,8 @@ def _setting_and_thing(result: Result) -> tuple[str, str]:
     return setting, f"{thing}_{result.unit}".replace("_", "\n").rstrip()
 
 
-def _list(results: Sequence[Result], goals: Goals) -> Table:
-    """A row for each result. Columns that no result needs are left out."""
+def columns_of(results: Sequence[Result], goals: Goals = NO_GOALS) -> dict[str, list[str]]:
+    """Cells by heading, with a row for each result. Columns that no result needs are left out."""
     peers = dict.fromkeys(peer for result in results for peer in result.peers)
     columns = {
         "result": [result.name for result in results],
@@ -71,7 +71,7 @@ def _list(results: Sequence[Result], goals: Goals) -> Table:
         "unit": [result.unit for result in results],
         "least … most": [_spread(result) for result in results],
         "limit": [_number(result.limit) for result in results],
-        "of it": ["" if r.of_limit is None else f"{r.of_limit:.0%}" for r in results],
+        "of limit": ["" if r.of_limit is None else f"{r.of_limit:.0%}" for r in results],
         "goal": [_number(goals.bound(result.name)) for result in results],
         "met": [_MET[goals.is_met(result)] for result in results],
     }
@@ -79,8 +79,12 @@ def _list(results: Sequence[Result], goals: Goals) -> Table:
         theirs = [result.peers.get(peer) for result in results]
         columns[peer] = ["" if one is None else number_text(one.value) for one in theirs]
         columns[f"× {peer}"] = ["" if one is None else f"{one.ratio:.2f}" for one in theirs]
-    needed = {header: cells for header, cells in columns.items() if any(cells)}
-    return _table(list(needed), list(zip(*needed.values(), strict=True)))
+    return {heading: cells for heading, cells in columns.items() if any(cells)}
+
+
+def _list(results: Sequence[Result], goals: Goals) -> Table:
+    columns = columns_of(results, goals)
+    return _table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _grid(results: Sequence[Result], place: Callable[[Result], tuple[str, str]]) -> Table:

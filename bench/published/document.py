@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from bench.common.goals import NO_GOALS, Goals
 from bench.common.report import Report, Result
-from bench.common.tables import number_text
+from bench.common.tables import columns_of, number_text
 from bench.published.headline import Headline
 from engine.errors import ConfigError
 
@@ -98,23 +98,10 @@ def provenance(report: Report) -> str:
 
 
 def results_table(results: Sequence[Result], goals: Goals) -> str:
-    """A row for each result. Columns that no result needs are left out."""
-    peers = list(dict.fromkeys(peer for result in results for peer in result.peers))
-    columns = {
-        "result": [f"`{result.name}`" for result in results],
-        "value": [number_text(result.value) for result in results],
-        "unit": [result.unit for result in results],
-        "least … most": [_spread(result) for result in results],
-        "limit": ["" if r.limit is None else number_text(r.limit) for r in results],
-        "of limit": ["" if r.of_limit is None else f"{r.of_limit:.0%}" for r in results],
-    }
-    columns["goal"] = [_goal(result, goals) for result in results]
-    for peer in peers:
-        theirs = [result.peers.get(peer) for result in results]
-        columns[peer] = ["" if one is None else number_text(one.value) for one in theirs]
-        columns[f"× {peer}"] = ["" if one is None else f"{one.ratio:.2f}" for one in theirs]
-    needed = {header: cells for header, cells in columns.items() if any(cells)}
-    return _markdown(list(needed), zip(*needed.values(), strict=True))
+    """A row for each result, with the columns that the benchmark prints."""
+    columns = columns_of(results, goals)
+    columns["result"] = [f"`{name}`" for name in columns["result"]]
+    return _markdown(list(columns), zip(*columns.values(), strict=True))
 
 
 def headline_table(headlines: Sequence[Headline], reports: Mapping[str, Report]) -> str:
@@ -149,18 +136,6 @@ def row_of(headline: Headline, report: Report) -> Row:
     value = f"{number_text(result.value)} {result.unit}".rstrip()
     command = report.command.partition(" --")[0]  # its options stand in docs/benchmarks.md
     return [headline.label, value, beside, ratio, f"`{command}`"]
-
-
-def _goal(result: Result, goals: Goals) -> str:
-    bound = goals.bound(result.name)
-    if bound is None:
-        return ""
-    return f"{number_text(bound)} {'met' if goals.is_met(result) else '**missed**'}"
-
-
-def _spread(result: Result) -> str:
-    least, most = number_text(min(result.runs)), number_text(max(result.runs))
-    return "" if least == most else f"{least} … {most}"
 
 
 def _markdown(headers: Sequence[str], rows: Iterable[Row]) -> str:
