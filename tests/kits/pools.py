@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import count
 
 import msgspec
+import pytest
 
 from deploy.pools.effects import (
     HistoryStep,
@@ -35,6 +36,7 @@ from deploy.pools.events import (
 from deploy.pools.formats import formats_of
 from deploy.pools.gateways import GatewayState
 from deploy.pools.machine import PoolMachine
+from deploy.pools.orders import OrderRefused
 from deploy.pools.wanted import PoolLimits
 from deploy.pools.workers.record import WorkerState
 from engine.config import WorkerConfig
@@ -267,3 +269,13 @@ def settled(*arguments, **options) -> PoolWorld:
     world.told.clear()
     world.started.clear()
     return world
+
+
+def check_refused(world: PoolWorld, order: object, *, reason: str, status: int) -> None:
+    """Asserts that the machine refuses an order for this reason, and changes nothing."""
+    before = world.machine.members
+    with pytest.raises(OrderRefused, match=reason) as caught:
+        world.feed(order)
+    assert caught.value.status == status
+    assert world.machine.members == before
+    assert world.machine.is_settled

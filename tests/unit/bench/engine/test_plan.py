@@ -1,13 +1,10 @@
 """What `baton bench engine` runs, and which options it refuses."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 from bench.engine.plan import (
     EngineJob,
     EnginePeer,
-    EnginePlan,
     check,
     config_of,
     is_comparable,
@@ -21,23 +18,7 @@ from bench.engine.plan import (
 )
 from engine.config import WeightFormat
 from engine.layout import KVFormat
-
-PYTHON = Path(sys.executable)
-PLAN = EnginePlan(
-    shape="88m",
-    checkpoint=None,
-    weights=(WeightFormat.FP32, WeightFormat.INT8),
-    kv_format=None,
-    num_threads=2,
-    prefill_lens=(512, 2048),
-    batches=(8,),
-    contexts=(2048, 128),
-    num_repeats=2,
-    peers=(
-        EnginePeer("transformers", "transformers", "f32", PYTHON),
-        EnginePeer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
-    ),
-)
+from tests.kits.bench.engine import PLAN, PYTHON
 
 
 def test_the_jobs_for_peers_are_those_that_the_goals_name():

@@ -1,8 +1,6 @@
 """The figures that `baton bench engine` makes of its samples."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +14,6 @@ from bench.common.roofline import (
 )
 from bench.engine.plan import (
     EngineJob,
-    EnginePeer,
-    EnginePlan,
     jobs_of,
 )
 from bench.engine.results import (
@@ -30,27 +26,11 @@ from bench.engine.results import (
     warnings,
     work_of,
 )
-from engine.config import WeightFormat
+from tests.kits.bench.engine import PLAN
 
-PYTHON = Path(sys.executable)
 SIZE = ModelSize(num_layers=2, attention_size=16, layer_weights=1000, head_weights=100)
 MEMORY = ModelMemory(weights_bytes=1100.0, kv_token_bytes=10.0)
 CEILINGS = Ceilings(read_bytes_per_s=1e6, fp32_flops_per_s=1e7, int8_flops_per_s=4e7)
-PLAN = EnginePlan(
-    shape="88m",
-    checkpoint=None,
-    weights=(WeightFormat.FP32, WeightFormat.INT8),
-    kv_format=None,
-    num_threads=2,
-    prefill_lens=(512, 2048),
-    batches=(8,),
-    contexts=(2048, 128),
-    num_repeats=2,
-    peers=(
-        EnginePeer("transformers", "transformers", "f32", PYTHON),
-        EnginePeer("llamacpp_q8_0", "llamacpp", "q8_0", PYTHON),
-    ),
-)
 
 
 def sample(seconds, tokens=(), outside_s=None):

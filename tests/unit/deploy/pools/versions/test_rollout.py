@@ -26,7 +26,7 @@ from engine.config import WorkerConfig
 from engine.control import GatewayReport, Pools, Version
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
-from tests.kits.pools import PoolWorld, settled
+from tests.kits.pools import PoolWorld, check_refused, settled
 
 INT8 = WorkerConfig(kv_dtype=KVFormat.INT8)
 V2 = Version("v2", "other", "other", INT8, Pools(1, 1), weight=0)
@@ -409,12 +409,7 @@ def test_larger_update_uses_the_room_the_old_version_leaves():
 )
 def test_refused_version_order_changes_nothing(order, reason, status):
     world = settled(Pools(2, 2), max_workers=6)
-    before = world.machine.members
-    with pytest.raises(OrderRefused, match=reason) as caught:
-        world.feed(order)
-    assert caught.value.status == status
-    assert world.machine.members == before
-    assert world.machine.is_settled
+    check_refused(world, order, reason=reason, status=status)
 
 
 def test_pools_and_weights_are_fixed_during_a_rollout():

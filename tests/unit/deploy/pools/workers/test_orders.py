@@ -9,7 +9,7 @@ from deploy.pools.orders import Drain, Flip, OrderRefused, SetPools, Stop
 from deploy.pools.workers.record import WorkerState
 from engine.control import Pools
 from engine.messages import Role, WorkerId
-from tests.kits.pools import APART, intent_of, settled
+from tests.kits.pools import APART, check_refused, intent_of, settled
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -69,12 +69,7 @@ def test_worker_can_be_stopped_while_starting_or_waiting():
 )
 def test_impossible_order_is_refused_with_the_reason(order, reason, status):
     world = settled(Pools(1, 2), max_workers=6)
-    before = world.machine.members
-    with pytest.raises(OrderRefused, match=reason) as caught:
-        world.feed(order)
-    assert caught.value.status == status
-    assert world.machine.members == before
-    assert world.machine.is_settled
+    check_refused(world, order, reason=reason, status=status)
 
 
 def test_flip_between_formats_and_order_above_the_room_are_refused():

@@ -1,0 +1,1 @@
+"""Plans that tests of benchmarks share."""
