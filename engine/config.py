@@ -201,6 +201,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 16  # of one request: `n`, `best_of`
+    # File (SQLite) of kept responses, files and batches, which all processes of a machine share.
+    # None: in the memory of each process, so that they end with it.
+    store: str | None = None
     record_dir: str | None = None  # each process writes its router's events and effects there
     # Limits of each process. A proxy counts as one address.
     max_connections: int = 8192
@@ -237,7 +240,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.tls_client_ca is None or self.tls_cert is not None,
             "gateway.tls_client_ca needs gateway.tls_cert",
         )
-        for name in ("keys_file", "tls_cert", "tls_key", "tls_client_ca"):
+        for name in ("keys_file", "store", "tls_cert", "tls_key", "tls_client_ca"):
             value = getattr(self, name)
             _require(
                 value is None or value.startswith(("/", "~")),

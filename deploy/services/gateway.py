@@ -25,6 +25,7 @@ from router.gateway.app import create_app
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarChecker
+from router.gateway.storage import Storage
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
@@ -84,6 +85,8 @@ class GatewayService(LoopService[GatewayReady]):
         tls = _open_tls(config)
         book = Book(_limits_of(config))
         self._grammars = GrammarChecker(clock)
+        self._storage = _storage_of(config)
+        await self._storage.open()
         app = create_app(
             self._routers.versions,
             settings=settings,
@@ -93,6 +96,7 @@ class GatewayService(LoopService[GatewayReady]):
             keys=keys,
             siblings=self._siblings,
             edge=book,
+            storage=self._storage,
         )
         if self._siblings is not None:
             await self._siblings.open()
@@ -135,10 +139,15 @@ class GatewayService(LoopService[GatewayReady]):
         if self._siblings is not None:
             await self._siblings.close()
         await self._routers.close()
+        await self._storage.close()
 
     def _cut(self) -> None:
         """Ends the answers that are left, each with an error."""
         log.warning("%d requests are ended before they are complete", self._routers.cut())
+
+
+def _storage_of(config: GatewayConfig) -> Storage:
+    return Storage(None if config.store is None else Path(config.store).expanduser())
 
 
 def _open_tls(config: GatewayConfig) -> TlsFiles | None:

@@ -17,13 +17,17 @@ _encode = msgspec.json.Encoder().encode
 _KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
 
 
-async def send_invalid(send: Send, error: InvalidRequest) -> None:
+async def send_invalid(
+    send: Send, error: InvalidRequest, more_headers: Mapping[str, str] | None = None
+) -> None:
     """Answers a refused request. Status 503 is the server's fault, others are the client's."""
     code: str | None = getattr(error, "code", None)
     kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=code)
     # A body that was not read to its end leaves the connection unusable.
-    headers = {"connection": "close"} if error.status in (408, 413) else {}
+    headers = dict(more_headers or {})
+    if error.status in (408, 413):
+        headers["connection"] = "close"
     if error.status == 503:
         headers["retry-after"] = "1"
     if isinstance(error, ApiError):

@@ -19,8 +19,9 @@ from router.access.guard import KeyGuard
 from router.access.limits import KeyAccounts
 from router.edge.limits import Book
 from router.edge.responses import send_json
+from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
-from router.gateway.endpoint import AnswerEndpoint, GatewayParts
+from router.gateway.endpoint import AnswerEndpoint
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.siblings import Siblings
@@ -28,6 +29,7 @@ from router.gateway.pages import Pages, http_error, internal_error, internal_err
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarCheck
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.storage import Storage
 from router.gateway.versions import Versions
 from router.inbox.lanes import Lanes
 
@@ -42,11 +44,13 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     keys: KeyFile | None = None,
     siblings: Siblings | None = None,
     edge: Book | None = None,
+    storage: Storage | None = None,
 ) -> ASGIApp:
     """Returns the application, for any ASGI server.
 
     `siblings` are the gateway processes that share its port. `edge` holds the counts of its
-    listener, for /metrics. Without `keys` the application is open to all clients.
+    listener, for /metrics. Without `keys` the application is open to all clients. Without `storage`
+    what it keeps is in memory.
     """
     version = _version()
     process = None if siblings is None else siblings.process
@@ -61,7 +65,17 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     if siblings is not None:
         siblings.own = metrics.own
     accounts = KeyAccounts(settings.key_limits)
-    parts = GatewayParts(versions, settings, clock, rng, metrics, grammars, accounts, Lanes())
+    parts = GatewayParts(
+        versions=versions,
+        settings=settings,
+        clock=clock,
+        rng=rng,
+        metrics=metrics,
+        grammars=grammars,
+        accounts=accounts,
+        lanes=Lanes(),
+        storage=storage or Storage(None),
+    )
     pages = Pages(versions, metrics, version, siblings)
     answers = {
         "/v1/chat/completions": AnswerEndpoint(parts, CHAT, ChatBody),

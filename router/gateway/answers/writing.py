@@ -21,6 +21,7 @@ from router.policies.base import Decision
 from router.text.logprobs import Entry
 
 DECISION_HEADER = "x-baton-decision"
+TIMED_OUT = "request_timeout"  # the code of an answer that took longer than the client allowed
 MAX_RETRY_AFTER_S = 3600.0
 
 _encode = msgspec.json.Encoder().encode
@@ -43,7 +44,8 @@ class Heading(msgspec.Struct, frozen=True):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of every answer. The decision is JSON, which has no line breaks."""
-        headers = {"x-request-id": self.call.first.request_id, **self.limit_headers()}
+        shown_id = self.call.client_id or self.call.first.request_id
+        headers = {"x-request-id": shown_id, **self.limit_headers()}
         if self.call.decision and (decision := self.decision()) is not None:
             headers[DECISION_HEADER] = _encode(decision).decode()
         return headers
@@ -51,8 +53,9 @@ class Heading(msgspec.Struct, frozen=True):
     def fields(self, object_name: str) -> dict[str, Any]:
         """The fields that each chunk, or the whole answer, begins with."""
         call = self.call
+        own = call.client_id
         return {
-            "id": call.first.request_id,
+            "id": call.first.request_id if own is None else self.dialect.id_prefix + own,
             "object": object_name,
             "created": self.created,
             "model": call.model,
@@ -151,10 +154,11 @@ class AnswerWriter(Protocol):
 
 async def send_failure(send: Send, outcome: Outcome) -> None:
     """Answers a request that ended before anything of its answer was sent."""
+    status, retry_after_s = 503, 1.0
     if isinstance(outcome, Rejected):
         status, retry_after_s = 429, outcome.retry_after_s
-    else:
-        status, retry_after_s = 503, 1.0
+    elif isinstance(outcome, Failed) and outcome.code == TIMED_OUT:
+        status = 504
     headers = {"retry-after": str(max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S))))}
     await send_json(send, status, failure_body(outcome), headers)
 

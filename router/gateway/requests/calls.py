@@ -54,10 +54,17 @@ class ApiCall(msgspec.Struct, frozen=True):
     random_seed: int
     received_s: float
     tenant: Tenant
+    client_id: str | None  # the client's own id of the call
+    timeout_s: float | None  # for the whole answer, from `received_s`
     version: str | None  # that the client asked for
     affinity: str | None
     timeline: bool  # the client wants it in the answer
     decision: bool  # the client wants it in the head of the response
+
+    @property
+    def shown_id(self) -> str:
+        """The id in the head of the response: the client's own, if it gave one."""
+        return self.client_id or self.request_id
 
 
 class CheckedCall(msgspec.Struct, frozen=True):
@@ -70,6 +77,8 @@ class CheckedCall(msgspec.Struct, frozen=True):
 
     served: ServedVersion
     requests: tuple[Request, ...]
+    client_id: str | None
+    timeout_s: float | None
     num_shown: int
     model: str
     structure: Structure
@@ -176,6 +185,8 @@ def parse(
     return CheckedCall(
         served=served,
         requests=(leader, *_followers(leader, body.num_candidates)),
+        client_id=call.client_id,
+        timeout_s=call.timeout_s,
         num_shown=body.num_choices,
         model=body.model or served.model_names[0],
         structure=structure,

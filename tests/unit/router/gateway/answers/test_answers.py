@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.messages import Limits, Sampling
-from router.gateway.endpoint import LONG_BODY_BYTES
+from router.gateway.answering import LONG_BODY_BYTES
 from router.machine.requests import Update
 from tests.kits.router.gateway import (
     CONTEXT_LEN,

@@ -1,0 +1,230 @@
+"""Answers calls, whatever their transport: checked, served by the router, written by a writer.
+
+HTTP endpoints, gRPC and jobs differ in how a call comes in and how its answer goes out. What is
+between is here. The life of one call:
+
+1. The body becomes one `Request` or more: checked, templated, tokenised, in a thread if it is long.
+   A grammar is compiled in a process of its own, which decides whether workers can follow it.
+2. The router's updates become text, and text becomes pieces for the writer. Several choices are
+   several requests to the router, with updates in any order. If one of them fails, the answer
+   fails.
+3. The router's iterator is closed at the end, at a stop string, at the call's timeout, or when the
+   caller is cancelled. That cancels the request on the workers.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from engine.clock import Clock, unix_time_s
+from engine.errors import InvalidRequest
+from engine.grammar.child import Vocabulary
+from engine.messages import RequestId
+from router.access.keys import Tenant
+from router.access.limits import KeyAccounts, KeyUse
+from router.gateway.answers.choice import AnswerChoice, AnswerPiece
+from router.gateway.answers.dialects import Dialect
+from router.gateway.answers.following import follow
+from router.gateway.answers.writing import (
+    DECISION_HEADER,
+    TIMED_OUT,
+    AnswerWriter,
+    Heading,
+    ending_of,
+)
+from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
+from router.gateway.requests.calls import ApiCall, CheckedCall, GatewaySettings, parse
+from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
+from router.gateway.requests.openai_schema import Body
+from router.gateway.storage import Storage
+from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, Versions
+from router.inbox.api_errors import invalid_value
+from router.inbox.lanes import Lanes
+from router.machine.requests import Failed
+from router.text.tokenizer import TextModel
+from router.text.tool_calls import ToolCallParser
+
+LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
+TIMELINE_HEADER = "x-baton-timeline"
+ID_HEADER = "x-request-id"
+TIMEOUT_HEADER = "x-request-timeout"
+MAX_ID_LEN = 128  # characters
+MAX_TIMEOUT_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayParts:
+    """The parts of a gateway that all ways to answer use."""
+
+    versions: Versions
+    settings: GatewaySettings
+    clock: Clock
+    rng: random.Random
+    metrics: GatewayMetrics
+    grammars: GrammarCheck
+    accounts: KeyAccounts
+    lanes: Lanes
+    storage: Storage
+
+
+class Replies(Protocol):
+    """The way to the client of one call. Either method is called once."""
+
+    async def refuse(self, error: InvalidRequest) -> None:
+        """Answers a call that failed a check."""
+        ...
+
+    def open(self, heading: Heading) -> AnswerWriter:
+        """Returns the writer of the answer to a checked call."""
+        ...
+
+
+class AnswerService:
+    """Answers the calls of one dialect."""
+
+    def __init__(self, parts: GatewayParts, dialect: Dialect, body_type: type[Body]) -> None:
+        self._parts = parts
+        self._dialect = dialect
+        self._body_type = body_type
+
+    def call(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
+        """Returns a new call with this JSON body. Names of headers are in lower case.
+
+        Raises ApiError for a wrong header.
+        """
+        rng = self._parts.rng
+        return ApiCall(
+            data,
+            RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
+            rng.getrandbits(64),
+            self._parts.clock.now_s(),
+            tenant=tenant,
+            client_id=_client_id(headers.get(ID_HEADER)),
+            timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+            version=headers.get(VERSION_HEADER),
+            affinity=headers.get(AFFINITY_HEADER),
+            # Both reveal the load of other tenants.
+            timeline=tenant.may_debug and headers.get(TIMELINE_HEADER) == "1",
+            decision=tenant.may_debug and headers.get(DECISION_HEADER) == "1",
+        )
+
+    async def answer(self, call: ApiCall, replies: Replies, meter: RequestMeter) -> None:
+        """Answers a call, and returns when the client has got the end of the answer."""
+        parts, tenant, received_s = self._parts, call.tenant, call.received_s
+        use: KeyUse | None = None
+        try:
+            try:
+                use = parts.accounts.begin(tenant.name, tenant.limits, received_s)
+                checked = await self._checked(call)
+                while not parts.versions.takes(checked.served):  # it began to leave meanwhile
+                    checked = await self._checked(call)
+                use.hold_tokens(checked.most_tokens, received_s)
+            except InvalidRequest as error:
+                meter.refuse()
+                await replies.refuse(error)
+                return
+            meter.accept(received_s, checked.prompt_len, checked.served.name)
+            with parts.versions.serving(checked.served):
+                await self._serve(checked, replies, meter, use)
+        finally:
+            if use is not None:
+                use.end(parts.clock.now_s())
+
+    async def _serve(
+        self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse
+    ) -> None:
+        parts = self._parts
+        choices = [
+            AnswerChoice(
+                index,
+                call,
+                parser=ToolCallParser(parts.rng) if call.structure.calls else None,
+                meter=meter.choice(),
+            )
+            for index in range(len(call.requests))
+        ]
+        heading = Heading(
+            dialect=self._dialect,
+            call=call,
+            created=unix_time_s(),
+            decision=lambda: choices[0].decision,
+            limit_headers=lambda: use.headers(call.first.received_s),
+        )
+        writer = replies.open(heading)
+        try:
+            last = await self._follow(call, choices, writer)
+            outcome = last.outcome
+            assert outcome is not None
+            meter.end(outcome, choices[last.choice].last_s)
+            if not last.is_empty or last.finish is not None:
+                await writer.write(last)
+            await writer.end(ending_of(choices, outcome, call.num_shown))
+        finally:
+            use.num_used = call.prompt_len + sum(choice.num_tokens for choice in choices)
+
+    async def _follow(
+        self, call: CheckedCall, choices: Sequence[AnswerChoice], writer: AnswerWriter
+    ) -> AnswerPiece:
+        """Returns the last piece of the answer; after the call's timeout, that of a failure."""
+        following = follow(call.served.port, self._parts.clock, choices, writer)
+        if call.timeout_s is None:
+            return await following
+        left_s = call.first.received_s + call.timeout_s - self._parts.clock.now_s()
+        try:
+            async with asyncio.timeout(left_s) as timeout:
+                return await following
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            message = f"the answer was not complete within {call.timeout_s:g} s ({TIMEOUT_HEADER})"
+            outcome = Failed(message, code=TIMED_OUT)
+            return AnswerPiece(choice=0, text="", num_tokens=choices[0].num_tokens, outcome=outcome)
+
+    async def _checked(self, call: ApiCall) -> CheckedCall:
+        parts = self._parts
+        parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
+        if len(call.data) < LONG_BODY_BYTES:
+            checked = parsed()
+        else:
+            checked = await parts.lanes.run(call.tenant.name, len(call.data), parsed)
+        if checked.structure.grammar is not None:
+            vocabulary = _vocabulary_of(checked.served.text)
+            asker = Asker(call.tenant.name, checked.first.salt)
+            await check_structure(parts.grammars, checked.structure, vocabulary, asker)
+        return checked
+
+
+def _vocabulary_of(text: TextModel) -> Vocabulary | None:
+    if text.file is None:
+        return None
+    return Vocabulary(str(text.file), text.vocab_size, text.eos_token_ids)
+
+
+def _client_id(text: str | None) -> str | None:
+    """The client's own id of a call. Raises ApiError if it could not be sent back as it came."""
+    if text is None:
+        return None
+    if not (0 < len(text) <= MAX_ID_LEN and text.isascii() and text.isprintable()):
+        message = f"{ID_HEADER} must be 1 to {MAX_ID_LEN} printable ASCII characters"
+        raise invalid_value(message, ID_HEADER)
+    return text
+
+
+def _timeout_s(text: str | None) -> float | None:
+    """Seconds from a header. Raises ApiError."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        message = (
+            f"{TIMEOUT_HEADER} is {text[:40]!r}; expected seconds above 0, "
+            f"at most {MAX_TIMEOUT_S:g}"
+        )
+        raise invalid_value(message, TIMEOUT_HEADER)
+    return seconds

@@ -1,0 +1,107 @@
+"""The gateway's database: kept responses, files and batches.
+
+SQLite, in a file that all gateway processes of a machine share, or in memory. Each process uses it
+from one thread of its own, so that no stream waits for a disk. A unit of work is one transaction:
+after `kill -9` it has happened wholly or not at all.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from engine.errors import ConfigError
+from router.inbox.api_errors import ApiError
+
+MAX_WAITING = 1024  # units of work; more are refused
+BUSY_TIMEOUT_S = 10.0  # another process holds the file for milliseconds
+
+# The whole schema. Each room of the gateway adds its tables here, with IF NOT EXISTS.
+TABLES = ""
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
+
+
+class Storage:
+    """One process's connection to the database, opened at its first use if not before."""
+
+    def __init__(self, path: Path | None, tables: str = TABLES) -> None:
+        """`path` is the file; None: in memory, for this process alone."""
+        self._path = path
+        self._tables = tables
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._connection: sqlite3.Connection | None = None
+        self._num_waiting = 0
+
+    @property
+    def is_kept(self) -> bool:
+        """True if what is stored outlives the process."""
+        return self._path is not None
+
+    async def open(self) -> None:
+        """Opens the file and makes the tables. Raises ConfigError."""
+        try:
+            await self._in_thread(self._opened)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"gateway.store: {self._path}: {error}") from error
+
+    async def run(self, work: Work[T]) -> T:
+        """Runs one transaction and returns its result.
+
+        The work's exceptions roll it back. Raises ApiError if too much waits.
+        """
+        if self._num_waiting >= MAX_WAITING:
+            raise ApiError("the store is busy; try again", code="overloaded", status=503)
+        return await self._in_thread(lambda: self._transaction(work))
+
+    async def close(self) -> None:
+        """Waits for the work that was given, and closes the file."""
+        await self._in_thread(self._close)
+        self._thread.shutdown()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        self._num_waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        future.add_done_callback(self._note_done)
+        return await future
+
+    def _note_done(self, _: object) -> None:
+        self._num_waiting -= 1
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is not None:
+            return self._connection
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)  # it holds what users asked and got
+        connection = sqlite3.connect(
+            ":memory:" if self._path is None else self._path,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,  # transactions begin where `_transaction` says
+            check_same_thread=False,
+        )
+        connection.execute("PRAGMA journal_mode = WAL")  # readers of other processes need not wait
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.executescript(self._tables)
+        self._connection = connection
+        return connection
+
+    def _transaction(self, work: Work[T]) -> T:
+        connection = self._opened()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
