@@ -200,7 +200,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_streams: int | None = None  # requests in flight
     min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
     max_body_bytes: int = 8 * 2**20
-    max_choices: int = 16  # of one request: `n`, `best_of`
+    max_choices: int = 16  # of one prompt: `n`, `best_of`
+    max_batch_choices: int = 128  # of all prompts of one request
     # File (SQLite) of kept responses, files and batches, which all processes of a machine share.
     # None: in the memory of each process, so that they end with it.
     store: str | None = None
@@ -222,7 +223,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             abs(self.min_priority) <= MAX_PRIORITY,
             f"gateway.min_priority must be within ±{MAX_PRIORITY}",
         )
-        counts = ("processes", "max_choices", "max_connections", "max_connections_per_address")
+        counts = (
+            "processes",
+            "max_choices",
+            "max_batch_choices",
+            "max_connections",
+            "max_connections_per_address",
+        )
         bounds = ("max_body_bytes", "max_head_bytes", "head_timeout_s")
         _require_positive("gateway", self, (*counts, *bounds))
         _require_not_negative("gateway", self, ("drain_timeout_s",))

@@ -77,6 +77,7 @@ class GatewayService(LoopService[GatewayReady]):
             max_body_bytes=config.max_body_bytes,
             key_limits=KeyLimits(config.requests_per_s, config.tokens_per_min, config.max_streams),
             max_choices=config.max_choices,
+            max_batch_choices=config.max_batch_choices,
             min_priority=config.min_priority,
         )
         rng = random.Random(os.urandom(16))

@@ -5,7 +5,7 @@ Pure: no clock, no HTTP. The gateway asks before it tokenises, and again when th
 Requests and tokens each have a bucket, which fills at the rate of the limit. Its size is the burst
 that a key may use at once: the tokens of a minute, and the requests of a second but at least one. A
 request takes its prompt and its longest answer, and at its end gives back what it did not use. A
-request larger than the bucket takes a full bucket.
+request larger than the bucket takes a full bucket. Each prompt of a batch counts as a request.
 
 Each gateway process counts by itself.
 """
@@ -110,7 +110,29 @@ class KeyUse:
     account: Account | None  # None: nothing is limited
     held_tokens: float = 0.0
     num_used: int = 0  # tokens of its prompt and answers
+    _num_streams: int = field(default=1, init=False)
     _is_over: bool = field(default=False, init=False)
+
+    def hold_prompts(self, num_prompts: int, now_s: float) -> None:
+        """Counts each prompt of a batch as a request. Raises LimitExceeded."""
+        account, more = self.account, num_prompts - 1
+        if account is None or not more:
+            return
+        most = account.limits.max_streams
+        if most is not None and account.num_streams + more > most:
+            message = f"this key may have {most} requests in flight; each prompt counts as one"
+            raise LimitExceeded(message, BUSY_RETRY_S, account.headers(now_s))
+        bucket = account.requests
+        if bucket is not None:
+            bucket.fill(now_s)
+            amount = min(more, bucket.size - 1.0)  # the first one is taken already
+            wait_s = bucket.wait_s(amount)
+            if wait_s > 0.0:
+                message = f"this key may send {account.limits.requests_per_s:g} prompts a second"
+                raise LimitExceeded(message, wait_s, account.headers(now_s))
+            bucket.level -= amount
+        account.num_streams += more
+        self._num_streams += more
 
     def hold_tokens(self, num_tokens: int, now_s: float) -> None:
         """Takes the tokens that the request may use. Raises LimitExceeded."""
@@ -133,7 +155,7 @@ class KeyUse:
             return
         assert not self._is_over
         self._is_over = True
-        account.num_streams -= 1
+        account.num_streams -= self._num_streams
         if account.tokens is not None:
             account.tokens.fill(now_s)
             left = max(self.held_tokens - self.num_used, 0.0)

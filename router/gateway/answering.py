@@ -25,7 +25,7 @@ from engine.grammar.child import Vocabulary
 from engine.messages import RequestId
 from router.access.keys import Tenant
 from router.access.limits import KeyAccounts, KeyUse
-from router.gateway.answers.choice import AnswerChoice, AnswerPiece
+from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.following import follow
 from router.gateway.answers.writing import (
@@ -121,6 +121,7 @@ class AnswerService:
                 checked = await self._checked(call)
                 while not parts.versions.takes(checked.served):  # it began to leave meanwhile
                     checked = await self._checked(call)
+                use.hold_prompts(checked.num_prompts, received_s)
                 use.hold_tokens(checked.most_tokens, received_s)
             except InvalidRequest as error:
                 meter.refuse()
@@ -137,10 +138,12 @@ class AnswerService:
         self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse
     ) -> None:
         parts = self._parts
+        prompts = [PromptScores() for _ in range(call.num_prompts)]
         choices = [
             AnswerChoice(
                 index,
                 call,
+                prompts[index // call.num_candidates],
                 parser=ToolCallParser(parts.rng) if call.structure.calls else None,
                 meter=meter.choice(),
             )
@@ -161,7 +164,7 @@ class AnswerService:
             meter.end(outcome, choices[last.choice].last_s)
             if not last.is_empty or last.finish is not None:
                 await writer.write(last)
-            await writer.end(ending_of(choices, outcome, call.num_shown))
+            await writer.end(ending_of(call, choices, outcome))
         finally:
             use.num_used = call.prompt_len + sum(choice.num_tokens for choice in choices)
 

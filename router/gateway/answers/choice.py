@@ -3,6 +3,7 @@
 This module does not know HTTP or JSON.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -43,13 +44,40 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
         return not (self.text or self.entries or self.calls)
 
 
+class PromptScores:
+    """The log-probabilities of one prompt, if asked for. They come with its first request."""
+
+    def __init__(self) -> None:
+        self.entries: tuple[Entry, ...] = ()
+        self._known = asyncio.Event()
+
+    @property
+    def are_known(self) -> bool:
+        """True once they came."""
+        return self._known.is_set()
+
+    def put(self, entries: tuple[Entry, ...]) -> None:
+        """Takes them."""
+        self.entries = entries
+        self._known.set()
+
+    async def wait(self) -> None:
+        """Returns when they are known."""
+        await self._known.wait()
+
+
 class AnswerChoice:
-    """The progress of one choice. A `parser` takes tool calls out of the text."""
+    """The progress of one choice. A `parser` takes tool calls out of the text.
+
+    An echo of the prompt is a part of the first piece. With log-probabilities it needs those of the
+    prompt, which only the first choice of a prompt gets: the others must wait for `prompt`.
+    """
 
     def __init__(
         self,
         index: int,
         call: CheckedCall,
+        prompt: PromptScores,
         *,
         parser: ToolCallParser | None,
         meter: ChoiceMeter,
@@ -59,12 +87,14 @@ class AnswerChoice:
         self.outcome: Outcome | None = None
         self.timeline: Timeline | None = None
         self.last_s = 0.0  # when the last update came
-        self.prompt_entries: tuple[Entry, ...] = ()
+        self.prompt = prompt
         self._meter = meter
         self._scores: list[Logprobs] = []
         asked = (request.sampling.logprobs, request.prompt_logprobs)
         self._is_scored = any(count is not None for count in asked)
         self._parser = parser
+        self._echo = call.echoes[index // call.num_candidates]
+        self._echoes_scores = bool(self._echo) and call.num_top is not None
         marks = () if parser is None else (CALL_BEGIN, CALL_END)
         self._text = AnswerText(
             call.served.text.detokenizer(request.token_ids, marks),
@@ -74,7 +104,9 @@ class AnswerChoice:
         )
         self._scored = None if call.num_top is None else ScoredText(self._text)
         # Tokens become text and nothing else, and only tokens end the choice.
-        self.is_plain = not (self._scored or self._is_scored or call.stop or parser is not None)
+        self.is_plain = not (
+            self._scored or self._is_scored or call.stop or self._echo or parser is not None
+        )
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:
         """Returns what this update makes ready to be shown."""
@@ -88,6 +120,8 @@ class AnswerChoice:
             self._meter.tokens(len(update.token_ids), now_s)
             if self._is_scored:
                 self._note_scores(update)
+            if self._echo:
+                text, entries = self._take_echo(text, entries)
         if update.timeline is not None:
             self.timeline = update.timeline
         outcome = update.outcome
@@ -103,6 +137,12 @@ class AnswerChoice:
         self.last_s = now_s
         self._meter.tokens(len(token_ids), now_s)
         return self._text.push(token_ids)
+
+    @property
+    def waits_for_prompt(self) -> bool:
+        """True if no piece can be made before the log-probabilities of the prompt are known."""
+        is_first = self.request.leader is None
+        return self._echoes_scores and not is_first and not self.prompt.are_known
 
     @property
     def decision(self) -> Decision | None:
@@ -158,8 +198,16 @@ class AnswerChoice:
     def _note_scores(self, update: Update) -> None:
         self._scores += update.logprobs
         request = self.request
-        if request.prompt_logprobs is not None and not self.prompt_entries:
-            self.prompt_entries = prompt_entries(request.token_ids, update.prompt_logprobs)
+        if request.prompt_logprobs is not None and not self.prompt.are_known:
+            self.prompt.put(prompt_entries(request.token_ids, update.prompt_logprobs))
+
+    def _take_echo(self, text: str, entries: tuple[Entry, ...]) -> tuple[str, tuple[Entry, ...]]:
+        """Returns the first piece with the echo before it."""
+        text, self._echo = self._echo + text, ""
+        if self._echoes_scores:
+            assert self.prompt.are_known
+            entries = self.prompt.entries + entries
+        return text, entries
 
 
 def _split(deltas: Sequence[Delta]) -> tuple[str, tuple[CallDelta, ...]]:

@@ -71,6 +71,8 @@ class _UpdateTaker:
         updates = port.submit(self._choice.request, self._take_at_once, self._take_tokens)
         async with aclosing(updates):
             async for update in updates:
+                if self._choice.waits_for_prompt:
+                    await self._choice.prompt.wait()
                 piece = self._last or self._choice.take(update, self._clock.now_s())
                 if piece.outcome is not None:
                     return piece
@@ -81,7 +83,7 @@ class _UpdateTaker:
     def _take_at_once(self, update: Update) -> bool:
         """Writes this update without waiting; returns False if that is not possible."""
         writer = self._writer
-        if update.outcome is not None or not writer.is_ready:
+        if update.outcome is not None or not writer.is_ready or self._choice.waits_for_prompt:
             return False
         piece = self._choice.take(update, self._clock.now_s())
         if piece.outcome is not None:

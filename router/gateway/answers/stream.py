@@ -148,7 +148,7 @@ class _ChunkEncoder:
         self._dialect = dialect
         self._call = call
         self._is_plain = call.num_top is None and not call.usage_in_every_chunk
-        self._prompt_tokens = call.prompt_len
+        self._prompt_tokens = [len(request.token_ids) for request in call.requests]
         self._logprobs = [
             dialect.logprobs_writer(call.served.text.bytes_of, call.num_top or 0) for _ in indices
         ]
@@ -156,11 +156,9 @@ class _ChunkEncoder:
     def first(self) -> bytes:
         """The chunks that each choice begins with."""
         data = b""
-        for before, before_text in zip(self._before_index, self._before_text, strict=True):
-            if self._dialect.is_chat:
+        if self._dialect.is_chat:
+            for before in self._before_index:
                 data += before + _ROLE + _UNSCORED + _UNFINISHED + self._after
-            if self._call.echo:
-                data += before_text + _encode(self._call.echo) + self._after_text
         return data
 
     def of_text(self, choice: int, text: str) -> bytes:
@@ -203,4 +201,5 @@ class _ChunkEncoder:
         """The end of a chunk, with its choice's usage so far if the client wants that."""
         if not self._call.usage_in_every_chunk:
             return self._after
-        return b',"usage":' + _encode(usage_of(self._prompt_tokens, piece.num_tokens)) + b"}\n\n"
+        usage = usage_of(self._prompt_tokens[piece.choice], piece.num_tokens)
+        return b',"usage":' + _encode(usage) + b"}\n\n"

@@ -1,6 +1,7 @@
 """Sends an answer as one JSON body when it is complete."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -61,14 +62,14 @@ class WholeAnswer:
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
-        long = len(ending.prompt_entries) > LONG_PROMPT_TOKENS
+        long = sum(map(len, ending.prompt_entries)) > LONG_PROMPT_TOKENS
         data = await asyncio.to_thread(self._body, ending) if long else self._body(ending)
         await send_data(self._send, 200, data, self._heading.headers)
 
     def _body(self, ending: Ending) -> bytes:
         heading = self._heading
         body = heading.fields(heading.dialect.object_name)
-        choices = [self._choice(index, ending) for index in ending.shown]
+        choices = [self._choice(index) for index in ending.shown]
         body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
         body["usage"] = ending.usage()
         if (num_top := heading.call.num_prompt_top) is not None:
@@ -77,25 +78,27 @@ class WholeAnswer:
             body["baton_timeline"] = ending.timeline
         return _encode(body)
 
-    def _choice(self, index: int, ending: Ending) -> dict[str, Any]:
+    def _choice(self, index: int) -> dict[str, Any]:
         pieces, call, dialect = self._pieces[index], self._heading.call, self._heading.dialect
         finish = pieces[-1].finish
         assert finish is not None
         logprobs = None
         if call.num_top is not None:
             entries = [entry for piece in pieces for entry in piece.entries]
-            if call.echo:
-                entries[:0] = ending.prompt_entries
             writer = dialect.logprobs_writer(call.served.text.bytes_of, call.num_top)
             logprobs = writer.shape(entries)
-        text = call.echo + "".join(piece.text for piece in pieces)
+        text = "".join(piece.text for piece in pieces)
         deltas = [delta for piece in pieces for delta in piece.calls]
         return dialect.whole_choice(text, deltas, finish, logprobs)
 
     def _add_prompt_logprobs(
-        self, body: dict[str, Any], entries: tuple[Entry, ...], num_top: int
+        self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]], num_top: int
     ) -> None:
         """Adds them as vLLM does: to the body of a chat, to each choice of a completion."""
-        scores = prompt_logprobs(entries, self._heading.call.served.text.bytes_of, num_top)
-        for place in [body] if self._heading.dialect.is_chat else body["choices"]:
-            place["prompt_logprobs"] = scores
+        call, bytes_of = self._heading.call, self._heading.call.served.text.bytes_of
+        scores = [prompt_logprobs(entries, bytes_of, num_top) for entries in prompts]
+        if self._heading.dialect.is_chat:
+            (body["prompt_logprobs"],) = scores
+            return
+        for index, choice in enumerate(body["choices"]):
+            choice["prompt_logprobs"] = scores[index // call.num_shown]

@@ -66,8 +66,9 @@ class Heading(msgspec.Struct, frozen=True):
 class Ending(msgspec.Struct, frozen=True):
     """The end of an answer.
 
-    The choices in `shown` are sent in this order; tokens are counted over all choices. `timeline`
-    is the first choice's, or None if the router gave none.
+    The choices in `shown` are sent in this order; tokens are counted over all choices and prompts.
+    `timeline` is the first choice's, or None if the router gave none. `prompt_entries` has one item
+    for each prompt.
     """
 
     outcome: Outcome
@@ -75,15 +76,16 @@ class Ending(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     timeline: Timeline | None
+    num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    prompt_entries: tuple[Entry, ...] = ()
+    prompt_entries: tuple[tuple[Entry, ...], ...] = ()
 
     def usage(self) -> dict[str, Any]:
         """Token counts as OpenAI names them. Drafted tokens are counted if there were any."""
         details = None
         if self.timeline is not None:
-            details = {"cached_tokens": self.timeline.num_cached_tokens}
+            details = {"cached_tokens": self.num_cached_tokens}
         counts = usage_of(self.prompt_tokens, self.completion_tokens)
         usage: dict[str, Any] = {**counts, "prompt_tokens_details": details}
         if self.num_drafted_tokens:
@@ -94,23 +96,34 @@ class Ending(msgspec.Struct, frozen=True):
         return usage
 
 
-def ending_of(choices: Sequence[AnswerChoice], outcome: Outcome, num_shown: int) -> Ending:
-    """The ending of an answer. The choices with the best mean log-probability are shown."""
-    first = choices[0]
+def ending_of(call: CheckedCall, choices: Sequence[AnswerChoice], outcome: Outcome) -> Ending:
+    """The ending of an answer. Of each prompt, the best mean log-probabilities are shown."""
     timelines = [choice.timeline for choice in choices if choice.timeline is not None]
-    shown = list(range(len(choices)))
-    if num_shown < len(choices) and isinstance(outcome, Finished):
-        shown.sort(key=lambda index: -choices[index].mean_logprob)
+    leaders = choices[:: call.num_candidates]
     return Ending(
         outcome=outcome,
-        shown=tuple(shown[:num_shown]),
-        prompt_tokens=len(first.request.token_ids),
+        shown=_shown(call, choices, outcome),
+        prompt_tokens=call.prompt_len,
         completion_tokens=sum(choice.num_tokens for choice in choices),
-        timeline=first.timeline,
+        timeline=choices[0].timeline,
+        num_cached_tokens=sum(
+            leader.timeline.num_cached_tokens for leader in leaders if leader.timeline is not None
+        ),
         num_drafted_tokens=sum(timeline.num_drafted_tokens for timeline in timelines),
         num_accepted_tokens=sum(timeline.num_accepted_tokens for timeline in timelines),
-        prompt_entries=first.prompt_entries,
+        prompt_entries=tuple(leader.prompt.entries for leader in leaders),
     )
+
+
+def _shown(call: CheckedCall, choices: Sequence[AnswerChoice], outcome: Outcome) -> tuple[int, ...]:
+    """The indices of the best choices of each prompt."""
+    if call.num_shown == call.num_candidates or not isinstance(outcome, Finished):
+        return tuple(range(len(choices)))
+    shown: list[int] = []
+    for first in range(0, len(choices), call.num_candidates):
+        group = range(first, first + call.num_candidates)
+        shown += sorted(group, key=lambda index: -choices[index].mean_logprob)[: call.num_shown]
+    return tuple(shown)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -4,18 +4,22 @@ This module does not know how the answer is sent.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 from starlette.types import Receive
 
-from engine.messages import RequestId
+from engine.errors import InvalidRequest
+from engine.messages import Limits, RequestId
 from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.requests.json_fields import decode_fields
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary
 from router.gateway.requests.parameters import (
+    check_batch,
     check_num_choices,
     checked_structure,
     limits_of,
@@ -24,9 +28,11 @@ from router.gateway.requests.parameters import (
     sampling_of,
 )
 from router.gateway.versions import ServedVersion, Versions
-from router.inbox.api_errors import ApiError
+from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Request
 from router.text.structured import Structure
+
+MAX_BATCH_TOKENS = 2**20  # of all prompts of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,8 @@ class GatewaySettings:
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context
     key_limits: KeyLimits = UNLIMITED  # of keys without limits of their own
-    max_choices: int = 16  # of one answer, including those that `best_of` leaves out
+    max_choices: int = 16  # of one prompt, including those that `best_of` leaves out
+    max_batch_choices: int = 128  # of all prompts of one request
     min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
 
 
@@ -70,13 +77,15 @@ class ApiCall(msgspec.Struct, frozen=True):
 class CheckedCall(msgspec.Struct, frozen=True):
     """A call that passed all checks, and the form in which the client wants its answer.
 
-    The answer shows the best `num_shown` of the requests. Each choice begins with `echo`, the
-    prompt. Each token comes with `num_top` of the likeliest tokens; None means no
-    log-probabilities at all.
+    There are as many requests for each of the `num_prompts`: first all of the first prompt, then
+    all of the next. The answer shows the best `num_shown` of each prompt. Each choice begins with
+    its prompt's text in `echoes`. Each token comes with `num_top` of the likeliest tokens; None
+    means no log-probabilities at all.
     """
 
     served: ServedVersion
     requests: tuple[Request, ...]
+    num_prompts: int
     client_id: str | None
     timeout_s: float | None
     num_shown: int
@@ -88,25 +97,43 @@ class CheckedCall(msgspec.Struct, frozen=True):
     usage_in_every_chunk: bool
     timeline: bool
     decision: bool  # in the head of the response
-    echo: str
+    echoes: tuple[str, ...]
     num_top: int | None
     num_prompt_top: int | None
 
     @property
     def first(self) -> Request:
-        """The request whose prompt all others share."""
+        """The first request, whose id is the call's."""
         return self.requests[0]
 
     @property
+    def num_candidates(self) -> int:
+        """Choices that are generated for each prompt, shown or not."""
+        return len(self.requests) // self.num_prompts
+
+    @property
+    def leaders(self) -> tuple[Request, ...]:
+        """The first request of each prompt."""
+        return self.requests[:: self.num_candidates]
+
+    @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.first.token_ids)
+        """Tokens of all prompts."""
+        return sum(len(leader.token_ids) for leader in self.leaders)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt and of the longest answers allowed."""
-        answers = (each.limits.max_len - self.prompt_len for each in self.requests)
+        """Tokens of all prompts and of the longest answers allowed."""
+        answers = (each.limits.max_len - len(each.token_ids) for each in self.requests)
         return self.prompt_len + sum(answers)
+
+
+class _Prompt(NamedTuple):
+    """A prompt of a call with the limits of its answers, and the text to begin them with."""
+
+    token_ids: tuple[int, ...]
+    limits: Limits
+    echo: str
 
 
 async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
@@ -150,27 +177,21 @@ def parse(
     text = served.text
     structure = checked_structure(fields, text.added_token_id)
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
+    singles = body.singles()
     check_num_choices(body, settings.max_choices)
-    max_len = served.max_len
-    token_ids = tuple(body.encode(text, max_len, structure.tools))
-    limits = limits_of(
-        body,
-        prompt_len=len(token_ids),
-        context_len=max_len,
-        default_max_tokens=settings.default_max_tokens,
-        stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
-    )
+    check_batch(body, len(singles), settings.max_batch_choices)
+    prompts = _prompts(singles, served, structure, settings)
     sampling = sampling_of(
         body,
         vocab_size=text.vocab_size,
         random_seed=call.random_seed,
         grammar=structure.grammar,
     )
-    leader = Request(
+    first = Request(
         call.request_id,
-        token_ids,
+        prompts[0].token_ids,
         sampling,
-        limits,
+        prompts[0].limits,
         call.received_s,
         salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
         prompt_logprobs=body.num_scored_prompt,
@@ -184,7 +205,8 @@ def parse(
     stream_options = body.stream_options
     return CheckedCall(
         served=served,
-        requests=(leader, *_followers(leader, body.num_candidates)),
+        requests=_requests(first, prompts, body.num_candidates),
+        num_prompts=len(prompts),
         client_id=call.client_id,
         timeout_s=call.timeout_s,
         num_shown=body.num_choices,
@@ -196,24 +218,81 @@ def parse(
         usage_in_every_chunk=bool(stream_options and stream_options.continuous_usage_stats),
         timeline=call.timeline,
         decision=call.decision,
-        echo=body.echoed(token_ids, text),
+        echoes=tuple(prompt.echo for prompt in prompts),
         num_top=body.num_top_logprobs,
         num_prompt_top=body.prompt_logprobs,
     )
 
 
-def _followers(leader: Request, num_candidates: int) -> list[Request]:
-    """The requests of the other candidates. Each equals a request of its own with that seed."""
-    return [
-        replace(
-            leader,
-            request_id=RequestId(f"{leader.request_id}-{index}"),
-            sampling=nth_seed(leader.sampling, index),
-            prompt_logprobs=None,  # the leader's are enough
-            leader=leader.request_id,
-        )
-        for index in range(1, num_candidates)
-    ]
+def _prompts(
+    singles: Sequence[Body],
+    served: ServedVersion,
+    structure: Structure,
+    settings: GatewaySettings,
+) -> list[_Prompt]:
+    """The prompts of a call. Raises InvalidRequest, which names the prompt of a batch."""
+    prompts: list[_Prompt] = []
+    num_tokens = 0
+    for index, single in enumerate(singles):
+        try:
+            prompts.append(_prompt(single, served, structure, settings))
+        except InvalidRequest as error:
+            if len(singles) > 1 and error.param == single.prompt_field:
+                error.param = f"{single.prompt_field}[{index}]"
+                error.message = f"{error.param}: {error.message}"
+            raise
+        num_tokens += len(prompts[-1].token_ids)
+        if index and num_tokens > MAX_BATCH_TOKENS:
+            message = f"the first {index + 1} prompts have {num_tokens} tokens"
+            message += f"; a batch may have {MAX_BATCH_TOKENS}"
+            raise invalid_value(message, single.prompt_field)
+    return prompts
+
+
+def _prompt(
+    body: Body, served: ServedVersion, structure: Structure, settings: GatewaySettings
+) -> _Prompt:
+    text = served.text
+    token_ids = tuple(body.encode(text, served.max_len, structure.tools))
+    limits = limits_of(
+        body,
+        prompt_len=len(token_ids),
+        context_len=served.max_len,
+        default_max_tokens=settings.default_max_tokens,
+        stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
+    )
+    return _Prompt(token_ids, limits, body.echoed(token_ids, text))
+
+
+def _requests(
+    first: Request, prompts: Sequence[_Prompt], num_candidates: int
+) -> tuple[Request, ...]:
+    """The requests for all prompts, which differ from the first one only in what they must."""
+    requests: list[Request] = []
+    for prompt in prompts:
+        leader = first
+        if requests:
+            leader = replace(
+                first,
+                request_id=_nth_id(first, len(requests)),
+                token_ids=prompt.token_ids,
+                limits=prompt.limits,
+            )
+        requests.append(leader)
+        for index in range(1, num_candidates):
+            follower = replace(
+                leader,
+                request_id=_nth_id(first, len(requests)),
+                sampling=nth_seed(leader.sampling, index),  # as if it were a request of its own
+                prompt_logprobs=None,  # the leader's are enough
+                leader=leader.request_id,
+            )
+            requests.append(follower)
+    return tuple(requests)
+
+
+def _nth_id(first: Request, index: int) -> RequestId:
+    return RequestId(f"{first.request_id}-{index}")
 
 
 def _after(start_s: float, bound_ms: float | None) -> float | None:

@@ -13,12 +13,13 @@ import msgspec
 from msgspec import Raw
 
 from router.gateway.requests.messages import ChatMessage, ContentPart, Speaker
-from router.gateway.requests.openai_schema import Body, from_validation, known_fields, unsupported
+from router.gateway.requests.openai_schema import Body, from_validation, known_fields
 from router.inbox.api_errors import invalid_value
 from router.inbox.json_values import check_containers, decode_value, no_object, not_json
 
 SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
+MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
 
 class _Message(msgspec.Struct):
@@ -72,20 +73,19 @@ def _decode(name: str, data: bytes) -> Any:
 
 
 def _prompt(data: bytes) -> Any:
-    """Decodes a text, token ids, or a list of one of these."""
+    """Decodes a text, token ids, or a list of texts or of lists of token ids."""
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
     first = data[1:].lstrip()[:1]
-    if first != b'"' and data.count(b",") >= MAX_PROMPT_IDS:
+    # The quotes of a text's begin all count; those of its end count unless a backslash is before.
+    quotes = data.count(b'"') - data.count(b'\\"') if first == b'"' else 0
+    if max(data.count(b"[") - 1 if first == b"[" else 0, quotes // 2) > MAX_PROMPTS:
+        raise invalid_value(f"prompt holds more than {MAX_PROMPTS} prompts", "prompt")
+    if first == b'"':
+        return msgspec.json.decode(data, type=list[str])
+    if data.count(b",") >= MAX_PROMPT_IDS:
         raise invalid_value(f"prompt holds more than {MAX_PROMPT_IDS} token ids", "prompt")
-    if first not in (b'"', b"["):
-        return msgspec.json.decode(data, type=list[int])
-    try:
-        return list(msgspec.json.decode(data, type=tuple[str | list[int]]))
-    except msgspec.ValidationError as error:
-        if "$" in str(error):  # the error names the place
-            raise
-        raise unsupported("prompt", "as a batch of prompts") from error
+    return msgspec.json.decode(data, type=list[list[int]] if first == b"[" else list[int])
 
 
 def _messages(data: bytes) -> list[ChatMessage]:

@@ -110,6 +110,10 @@ class Body(msgspec.Struct, kw_only=True):
         """The prompt's token ids. Raises InvalidRequest."""
         raise NotImplementedError
 
+    def singles(self) -> "Sequence[Body]":
+        """One body for each prompt. They differ in the prompt only. Raises ApiError."""
+        return (self,)
+
     @property
     def wanted_tokens(self) -> int | None:
         """The longest answer that the client asked for, in tokens; None if it did not say."""
@@ -197,8 +201,8 @@ class CompletionBody(Body, kw_only=True):
     def encode(
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The token ids of the prompt, which is text or token ids."""
-        prompt = _single_prompt(self.prompt)
+        """The token ids of the prompt, which is text or token ids. Not for a batch."""
+        (prompt,) = _prompts(self.prompt)
         if not prompt:
             raise invalid_value("prompt must not be empty", "prompt")
         if isinstance(prompt, str):
@@ -210,8 +214,15 @@ class CompletionBody(Body, kw_only=True):
         """The prompt's text if each choice begins with it, else an empty string."""
         if not self.echo:
             return ""
-        prompt = _single_prompt(self.prompt)
+        (prompt,) = _prompts(self.prompt)
         return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
+
+    def singles(self) -> "Sequence[Body]":
+        """One body for each prompt of a batch. Raises ApiError."""
+        prompts = _prompts(self.prompt)
+        if len(prompts) == 1:
+            return (self,)
+        return [msgspec.structs.replace(self, prompt=prompt) for prompt in prompts]
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -283,22 +294,20 @@ def _check_completion(body: CompletionBody) -> None:
         raise invalid_value(f"best_of is {body.best_of}, less than n", "best_of")
     if body.stream and body.num_candidates > body.num_choices:
         raise unsupported("best_of", "in a stream")
-    if body.stream and body.echo and body.num_top_logprobs is not None:
-        raise unsupported("echo", "with logprobs in a stream")
 
 
-def _single_prompt(prompt: str | list[str | int | list[int]] | None) -> str | list[int] | None:
-    """Returns the only prompt: text or token ids. Raises ApiError for a batch."""
+def _prompts(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """The prompts of a body, each text or token ids. Raises ApiError if they are mixed."""
     if prompt is None or isinstance(prompt, str):
-        return prompt
+        return [prompt or ""]
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
-        return ids
-    if len(prompt) > 1:
-        raise unsupported("prompt", "as a batch of prompts")
-    only = prompt[0]
-    assert not isinstance(only, int)
-    return only
+        return [ids]
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    if len(prompts) < len(prompt) or len({type(item) for item in prompts}) > 1:
+        message = "prompt must hold only texts, only token ids, or only lists of token ids"
+        raise invalid_value(message, "prompt")
+    return prompts
 
 
 def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -143,3 +143,18 @@ def test_no_key_gets_more_than_its_limits(asked, limits):
     if limits.requests_per_s is not None:
         most = max(limits.requests_per_s, 1.0) + limits.requests_per_s * now_s + 1e-6
         assert all(number <= most for number in taken.values())
+
+
+def test_a_batch_takes_its_prompts_from_the_requests_of_a_second():
+    accounts, limits = KeyAccounts(UNLIMITED), KeyLimits(requests_per_s=4.0)
+    use = accounts.begin("a", limits, 0.0)
+    use.hold_prompts(3, 0.0)
+    use.end(0.0)
+    other = accounts.begin("a", limits, 0.0)
+    with pytest.raises(LimitExceeded) as refused:
+        other.hold_prompts(3, 0.0)
+    assert refused.value.headers["x-ratelimit-remaining-requests"] == "0"
+    other.end(0.0)
+    accounts.validate()
+    larger = accounts.begin("a", limits, 10.0)  # than the bucket, which is full again
+    larger.hold_prompts(9, 10.0)

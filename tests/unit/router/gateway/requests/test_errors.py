@@ -109,7 +109,6 @@ BAD_COMPLETION_FIELDS = [
     ({"n": 3, "best_of": 2}, "best_of", VALUE),
     ({"best_of": 2, "stream": True}, "best_of", UNSUPPORTED),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", UNSUPPORTED),
-    ({"echo": True, "logprobs": 0, "stream": True}, "echo", UNSUPPORTED),
     ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
     ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
 ]
