@@ -150,7 +150,7 @@ class StopFinder:
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self.found = False
+        self.found: str | None = None
         self._stop = tuple(stop)
         self._max_held = max(map(len, self._stop), default=1) - 1
         self._held = ""  # may be the beginning of a stop string
@@ -160,10 +160,10 @@ class StopFinder:
         if not self._stop:
             return text
         text = self._held + text
-        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
-            self.found, self._held = True, ""
-            _, start = min(found)
+            _, start, self.found = min(found)
+            self._held = ""
             return text[:start]
         cut = self._hold_from(text)
         self._held = text[cut:]
@@ -208,7 +208,12 @@ class AnswerText:
     @property
     def stopped(self) -> bool:
         """True if a stop string has ended the answer."""
-        return self._has_stop and self._stop.found
+        return self._has_stop and self._stop.found is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the answer."""
+        return self._stop.found
 
     @property
     def held_len(self) -> int:

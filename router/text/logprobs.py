@@ -1,8 +1,9 @@
 """Log-probabilities in the three shapes that clients get, kept with the text of their tokens.
 
-A token's entry is shown with the text that it begins. Text may be held back because it could begin
-a stop string or ends inside a character. Text that a stop string cuts off takes its entries along.
-The token that ends an answer has no text and no entry.
+There are two ways to choose the entries of an answer. With vLLM's, every token has its entry. With
+OpenAI's, entries are shown with the text that they begin. Text may be held back because it could
+begin a stop string or ends inside a character. Text that a stop string cuts off takes its entries
+along. The token that ends an answer has no text and no entry.
 
 Sources: OpenAI API reference, chat completions and completions; `prompt_logprobs`, vLLM's
 OpenAI-compatible server.
@@ -73,11 +74,12 @@ class LogprobsWriter(Protocol):
 
 
 class ChatLogprobs:
-    """The shape of chat completions."""
+    """The shape of chat completions. With `ids_for_names`, a token is named `token_id:` its id."""
 
-    def __init__(self, bytes_of: BytesOf, num_top: int) -> None:
+    def __init__(self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool = False) -> None:
         self._bytes_of = bytes_of
         self._num_top = num_top
+        self._ids_for_names = ids_for_names
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """`content` has one item for each token."""
@@ -90,16 +92,20 @@ class ChatLogprobs:
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._bytes_of(token_id)
-        text = data.decode(errors="replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+        name = _id_name(token_id) if self._ids_for_names else data.decode(errors="replace")
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 class CompletionLogprobs:
-    """The shape of completions: parallel lists. `text_offset` counts characters."""
+    """The shape of completions: parallel lists. `text_offset` counts characters.
 
-    def __init__(self, bytes_of: BytesOf, num_top: int) -> None:
+    With `ids_for_names`, a token is named `token_id:` its id.
+    """
+
+    def __init__(self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool = False) -> None:
         self._bytes_of = bytes_of
         self._num_top = num_top
+        self._ids_for_names = ids_for_names
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -121,6 +127,8 @@ class CompletionLogprobs:
 
     def _name(self, token_id: int) -> str:
         """The token's text. Bytes that are not valid text are spelled, so that names differ."""
+        if self._ids_for_names:
+            return _id_name(token_id)
         data = self._bytes_of(token_id)
         try:
             return data.decode()
@@ -169,6 +177,10 @@ def mean_logprob(scores: Sequence[Logprobs]) -> float:
 
 def _top(scores: Logprobs, num_top: int) -> list[tuple[int, float]]:
     return list(zip(scores.top_ids, scores.top_logprobs, strict=True))[:num_top]
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _finite(logprob: float) -> float:

@@ -35,13 +35,15 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int  # of the choice so far
     entries: tuple[Entry, ...] = ()
     calls: tuple[CallDelta, ...] = ()  # behind the text
+    token_ids: tuple[int, ...] = ()  # that came, if the client wants them
     outcome: Outcome | None = None
     finish: str | None = None
+    stop_reason: str | int | None = None  # the stop string or token that ended the choice
 
     @property
     def is_empty(self) -> bool:
         """True if the piece has nothing to show."""
-        return not (self.text or self.entries or self.calls)
+        return not (self.text or self.entries or self.calls or self.token_ids)
 
 
 class PromptScores:
@@ -94,7 +96,11 @@ class AnswerChoice:
         self._is_scored = any(count is not None for count in asked)
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
-        self._echoes_scores = bool(self._echo) and call.num_top is not None
+        self._echoes_scores = self._echo is not None and call.num_top is not None
+        self._is_only_prompt = call.is_only_prompt
+        self._return_token_ids = call.return_token_ids
+        self._stop_token_ids = call.stop_token_ids
+        self._last_id: int | None = None
         marks = () if parser is None else (CALL_BEGIN, CALL_END)
         self._text = AnswerText(
             call.served.text.detokenizer(request.token_ids, marks),
@@ -102,35 +108,65 @@ class AnswerChoice:
             limits=request.limits,
             stop=call.stop,
         )
-        self._scored = None if call.num_top is None else ScoredText(self._text)
+        self._scored: ScoredText | None = None
+        self._scores_all_tokens = call.num_top is not None and call.scores_all_tokens
+        if call.num_top is not None and not call.scores_all_tokens:
+            self._scored = ScoredText(self._text)
         # Tokens become text and nothing else, and only tokens end the choice.
         self.is_plain = not (
-            self._scored or self._is_scored or call.stop or self._echo or parser is not None
+            self._is_scored
+            or self._echo is not None
+            or call.num_top is not None
+            or call.stop
+            or call.stop_token_ids
+            or call.return_token_ids
+            or parser is not None
         )
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:
         """Returns what this update makes ready to be shown."""
         self.last_s = now_s
+        has_tokens = bool(update.token_ids)
+        if has_tokens:
+            self._meter.tokens(len(update.token_ids), now_s)
+            if self._is_scored:
+                self._note_scores(update)
+            if self._is_only_prompt:
+                update = _without_answer(update)
+        if update.timeline is not None:
+            self.timeline = update.timeline
+        num_before = self._text.num_tokens
         entries: tuple[Entry, ...] = ()
         if self._scored is None:
             text = self._text.push(update.token_ids)
         else:
             text, entries = self._scored.push(update.token_ids, update.logprobs)
-        if update.token_ids:
-            self._meter.tokens(len(update.token_ids), now_s)
-            if self._is_scored:
-                self._note_scores(update)
-            if self._echo:
-                text, entries = self._take_echo(text, entries)
-        if update.timeline is not None:
-            self.timeline = update.timeline
+        token_ids = update.token_ids[: self._text.num_tokens - num_before]
+        if self._scores_all_tokens:
+            entries = tuple(zip(token_ids, update.logprobs, strict=False))
+        if token_ids:
+            self._last_id = token_ids[-1]
         outcome = update.outcome
-        if outcome is None and not self._text.stopped:
-            if self._parser is None:
-                return AnswerPiece(self.index, text, self._text.num_tokens, entries)
-            text, calls = _split(self._parser.feed(text))
-            return AnswerPiece(self.index, text, self._text.num_tokens, entries, calls)
-        return self._last(text, entries, outcome, now_s)
+        ends = outcome is not None or self._text.stopped
+        if ends:
+            text, entries = self._end(text, entries, outcome, now_s)
+        if has_tokens and self._echo is not None:
+            text, entries = self._take_echo(text, entries)
+        calls: tuple[CallDelta, ...] = ()
+        if self._parser is not None:
+            deltas = self._parser.feed(text)
+            text, calls = _split([*deltas, *self._parser.finish()] if ends else deltas)
+        return AnswerPiece(
+            choice=self.index,
+            text=text,
+            num_tokens=self._text.num_tokens,
+            entries=entries,
+            calls=calls,
+            token_ids=token_ids if self._return_token_ids else (),
+            outcome=self.outcome,
+            finish=self._finish_reason(),
+            stop_reason=self._stop_reason() if ends else None,
+        )
 
     def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
         """Returns the text that tokens make ready, for a choice that `is_plain` and goes on."""
@@ -159,28 +195,18 @@ class AnswerChoice:
         """The mean over its tokens, including the one that ended it."""
         return mean_logprob(self._scores[: self.num_tokens])
 
-    def _last(
+    def _end(
         self, text: str, entries: tuple[Entry, ...], outcome: Outcome | None, now_s: float
-    ) -> AnswerPiece:
-        if isinstance(outcome, Finished):
-            rest, more = ("", ()) if self._text.stopped else self._flush()
+    ) -> tuple[str, tuple[Entry, ...]]:
+        """Ends the choice and returns its last text and entries."""
+        if isinstance(outcome, Finished) and not self._text.stopped:
+            rest, more = self._flush()
             text, entries = text + rest, entries + more
         # A stop string may be found in the very last text.
         self.outcome = Finished(FinishReason.STOP) if self._text.stopped else outcome
         assert self.outcome is not None
         self._meter.end(self.outcome, self.timeline, now_s)
-        calls: tuple[CallDelta, ...] = ()
-        if self._parser is not None:
-            text, calls = _split([*self._parser.feed(text), *self._parser.finish()])
-        return AnswerPiece(
-            choice=self.index,
-            text=text,
-            num_tokens=self._text.num_tokens,
-            entries=entries,
-            calls=calls,
-            outcome=self.outcome,
-            finish=self._finish_reason(),
-        )
+        return text, entries
 
     def _finish_reason(self) -> str | None:
         """OpenAI's finish reason; None if the choice failed."""
@@ -189,6 +215,13 @@ class AnswerChoice:
         reason = self.outcome.reason
         has_calls = self._parser is not None and self._parser.num_calls > 0
         return "tool_calls" if has_calls and reason is FinishReason.STOP else reason.value
+
+    def _stop_reason(self) -> str | int | None:
+        """The stop string or the client's own stop token that ended the choice."""
+        if self._text.stopped:
+            return self._text.stop_string
+        has_stopped = self.outcome == Finished(FinishReason.STOP)
+        return self._last_id if has_stopped and self._last_id in self._stop_token_ids else None
 
     def _flush(self) -> tuple[str, tuple[Entry, ...]]:
         if self._scored is None:
@@ -203,11 +236,20 @@ class AnswerChoice:
 
     def _take_echo(self, text: str, entries: tuple[Entry, ...]) -> tuple[str, tuple[Entry, ...]]:
         """Returns the first piece with the echo before it."""
-        text, self._echo = self._echo + text, ""
+        assert self._echo is not None
+        text, self._echo = self._echo + text, None
         if self._echoes_scores:
             assert self.prompt.are_known
             entries = self.prompt.entries + entries
         return text, entries
+
+
+def _without_answer(update: Update) -> Update:
+    """An update of a request that is only about its prompt."""
+    outcome = update.outcome
+    if isinstance(outcome, Finished):
+        outcome = Finished(FinishReason.LENGTH)
+    return msgspec.structs.replace(update, token_ids=(), logprobs=(), outcome=outcome)
 
 
 def _split(deltas: Sequence[Delta]) -> tuple[str, tuple[CallDelta, ...]]:

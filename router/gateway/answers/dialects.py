@@ -45,9 +45,12 @@ class Dialect:
             message |= {"content": text or None, "tool_calls": _whole_calls(calls)}
         return choice | {"message": message}
 
-    def logprobs_writer(self, bytes_of: BytesOf, num_top: int) -> LogprobsWriter:
+    def logprobs_writer(
+        self, bytes_of: BytesOf, num_top: int, *, ids_for_names: bool
+    ) -> LogprobsWriter:
         """Returns the writer of one choice's log-probabilities."""
-        return (ChatLogprobs if self.is_chat else CompletionLogprobs)(bytes_of, num_top)
+        writer = ChatLogprobs if self.is_chat else CompletionLogprobs
+        return writer(bytes_of, num_top, ids_for_names=ids_for_names)
 
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:

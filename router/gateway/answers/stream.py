@@ -29,7 +29,8 @@ _INDEX = b'[{"index":'
 _ROLE = b',"delta":{"role":"assistant","content":""}'
 _CALLS = b',"delta":{"tool_calls":['
 _UNSCORED = b',"logprobs":null'
-_UNFINISHED = b',"finish_reason":null}]'
+_GOES_ON = b',"finish_reason":null'
+_UNFINISHED = _GOES_ON + b"}]"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -85,7 +86,7 @@ class StreamedAnswer:
         data += chunk.of(piece)
         if piece.finish is not None:
             self._unfinished -= 1
-            finish = chunk.finish(piece.choice, piece.finish)
+            finish = chunk.finish(piece)
             if self._unfinished:
                 data += finish
             else:
@@ -147,19 +148,37 @@ class _ChunkEncoder:
         self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
         self._dialect = dialect
         self._call = call
-        self._is_plain = call.num_top is None and not call.usage_in_every_chunk
+        self._is_plain = call.num_top is None and not (
+            call.usage_in_every_chunk or call.return_token_ids
+        )
+        self._prompt_ids = heading.prompt_ids
         self._prompt_tokens = [len(request.token_ids) for request in call.requests]
         self._logprobs = [
-            dialect.logprobs_writer(call.served.text.bytes_of, call.num_top or 0) for _ in indices
+            dialect.logprobs_writer(
+                call.served.text.bytes_of, call.num_top or 0, ids_for_names=call.ids_for_names
+            )
+            for _ in indices
         ]
 
     def first(self) -> bytes:
-        """The chunks that each choice begins with."""
-        data = b""
+        """The chunks that each choice begins with: a chat's role, a completion's prompt."""
+        choices = range(len(self._before_index))
         if self._dialect.is_chat:
-            for before in self._before_index:
-                data += before + _ROLE + _UNSCORED + _UNFINISHED + self._after
-        return data
+            ids = b"".join(
+                b',"%b":%b' % (n.encode(), _encode(i)) for n, i in self._prompt_ids.items()
+            )
+            chunk = _ROLE + _UNSCORED + _UNFINISHED + ids
+            return b"".join(self._before_index[i] + chunk + self._counted(i, 0) for i in choices)
+        if self._call.return_token_ids:
+            return b"".join(map(self._prompt, choices))
+        return b""
+
+    def _prompt(self, choice: int) -> bytes:
+        """The chunk with the token ids of a prompt, before any text."""
+        ids = _encode(self._call.requests[choice].token_ids)
+        chunk = self._before_text[choice] + b'""' + self._dialect.text_end + _UNSCORED + _GOES_ON
+        chunk += b',"prompt_token_ids":' + ids + b',"token_ids":[]}]'
+        return chunk + self._counted(choice, 0)
 
     def of_text(self, choice: int, text: str) -> bytes:
         """A chunk that holds only text."""
@@ -170,22 +189,28 @@ class _ChunkEncoder:
         text = piece.text
         if self._is_plain and not piece.calls:
             return self.of_text(piece.choice, text) if text else b""
-        data = self._text(piece) if text or piece.entries else b""
+        data = self._text(piece) if text or piece.entries or piece.token_ids else b""
         return data + self._calls(piece) if piece.calls else data
 
     def _text(self, piece: AnswerPiece) -> bytes:
         text = self._before_text[piece.choice] + _encode(piece.text)
-        return text + self._dialect.text_end + self._scores(piece) + self._counted(piece)
+        text += self._dialect.text_end + self._scores(piece) + _GOES_ON
+        if self._call.return_token_ids:
+            text += b',"token_ids":' + _encode(piece.token_ids)
+        return text + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def _calls(self, piece: AnswerPiece) -> bytes:
         """One chunk for each part of a tool call."""
         before, after = self._before_index[piece.choice] + _CALLS, b"]}" + _UNSCORED + _UNFINISHED
         deltas = (_encode(call_delta(delta)) for delta in piece.calls)
-        return b"".join(before + delta + after + self._after for delta in deltas)
+        after += self._counted(piece.choice, piece.num_tokens)
+        return b"".join(before + delta + after for delta in deltas)
 
-    def finish(self, index: int, reason: str) -> bytes:
-        before = self._before_index[index] + self._dialect.finish_start
-        return before + _encode(reason) + b"}]" + self._after
+    def finish(self, piece: AnswerPiece) -> bytes:
+        """The chunk that ends the choice of this last piece."""
+        before = self._before_index[piece.choice] + self._dialect.finish_start
+        reasons = _encode(piece.finish) + b',"stop_reason":' + _encode(piece.stop_reason)
+        return before + reasons + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def extra(self, name: bytes, value: object) -> bytes:
         """A chunk without choices."""
@@ -193,13 +218,13 @@ class _ChunkEncoder:
 
     def _scores(self, piece: AnswerPiece) -> bytes:
         if self._call.num_top is None:
-            return _UNSCORED + _UNFINISHED
+            return _UNSCORED
         scores = self._logprobs[piece.choice].shape(piece.entries)
-        return b',"logprobs":' + _encode(scores) + _UNFINISHED
+        return b',"logprobs":' + _encode(scores)
 
-    def _counted(self, piece: AnswerPiece) -> bytes:
+    def _counted(self, choice: int, num_tokens: int) -> bytes:
         """The end of a chunk, with its choice's usage so far if the client wants that."""
         if not self._call.usage_in_every_chunk:
             return self._after
-        usage = usage_of(self._prompt_tokens[piece.choice], piece.num_tokens)
+        usage = usage_of(self._prompt_tokens[choice], num_tokens)
         return b',"usage":' + _encode(usage) + b"}\n\n"

@@ -68,7 +68,7 @@ class WholeAnswer:
 
     def _body(self, ending: Ending) -> bytes:
         heading = self._heading
-        body = heading.fields(heading.dialect.object_name)
+        body = heading.fields(heading.dialect.object_name) | heading.prompt_ids
         choices = [self._choice(index) for index in ending.shown]
         body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
         body["usage"] = ending.usage()
@@ -85,11 +85,20 @@ class WholeAnswer:
         logprobs = None
         if call.num_top is not None:
             entries = [entry for piece in pieces for entry in piece.entries]
-            writer = dialect.logprobs_writer(call.served.text.bytes_of, call.num_top)
+            bytes_of = call.served.text.bytes_of
+            writer = dialect.logprobs_writer(
+                bytes_of, call.num_top, ids_for_names=call.ids_for_names
+            )
             logprobs = writer.shape(entries)
         text = "".join(piece.text for piece in pieces)
         deltas = [delta for piece in pieces for delta in piece.calls]
-        return dialect.whole_choice(text, deltas, finish, logprobs)
+        choice = dialect.whole_choice(text, deltas, finish, logprobs)
+        choice["stop_reason"] = pieces[-1].stop_reason
+        if call.return_token_ids:
+            choice["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
+            if not dialect.is_chat:
+                choice["prompt_token_ids"] = call.requests[index].token_ids
+        return choice
 
     def _add_prompt_logprobs(
         self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]], num_top: int

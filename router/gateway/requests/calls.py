@@ -79,8 +79,8 @@ class CheckedCall(msgspec.Struct, frozen=True):
 
     There are as many requests for each of the `num_prompts`: first all of the first prompt, then
     all of the next. The answer shows the best `num_shown` of each prompt. Each choice begins with
-    its prompt's text in `echoes`. Each token comes with `num_top` of the likeliest tokens; None
-    means no log-probabilities at all.
+    its prompt's text in `echoes`, if that is not None. Each token comes with `num_top` of the
+    likeliest tokens; None means no log-probabilities at all.
     """
 
     served: ServedVersion
@@ -97,9 +97,14 @@ class CheckedCall(msgspec.Struct, frozen=True):
     usage_in_every_chunk: bool
     timeline: bool
     decision: bool  # in the head of the response
-    echoes: tuple[str, ...]
+    echoes: tuple[str | None, ...]
     num_top: int | None
     num_prompt_top: int | None
+    stop_token_ids: frozenset[int]  # the client's own, which end an answer with a reason
+    is_only_prompt: bool  # the one token that is generated is dropped
+    scores_all_tokens: bool  # also those that are not shown
+    return_token_ids: bool
+    ids_for_names: bool  # of tokens in log-probabilities
 
     @property
     def first(self) -> Request:
@@ -133,7 +138,7 @@ class _Prompt(NamedTuple):
 
     token_ids: tuple[int, ...]
     limits: Limits
-    echo: str
+    echo: str | None
 
 
 async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
@@ -202,7 +207,8 @@ def parse(
         deadline_s=_after(call.received_s, body.slo_ttft_ms),
         tpot_bound_s=_after(0.0, body.slo_tpot_ms),
     )
-    stream_options = body.stream_options
+    usage, usage_in_every_chunk = body.usage_in_stream
+    ending_ids = () if body.ignore_eos else text.eos_token_ids
     return CheckedCall(
         served=served,
         requests=_requests(first, prompts, body.num_candidates),
@@ -214,13 +220,18 @@ def parse(
         structure=structure,
         stream=bool(body.stream),
         stop=body.stop_strings,
-        usage=bool(stream_options and stream_options.include_usage),
-        usage_in_every_chunk=bool(stream_options and stream_options.continuous_usage_stats),
+        usage=usage,
+        usage_in_every_chunk=usage_in_every_chunk,
         timeline=call.timeline,
         decision=call.decision,
         echoes=tuple(prompt.echo for prompt in prompts),
         num_top=body.num_top_logprobs,
         num_prompt_top=body.prompt_logprobs,
+        stop_token_ids=frozenset(body.stop_token_ids or ()).difference(ending_ids),
+        is_only_prompt=body.is_only_prompt,
+        scores_all_tokens=body.scores_all_tokens,
+        return_token_ids=bool(body.return_token_ids),
+        ids_for_names=bool(body.return_tokens_as_token_ids),
     )
 
 

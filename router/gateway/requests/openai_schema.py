@@ -97,6 +97,8 @@ class Body(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: TopCount | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
     # Only requests with equal salts share cached prefixes, within the limits of their keys.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_LEN)] | None = None
@@ -129,9 +131,27 @@ class Body(msgspec.Struct, kw_only=True):
         """The number of likeliest tokens to report per token of the prompt, or None."""
         return self.prompt_logprobs
 
-    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str:
-        """The prompt's text if each choice begins with it, else an empty string."""
-        return ""
+    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
+        """The prompt's text if each choice begins with it."""
+        return None
+
+    @property
+    def is_only_prompt(self) -> bool:
+        """True if no answer is wanted: only the prompt and its log-probabilities."""
+        return False
+
+    @property
+    def scores_all_tokens(self) -> bool:
+        """True if each token has log-probabilities, else only those of the text shown."""
+        return bool(self.return_token_ids)
+
+    @property
+    def usage_in_stream(self) -> tuple[bool, bool]:
+        """Two answers: does the end of a stream have its usage, and has each chunk?"""
+        options = self.stream_options or StreamOptions()
+        continuous = bool(options.continuous_usage_stats)
+        usage = continuous if options.include_usage is None else options.include_usage
+        return usage, usage and continuous
 
     @property
     def num_choices(self) -> int:
@@ -194,6 +214,7 @@ class CompletionBody(Body, kw_only=True):
     }
 
     prompt: str | list[str | int | list[int]] | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: bool | TopCount | None = None
@@ -210,10 +231,10 @@ class CompletionBody(Body, kw_only=True):
         check_in_vocabulary(prompt, text.vocab_size, "prompt")
         return prompt
 
-    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str:
-        """The prompt's text if each choice begins with it, else an empty string."""
+    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
+        """The prompt's text if each choice begins with it."""
         if not self.echo:
-            return ""
+            return None
         (prompt,) = _prompts(self.prompt)
         return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
 
@@ -223,6 +244,21 @@ class CompletionBody(Body, kw_only=True):
         if len(prompts) == 1:
             return (self,)
         return [msgspec.structs.replace(self, prompt=prompt) for prompt in prompts]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """`max_tokens`, but at least one: workers always sample a token of a prompt."""
+        return 1 if self.is_only_prompt else self.max_tokens
+
+    @property
+    def is_only_prompt(self) -> bool:
+        """True if no answer is wanted: only the prompt and its log-probabilities."""
+        return self.max_tokens == 0
+
+    @property
+    def scores_all_tokens(self) -> bool:
+        """Always true, as with vLLM: evaluations count on a last token that ended the answer."""
+        return True
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -253,6 +289,7 @@ def known_fields(body_type: type[Body]) -> tuple[str, ...]:
 def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     """Converts fields to a body and checks each. Raises ApiError."""
     _refuse_unsupported(fields, _REFUSED | body_type.refused)
+    _refuse_all_logprobs(fields)
     try:
         body = msgspec.convert(fields, body_type)
     except msgspec.ValidationError as error:
@@ -270,6 +307,14 @@ def _refuse_unsupported(fields: dict[str, Any], refused: Refused) -> None:
         if value is None or any(type(value) is type(ok) and value == ok for ok in harmless):
             continue
         raise unsupported(name)
+
+
+def _refuse_all_logprobs(fields: dict[str, Any]) -> None:
+    """Raises ApiError for the number that means all tokens with vLLM."""
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        if fields.get(name) == -1:
+            message = f"{name}: -1 (all tokens) is not supported; at most {MAX_TOP_LOGPROBS}"
+            raise invalid_value(message, name)
 
 
 def _check_stream_options(body: Body) -> None:
@@ -290,6 +335,8 @@ def _check_logprobs(body: Body) -> None:
 def _check_completion(body: CompletionBody) -> None:
     if body.logprobs is True:
         raise invalid_value("logprobs: expected an integer", "logprobs")
+    if body.is_only_prompt and not body.echo:
+        raise invalid_value("max_tokens: 0 is allowed only with echo", "max_tokens")
     if body.num_candidates < body.num_choices:
         raise invalid_value(f"best_of is {body.best_of}, less than n", "best_of")
     if body.stream and body.num_candidates > body.num_choices:

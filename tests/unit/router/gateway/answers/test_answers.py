@@ -54,6 +54,7 @@ def test_a_chat_answer_is_a_message():
                 "message": {"role": "assistant", "content": "héllo", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -70,7 +71,13 @@ def test_a_completion_answer_is_a_text():
     assert body["object"] == "text_completion"
     assert body["id"].startswith("cmpl-")
     assert body["choices"] == [
-        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "length"}
+        {
+            "index": 0,
+            "text": "hello",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
     ]
     assert body["usage"]["prompt_tokens_details"] is None  # the router gave no timeline
 
@@ -121,15 +128,20 @@ def test_usage_comes_in_a_chunk_of_its_own_when_asked_for():
     }
 
 
-def test_usage_comes_in_every_chunk_of_text_when_asked_for():
-    options = {"include_usage": True, "continuous_usage_stats": True}
+@pytest.mark.parametrize("include", [True, None])
+def test_usage_comes_in_every_chunk_when_asked_for(include):
+    options = {"include_usage": include, "continuous_usage_stats": True}
     fields = {"stream": True, "stream_options": options}
     *chunks, usage, _ = chat(FakeRouter(answer("hi")), fields).events()
-    counts = [c["usage"]["completion_tokens"] for c in chunks if c["usage"]]
-    assert counts == sorted(set(counts))
-    assert counts[0] == 1
-    assert all(c["usage"]["prompt_tokens"] == 4 for c in chunks if c["usage"])
-    assert usage["usage"]["completion_tokens"] >= counts[-1]
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [0, 1, 2, 3]
+    assert all(c["usage"]["prompt_tokens"] == 4 for c in chunks)
+    assert usage["usage"]["completion_tokens"] == 3
+
+
+def test_usage_in_every_chunk_needs_usage():
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    *chunks, _ = chat(FakeRouter(), {"stream": True, "stream_options": options}).events()
+    assert all("usage" not in chunk for chunk in chunks)
 
 
 def test_the_head_waits_for_the_first_token_and_then_goes_at_once():

@@ -133,6 +133,40 @@ def test_the_token_that_ends_an_answer_has_no_item():
     assert chat_items(chat(router, {"logprobs": True})) == [("h", -0.5)]
 
 
+@pytest.mark.parametrize("stop", [None, "i"])
+def test_every_token_of_a_completion_has_its_scores_even_if_it_is_not_shown(stop):
+    router = FakeRouter([say(("h", -0.5), ("i", -0.7)), say((EOS, -0.1), outcome=STOP)])
+    [choice] = complete(router, {"logprobs": 0, "stop": stop}).json()["choices"]
+    assert choice["text"] == ("hi" if stop is None else "h")
+    names = ["h", "i", "<|eos|>"] if stop is None else ["h", "i"]
+    assert choice["logprobs"]["tokens"] == names
+
+
+def test_scores_of_a_chat_go_with_its_token_ids():
+    router = FakeRouter([say(("h", -0.5)), say((EOS, -0.1), outcome=STOP)])
+    body = chat(router, {"logprobs": True, "return_token_ids": True}).json()
+    [choice] = body["choices"]
+    assert choice["token_ids"] == [ord("h"), EOS]
+    assert [item["token"] for item in choice["logprobs"]["content"]] == ["h", "<|eos|>"]
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_tokens_are_named_by_their_ids_when_asked_for(ask):
+    scores = (lp(-0.5, ("x", -0.25)),)
+    router = FakeRouter([tokens("h", logprobs=scores, outcome=LENGTH)])
+    fields = {"return_tokens_as_token_ids": True, "logprobs": 1}
+    if ask is chat:
+        fields |= {"logprobs": True, "top_logprobs": 1}
+    [choice] = ask(router, fields).json()["choices"]
+    if ask is chat:
+        [item] = choice["logprobs"]["content"]
+        assert (item["token"], item["bytes"]) == ("token_id:104", [104])
+        assert item["top_logprobs"][0]["token"] == "token_id:120"
+    else:
+        assert choice["logprobs"]["tokens"] == ["token_id:104"]
+        assert choice["logprobs"]["top_logprobs"] == [{"token_id:120": -0.25, "token_id:104": -0.5}]
+
+
 def test_special_tokens_that_end_nothing_have_their_name():
     router = FakeRouter([say((258, -0.5), outcome=LENGTH)])
     assert chat_items(chat(router, {"logprobs": True})) == [("<|user|>", -0.5)]
@@ -251,6 +285,18 @@ def test_an_echo_is_scored_like_the_answer_after_it():
         "text_offset": [0, 1, 2],
     }
     assert "prompt_logprobs" not in choice
+
+
+def test_a_prompt_can_be_scored_without_an_answer():
+    router = prompt_scored(YO)
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    body = complete(router, fields).json()
+    [choice] = body["choices"]
+    assert router.requests[0].limits.max_len == 3  # workers sample one token, which is dropped
+    assert (choice["text"], choice["finish_reason"]) == ("yo", "length")
+    assert choice["logprobs"]["tokens"] == ["y", "o"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -4.0]
+    assert body["usage"]["completion_tokens"] == 0
 
 
 # ---------------------------------------------------------------- penalties and biases

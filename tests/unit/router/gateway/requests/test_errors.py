@@ -109,6 +109,9 @@ BAD_COMPLETION_FIELDS = [
     ({"n": 3, "best_of": 2}, "best_of", VALUE),
     ({"best_of": 2, "stream": True}, "best_of", UNSUPPORTED),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", UNSUPPORTED),
+    ({"logprobs": -1}, "logprobs", VALUE),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", VALUE),
+    ({"max_tokens": 0}, "max_tokens", VALUE),
     ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED),
     ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED),
 ]
