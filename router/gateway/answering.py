@@ -14,10 +14,10 @@ between is here. The life of one call:
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
@@ -28,6 +28,7 @@ from router.access.limits import KeyAccounts, KeyUse
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.following import follow
+from router.gateway.answers.searching import Searches
 from router.gateway.answers.writing import (
     DECISION_HEADER,
     TIMED_OUT,
@@ -157,8 +158,13 @@ class AnswerService:
             limit_headers=lambda: use.headers(call.first.received_s),
         )
         writer = replies.open(heading)
+        port, clock = call.served.port, parts.clock
+        searches = None if call.beams is None else Searches(port, clock, call)
         try:
-            last = await self._follow(call, choices, writer)
+            if searches is None:
+                last = await self._in_time(call, follow(port, clock, choices, writer))
+            else:
+                last = await self._in_time(call, searches.follow(choices, writer))
             outcome = last.outcome
             assert outcome is not None
             meter.end(outcome, choices[last.choice].last_s)
@@ -166,13 +172,13 @@ class AnswerService:
                 await writer.write(last)
             await writer.end(ending_of(call, choices, outcome))
         finally:
-            use.num_used = call.prompt_len + sum(choice.num_tokens for choice in choices)
+            num_tokens = sum(choice.num_tokens for choice in choices)
+            use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)
 
-    async def _follow(
-        self, call: CheckedCall, choices: Sequence[AnswerChoice], writer: AnswerWriter
+    async def _in_time(
+        self, call: CheckedCall, following: Coroutine[Any, Any, AnswerPiece]
     ) -> AnswerPiece:
         """Returns the last piece of the answer; after the call's timeout, that of a failure."""
-        following = follow(call.served.port, self._parts.clock, choices, writer)
         if call.timeout_s is None:
             return await following
         left_s = call.first.received_s + call.timeout_s - self._parts.clock.now_s()
@@ -184,7 +190,7 @@ class AnswerService:
                 raise
             message = f"the answer was not complete within {call.timeout_s:g} s ({TIMEOUT_HEADER})"
             outcome = Failed(message, code=TIMED_OUT)
-            return AnswerPiece(choice=0, text="", num_tokens=choices[0].num_tokens, outcome=outcome)
+            return AnswerPiece(choice=0, text="", num_tokens=0, outcome=outcome)
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
         parts = self._parts

@@ -17,7 +17,7 @@ from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.requests.json_fields import decode_fields
-from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary
+from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
     check_batch,
     check_num_choices,
@@ -31,6 +31,7 @@ from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Request
 from router.text.structured import Structure
+from router.text.tokenizer import TextModel
 
 MAX_BATCH_TOKENS = 2**20  # of all prompts of a call
 
@@ -74,6 +75,13 @@ class ApiCall(msgspec.Struct, frozen=True):
         return self.client_id or self.request_id
 
 
+class Beams(msgspec.Struct, frozen=True):
+    """A wish for beam search, with so many hypotheses for each prompt."""
+
+    width: int
+    length_penalty: float
+
+
 class CheckedCall(msgspec.Struct, frozen=True):
     """A call that passed all checks, and the form in which the client wants its answer.
 
@@ -105,6 +113,7 @@ class CheckedCall(msgspec.Struct, frozen=True):
     scores_all_tokens: bool  # also those that are not shown
     return_token_ids: bool
     ids_for_names: bool  # of tokens in log-probabilities
+    beams: Beams | None  # if the choices are the best results of a search
 
     @property
     def first(self) -> Request:
@@ -129,8 +138,9 @@ class CheckedCall(msgspec.Struct, frozen=True):
     @property
     def most_tokens(self) -> int:
         """Tokens of all prompts and of the longest answers allowed."""
-        answers = (each.limits.max_len - len(each.token_ids) for each in self.requests)
-        return self.prompt_len + sum(answers)
+        num_each = self.num_candidates if self.beams is None else self.beams.width
+        answers = (each.limits.max_len - len(each.token_ids) for each in self.leaders)
+        return self.prompt_len + num_each * sum(answers)
 
 
 class _Prompt(NamedTuple):
@@ -185,6 +195,7 @@ def parse(
     singles = body.singles()
     check_num_choices(body, settings.max_choices)
     check_batch(body, len(singles), settings.max_batch_choices)
+    beams = _beams(body, structure, text)
     prompts = _prompts(singles, served, structure, settings)
     sampling = sampling_of(
         body,
@@ -211,7 +222,9 @@ def parse(
     ending_ids = () if body.ignore_eos else text.eos_token_ids
     return CheckedCall(
         served=served,
-        requests=_requests(first, prompts, body.num_candidates),
+        requests=_requests(
+            first, prompts, body.num_candidates if beams is None else body.num_choices
+        ),
         num_prompts=len(prompts),
         client_id=call.client_id,
         timeout_s=call.timeout_s,
@@ -232,7 +245,21 @@ def parse(
         scores_all_tokens=body.scores_all_tokens,
         return_token_ids=bool(body.return_token_ids),
         ids_for_names=bool(body.return_tokens_as_token_ids),
+        beams=beams,
     )
+
+
+def _beams(body: Body, structure: Structure, text: TextModel) -> Beams | None:
+    """The beam search that a body asks for. Raises ApiError."""
+    if not body.use_beam_search:
+        return None
+    if structure.grammar is not None:
+        raise unsupported("use_beam_search", "with a grammar")
+    if 2 * body.num_candidates >= text.vocab_size:
+        message = f"a model of {text.vocab_size} tokens cannot have {body.num_candidates} beams"
+        raise invalid_value(message, "n")
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    return Beams(body.num_candidates, penalty)
 
 
 def _prompts(

@@ -29,6 +29,7 @@ MAX_STOP_LEN = 512  # characters
 MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
+MAX_LENGTH_PENALTY = 10.0
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096  # each costs a turn of the chat template
 MAX_USER_LEN = 512  # characters
@@ -40,6 +41,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
 Count = Annotated[int, Meta(ge=1)]
 TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LengthPenalty = Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)]
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 
@@ -47,8 +49,7 @@ BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 Refused = dict[str, tuple[object, ...]]
 _REFUSED: Refused = {
     "suffix": ("",),
-    "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
+    "early_stopping": (False,),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
     "functions": ([],),
@@ -97,6 +98,9 @@ class Body(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     prompt_logprobs: TopCount | None = None
+    # The choices are the best results of a beam search with `n` or `best_of` hypotheses.
+    use_beam_search: bool | None = None
+    length_penalty: LengthPenalty | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
@@ -296,6 +300,7 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
         raise from_validation(error) from error
     _check_stream_options(body)
     _check_logprobs(body)
+    _check_beam_search(body)
     if isinstance(body, CompletionBody):
         _check_completion(body)
     return body
@@ -330,6 +335,34 @@ def _check_logprobs(body: Body) -> None:
         raise invalid_value("top_logprobs needs logprobs", "top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise unsupported("prompt_logprobs", "in a stream")
+
+
+# What a beam search does not do, with the values that ask for nothing of it.
+_NOT_IN_BEAM_SEARCH: Refused = {
+    "stop": ([],),
+    "temperature": (0.0, 1.0),  # it changes no order of hypotheses
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+}
+
+
+def _check_beam_search(body: Body) -> None:
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1.0):
+            raise invalid_value("length_penalty needs use_beam_search", "length_penalty")
+        return
+    if body.stream:
+        raise unsupported("use_beam_search", "in a stream")
+    for name, harmless in _NOT_IN_BEAM_SEARCH.items():
+        value = getattr(body, name)
+        if value is not None and value not in harmless:
+            raise unsupported(name, "with use_beam_search")
 
 
 def _check_completion(body: CompletionBody) -> None:

@@ -1,0 +1,162 @@
+"""Runs beam searches on the workers, and hands their results to the choices of an answer.
+
+Each step asks for one token after each open hypothesis. These are requests like all others: the
+router queues, places and repeats them, and workers find the blocks of the tokens before in their
+prefix caches. So hypotheses share the blocks of what they have in common, and a step computes at
+most one block of tokens for each.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import reduce
+
+import msgspec
+
+from engine.clock import Clock
+from engine.messages import FinishReason, Limits, RequestId, Sampling
+from router.gateway.answers.beams import BeamRules, BeamSearch, Hypothesis
+from router.gateway.answers.choice import AnswerChoice, AnswerPiece
+from router.gateway.answers.writing import AnswerWriter
+from router.gateway.requests.calls import CheckedCall
+from router.machine.requests import Finished, Outcome, Request, Update
+from router.port import RouterPort
+
+
+class Searches:
+    """The searches of one call: one for each of its prompts."""
+
+    def __init__(self, port: RouterPort, clock: Clock, call: CheckedCall) -> None:
+        assert call.beams is not None
+        self.num_tokens = 0  # generated for hypotheses, also for those that were dropped
+        self._port = port
+        self._clock = clock
+        self._call = call
+        self._beams = call.beams
+
+    async def follow(self, choices: Sequence[AnswerChoice], writer: AnswerWriter) -> AnswerPiece:
+        """Searches, and writes the best hypotheses as the choices of each prompt.
+
+        Returns the last piece of the answer. If a step fails, that is the piece of a failure.
+        """
+        failed: list[_StepFailed] = []
+        tasks: list[asyncio.Task[list[Update]]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._search(leader)) for leader in self._call.leaders]
+        except* _StepFailed as errors:
+            failed = _leaves(errors)
+        if failed:
+            return AnswerPiece(choice=0, text="", num_tokens=0, outcome=failed[0].outcome)
+        updates = [update for task in tasks for update in task.result()]
+        now_s = self._clock.now_s()
+        *others, last = (
+            choice.take(update, now_s) for choice, update in zip(choices, updates, strict=True)
+        )
+        for piece in others:
+            await writer.write(piece)
+        return last
+
+    async def _search(self, leader: Request) -> list[Update]:
+        """Returns the best answers to one prompt, best first, each as one update."""
+        prompt_len = len(leader.token_ids)
+        rules = BeamRules(
+            width=self._beams.width,
+            end_ids=frozenset(leader.limits.stop_token_ids),
+            prompt_len=prompt_len,
+            max_tokens=leader.limits.max_len - prompt_len,
+            length_penalty=self._beams.length_penalty,
+        )
+        search = BeamSearch(rules)
+        first: Update | None = None
+        step = 0
+        while not search.is_over:
+            updates = await self._step(leader, rules, step, search.open)
+            first = first or updates[0]
+            search.step([update.logprobs[0] for update in updates])
+            step += 1
+        assert first is not None
+        best = search.best(self._call.num_shown)
+        return [_answer(each, first, is_first=not at) for at, each in enumerate(best)]
+
+    async def _step(
+        self, leader: Request, rules: BeamRules, step: int, hypotheses: Sequence[Hypothesis]
+    ) -> list[Update]:
+        """The next token of each hypothesis, with the likeliest ones beside it."""
+        num_top = max(rules.num_extensions, self._call.num_top or 0)
+        requests = [
+            replace(
+                leader,
+                request_id=RequestId(f"{leader.request_id}-step{step}-{index}"),
+                token_ids=leader.token_ids + hypothesis.token_ids,
+                sampling=Sampling(temperature=0.0, logprobs=num_top),
+                limits=Limits(
+                    max_len=rules.prompt_len + step + 1, prompt_len=leader.limits.prompt_len
+                ),
+            )
+            for index, hypothesis in enumerate(hypotheses)
+        ]
+        if step:
+            requests = [_later(request, self._clock.now_s()) for request in requests]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._next_token(request)) for request in requests]
+        self.num_tokens += len(tasks)
+        return [task.result() for task in tasks]
+
+    async def _next_token(self, request: Request) -> Update:
+        """Returns all updates of a request as one. Raises _StepFailed."""
+        found: list[Update] = []
+        async with aclosing(self._port.submit(request)) as updates:
+            async for update in updates:
+                found.append(update)
+        joint = reduce(_joined, found)
+        assert joint.outcome is not None
+        if not isinstance(joint.outcome, Finished):
+            raise _StepFailed(joint.outcome)
+        return joint
+
+
+class _StepFailed(Exception):
+    """A request of a search ended without its token."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(str(outcome))
+        self.outcome = outcome
+
+
+def _leaves(errors: BaseExceptionGroup[_StepFailed]) -> list[_StepFailed]:
+    """The errors of a group and of the groups in it."""
+    found: list[_StepFailed] = []
+    for error in errors.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+def _later(request: Request, now_s: float) -> Request:
+    """A request of a later step: its bounds of time are over, and its prompt has its scores."""
+    return replace(request, received_s=now_s, deadline_s=None, prompt_logprobs=None)
+
+
+def _joined(one: Update, other: Update) -> Update:
+    return Update(
+        one.token_ids + other.token_ids,
+        outcome=other.outcome,
+        timeline=other.timeline or one.timeline,
+        logprobs=one.logprobs + other.logprobs,
+        prompt_logprobs=one.prompt_logprobs + other.prompt_logprobs,
+    )
+
+
+def _answer(hypothesis: Hypothesis, first: Update, *, is_first: bool) -> Update:
+    """A hypothesis as the only update of a choice, with what the first step told of the prompt."""
+    reason = FinishReason.STOP if hypothesis.is_complete else FinishReason.LENGTH
+    update = Update(
+        hypothesis.token_ids,
+        outcome=Finished(reason),
+        timeline=first.timeline,
+        logprobs=hypothesis.scores,
+    )
+    if is_first:
+        return msgspec.structs.replace(update, prompt_logprobs=first.prompt_logprobs)
+    return update
