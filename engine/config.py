@@ -7,6 +7,7 @@ it. docs/tuning.md explains the settings that affect performance.
 """
 
 import ipaddress
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, MutableMapping
 from enum import StrEnum
@@ -20,6 +21,7 @@ from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
 MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:_\[\]-]+")  # as browsers write it
 
 
 class WeightFormat(StrEnum):
@@ -212,6 +214,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
     head_timeout_s: float = 10.0  # from the first byte of a request, or from the connection's start
     open_to_all: bool = False  # needed to listen beyond this machine without keys
+    # Origins, as https://chat.example.com, of pages whose scripts may use the API. "*": all.
+    cors_origins: tuple[str, ...] = ()
     tls_cert: str | None = None  # PEM; with `tls_key` the gateway serves HTTPS, and no HTTP
     tls_key: str | None = None  # new files are read without a restart
     tls_client_ca: str | None = None  # clients need a certificate that one of these signed
@@ -247,6 +251,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.tls_client_ca is None or self.tls_cert is not None,
             "gateway.tls_client_ca needs gateway.tls_cert",
         )
+        for origin in self.cors_origins:
+            _require(
+                origin == "*" or _ORIGIN.fullmatch(origin) is not None,
+                f"gateway.cors_origins has {origin!r}; an origin is SCHEME://HOST in lower case,"
+                " with a port if it is not the scheme's own, and no path",
+            )
         for name in ("keys_file", "store", "tls_cert", "tls_key", "tls_client_ca"):
             value = getattr(self, name)
             _require(
@@ -354,7 +364,8 @@ def load_config(
     tree: dict[str, Any] = read_toml(path) if path is not None else {}
     for key, value in environment.items():
         if _is_setting(key):
-            _set(tree, key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"), value)
+            names = key.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            _set(tree, names, _list_or_text(value))
     for key, value in flags.items():
         if value is not None:
             _set(tree, key.split("."), value)
@@ -383,6 +394,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _list_or_text(value: str) -> Any:
+    """A variable's value. Lists are written as in TOML: `["a", "b"]`."""
+    if not value.startswith("["):
+        return value
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
 
 
 def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:

@@ -79,6 +79,7 @@ class GatewayService(LoopService[GatewayReady]):
             max_choices=config.max_choices,
             max_batch_choices=config.max_batch_choices,
             min_priority=config.min_priority,
+            cors_origins=config.cors_origins,
         )
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:

@@ -5,20 +5,23 @@ Decides which endpoint a request goes to. `router.gateway.endpoint` has the life
 
 import importlib.metadata
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.clock import Clock
+from engine.errors import InvalidRequest
 from router.access.file import KeyFile
 from router.access.guard import KeyGuard
 from router.access.limits import KeyAccounts
+from router.edge.content_types import check_content
 from router.edge.limits import Book
-from router.edge.responses import send_json
+from router.edge.responses import send_invalid, send_json
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
 from router.gateway.endpoint import AnswerEndpoint
@@ -32,6 +35,18 @@ from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.storage import Storage
 from router.gateway.versions import Versions
 from router.inbox.lanes import Lanes
+
+EXPOSED_HEADERS = (  # that scripts of other origins may read
+    "x-request-id",
+    "x-baton-decision",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-limit-tokens",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-remaining-tokens",
+    "x-ratelimit-reset-requests",
+    "x-ratelimit-reset-tokens",
+    "retry-after",
+)
 
 
 def create_app(  # noqa: PLR0913 - all that an application is wired with
@@ -93,8 +108,26 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         ],
         exception_handlers={HTTPException: http_error, Exception: internal_error},
     )
-    front = _Front(answers, others)
-    return front if keys is None else KeyGuard(front, keys)
+    app: ASGIApp = _Front(answers, others)
+    if keys is not None:
+        app = KeyGuard(app, keys)
+    if settings.cors_origins:
+        app = _with_cors(app, settings.cors_origins)
+    return app
+
+
+def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
+    """Lets pages of other origins use the application; their preflights need no key.
+
+    Pages send keys in the `authorization` header. So cookies are never allowed, and `*` is safe.
+    """
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE", "OPTIONS"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 class _Front:
@@ -105,8 +138,16 @@ class _Front:
         self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._answers.get(scope.get("path", ""))
-        if endpoint is None or scope.get("method") != "POST":
+        if scope.get("method") != "POST":
+            await self._others(scope, receive, send)
+            return
+        try:
+            check_content(scope)
+        except InvalidRequest as error:
+            await send_invalid(send, error)
+            return
+        endpoint = self._answers.get(scope["path"])
+        if endpoint is None:
             await self._others(scope, receive, send)
             return
         has_begun = False

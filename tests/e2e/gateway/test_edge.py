@@ -124,6 +124,7 @@ def test_trailers_and_chunk_extensions_without_end_cost_no_memory(gateway):
         with connect(gateway) as sock:
             sock.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+                b"content-type: application/json\r\n"
                 b"authorization: Bearer " + KEY.encode() + b"\r\n\r\n2\r\n{}\r\n" + tail
             )
             pour(sock, b"z" * 60_000, 64 * 2**20)
@@ -147,7 +148,8 @@ def test_thousands_of_pipelined_requests_are_cut_off(gateway):
     with connect(gateway) as sock:
         body = json.dumps({**BODY, "max_tokens": 1000, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
-        first = head.encode() + f"authorization: Bearer {KEY}\r\n\r\n".encode() + body
+        head += f"content-type: application/json\r\nauthorization: Bearer {KEY}\r\n\r\n"
+        first = head.encode() + body
         sock.sendall(first)
         assert sock.recv(64).startswith(b"HTTP/1.1 200")
         pour(sock, b"GET /health HTTP/1.1\r\n\r\n" * 1000, 2**20)

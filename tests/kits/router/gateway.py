@@ -296,6 +296,7 @@ def get(app: Any, path: str, **headers: str) -> Reply:
 def post(app: Any, path: str, fields: Any, **headers: str) -> Reply:
     body = fields if isinstance(fields, bytes) else msgspec.json.encode(fields)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
+    named.setdefault("content-type", "application/json")
     return asyncio.run(fetch(app, "POST", path, body, named))
 
 

@@ -77,6 +77,25 @@ def test_environment_values_take_the_type_of_their_setting():
     assert config.gateway.model_name == "7"
 
 
+def test_a_variable_holds_a_list_as_toml_writes_it():
+    environment = {"BATON_GATEWAY__CORS_ORIGINS": '["https://a.example", "http://localhost:3000"]'}
+    origins = load(environment=environment).gateway.cors_origins
+    assert origins == ("https://a.example", "http://localhost:3000")
+    with pytest.raises(ConfigError, match="cors_origins"):
+        load(environment={"BATON_GATEWAY__CORS_ORIGINS": "[https"})
+
+
+@pytest.mark.parametrize("origin", ["*", "http://[::1]:3000", "chrome-extension://abc"])
+def test_origins_of_pages_may_be_of_any_scheme(origin):
+    assert GatewayConfig(cors_origins=(origin,)).cors_origins == (origin,)
+
+
+@pytest.mark.parametrize("origin", ["", "a.example", "https://a.example/", "https://A.example"])
+def test_an_origin_that_no_browser_sends_is_an_error(origin):
+    with pytest.raises(ValueError, match="an origin is SCHEME://HOST"):
+        GatewayConfig(cors_origins=(origin,))
+
+
 def test_other_variables_are_left_alone():
     environment = {"PATH": "/bin", "BATON_TOKEN": "x", "OTHER__KV_MIB": "3", "baton_worker__x": ""}
     assert load(environment=environment) == Config()
