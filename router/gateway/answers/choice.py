@@ -156,16 +156,15 @@ class AnswerChoice:
         if self._parser is not None:
             deltas = self._parser.feed(text)
             text, calls = _split([*deltas, *self._parser.finish()] if ends else deltas)
-        return AnswerPiece(
-            choice=self.index,
-            text=text,
-            num_tokens=self._text.num_tokens,
-            entries=entries,
-            calls=calls,
-            token_ids=token_ids if self._return_token_ids else (),
+        shown_ids = token_ids if self._return_token_ids else ()
+        piece = AnswerPiece(self.index, text, self._text.num_tokens, entries, calls, shown_ids)
+        if not ends:
+            return piece
+        return msgspec.structs.replace(
+            piece,
             outcome=self.outcome,
             finish=self._finish_reason(),
-            stop_reason=self._stop_reason() if ends else None,
+            stop_reason=self._stop_reason(),
         )
 
     def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
