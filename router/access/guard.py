@@ -1,7 +1,7 @@
 """Lets requests with a known key pass to the API, and puts the tenant into the scope.
 
-The probes `/health`, `/ready` and `/version` need no key. Every other path needs one, even if the
-path does not exist. `/metrics` reveals the load of all tenants, so it needs a key that may debug.
+Probes and the description of the API, `OPEN_PATHS`, need no key. Every other path needs one, even
+if it does not exist. `DEBUG_PATHS` reveal the load of all tenants: they need a key that may debug.
 """
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,8 +11,8 @@ from router.access.keys import ANONYMOUS, Tenant
 from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
-DEBUG_PATHS = frozenset({"/metrics"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
+DEBUG_PATHS = frozenset({"/metrics", "/load"})
 _TENANT = "baton.tenant"
 
 

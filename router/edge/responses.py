@@ -1,6 +1,7 @@
 """Complete responses over ASGI: JSON, and errors as OpenAI shapes them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from starlette.types import Send
@@ -20,19 +21,25 @@ _KIND_OF_STATUS = {503: "server_error", 429: "rate_limit_error"}
 async def send_invalid(
     send: Send, error: InvalidRequest, more_headers: Mapping[str, str] | None = None
 ) -> None:
-    """Answers a refused request. Status 503 is the server's fault, others are the client's."""
+    """Answers a refused request; `more_headers` are given up for those of the error."""
+    body, headers = refusal_of(error)
+    await send_json(send, error.status, body, {**(more_headers or {}), **headers})
+
+
+def refusal_of(error: InvalidRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """The body and headers for an error. Status 503 is the server's fault, others the client's."""
     code: str | None = getattr(error, "code", None)
     kind = _KIND_OF_STATUS.get(error.status, "invalid_request_error")
     body = error_body(error.message, kind=kind, param=error.param, code=code)
+    headers: dict[str, str] = {}
     # A body that was not read to its end leaves the connection unusable.
-    headers = dict(more_headers or {})
     if error.status in (408, 413):
         headers["connection"] = "close"
     if error.status == 503:
         headers["retry-after"] = "1"
     if isinstance(error, ApiError):
         headers |= error.headers
-    await send_json(send, error.status, body, headers)
+    return body, headers
 
 
 async def send_json(

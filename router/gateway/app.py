@@ -28,8 +28,17 @@ from router.gateway.endpoint import AnswerEndpoint
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.siblings import Siblings
-from router.gateway.pages import Pages, http_error, internal_error, internal_error_body
-from router.gateway.requests.calls import GatewaySettings
+from router.gateway.pages.models import ModelPages
+from router.gateway.pages.replies import (
+    gone,
+    http_error,
+    internal_error,
+    internal_error_body,
+    invalid,
+)
+from router.gateway.pages.status import StatusPages
+from router.gateway.pages.tokens import TokenPages
+from router.gateway.requests.calls import ClientLeft, GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarCheck
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.storage import Storage
@@ -91,7 +100,8 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         lanes=Lanes(),
         storage=storage or Storage(None),
     )
-    pages = Pages(versions, metrics, version, siblings)
+    status = StatusPages(versions, metrics, version, siblings)
+    models, tokens = ModelPages(versions), TokenPages(parts)
     answers = {
         "/v1/chat/completions": AnswerEndpoint(parts, CHAT, ChatBody),
         "/v1/completions": AnswerEndpoint(parts, COMPLETION, CompletionBody),
@@ -99,14 +109,23 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     others = Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in answers.items()),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{model_id:path}", pages.model),
-            Route("/health", pages.health),
-            Route("/ready", pages.ready),
-            Route("/metrics", pages.metrics),
-            Route("/version", pages.version),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/v1/models", models.models),
+            Route("/v1/models/{model_id:path}", models.model),
+            Route("/health", status.health),
+            Route("/ready", status.ready),
+            Route("/ping", status.ready, methods=["GET", "POST"]),
+            Route("/load", status.load),
+            Route("/metrics", status.metrics),
+            Route("/version", status.version),
         ],
-        exception_handlers={HTTPException: http_error, Exception: internal_error},
+        exception_handlers={
+            HTTPException: http_error,
+            InvalidRequest: invalid,
+            ClientLeft: gone,
+            Exception: internal_error,
+        },
     )
     app: ASGIApp = _Front(answers, others)
     if keys is not None:

@@ -174,6 +174,10 @@ class Versions:
         finally:
             self._num_requests[served.name] -= 1
 
+    def num_in_flight(self) -> int:
+        """Requests that are accepted and not over, over all versions."""
+        return self._num_requests.total()
+
     def num_requests(self, name: str) -> int:
         """Requests of a version that are accepted and not over."""
         return self._num_requests[name]

@@ -57,12 +57,14 @@ class TextModel:
         self._added_ids = {token.content: token_id for token_id, token in added}
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
-    def encode_text(self, text: str, context_len: int) -> list[int]:
+    def encode_text(
+        self, text: str, context_len: int, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
 
         Raises ApiError if it does not fit the context.
         """
-        return self._encode(text, context_len, "prompt", add_special_tokens=True)
+        return self._encode(text, context_len, "prompt", add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -101,6 +103,15 @@ class TextModel:
     def decode_text(self, token_ids: Sequence[int]) -> str:
         """Decodes a whole text, without its special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_all(self, token_ids: list[int]) -> str:
+        """Decodes any number of tokens, special ones too. Releases the interpreter lock."""
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+        return text
+
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary has them; empty where it has none."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     @cached_property
     def bytes_of(self) -> TokenBytes:

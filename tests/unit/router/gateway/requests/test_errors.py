@@ -300,7 +300,7 @@ def test_an_unknown_route_is_404():
 def test_a_wrong_method_is_405():
     reply = get(make_app(FakeRouter()), CHAT)
     assert_error(reply, 405, "method_not_allowed")
-    assert reply.headers["allow"] == "POST"
+    assert reply.headers["allow"] == "OPTIONS, POST"
     assert_error(post(make_app(FakeRouter()), "/health", {}), 405, "method_not_allowed")
 
 

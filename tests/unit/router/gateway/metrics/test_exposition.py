@@ -1,4 +1,4 @@
-"""Health, readiness, models, version and metrics."""
+"""What /metrics shows of answers, workers and the router."""
 
 import msgspec
 
@@ -8,14 +8,12 @@ from router.machine.requests import Forecast, Rejected, Update
 from router.policies.base import Decision
 from router.port import WorkerStatus
 from tests.kits.router.gateway import (
-    CONTEXT_LEN,
     EOS,
     LENGTH,
     STOP,
     TIMELINE,
     V1,
     FakeRouter,
-    get,
     make_app,
     post,
     samples,
@@ -25,30 +23,6 @@ from tests.kits.router.gateway import (
 
 def ask(app, **fields):
     return post(app, "/v1/completions", {"prompt": "yo", **fields})
-
-
-def test_health_is_about_the_process_and_readiness_about_the_workers():
-    router = FakeRouter()
-    app = make_app(router)
-    assert get(app, "/ready").status == 200
-    router.not_ready = "no decode worker"
-    assert get(app, "/health").status == 200
-    assert get(app, "/ready").status == 503
-    assert get(app, "/ready").json()["reason"] == "no decode worker"
-
-
-def test_models_are_listed_and_found():
-    app = make_app(FakeRouter(), model_names=("tiny", "org/tiny"))
-    listed = get(app, "/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["tiny", "org/tiny"]
-    model = get(app, "/v1/models/org/tiny").json()
-    assert (model["object"], model["max_model_len"]) == ("model", CONTEXT_LEN)
-    missing = get(app, "/v1/models/gpt-9")
-    assert (missing.status, missing.json()["error"]["code"]) == (404, "model_not_found")
-
-
-def test_the_version_page_has_a_version():
-    assert set(get(make_app(FakeRouter()), "/version").json()) == {"version"}
 
 
 def test_an_answer_is_measured():

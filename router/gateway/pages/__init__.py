@@ -1,0 +1,1 @@
+"""The pages beside the answer endpoints: state, models, tokens, and the answers to errors."""

@@ -1,0 +1,68 @@
+"""Replies of pages, and the replies to what goes wrong before or in them."""
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Match
+
+from engine.errors import InvalidRequest
+from router.edge.responses import refusal_of
+from router.inbox.api_errors import error_body
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def json_reply(status: int, body: object) -> Response:
+    """A complete reply."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def http_error(request: HttpRequest, error: Exception) -> Response:
+    """Answers unknown paths, wrong methods, and OPTIONS."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["allow"] = ", ".join(_methods_of(request))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    code = _CODES.get(error.status_code)
+    response = json_reply(
+        error.status_code, error_body(message, kind="invalid_request_error", code=code)
+    )
+    response.headers.update(headers)
+    return response
+
+
+def _methods_of(request: HttpRequest) -> list[str]:
+    """All methods of a path, over its routes."""
+    routes = request.app.routes
+    found = (each for each in routes if each.matches(request.scope)[0] is not Match.NONE)
+    return sorted({"OPTIONS"}.union(*(each.methods for each in found)))
+
+
+async def invalid(_: HttpRequest, error: Exception) -> Response:
+    """Answers a request that failed a check of a page."""
+    assert isinstance(error, InvalidRequest)
+    body, headers = refusal_of(error)
+    response = json_reply(error.status, body)
+    response.headers.update(headers)
+    return response
+
+
+async def gone(_: HttpRequest, __: Exception) -> Response:
+    """Ends a request whose client has left; nothing reads it."""
+    return Response(status_code=499)
+
+
+async def internal_error(_: HttpRequest, __: Exception) -> Response:
+    """Answers 500 for a bug in Baton; the server logs the exception."""
+    return json_reply(500, internal_error_body())
+
+
+def internal_error_body() -> dict[str, Any]:
+    """The body of a 500 answer."""
+    return error_body("internal error", kind="server_error", code="internal_error")
