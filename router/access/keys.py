@@ -49,6 +49,11 @@ class Tenant(msgspec.Struct, frozen=True):
     limits: KeyLimits
     may_debug: bool
 
+    @property
+    def owner(self) -> str:
+        """The name under which things of this tenant are kept. No other key has it."""
+        return f"{self.sharing}/{self.name}"
+
 
 # The client of a gateway without keys.
 ANONYMOUS = Tenant(name="", sharing="", limits=KeyLimits(), may_debug=True)

@@ -138,8 +138,16 @@ class GatewayMetrics:
         try:
             yield meter
         finally:
-            self.num_in_flight -= 1
-            self.num_by_outcome[meter.outcome] += 1
+            if not meter.is_detached:
+                self._count(meter)
+
+    @contextmanager
+    def detached(self, meter: "RequestMeter") -> Iterator[None]:
+        """Counts a detached request to its end."""
+        try:
+            yield
+        finally:
+            self._count(meter)
 
     def own(self) -> list[Metric]:
         """The counts of this process alone."""
@@ -151,6 +159,10 @@ class GatewayMetrics:
     def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
         """All metrics in Prometheus' text format 0.0.4, including those of other processes."""
         return generate_latest(CompleteFamilies([*self._families(others)]))
+
+    def _count(self, meter: "RequestMeter") -> None:
+        self.num_in_flight -= 1
+        self.num_by_outcome[meter.outcome] += 1
 
     def _families(self, others: Sequence[Sequence[Metric]]) -> Iterator[Metric]:
         counted = joined([self.own(), *others])
@@ -193,6 +205,7 @@ class RequestMeter:
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self.outcome = "cancelled"
+        self.is_detached = False
         self._metrics = metrics
         self.labels = ("",)  # the version that serves it
         self._received_s = 0.0
@@ -204,6 +217,10 @@ class RequestMeter:
         self.labels = (version,)
         self._received_s = received_s
         self._prompt_tokens = prompt_tokens
+
+    def detach(self) -> None:
+        """Notes that the request goes on after its HTTP call: see `GatewayMetrics.detached`."""
+        self.is_detached = True
 
     def refuse(self) -> None:
         """Notes that the request is invalid."""
