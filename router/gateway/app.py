@@ -41,6 +41,7 @@ from router.gateway.pages.tokens import TokenPages
 from router.gateway.requests.calls import ClientLeft, GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarCheck
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.responses.pages import ResponsePages
 from router.gateway.storage import Storage
 from router.gateway.versions import Versions
 from router.inbox.lanes import Lanes
@@ -102,9 +103,11 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     )
     status = StatusPages(versions, metrics, version, siblings)
     models, tokens = ModelPages(versions), TokenPages(parts)
-    answers = {
+    responses = ResponsePages(parts)
+    answers: dict[str, ASGIApp] = {
         "/v1/chat/completions": AnswerEndpoint(parts, CHAT, ChatBody),
         "/v1/completions": AnswerEndpoint(parts, COMPLETION, CompletionBody),
+        "/v1/responses": responses.create,
     }
     others = Starlette(
         routes=[
@@ -119,6 +122,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
             Route("/load", status.load),
             Route("/metrics", status.metrics),
             Route("/version", status.version),
+            *responses.routes(),
         ],
         exception_handlers={
             HTTPException: http_error,

@@ -5,7 +5,7 @@ This module does not know how the answer is sent.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +27,7 @@ from router.gateway.requests.parameters import (
     priority_of,
     sampling_of,
 )
+from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Request
@@ -49,6 +50,7 @@ class GatewaySettings:
     max_batch_choices: int = 128  # of all prompts of one request
     min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
     cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
+    responses: ResponseLimits = field(default_factory=ResponseLimits)
 
 
 class ClientLeft(Exception):

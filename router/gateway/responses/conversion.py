@@ -1,0 +1,190 @@
+"""From a checked body to the JSON of a chat completion, and from its errors back to our fields.
+
+Pure. The chat body then goes the way of all others, so that both APIs mean the same. The fields of
+a response that repeat the request are made here too.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from router.gateway.responses.body import ResponseBody
+from router.gateway.responses.items import Messages
+from router.inbox.api_errors import ApiError, invalid_value
+
+_ALLOWED_MODES = ("auto", "required")
+_TOOL_FIELDS = ("name", "description", "parameters", "strict")
+# Names of chat's fields in errors, and ours. The order matters.
+_FIELD_NAMES = (
+    (r"\bresponse_format\.json_schema\.(schema|name|strict|description)\b", r"text.format.\1"),
+    (r"\bresponse_format\.json_schema\b", "text.format"),
+    (r"\bresponse_format\b", "text.format"),
+    (r"\b(max_completion_tokens|max_tokens)\b", "max_output_tokens"),
+    (r"\breasoning_effort\b", "reasoning.effort"),
+    (r"\bmessages\b", "input"),
+)
+_TOOL = re.compile(r"\btools\[(\d+)\](\.function\b)?")
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\](\.content|\.role|\.tool_calls)?")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ChatForm(msgspec.Struct, frozen=True):
+    """A response as a chat completion: its JSON, and where its parts come from."""
+
+    data: bytes
+    places: list[str]  # the client's field of each message
+    tools: list[int]  # the index of each tool among the client's
+
+    def translated(self, error: InvalidRequest) -> InvalidRequest:
+        """Puts the client's names of fields into an error of the chat completion."""
+        if error.param is not None:
+            error.param = self._ours(error.param)
+        error.message = self._ours(error.message)
+        return error
+
+    def _ours(self, text: str) -> str:
+        text = _TOOL.sub(self._tool, _MESSAGE.sub(self._place, text))
+        for pattern, name in _FIELD_NAMES:
+            text = re.sub(pattern, name, text)
+        return text
+
+    def _place(self, found: re.Match[str]) -> str:
+        index = int(found[1])
+        name = self.places[index] if index < len(self.places) else "input"
+        return name + (found[2] or "") if "[" in name else name
+
+    def _tool(self, found: re.Match[str]) -> str:
+        index = int(found[1])
+        return f"tools[{self.tools[index] if index < len(self.tools) else index}]"
+
+
+def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) -> ChatForm:
+    """The chat completion that gives this response. Raises ApiError.
+
+    `extras` are fields of other names, which chat completions may know.
+    """
+    tools, choice = _tools(body)
+    fields = {
+        **extras,
+        "model": body.model,
+        "messages": messages.messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "user": body.user,
+        "tools": list(tools.values()) or None,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+    if body.wants_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    given = {name: value for name, value in fields.items() if value is not None}
+    return ChatForm(_encode(given), messages.places, list(tools))
+
+
+def repeated_fields(body: ResponseBody) -> dict[str, Any]:
+    """The fields of a response that repeat its request."""
+    text_format = body.text.format if body.text is not None else None
+    shown_format: dict[str, Any] = {"type": "text"}
+    if text_format is not None:
+        named = msgspec.to_builtins(text_format)
+        shown_format = {name: value for name, value in named.items() if value is not None}
+    parallel = body.parallel_tool_calls
+    return {
+        "background": bool(body.background),
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": True if parallel is None else parallel,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": None if body.reasoning is None else body.reasoning.effort,
+            "summary": None,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.is_stored,
+        "text": {"format": shown_format},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _response_format(body: ResponseBody) -> dict[str, Any] | None:
+    asked = body.text.format if body.text is not None else None
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return {"type": "json_object"}
+    if not asked.name:
+        raise invalid_value("text.format.name is missing", "text.format.name")
+    if asked.schema is None:
+        raise invalid_value("text.format.schema is missing", "text.format.schema")
+    schema = {
+        "name": asked.name,
+        "schema": asked.schema,
+        "strict": asked.strict,
+        "description": asked.description,
+    }
+    named = {name: value for name, value in schema.items() if value is not None}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _tools(body: ResponseBody) -> tuple[dict[int, dict[str, Any]], Any]:
+    """The tools by index, and the choice among them, in chat's form. Raises ApiError."""
+    tools = {index: _tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())}
+    match body.tool_choice:
+        case None | str():
+            return tools, body.tool_choice
+        case {"type": "function", "name": str(name)}:
+            return tools, {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": str(mode), "tools": list(allowed)}:
+            if mode not in _ALLOWED_MODES:
+                message = f"tool_choice.mode is {mode[:40]!r}; expected auto or required"
+                raise invalid_value(message, "tool_choice.mode")
+            return _allowed(allowed, tools), mode
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+            raise ApiError(
+                f"tool_choice of type {kind[:40]!r} is not supported",
+                param="tool_choice.type",
+                code="unsupported_parameter",
+            )
+    message = "tool_choice must be 'none', 'auto', 'required', a function or allowed_tools"
+    raise invalid_value(message, "tool_choice")
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """A function in chat's form. Its schema is checked with the chat body."""
+    kind = tool.get("type")
+    if kind != "function":
+        message = f"tools of type {str(kind)[:40]!r} are not supported: only functions"
+        raise ApiError(message, param=f"{place}.type", code="unsupported_parameter")
+    for name, value in tool.items():
+        if value and name not in ("type", *_TOOL_FIELDS):
+            message = f"{place}.{name[:40]} is not supported"
+            raise ApiError(message, param=f"{place}.{name[:40]}", code="unsupported_parameter")
+    named = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
+    return {"type": "function", "function": named}
+
+
+def _allowed(allowed: list[Any], tools: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The tools that the client allows now. Raises ApiError for an unknown one."""
+    index_of = {str(tool["function"].get("name")): index for index, tool in tools.items()}
+    chosen: set[int] = set()
+    for place, each in enumerate(allowed):
+        index = index_of.get(str(each.get("name"))) if isinstance(each, dict) else None
+        if index is None:
+            where = f"tool_choice.tools[{place}]"
+            raise invalid_value(f"{where} names no function among the tools", where)
+        chosen.add(index)
+    return {index: tools[index] for index in sorted(chosen)}

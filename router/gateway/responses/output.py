@@ -1,0 +1,140 @@
+"""From pieces of an answer to the output items of a response, and to the events that tell of them.
+
+Pure and incremental. Items follow each other: one is closed before the next begins. The events of a
+message are, in this order: `response.output_item.added`, `response.content_part.added`, a
+`response.output_text.delta` for each piece, `response.output_text.done`,
+`response.content_part.done`, `response.output_item.done`. A call has deltas of its arguments in
+place of parts.
+
+Source: OpenAI API reference, streaming events of responses.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from router.gateway.answers.choice import AnswerPiece, CallDelta
+from router.gateway.responses.items import (
+    Item,
+    NewId,
+    Status,
+    new_call,
+    new_message,
+    new_reasoning,
+    text_part,
+)
+from router.text.logprobs import Entry
+from router.text.tool_calls import CallBegun
+
+Event = dict[str, Any]
+Scores = Callable[[Sequence[Entry]], list[dict[str, Any]]]
+
+
+class OutputItems:
+    """The output of one response, as it grows."""
+
+    def __init__(self, new_id: NewId, scores: Scores) -> None:
+        """`scores` shapes the log-probabilities of tokens."""
+        self.items: list[Item] = []
+        self._new_id = new_id
+        self._scores = scores
+        self._is_open = False  # the last item
+        self._texts: list[str] = []  # of the open item
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
+
+    def take(self, piece: AnswerPiece) -> list[Event]:
+        """Adds a piece of the answer."""
+        events: list[Event] = []
+        if piece.text or piece.entries:
+            events += self._text(piece.text, self._scores(piece.entries) if piece.entries else [])
+        for delta in piece.calls:
+            events += self._call(delta)
+        return events
+
+    def take_text(self, text: str) -> list[Event]:
+        """Adds text alone."""
+        return self._text(text, [])
+
+    def close(self, status: Status) -> list[Event]:
+        """Ends the last item. An answer without any text has an empty message."""
+        events = [] if self.items or status != "completed" else self._open_message()
+        return events + self._close(status)
+
+    def _text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        events = [] if self._is_in("message") else self._open_message()
+        self._texts.append(text)
+        self._logprobs += logprobs
+        event = {
+            **self._at("response.output_text.delta"),
+            "content_index": 0,
+            "delta": text,
+            "logprobs": logprobs,
+        }
+        return [*events, event]
+
+    def _call(self, delta: CallDelta) -> list[Event]:
+        if isinstance(delta, CallBegun):
+            events = self._close("completed")
+            return events + self._open(new_call(self._new_id("fc_"), delta.id, delta.name))
+        self._texts.append(delta.text)
+        return [{**self._at("response.function_call_arguments.delta"), "delta": delta.text}]
+
+    def _is_in(self, kind: str) -> bool:
+        return self._is_open and self.items[-1]["type"] == kind
+
+    def _open_message(self) -> list[Event]:
+        events = self._close("completed") + self._open(new_message(self._new_id("msg_")))
+        return [*events, self._part("response.content_part.added", text_part("", []))]
+
+    def _open_reasoning(self) -> list[Event]:
+        events = self._close("completed") + self._open(new_reasoning(self._new_id("rs_")))
+        part = {"type": "reasoning_text", "text": ""}
+        return [*events, self._part("response.content_part.added", part)]
+
+    def _open(self, item: Item) -> list[Event]:
+        self.items.append(item)
+        self._is_open = True
+        return [self._item_event("response.output_item.added")]
+
+    def _close(self, status: Status) -> list[Event]:
+        """Completes the open item, if there is one."""
+        if not self._is_open:
+            return []
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        events: list[Event] = []
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = {"name": item["name"], "arguments": text}
+            events.append({**self._at("response.function_call_arguments.done"), **done})
+        elif item["type"] == "reasoning":
+            part = {"type": "reasoning_text", "text": text}
+            item["content"].append(part)
+            done = {**self._at("response.reasoning_text.done"), "content_index": 0, "text": text}
+            events += [done, self._part("response.content_part.done", part)]
+        else:
+            part = text_part(text, self._logprobs)
+            item["content"].append(part)
+            done = {**self._at("response.output_text.done"), "content_index": 0, "text": text}
+            done["logprobs"] = self._logprobs
+            events += [done, self._part("response.content_part.done", part)]
+        events.append(self._item_event("response.output_item.done"))
+        self._is_open, self._texts, self._logprobs = False, [], []
+        return events
+
+    def _at(self, kind: str) -> Event:
+        return {
+            "type": kind,
+            "item_id": self.items[-1]["id"],
+            "output_index": len(self.items) - 1,
+        }
+
+    def _part(self, kind: str, part: dict[str, Any]) -> Event:
+        return {**self._at(kind), "content_index": 0, "part": part}
+
+    def _item_event(self, kind: str) -> Event:
+        # A copy: events may be encoded after the item has grown.
+        item = dict(self.items[-1])
+        for name in ("content", "summary"):
+            if name in item:
+                item[name] = list(item[name])
+        return {"type": kind, "output_index": len(self.items) - 1, "item": item}

@@ -1,0 +1,115 @@
+"""One response that runs in the background: the writer of its answer."""
+
+import asyncio
+from collections.abc import Callable
+
+from engine.clock import unix_time_s
+from engine.errors import InvalidRequest
+from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.writing import Ending, Heading
+from router.gateway.responses.draft import ResponseDraft, encode_events
+from router.gateway.responses.output import Event
+from router.gateway.responses.table import KeptEvent, NewResponse
+from router.gateway.responses.writers import ResponseKeeper
+
+
+class BackgroundRun:
+    """Takes the answer of one call; `Replies` and `AnswerWriter` in one.
+
+    `checked` is done when the call is: it has what is kept at first, or the error. No client waits
+    for pieces, so they are taken at once. Events of a response that can be streamed are encoded.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        keeper: ResponseKeeper,
+        new_draft: Callable[[Heading], ResponseDraft],
+        *,
+        has_events: bool,
+    ) -> None:
+        self.id = id
+        self._keeper = keeper
+        self.has_events = has_events
+        self.checked: asyncio.Future[NewResponse] = asyncio.get_running_loop().create_future()
+        self.is_kept = asyncio.Event()  # in the table
+        self.bell = asyncio.Event()  # rings for new events in the table
+        self.events: list[KeptEvent] = []  # that are not in the table yet
+        self.task: asyncio.Task[None] | None = None
+        self.draft: ResponseDraft | None = None
+        self.headers: dict[str, str] = {}
+        self._new_draft = new_draft
+        self._has_begun = False
+
+    @property
+    def status(self) -> str:
+        """Queued or in progress."""
+        return "in_progress" if self._has_begun else "queued"
+
+    def ring(self) -> None:
+        """Wakes who waits for events."""
+        self.bell.set()
+        self.bell = asyncio.Event()
+
+    def leave(self) -> None:
+        """Notes that nothing more comes."""
+        self.bell.set()
+        if not self.checked.done():
+            self.checked.cancel()
+        elif not self.checked.cancelled():
+            self.checked.exception()  # its caller may have left
+
+    def note(self, events: list[Event]) -> None:
+        """Keeps events for the table."""
+        if self.has_events:
+            self.events += [
+                KeptEvent(event["sequence_number"], encode_events([event])) for event in events
+            ]
+
+    async def refuse(self, error: InvalidRequest) -> None:
+        """Tells the caller."""
+        if not self.checked.done():
+            self.checked.set_exception(error)
+
+    def open(self, heading: Heading) -> "BackgroundRun":
+        """Tells the caller that the call runs."""
+        self.draft = self._new_draft(heading)
+        self.headers = heading.headers
+        self.note(self.draft.queue())
+        if not self.checked.done():
+            self.checked.set_result(self._keeper.record(self.draft))
+        return self
+
+    @property
+    def is_ready(self) -> bool:
+        """Always true: pieces are only kept."""
+        return True
+
+    @property
+    def shows_text_alone(self) -> bool:
+        """Always true."""
+        return True
+
+    def write_at_once(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self.note(self._begun().take(piece))
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Keeps the text."""
+        self.note(self._begun().take_text(text))
+
+    async def write(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self.note(self._begun().take(piece))
+
+    async def end(self, ending: Ending) -> None:
+        """Keeps the end."""
+        assert self.draft is not None
+        self.note(self.draft.end(ending, unix_time_s()))
+
+    def _begun(self) -> ResponseDraft:
+        assert self.draft is not None
+        if not self._has_begun:
+            self._has_begun = True
+            self.note(self.draft.begin())
+        return self.draft

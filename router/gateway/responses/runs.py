@@ -1,0 +1,210 @@
+"""Responses that run in the background of this gateway process.
+
+The table has the truth about each. One task a process writes new events into it, renews the lease
+of what runs, and ends what is no longer alive there: cancelled or deleted, perhaps by another
+process. A run's result counts only if the table says that it is still alive.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from router.gateway.answering import AnswerService
+from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
+from router.gateway.requests.calls import ApiCall
+from router.gateway.responses.draft import ResponseDraft, encode_events
+from router.gateway.responses.output import Event
+from router.gateway.responses.run import BackgroundRun
+from router.gateway.responses.store import LEASE_S, ResponseStore
+from router.gateway.responses.table import KeptResponse
+from router.inbox.api_errors import ApiError
+
+log = logging.getLogger(__name__)
+
+BACKGROUND_TIMEOUT_S = 3600.0  # for a call that gives none
+FLUSH_S = 0.1  # events are at most so old before others can read them
+RENEW_S = LEASE_S / 8
+POLL_S = 0.25  # for news of a response that another process makes
+FINISH_ATTEMPTS = 3
+STOP_TIMEOUT_S = 10.0  # to write down how runs ended
+
+
+class BackgroundRuns:
+    """All runs of this process. The last one to end ends the task that writes for them."""
+
+    def __init__(self, service: AnswerService, store: ResponseStore, metrics: GatewayMetrics):
+        self._service = service
+        self._store = store
+        self._metrics = metrics
+        self._runs: dict[str, BackgroundRun] = {}
+        self._turn = asyncio.Lock()  # one writes events at a time
+        self._writer: asyncio.Task[None] | None = None
+        self._is_closing = False
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    async def start(self, call: ApiCall, run: BackgroundRun, meter: RequestMeter) -> dict[str, Any]:
+        """Checks a call and lets it run. Returns the response. Raises InvalidRequest."""
+        if self._is_closing:
+            raise ApiError("the server is stopping", code="server_shutdown", status=503)
+        most = self._store.limits.max_background
+        if len(self._runs) >= most:
+            message = f"{most} responses run in the background already: try again"
+            raise ApiError(message, code="overloaded", status=503)
+        if call.timeout_s is None:
+            call = msgspec.structs.replace(call, timeout_s=BACKGROUND_TIMEOUT_S)
+        meter.detach()
+        self._runs[run.id] = run
+        run.task = asyncio.create_task(self._go(call, run, meter))
+        try:
+            begun = await run.checked
+            await self._store.begin(begun, has_events=run.has_events)
+        except BaseException:
+            run.task.cancel()
+            raise
+        run.is_kept.set()
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+        return {**begun.fields, "output": []}
+
+    def tell(self, id: str) -> None:
+        """Notes that a response is no longer alive in the table."""
+        if (run := self._runs.get(id)) is not None and run.task is not None:
+            run.task.cancel()
+
+    async def follow(self, id: str, owner: str, last: int) -> AsyncIterator[bytes]:
+        """Yields the events behind number `last` as they come, to the end of the response."""
+        while True:
+            bell = self._runs[id].bell if id in self._runs else None
+            kept, events = await self._store.events(id, owner, last)
+            if kept is None:
+                return  # deleted
+            if events:
+                if events[0].number > last + 1:
+                    yield _error_event(f"the events up to {events[0].number - 1} are gone", last)
+                    return
+                last = events[-1].number
+                yield b"".join(event.data for event in events)
+                continue
+            if not kept.is_alive:
+                if data := _missing_end(kept, last):
+                    yield data
+                return
+            await _pause(POLL_S, bell)
+
+    async def close(self, timeout_s: float) -> None:
+        """Waits for the runs, and ends those that are left as failed."""
+        self._is_closing = True
+        tasks = [run.task for run in self._runs.values() if run.task is not None]
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in left:
+                task.cancel()
+            if left:
+                log.warning("%d responses in the background are ended", len(left))
+                await asyncio.wait(left, timeout=STOP_TIMEOUT_S)
+        if self._writer is not None:
+            self._writer.cancel()
+
+    async def _go(self, call: ApiCall, run: BackgroundRun, meter: RequestMeter) -> None:
+        try:
+            with self._metrics.detached(meter):
+                await self._service.answer(call, run, meter)
+            if run.draft is not None:  # it was not refused
+                await self._finish(run, run.draft)
+        except asyncio.CancelledError:
+            if self._is_closing:
+                await self._fail(run, "the server was stopped before the response was complete")
+        except Exception:  # a bug in Baton: the run has no client to see it
+            log.exception("the response %s failed", run.id)
+            await self._fail(run, "internal error")
+        finally:
+            run.leave()
+            del self._runs[run.id]
+
+    async def _fail(self, run: BackgroundRun, message: str) -> None:
+        if run.draft is not None and run.is_kept.is_set():
+            run.note(run.draft.fail(message))
+            await self._finish(run, run.draft)
+
+    async def _finish(self, run: BackgroundRun, draft: ResponseDraft) -> None:
+        await run.is_kept.wait()
+        run.note(draft.last())
+        for attempt in range(FINISH_ATTEMPTS):
+            try:
+                async with self._turn:
+                    fields, items = draft.fields(), draft.items
+                    if not await self._store.finish(run.id, fields, items, run.events):
+                        log.info("the response %s ended after it was cancelled", run.id)
+                    run.events.clear()
+                return
+            except ApiError as error:
+                self._store.counters["not_finished"] += 1
+                log.warning("the end of %s is not kept (%d): %s", run.id, attempt, error.message)
+            await _pause(RENEW_S)
+
+    async def _write(self) -> None:
+        """Writes down events and renews leases while there are runs."""
+        loop = asyncio.get_running_loop()
+        renewed_s = loop.time()
+        while self._runs:
+            await _pause(FLUSH_S)
+            renews = loop.time() - renewed_s >= RENEW_S
+            try:
+                gone = await self._beat(renews=renews)
+            except ApiError as error:
+                self._store.counters["not_renewed"] += 1
+                log.warning("leases are not renewed: %s", error.message)
+                continue
+            renewed_s = loop.time() if renews else renewed_s
+            for id in gone:
+                self.tell(id)
+
+    async def _beat(self, *, renews: bool) -> set[str]:
+        """Writes what is new. Returns the ids of runs that shall end."""
+        async with self._turn:
+            kept = [run for run in self._runs.values() if run.is_kept.is_set()]
+            batches = {run.id: [*run.events] for run in kept if run.events}
+            if not (batches or renews):
+                return set()
+            status = {run.id: run.status for run in kept if renews or run.id in batches}
+            gone = await self._store.beat(status, batches)
+            for run in kept:
+                if batch := batches.get(run.id):
+                    del run.events[: len(batch)]
+                    run.ring()
+        return gone
+
+
+async def _pause(seconds: float, bell: asyncio.Event | None = None) -> None:
+    """Waits, or until the bell rings."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await (bell or asyncio.Event()).wait()
+
+
+def _error_event(message: str, number: int) -> bytes:
+    return encode_events(
+        [
+            {
+                "type": "error",
+                "code": "events_gone",
+                "message": message,
+                "param": "starting_after",
+                "sequence_number": number + 1,
+            }
+        ]
+    )
+
+
+def _missing_end(kept: KeptResponse, last: int) -> bytes:
+    """The last event of a response whose process could not write it."""
+    if kept.fields["status"] == kept.status:
+        return b""
+    event: Event = {"type": f"response.{kept.status}", "response": kept.body()}
+    return encode_events([{**event, "sequence_number": last + 1}])

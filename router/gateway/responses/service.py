@@ -1,0 +1,162 @@
+"""Makes responses: from a body to a chat completion, and from its answer to a response.
+
+The life of one response:
+
+1. Its body is checked, and what it builds on is read from the store.
+2. Both become a chat completion, which is answered like all others. Its errors get our names.
+3. The answer becomes items and events for the client that waits. A response in the background is
+   written into the store, from which clients read it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from starlette.types import Send
+
+from engine.errors import InvalidRequest
+from router.access.keys import Tenant
+from router.edge.extension import BodyPipe
+from router.edge.responses import send_invalid
+from router.gateway.answering import ID_HEADER, LONG_BODY_BYTES, AnswerService, GatewayParts
+from router.gateway.answers.dialects import CHAT
+from router.gateway.answers.writing import AnswerWriter, Heading
+from router.gateway.metrics.meters import RequestMeter
+from router.gateway.requests.calls import ApiCall
+from router.gateway.requests.openai_schema import ChatBody
+from router.gateway.responses.body import ResponseBody, decode_response_body
+from router.gateway.responses.conversion import ChatForm, chat_form, repeated_fields
+from router.gateway.responses.draft import ResponseDraft
+from router.gateway.responses.items import (
+    Item,
+    PlacedItem,
+    items_of,
+    messages_of,
+    references_in,
+)
+from router.gateway.responses.run import BackgroundRun
+from router.gateway.responses.runs import BackgroundRuns
+from router.gateway.responses.store import Context, ResponseStore
+from router.gateway.responses.writers import ResponseKeeper, StreamedResponse, WholeResponse
+
+RESPONSE = replace(CHAT, id_prefix="resp_", object_name="response")
+
+
+class Prepared(NamedTuple):
+    """A response that can be made."""
+
+    body: ResponseBody
+    form: ChatForm
+    input: list[Item]  # its own, without the conversation before it
+
+
+class Accepted(NamedTuple):
+    """A response that runs in the background, as it is first shown."""
+
+    id: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    is_streamed: bool
+
+
+class ResponseService:
+    """Makes responses, in the foreground or in the background."""
+
+    def __init__(self, parts: GatewayParts) -> None:
+        self.store = ResponseStore(parts.storage, parts.settings.responses)
+        self._parts = parts
+        self._answers = AnswerService(parts, RESPONSE, ChatBody)
+        self.runs = BackgroundRuns(self._answers, self.store, parts.metrics)
+        text = "Responses: faults of the store, and what was not kept because of them"
+        parts.metrics.watch_counts("baton_responses", text, "event", self.store.counters)
+
+    async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
+        """Checks a body and reads what it builds on. Raises ApiError."""
+        decoding = partial(decode_response_body, data)
+        lanes, name = self._parts.lanes, tenant.name
+        is_long = len(data) >= LONG_BODY_BYTES
+        body, extras = await lanes.run(name, len(data), decoding) if is_long else decoding()
+        named = references_in(body.input or "")
+        context = await self.store.context(
+            body.previous_response_id, named, tenant.owner, self._parts.settings.max_body_bytes
+        )
+        converting = partial(self._prepared, body, extras, context)
+        if is_long or context.items:
+            return await lanes.run(name, len(data), converting)
+        return converting()
+
+    def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
+        """The call of a chat completion that makes the response. Raises ApiError."""
+        return self._answers.call(prepared.form.data, tenant, headers)
+
+    async def answer(
+        self,
+        prepared: Prepared,
+        call: ApiCall,
+        meter: RequestMeter,
+        send: Send,
+        pipe: BodyPipe | None,
+    ) -> None:
+        """Makes a response for the client that waits for it."""
+        keeper = ResponseKeeper(self.store, call.tenant.owner, prepared.input)
+        draft = partial(self._draft, call, prepared)
+
+        def open(heading: Heading) -> AnswerWriter:
+            if prepared.body.stream:
+                return StreamedResponse(heading, draft(heading), keeper, send, pipe)
+            return WholeResponse(heading, draft(heading), keeper, send)
+
+        await self._answers.answer(call, _ResponseReplies(call, prepared.form, open, send), meter)
+
+    async def start(self, prepared: Prepared, call: ApiCall, meter: RequestMeter) -> Accepted:
+        """Makes a response in the background. Raises InvalidRequest."""
+        keeper = ResponseKeeper(self.store, call.tenant.owner, prepared.input)
+        has_events = bool(prepared.body.stream)
+        draft = partial(self._draft, call, prepared)
+        run = BackgroundRun(call.request_id, keeper, draft, has_events=has_events)
+        try:
+            body = await self.runs.start(call, run, meter)
+        except InvalidRequest as error:
+            raise prepared.form.translated(error) from error
+        return Accepted(run.id, body, run.headers, is_streamed=has_events)
+
+    def _draft(self, call: ApiCall, prepared: Prepared, heading: Heading) -> ResponseDraft:
+        return ResponseDraft(
+            call.request_id,
+            heading.created,
+            repeated_fields(prepared.body),
+            heading.call,
+            self._new_id,
+        )
+
+    def _prepared(self, body: ResponseBody, extras: dict[str, Any], context: Context) -> Prepared:
+        own = items_of(body.input or "", context.named, self._new_id)
+        before = [PlacedItem(item, "previous_response_id") for item in context.items]
+        messages = messages_of(body.instructions, [*before, *own])
+        form = chat_form(body, extras, messages)
+        return Prepared(body, form, [placed.item for placed in own])
+
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}{self._parts.rng.getrandbits(128):032x}"
+
+
+class _ResponseReplies:
+    """The way to the client of one call; refuses with the names of our fields."""
+
+    def __init__(
+        self,
+        call: ApiCall,
+        form: ChatForm,
+        open: Callable[[Heading], AnswerWriter],
+        send: Send,
+    ) -> None:
+        self.open = open
+        self._call = call
+        self._form = form
+        self._send = send
+
+    async def refuse(self, error: InvalidRequest) -> None:
+        """Sends an error response."""
+        shown = {ID_HEADER: self._call.shown_id}
+        await send_invalid(self._send, self._form.translated(error), shown)

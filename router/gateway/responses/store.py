@@ -1,0 +1,180 @@
+"""The responses that a gateway keeps, in the gateway's database.
+
+Each method is one transaction in the storage's thread. A fault of the database is logged, counted,
+and becomes an error with status 503.
+"""
+
+import logging
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from engine.clock import unix_time_s
+from router.gateway.responses import table
+from router.gateway.responses.items import Item
+from router.gateway.responses.limits import ResponseLimits
+from router.gateway.responses.table import KeptEvent, KeptResponse, NewResponse
+from router.gateway.storage import Storage
+from router.inbox.api_errors import ApiError
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0  # without a sign for this long, the process that makes a response is gone
+MAX_READ_BYTES = 2**20  # of events, in one transaction
+
+T = TypeVar("T")
+
+
+class Context(NamedTuple):
+    """What a new response builds on."""
+
+    items: list[Item]  # the conversation before it
+    named: dict[str, Item]  # items that its input refers to, by id
+
+
+class ResponseStore:
+    """Keeps responses, each for its owner alone."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        limits: ResponseLimits,
+        unix_s: Callable[[], float] = unix_time_s,
+    ) -> None:
+        self.limits = limits
+        self.counters: Counter[str] = Counter()
+        self._storage = storage
+        self._unix_s = unix_s
+
+    async def add(self, new: NewResponse) -> None:
+        """Keeps a response that has ended."""
+        now_s = self._unix_s()
+        await self._run(lambda db: table.insert(db, new, self.limits, now_s))
+
+    async def begin(self, new: NewResponse, *, has_events: bool) -> None:
+        """Keeps a response that begins to run in the background."""
+        now_s = self._unix_s()
+        await self._run(
+            lambda db: table.insert(
+                db, new, self.limits, now_s, lease_end_s=now_s + LEASE_S, has_events=has_events
+            )
+        )
+
+    async def beat(
+        self, running: dict[str, str], events: Mapping[str, Sequence[KeptEvent]]
+    ) -> set[str]:
+        """Keeps new events, and renews the lease of what runs; `running` has each one's status.
+
+        Returns the ids of those that shall no longer run.
+        """
+
+        def work(db: sqlite3.Connection) -> set[str]:
+            gone = table.renew(db, running, self._unix_s() + LEASE_S)
+            for id, batch in events.items():
+                table.add_events(db, id, batch, self.limits)
+            return gone
+
+        return await self._run(work)
+
+    async def finish(
+        self,
+        id: str,
+        fields: dict[str, Any],
+        output: Sequence[Item],
+        events: Sequence[KeptEvent],
+    ) -> bool:
+        """Ends a response that ran in the background. False: it was cancelled or deleted."""
+        return await self._run(lambda db: table.finish(db, id, fields, output, events, self.limits))
+
+    async def get(self, id: str, owner: str) -> KeptResponse:
+        """The response. Raises ApiError with status 404."""
+        now_s = self._unix_s()
+        found = await self._run(lambda db: table.get(db, id, owner, now_s))
+        return _found(found, id)
+
+    async def delete(self, id: str, owner: str) -> None:
+        """Deletes a response, and ends it if it runs. Raises ApiError with status 404."""
+        if not await self._run(lambda db: table.delete(db, id, owner)):
+            raise _unknown(id)
+
+    async def cancel(self, id: str, owner: str) -> KeptResponse:
+        """Ends a response that runs in the background. Raises ApiError."""
+        now_s = self._unix_s()
+
+        def work(db: sqlite3.Connection) -> KeptResponse | None:
+            table.cancel(db, id, owner)
+            return table.get(db, id, owner, now_s)
+
+        kept = _found(await self._run(work), id)
+        if not kept.fields.get("background"):
+            message = "only responses with background: true can be cancelled"
+            raise ApiError(message, param="response_id", code="invalid_value")
+        return kept
+
+    async def context(
+        self, previous: str | None, named: Sequence[str], owner: str, max_bytes: int
+    ) -> Context:
+        """The items that a new response builds on. Raises ApiError."""
+        if previous is None and not named:
+            return Context([], {})
+        now_s = self._unix_s()
+
+        def work(db: sqlite3.Connection) -> Context | None:
+            items: list[Item] | None = []
+            if previous is not None:
+                before = table.get(db, previous, owner, now_s)
+                if before is not None and before.is_alive:
+                    message = f"the response {previous} is not complete yet"
+                    raise ApiError(message, param="previous_response_id", code="invalid_value")
+                items = table.conversation(db, previous, owner, now_s, max_bytes)
+            if items is None:
+                return None
+            return Context(items, table.kept_items(db, named, owner))
+
+        found = await self._run(work)
+        if found is None:
+            message = f"Previous response with id {previous!r} not found: it, or one before it, "
+            message += "was not stored, was deleted or has expired"
+            code = "previous_response_not_found"
+            raise ApiError(message, param="previous_response_id", code=code)
+        return found
+
+    async def input_items(self, id: str, owner: str, max_bytes: int) -> list[Item]:
+        """The items that a response answers. Raises ApiError with status 404."""
+        items = await self._run(lambda db: table.input_items(db, id, owner, max_bytes))
+        return _found(items, id)
+
+    async def events(
+        self, id: str, owner: str, last: int
+    ) -> tuple[KeptResponse | None, list[KeptEvent]]:
+        """The response as it is now, and its events behind number `last`, or the first of them."""
+        now_s = self._unix_s()
+
+        def work(db: sqlite3.Connection) -> tuple[KeptResponse | None, list[KeptEvent]]:
+            kept = table.get(db, id, owner, now_s)
+            if kept is None:
+                return None, []
+            return kept, table.events_after(db, kept.number, last, MAX_READ_BYTES)
+
+        return await self._run(work)
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return await self._storage.run(work)
+        except sqlite3.Error as error:
+            self.counters["fault"] += 1
+            log.exception("the store of responses failed")
+            message = f"the store of responses failed: {error}"
+            raise ApiError(message, code="store_failed", status=503) from error
+
+
+def _found(found: T | None, id: str) -> T:
+    if found is None:
+        raise _unknown(id)
+    return found
+
+
+def _unknown(id: str) -> ApiError:
+    message = f"Response with id {id[:64]!r} not found."
+    return ApiError(message, param="response_id", code="not_found", status=404)

@@ -1,0 +1,417 @@
+"""The tables of kept responses: each function is a part of one transaction.
+
+A response is one row, with a row for each item of its own input and of its output. A conversation
+is a chain: each response names the one before. The use of a response counts as a use of its whole
+chain, and what was not used for longest goes first. So a conversation goes as a whole.
+
+A response that runs in the background has the end of its process's lease. When that has passed, the
+process is gone, and the response has failed. A response that was cancelled or deleted is no longer
+alive: the process that makes it sees so when it renews its lease.
+
+Triggers count rows and bytes of each owner, and delete what belongs to a deleted response.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from router.gateway.responses.items import Item
+from router.gateway.responses.limits import ResponseLimits
+from router.inbox.api_errors import ApiError
+
+MAX_TURNS = 4096  # of a conversation
+LOST = "the gateway process that made this response has ended"
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    previous TEXT,
+    used_s REAL NOT NULL,
+    status TEXT NOT NULL,
+    fields BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    lease_end_s REAL,
+    has_events INTEGER NOT NULL DEFAULT 0,
+    events_bytes INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS responses_by_owner ON responses (owner, used_s, number);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used_s, number);
+CREATE INDEX IF NOT EXISTS responses_by_lease ON responses (lease_end_s)
+    WHERE lease_end_s IS NOT NULL;
+CREATE TABLE IF NOT EXISTS response_items (
+    response INTEGER NOT NULL,
+    is_output INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    item BLOB NOT NULL,
+    PRIMARY KEY (response, is_output, position)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS response_items_by_id ON response_items (id);
+CREATE TABLE IF NOT EXISTS response_events (
+    response INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (response, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS response_totals (
+    owner TEXT PRIMARY KEY,
+    num INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL
+);
+CREATE TRIGGER IF NOT EXISTS responses_inserted AFTER INSERT ON responses BEGIN
+    INSERT INTO response_totals VALUES (NEW.owner, 1, NEW.num_bytes)
+        ON CONFLICT (owner) DO UPDATE SET num = num + 1, num_bytes = num_bytes + NEW.num_bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS responses_changed AFTER UPDATE OF num_bytes ON responses BEGIN
+    UPDATE response_totals SET num_bytes = num_bytes + NEW.num_bytes - OLD.num_bytes
+        WHERE owner = NEW.owner;
+END;
+CREATE TRIGGER IF NOT EXISTS responses_deleted AFTER DELETE ON responses BEGIN
+    DELETE FROM response_items WHERE response = OLD.number;
+    DELETE FROM response_events WHERE response = OLD.number;
+    UPDATE response_totals SET num = num - 1, num_bytes = num_bytes - OLD.num_bytes
+        WHERE owner = OLD.owner;
+    DELETE FROM response_totals WHERE owner = OLD.owner AND num = 0;
+END;
+"""
+
+_ALIVE = "status IN ('queued', 'in_progress')"
+_CHAIN = f"""
+WITH RECURSIVE chain (number, previous, depth) AS (
+    SELECT number, previous, 0 FROM responses WHERE id = ? AND owner = ?
+    UNION ALL
+    SELECT r.number, r.previous, depth + 1 FROM responses r JOIN chain c ON r.id = c.previous
+        WHERE r.owner = ? AND depth < {MAX_TURNS}
+)
+SELECT number, previous FROM chain ORDER BY depth DESC
+"""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class KeptResponse(NamedTuple):
+    """A response as it is kept."""
+
+    number: int
+    id: str
+    status: str
+    fields: dict[str, Any]
+    output: list[Item]
+    has_events: bool
+
+    @property
+    def is_alive(self) -> bool:
+        """True while it is being made."""
+        return self.status in ("queued", "in_progress")
+
+    def body(self) -> dict[str, Any]:
+        """The response as clients see it."""
+        body = {**self.fields, "status": self.status, "output": self.output}
+        if self.status == "failed" and body.get("error") is None:
+            body["error"] = {"code": "server_error", "message": LOST}
+        return body
+
+
+class NewResponse(NamedTuple):
+    """What is kept of a response."""
+
+    id: str
+    owner: str
+    previous: str | None
+    fields: dict[str, Any]
+    input: Sequence[Item]
+    output: Sequence[Item]
+
+
+class KeptEvent(NamedTuple):
+    """A server-sent event with its number."""
+
+    number: int
+    data: bytes
+
+
+def insert(
+    db: sqlite3.Connection,
+    new: NewResponse,
+    limits: ResponseLimits,
+    now_s: float,
+    *,
+    lease_end_s: float | None = None,
+    has_events: bool = False,
+) -> None:
+    """Keeps a response; old ones give way to it. Raises ApiError if it is too large to keep."""
+    fields, items = _encode(new.fields), _encoded(new.input, new.output)
+    num_bytes = _size(fields, items)
+    if num_bytes > min(limits.max_kept_bytes, limits.max_kept_bytes_of_key):
+        message = f"the response has {num_bytes} bytes, too many to be kept"
+        raise ApiError(message, code="overloaded", status=503)
+    status = new.fields["status"]
+    row = (new.id, new.owner, new.previous, now_s, status, fields, num_bytes)
+    cursor = db.execute(
+        "INSERT INTO responses (id, owner, previous, used_s, status, fields, num_bytes,"
+        " lease_end_s, has_events) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (*row, lease_end_s, has_events),
+    )
+    _insert_items(db, cursor.lastrowid or 0, items)
+    make_room(db, new.owner, limits, now_s)
+
+
+def finish(
+    db: sqlite3.Connection,
+    id: str,
+    fields: dict[str, Any],
+    output: Sequence[Item],
+    events: Sequence[KeptEvent],
+    limits: ResponseLimits,
+) -> bool:
+    """Ends a response that ran in the background. False: it was cancelled or deleted before."""
+    found = db.execute(
+        f"SELECT number, owner, used_s FROM responses WHERE id = ? AND {_ALIVE}", (id,)
+    ).fetchone()
+    if found is None:
+        return False
+    number, owner, used_s = found
+    add_events(db, id, events, limits)
+    encoded, items = _encode(fields), _encoded((), output)
+    _insert_items(db, number, items)
+    db.execute(
+        "UPDATE responses SET fields = ?, status = ?, lease_end_s = NULL,"
+        " num_bytes = num_bytes + ? WHERE number = ?",
+        (encoded, fields["status"], _size(encoded, items), number),
+    )
+    make_room(db, owner, limits, used_s)
+    return True
+
+
+def get(db: sqlite3.Connection, id: str, owner: str, now_s: float) -> KeptResponse | None:
+    """The response of this owner with this id."""
+    fail_lost(db, now_s)
+    row = db.execute(
+        "SELECT number, id, status, fields, has_events FROM responses WHERE id = ? AND owner = ?",
+        (id, owner),
+    ).fetchone()
+    if row is None:
+        return None
+    number, _, status, fields, has_events = row
+    output = _items(db, number, "AND is_output = 1")
+    return KeptResponse(
+        number, id, status, msgspec.json.decode(fields), output, has_events=bool(has_events)
+    )
+
+
+def delete(db: sqlite3.Connection, id: str, owner: str) -> bool:
+    """Deletes a response. False if there is none."""
+    cursor = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
+    return cursor.rowcount > 0
+
+
+def cancel(db: sqlite3.Connection, id: str, owner: str) -> None:
+    """Cancels a response that runs in the background. Does nothing to one that has ended."""
+    db.execute(
+        f"UPDATE responses SET status = 'cancelled', lease_end_s = NULL"
+        f" WHERE id = ? AND owner = ? AND lease_end_s IS NOT NULL AND {_ALIVE}",
+        (id, owner),
+    )
+
+
+def conversation(
+    db: sqlite3.Connection, id: str, owner: str, now_s: float, max_bytes: int
+) -> list[Item] | None:
+    """All items up to the end of this response. None if it, or one before it, is not kept.
+
+    This counts as a use. Raises ApiError if they have more than `max_bytes` in all.
+    """
+    chain = _chain(db, id, owner)
+    if chain is None:
+        return None
+    items: list[Item] = []
+    num_bytes = 0
+    for number in chain:
+        db.execute("UPDATE responses SET used_s = ? WHERE number = ?", (now_s, number))
+        (size,) = db.execute(
+            "SELECT TOTAL(LENGTH(item)) FROM response_items WHERE response = ?", (number,)
+        ).fetchone()
+        num_bytes += int(size)
+        if num_bytes > max_bytes:
+            message = f"the conversation has more than {max_bytes} bytes"
+            raise ApiError(message, param="previous_response_id", code="context_length_exceeded")
+        items += _items(db, number)
+    return items
+
+
+def input_items(db: sqlite3.Connection, id: str, owner: str, max_bytes: int) -> list[Item] | None:
+    """The items that a response answers, with those of the conversation before it."""
+    row = db.execute(
+        "SELECT number, previous, used_s FROM responses WHERE id = ? AND owner = ?", (id, owner)
+    ).fetchone()
+    if row is None:
+        return None
+    number, previous, used_s = row
+    before = [] if previous is None else conversation(db, previous, owner, used_s, max_bytes) or []
+    return before + _items(db, number, "AND is_output = 0")
+
+
+def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[str, Item]:
+    """The items of this owner with these ids, as far as there are any."""
+    found: dict[str, Item] = {}
+    for id in ids:
+        row = db.execute(
+            "SELECT i.item FROM response_items i JOIN responses r ON r.number = i.response"
+            " WHERE i.id = ? AND r.owner = ? ORDER BY i.response DESC LIMIT 1",
+            (id, owner),
+        ).fetchone()
+        if row is not None:
+            found[id] = msgspec.json.decode(row[0])
+    return found
+
+
+def renew(db: sqlite3.Connection, running: dict[str, str], lease_end_s: float) -> set[str]:
+    """Renews the lease of what runs in this process, and notes the status of each.
+
+    Returns the ids of those that shall no longer run.
+    """
+    gone: set[str] = set()
+    for id, status in running.items():
+        cursor = db.execute(
+            f"UPDATE responses SET lease_end_s = ?, status = ? WHERE id = ? AND {_ALIVE}",
+            (lease_end_s, status, id),
+        )
+        if cursor.rowcount == 0:
+            gone.add(id)
+    return gone
+
+
+def fail_lost(db: sqlite3.Connection, now_s: float) -> None:
+    """Ends the responses whose process is gone."""
+    db.execute(
+        "UPDATE responses SET status = 'failed', lease_end_s = NULL WHERE lease_end_s < ?", (now_s,)
+    )
+
+
+def add_events(
+    db: sqlite3.Connection, id: str, events: Sequence[KeptEvent], limits: ResponseLimits
+) -> None:
+    """Keeps events of a response; its oldest ones give way to them."""
+    row = db.execute("SELECT number, events_bytes FROM responses WHERE id = ?", (id,)).fetchone()
+    if row is None or not events:
+        return
+    number, before = row
+    db.executemany(
+        "INSERT INTO response_events VALUES (?, ?, ?)",
+        [(number, event.number, event.data) for event in events],
+    )
+    kept = before + sum(len(event.data) for event in events)
+    while kept > limits.max_events_bytes:
+        oldest = db.execute(
+            "SELECT number, LENGTH(data) FROM response_events WHERE response = ?"
+            " ORDER BY number LIMIT 1",
+            (number,),
+        ).fetchone()
+        db.execute(
+            "DELETE FROM response_events WHERE response = ? AND number = ?", (number, oldest[0])
+        )
+        kept -= oldest[1]
+    db.execute(
+        "UPDATE responses SET num_bytes = num_bytes + ?, events_bytes = ? WHERE number = ?",
+        (kept - before, kept, number),
+    )
+
+
+def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int) -> list[KeptEvent]:
+    """The events behind number `last`, at most so many bytes of them but one at least."""
+    events: list[KeptEvent] = []
+    num_bytes = 0
+    cursor = db.execute(
+        "SELECT number, data FROM response_events WHERE response = ? AND number > ?"
+        " ORDER BY number",
+        (number, last),
+    )
+    for each, data in cursor:
+        events.append(KeptEvent(each, data))
+        num_bytes += len(data)
+        if num_bytes >= max_bytes:
+            break
+    cursor.close()
+    return events
+
+
+def make_room(db: sqlite3.Connection, owner: str, limits: ResponseLimits, now_s: float) -> None:
+    """Deletes what is too old, and what is too much. Running ones stay."""
+    fail_lost(db, now_s)
+    db.execute(
+        "DELETE FROM responses WHERE used_s < ? AND lease_end_s IS NULL", (now_s - limits.keep_s,)
+    )
+    while (totals := _totals(db, owner)) and _is_over(totals, limits):
+        num, num_bytes, *_ = totals
+        by_owner = num > limits.max_kept_of_key or num_bytes > limits.max_kept_bytes_of_key
+        condition, values = ("AND owner = ?", (owner,)) if by_owner else ("", ())
+        cursor = db.execute(
+            "DELETE FROM responses WHERE number = (SELECT number FROM responses"
+            f" WHERE lease_end_s IS NULL {condition} ORDER BY used_s, number LIMIT 1)",
+            values,
+        )
+        if cursor.rowcount == 0:
+            return  # the others run, and their number is bounded
+
+
+def _totals(db: sqlite3.Connection, owner: str) -> tuple[int, int, int, int]:
+    """Rows and bytes of the owner, then of all."""
+    own = db.execute(
+        "SELECT num, num_bytes FROM response_totals WHERE owner = ?", (owner,)
+    ).fetchone() or (0, 0)
+    everyone = db.execute(
+        "SELECT COALESCE(SUM(num), 0), COALESCE(SUM(num_bytes), 0) FROM response_totals"
+    ).fetchone()
+    return (*own, *everyone)
+
+
+def _is_over(totals: tuple[int, int, int, int], limits: ResponseLimits) -> bool:
+    bounds = (
+        limits.max_kept_of_key,
+        limits.max_kept_bytes_of_key,
+        limits.max_kept,
+        limits.max_kept_bytes,
+    )
+    return any(total > bound for total, bound in zip(totals, bounds, strict=True))
+
+
+def _chain(db: sqlite3.Connection, id: str, owner: str) -> list[int] | None:
+    """The numbers of the responses of a conversation, the first one first."""
+    rows = db.execute(_CHAIN, (id, owner, owner)).fetchall()
+    if not rows or rows[0][1] is not None:
+        return None
+    return [number for number, _ in rows]
+
+
+def _items(db: sqlite3.Connection, number: int, condition: str = "") -> list[Item]:
+    rows = db.execute(
+        f"SELECT item FROM response_items WHERE response = ? {condition}"
+        " ORDER BY is_output, position",
+        (number,),
+    )
+    return [msgspec.json.decode(item) for (item,) in rows]
+
+
+_Row = tuple[int, int, str, bytes]
+
+
+def _encoded(input: Sequence[Item], output: Sequence[Item]) -> list[_Row]:
+    return [
+        (is_output, position, item["id"], _encode(item))
+        for is_output, items in enumerate((input, output))
+        for position, item in enumerate(items)
+    ]
+
+
+def _insert_items(db: sqlite3.Connection, number: int, items: Sequence[_Row]) -> None:
+    db.executemany(
+        "INSERT INTO response_items VALUES (?, ?, ?, ?, ?)", [(number, *row) for row in items]
+    )
+
+
+def _size(fields: bytes, items: Sequence[_Row]) -> int:
+    return len(fields) + sum(len(item) for *_, item in items)
