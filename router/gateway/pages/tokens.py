@@ -9,7 +9,7 @@ Sources: vLLM's OpenAI-compatible server, `/tokenize` and `/detokenize`.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -22,33 +22,23 @@ from router.gateway.requests.json_fields import decode_fields
 from router.gateway.requests.openai_schema import (
     ChatBody,
     CompletionBody,
-    Refused,
     body_of,
     check_in_vocabulary,
     from_validation,
+    unsupported,
 )
 from router.gateway.requests.parameters import checked_structure
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value
-from router.inbox.json_values import no_object, not_json
+from router.inbox.json_values import not_json
 
 MAX_TOKENS = 2**20  # of a text or a list; their objects and JSON take some 0.1 s
 
 
-class TokenizeChatBody(ChatBody, kw_only=True):
-    """POST /tokenize with messages: a chat completion's body."""
+class TokenizeOptions(msgspec.Struct):
+    """The fields of POST /tokenize beside those of a request."""
 
-    # Templates write the special tokens themselves.
-    refused: ClassVar[Refused] = {**ChatBody.refused, "add_special_tokens": (False,)}
-
-    return_token_strs: bool | None = None
-
-
-class TokenizeTextBody(CompletionBody, kw_only=True):
-    """POST /tokenize with a text: a completion's body."""
-
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None  # for messages false, since templates write them
     return_token_strs: bool | None = None
 
 
@@ -74,11 +64,17 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-class _Kind(msgspec.Struct):
+class _Kind(TokenizeOptions):
     messages: msgspec.Raw = msgspec.Raw(b"null")
 
+    @property
+    def is_chat(self) -> bool:
+        return bytes(self.messages) != b"null"
 
-Read = Callable[[bytes, Callable[[str | None], ServedVersion]], Tokenized | Detokenized]
+
+Choose = Callable[[str | None], ServedVersion]  # the version for a model's name
+Read = Callable[[bytes, Choose], Tokenized | Detokenized]
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class TokenPages:
@@ -112,59 +108,67 @@ class TokenPages:
         return Response(body, media_type="application/json", headers=headers)
 
 
-def tokenized(data: bytes, choose: Callable[[str | None], ServedVersion]) -> Tokenized:
-    """Answers /tokenize. `choose` finds the version for a model's name. Raises InvalidRequest."""
-    is_chat = _is_chat(data)
-    body_type: type[TokenizeChatBody | TokenizeTextBody]
-    body_type = TokenizeChatBody if is_chat else TokenizeTextBody
-    fields = decode_fields(data, body_type)
-    if is_chat and fields.get("prompt") is not None:
-        raise invalid_value("prompt and messages cannot be combined", "prompt")
-    body = body_of(fields, body_type)
-    served = choose(body.model)
-    text = served.text
-    if isinstance(body, TokenizeTextBody):
-        if body.prompt is None:
-            raise invalid_value("prompt or messages are missing", "prompt")
-        special = body.add_special_tokens is not False
-        token_ids = text.encode_text(body.prompt, MAX_TOKENS, add_special_tokens=special)
+def tokenized(data: bytes, choose: Choose) -> Tokenized:
+    """Answers /tokenize. Raises InvalidRequest."""
+    kind = _decoded(data, _Kind)
+    if kind.is_chat:
+        served, token_ids = _chat_tokens(data, choose)
+        if kind.add_special_tokens:
+            raise unsupported("add_special_tokens", "with messages")
     else:
-        structure = checked_structure(fields, text.added_token_id)
-        token_ids = body.encode(text, MAX_TOKENS, structure.tools)
+        special = kind.add_special_tokens is not False
+        served, token_ids = _text_tokens(data, choose, add_special_tokens=special)
     return Tokenized(
         count=len(token_ids),
         max_model_len=served.max_len,
         tokens=token_ids,
-        token_strs=text.names_of(token_ids) if body.return_token_strs else None,
+        token_strs=served.text.names_of(token_ids) if kind.return_token_strs else None,
     )
 
 
-def detokenized(data: bytes, choose: Callable[[str | None], ServedVersion]) -> Detokenized:
+def _chat_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]:
+    fields = decode_fields(data, ChatBody)
+    if fields.get("prompt") is not None:
+        raise invalid_value("prompt and messages cannot be combined", "prompt")
+    body = body_of(fields, ChatBody)
+    served = choose(body.model)
+    structure = checked_structure(fields, served.text.added_token_id)
+    return served, body.encode(served.text, MAX_TOKENS, structure.tools)
+
+
+def _text_tokens(
+    data: bytes, choose: Choose, *, add_special_tokens: bool
+) -> tuple[ServedVersion, list[int]]:
+    body = body_of(decode_fields(data, CompletionBody), CompletionBody)
+    if not isinstance(body.prompt, str):
+        raise invalid_value("prompt must be a text, or messages be given", "prompt")
+    served = choose(body.model)
+    token_ids = served.text.encode_text(
+        body.prompt, MAX_TOKENS, add_special_tokens=add_special_tokens
+    )
+    return served, token_ids
+
+
+def detokenized(data: bytes, choose: Choose) -> Detokenized:
     """Answers /detokenize. Raises InvalidRequest."""
     if data.count(b",") >= MAX_TOKENS:
         raise invalid_value(f"tokens may hold {MAX_TOKENS} token ids", "tokens")
-    try:
-        body = msgspec.json.decode(data, type=DetokenizeBody)
-    except msgspec.ValidationError as error:
-        raise from_validation(error) from error
-    except (ValueError, RecursionError) as error:
-        raise not_json(error) from error
+    body = _decoded(data, DetokenizeBody)
     text = choose(body.model).text
     check_in_vocabulary(body.tokens, text.vocab_size, "tokens")
     return Detokenized(text.decode_all(body.tokens))
 
 
-def _is_chat(data: bytes) -> bool:
+def _decoded(data: bytes, kind: type[StructT]) -> StructT:
     try:
-        kind = msgspec.json.decode(data, type=_Kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise no_object() from error
+        raise from_validation(error) from error
     except (ValueError, RecursionError) as error:
         raise not_json(error) from error
-    return bytes(kind.messages) != b"null"
 
 
-def _encoded(read: Read, data: bytes, choose: Callable[[str | None], ServedVersion]) -> bytes:
+def _encoded(read: Read, data: bytes, choose: Choose) -> bytes:
     return msgspec.json.encode(read(data, choose))
 
 
