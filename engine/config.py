@@ -207,6 +207,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # File (SQLite) of kept responses, files and batches, which all processes of a machine share.
     # None: in the memory of each process, so that they end with it.
     store: str | None = None
+    max_file_bytes: int = 200 * 2**20  # of one uploaded file
+    max_tenant_file_bytes: int = 2 * 2**30  # of all files of one key, results of batches too
+    max_store_bytes: int = 16 * 2**30  # of all files; the store in memory has no other bound
+    # Batches run while no other request does. Beside others they get this share of the places in
+    # decode workers. After others they wait for `batch_idle_s` before they take all places.
+    batch_share: float = 0.0
+    batch_idle_s: float = 0.1
     record_dir: str | None = None  # each process writes its router's events and effects there
     # Limits of each process. A proxy counts as one address.
     max_connections: int = 8192
@@ -235,8 +242,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "max_connections_per_address",
         )
         bounds = ("max_body_bytes", "max_head_bytes", "head_timeout_s")
-        _require_positive("gateway", self, (*counts, *bounds))
-        _require_not_negative("gateway", self, ("drain_timeout_s",))
+        files = ("max_file_bytes", "max_tenant_file_bytes", "max_store_bytes")
+        _require_positive("gateway", self, (*counts, *bounds, *files))
+        _require_not_negative("gateway", self, ("drain_timeout_s", "batch_idle_s"))
+        _require(0 <= self.batch_share <= 1, "gateway.batch_share must be between 0 and 1")
         _require(
             is_loopback(self.host) or self.keys_file is not None or self.open_to_all,
             f"gateway.host = {self.host} can be reached from other machines, and no key is needed:"

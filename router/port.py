@@ -1,10 +1,10 @@
 """The seam between the HTTP side and the router: each side is tested without the other."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.messages import LoadReport, Role, WorkerId
+from engine.messages import LoadReport, RequestId, Role, WorkerId
 from router.machine.requests import Forecast, Request, Update
 
 # Takes an update in the call in which it arrives. Returns False to leave it to the iterator.
@@ -33,6 +33,8 @@ class WorkerStatus:
     reserved_blocks: int
     reserved_tokens: int
     forecast: Forecast = field(default_factory=Forecast)
+    max_running: int = 0  # sequences that may decode at once
+    num_foreign: int = 0  # sequences and prompts of other gateways, at its last report
 
 
 class RouterStatus(Protocol):
@@ -63,12 +65,8 @@ class RouterStatus(Protocol):
         ...
 
 
-class RouterPort(RouterStatus, Protocol):
-    """A router as the HTTP side uses it."""
-
-    def capacity_tokens(self) -> int | None:
-        """The length of the longest request that workers could hold; None until it is known."""
-        ...
+class RequestPort(Protocol):
+    """The way of requests to a router."""
 
     def submit(
         self,
@@ -82,4 +80,16 @@ class RouterPort(RouterStatus, Protocol):
         yield the update. So most tokens are sent as they arrive, and wait for no task. An update of
         tokens alone is offered to `take_tokens` before.
         """
+        ...
+
+
+class RouterPort(RouterStatus, RequestPort, Protocol):
+    """A router as the HTTP side uses it."""
+
+    def capacity_tokens(self) -> int | None:
+        """The length of the longest request that workers could hold; None until it is known."""
+        ...
+
+    def withdraw(self, request_ids: Collection[RequestId]) -> None:
+        """Cancels requests within this call; the last update of each says so."""
         ...

@@ -270,6 +270,10 @@ class Router:
             del self._clients[request.request_id]
             self._handle(ClientGone(request.request_id))
 
+    def withdraw(self, request_ids: Collection[RequestId]) -> None:
+        """Cancels requests within this call; the last update of each says so."""
+        self._handle(*(ClientGone(request_id) for request_id in request_ids))
+
     def readiness(self) -> str | None:
         """Returns None if requests can be served, else what is missing."""
         if self._crash is not None:
@@ -306,6 +310,8 @@ class Router:
                 worker.reserved_blocks,
                 worker.reserved_tokens,
                 self.machine.forecast(worker, now_s),
+                worker.info.max_running,
+                worker.foreign.seqs + bool(worker.foreign.prompt_tokens),
             )
             for worker_id, worker in self.machine.view.workers.items()
         }

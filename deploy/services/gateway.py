@@ -22,6 +22,8 @@ from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
 from router.edge.tls import TlsFiles
 from router.gateway.app import create_app
+from router.gateway.background import BackgroundWork
+from router.gateway.batches.settings import BatchSettings
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarChecker
@@ -80,6 +82,13 @@ class GatewayService(LoopService[GatewayReady]):
             max_batch_choices=config.max_batch_choices,
             min_priority=config.min_priority,
             cors_origins=config.cors_origins,
+            batches=BatchSettings(
+                max_file_bytes=config.max_file_bytes,
+                max_tenant_bytes=config.max_tenant_file_bytes,
+                max_total_bytes=config.max_store_bytes,
+                share=config.batch_share,
+                idle_s=config.batch_idle_s,
+            ),
         )
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
@@ -89,6 +98,7 @@ class GatewayService(LoopService[GatewayReady]):
         self._grammars = GrammarChecker(clock)
         self._storage = _storage_of(config)
         await self._storage.open()
+        self._background = BackgroundWork()
         app = create_app(
             self._routers.versions,
             settings=settings,
@@ -99,6 +109,7 @@ class GatewayService(LoopService[GatewayReady]):
             siblings=self._siblings,
             edge=book,
             storage=self._storage,
+            background=self._background,
         )
         if self._siblings is not None:
             await self._siblings.open()
@@ -117,6 +128,7 @@ class GatewayService(LoopService[GatewayReady]):
         control = await self._control.open()
         _listen(sock)
         self._listener.open(sock)
+        await self._background.open()
         host, port = sock.getsockname()[:2]
         return GatewayReady(
             url=f"{'http' if tls is None else 'https'}://{host}:{port}",
@@ -135,6 +147,7 @@ class GatewayService(LoopService[GatewayReady]):
         """Takes no more requests, waits for running answers, and ends all sessions."""
         assert self._listener is not None
         self._routers.versions.stop()
+        await self._background.close()
         await self._listener.close(self.drain_timeout_s, self._cut)
         await self._control.close()
         await self._grammars.close()

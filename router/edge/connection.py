@@ -143,6 +143,11 @@ class Connection(HttpToolsProtocol):
         """Takes a part of a body."""
         book = self._book
         self._num_fed = 0
+        if self._callers and self._callers[-1].streams_body:
+            self._forget_body()  # the application has it, but for what uvicorn buffers
+            self._pace.begin_body(self.loop.time())
+            super().on_body(body)
+            return
         self._num_body += len(body)
         book.bodies_bytes += len(body)
         if book.bodies_bytes > self._limits.max_bodies_bytes:

@@ -37,6 +37,7 @@ class Caller:
         self._cycle = cycle
         self._on_gone: Callable[[], None] | None = None
         self._is_gone = False
+        self.streams_body = False
 
     def take_body(self) -> bytes | None:
         """The request's body if it has come whole and was not read yet, else None."""
@@ -47,6 +48,14 @@ class Caller:
         cycle.message_event.clear()  # what `receive` does
         cycle.flow.resume_reading()
         return data
+
+    def stream_body(self) -> None:
+        """Says that the application takes the body in pieces as it comes.
+
+        The body then has no deadline as a whole, but each piece has. What was taken does not count
+        as a body in memory.
+        """
+        self.streams_body = True
 
     def watch(self, on_gone: Callable[[], None] | None) -> bool:
         """Sets the callback for the client's leaving, or none. False: it has left already."""

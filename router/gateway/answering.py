@@ -14,9 +14,10 @@ between is here. The life of one call:
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 from engine.clock import Clock, unix_time_s
@@ -41,10 +42,11 @@ from router.gateway.requests.calls import ApiCall, CheckedCall, GatewaySettings,
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
-from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, Versions
+from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value
 from router.inbox.lanes import Lanes
 from router.machine.requests import Failed
+from router.port import RequestPort
 from router.text.tokenizer import TextModel
 from router.text.tool_calls import ToolCallParser
 
@@ -86,8 +88,16 @@ class Replies(Protocol):
 class AnswerService:
     """Answers the calls of one dialect."""
 
-    def __init__(self, parts: GatewayParts, dialect: Dialect, body_type: type[Body]) -> None:
+    def __init__(
+        self,
+        parts: GatewayParts,
+        dialect: Dialect,
+        body_type: type[Body],
+        port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
+    ) -> None:
+        """`port_of` gives the way to a version's router; by default the router itself."""
         self._parts = parts
+        self._port_of = port_of
         self._dialect = dialect
         self._body_type = body_type
 
@@ -158,7 +168,7 @@ class AnswerService:
             limit_headers=lambda: use.headers(call.first.received_s),
         )
         writer = replies.open(heading)
-        port, clock = call.served.port, parts.clock
+        port, clock = self._port_of(call.served), parts.clock
         searches = None if call.beams is None else Searches(port, clock, call)
         try:
             if searches is None:

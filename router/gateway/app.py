@@ -24,6 +24,8 @@ from router.edge.limits import Book
 from router.edge.responses import send_invalid, send_json
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
+from router.gateway.background import BackgroundWork
+from router.gateway.batches.service import Batches
 from router.gateway.endpoint import AnswerEndpoint
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
@@ -70,12 +72,13 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     siblings: Siblings | None = None,
     edge: Book | None = None,
     storage: Storage | None = None,
+    background: BackgroundWork | None = None,
 ) -> ASGIApp:
     """Returns the application, for any ASGI server.
 
     `siblings` are the gateway processes that share its port. `edge` holds the counts of its
     listener, for /metrics. Without `keys` the application is open to all clients. Without `storage`
-    what it keeps is in memory.
+    what it keeps is in memory. Without `background` no batch runs.
     """
     version = _version()
     process = None if siblings is None else siblings.process
@@ -101,6 +104,9 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         lanes=Lanes(),
         storage=storage or Storage(None),
     )
+    batches = Batches(parts, shares_port=siblings is not None)
+    if background is not None:
+        background.add(batches)
     status = StatusPages(versions, metrics, version, siblings)
     models, tokens = ModelPages(versions), TokenPages(parts)
     responses = ResponsePages(parts)
@@ -123,6 +129,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
             Route("/metrics", status.metrics),
             Route("/version", status.version),
             *responses.routes(),
+            *batches.routes(),
         ],
         exception_handlers={
             HTTPException: http_error,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from engine.errors import ConfigError
+from router.gateway.batches.tables import TABLES as BATCH_TABLES
 from router.gateway.responses.table import TABLES as RESPONSE_TABLES
 from router.inbox.api_errors import ApiError
 
@@ -20,7 +21,7 @@ MAX_WAITING = 1024  # units of work; more are refused
 BUSY_TIMEOUT_S = 10.0  # another process holds the file for milliseconds
 
 # The whole schema. Each room of the gateway adds its tables here, with IF NOT EXISTS.
-TABLES = RESPONSE_TABLES
+TABLES = BATCH_TABLES + RESPONSE_TABLES
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]

@@ -62,6 +62,8 @@ class Admission:
             return Rejected(message, self.drain_s(now_s))
         if flight.request.leader is not None:
             return None  # a group is admitted with its leader
+        if flight.request.is_background:
+            return None  # it is in no hurry
         return self._late(flight, now_s)
 
     def drain_s(self, now_s: float) -> float:

@@ -243,6 +243,9 @@ class RouterMachine:
         return Forecast(
             wait_s=predicted_ready_s(worker, estimates, now_s) if role.prefills else None,
             tpot_s=estimates.step_s(worker, num_seqs, context_tokens) if role.decodes else None,
+            alone_s=estimates.step_s(worker, 1, context_tokens // num_seqs)
+            if role.decodes
+            else None,
             errors=estimates.errors(worker),
         )
 
@@ -273,7 +276,8 @@ class RouterMachine:
         flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=self._num_arrived)
         self._num_arrived += 1
         assert request.request_id not in state.flights
-        self.demand.arrived(flight)
+        if not request.is_background:
+            self.demand.arrived(flight)
         effects = self._turns.make_place(flight, now_s)
         refusal = self._admission.refusal(flight, now_s)
         if refusal is not None:

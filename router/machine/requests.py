@@ -45,6 +45,7 @@ class Request:
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
     salt: Salt = b""  # only requests of equal ones share cached prefixes
     hashes: PrefixHashes | None = None  # of its blocks, as far as they are known
+    is_background: bool = False  # may wait: no bound on time refuses it, no pool grows for it
 
     def prompt(self) -> list[int]:
         """The tokens as messages carry them."""
@@ -148,4 +149,5 @@ class Forecast:
 
     wait_s: float | None = None  # until all its prompts are computed
     tpot_s: float | None = None  # one step of all sequences that it decodes, or will
+    alone_s: float | None = None  # one step of one sequence
     errors: CostErrors = field(default_factory=CostErrors)  # of workers like this one

@@ -8,11 +8,11 @@ from engine.clock import Clock
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.writing import AnswerWriter
 from router.machine.requests import Update
-from router.port import RouterPort
+from router.port import RequestPort
 
 
 async def follow(
-    port: RouterPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
+    port: RequestPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
 ) -> AnswerPiece:
     """Submits the request of each choice and writes its pieces, but not the last one.
 
@@ -27,7 +27,7 @@ async def follow(
 
 
 async def _follow_all(
-    port: RouterPort, takers: Sequence["_UpdateTaker"], writer: AnswerWriter
+    port: RequestPort, takers: Sequence["_UpdateTaker"], writer: AnswerWriter
 ) -> AnswerPiece:
     """Returns the last piece of the choice that ends last, or of the first one that fails.
 
@@ -66,7 +66,7 @@ class _UpdateTaker:
         self._is_plain = choice.is_plain and writer.shows_text_alone
         self._last: AnswerPiece | None = None  # of an answer that a stop string ended
 
-    async def follow(self, port: RouterPort) -> AnswerPiece:
+    async def follow(self, port: RequestPort) -> AnswerPiece:
         """Submits the request, writes its pieces and returns the last one."""
         updates = port.submit(self._choice.request, self._take_at_once, self._take_tokens)
         async with aclosing(updates):

@@ -21,13 +21,13 @@ from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.writing import AnswerWriter
 from router.gateway.requests.calls import CheckedCall
 from router.machine.requests import Finished, Outcome, Request, Update
-from router.port import RouterPort
+from router.port import RequestPort
 
 
 class Searches:
     """The searches of one call: one for each of its prompts."""
 
-    def __init__(self, port: RouterPort, clock: Clock, call: CheckedCall) -> None:
+    def __init__(self, port: RequestPort, clock: Clock, call: CheckedCall) -> None:
         assert call.beams is not None
         self.num_tokens = 0  # generated for hypotheses, also for those that were dropped
         self._port = port

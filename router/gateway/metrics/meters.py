@@ -114,6 +114,7 @@ class GatewayMetrics:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_in_flight = 0
+        self.on_arrival: Callable[[], None] = _do_nothing  # called for each request that begins
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._own += [
             self._counts,
@@ -135,6 +136,7 @@ class GatewayMetrics:
         """Counts one request, from its head to its end, whatever its outcome."""
         meter = RequestMeter(self)
         self.num_in_flight += 1
+        self.on_arrival()
         try:
             yield meter
         finally:
@@ -195,6 +197,10 @@ class GatewayMetrics:
         in_flight = self.num_in_flight
         yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
         yield counter_of("baton_requests", "Requests ended", "outcome", self.num_by_outcome)
+
+
+def _do_nothing() -> None:
+    """The default of `GatewayMetrics.on_arrival`."""
 
 
 class RequestMeter:

@@ -16,6 +16,7 @@ from engine.messages import Limits, RequestId
 from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
+from router.gateway.batches.settings import BatchSettings
 from router.gateway.requests.json_fields import decode_fields
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
@@ -51,6 +52,7 @@ class GatewaySettings:
     min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
     cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
     responses: ResponseLimits = field(default_factory=ResponseLimits)
+    batches: BatchSettings = field(default_factory=BatchSettings)
 
 
 class ClientLeft(Exception):

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.messages import FinishReason, WorkerId
+from engine.messages import FinishReason, RequestId, WorkerId
 from engine.net.trust import Secret
 from router.gateway.app import create_app
 from router.gateway.requests.calls import GatewaySettings
@@ -142,6 +142,9 @@ class FakeRouter:
 
     def _script_of(self, number: int) -> list[Update | Never | Exception]:
         return self.more_scripts[number - 1] if number and self.more_scripts else self.script
+
+    def withdraw(self, request_ids: Collection[RequestId]) -> None:
+        raise NotImplementedError("see tests.kits.router.batches")
 
     def readiness(self) -> str | None:
         return self.not_ready

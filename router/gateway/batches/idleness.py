@@ -1,0 +1,79 @@
+"""How many requests of batches may run now. Pure.
+
+The pools are idle if no other request runs or waits here, and no worker reported other gateways'
+work. A batch then gets places in the decode workers up to `max_running`, as long as a step takes at
+most `STRETCH` times as long as that of one sequence: a request that arrives may have to wait for
+the end of a step. Beside other work batches get `share` of those places, by default none.
+
+After other work the pools count as idle only `idle_s` later, as requests come in bursts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import floor, inf
+
+from router.port import WorkerStatus
+
+STRETCH = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsLoad:
+    """What a gateway knows of its pools and of its other requests."""
+
+    workers: tuple[WorkerStatus, ...]
+    num_other: int  # requests of clients that this gateway answers now
+    num_running: int  # requests of batches that workers have now
+    is_ready: bool = True
+
+    @property
+    def is_busy(self) -> bool:
+        """True if there is work that is not a batch's."""
+        return self.num_other > 0 or any(worker.num_foreign > 0 for worker in self.workers)
+
+
+def num_places(workers: Iterable[WorkerStatus], num_running: int) -> int:
+    """Sequences that idle decode workers take while their steps stay quick, at least one each.
+
+    The step time is known for the present number. It is taken as proportional above the time of one
+    sequence, so the places approach the right number by and by.
+    """
+    decoders = [worker for worker in workers if worker.role.decodes]
+    return sum(_places_of(worker, num_running / len(decoders)) for worker in decoders)
+
+
+def _places_of(worker: WorkerStatus, num_running: float) -> int:
+    step_s, alone_s = worker.forecast.tpot_s, worker.forecast.alone_s
+    if step_s is None or alone_s is None or step_s <= alone_s or num_running <= 1:
+        return worker.max_running
+    each_s = (step_s - alone_s) / (num_running - 1)
+    return max(min(1 + floor((STRETCH - 1) * alone_s / each_s), worker.max_running), 1)
+
+
+class Idleness:
+    """Decides how many requests of batches may run, and remembers when the pools were busy."""
+
+    def __init__(self, *, share: float, idle_s: float) -> None:
+        self._share = share
+        self._idle_s = idle_s
+        self._busy_s = -inf  # when other work was last seen
+
+    def note_other(self, now_s: float) -> None:
+        """Notes a request that arrives."""
+        self._busy_s = max(self._busy_s, now_s)
+
+    def num_beside(self, load: PoolsLoad) -> int:
+        """Requests of batches that may run beside others."""
+        if not (load.is_ready and self._share):
+            return 0
+        return floor(self._share * num_places(load.workers, load.num_running))
+
+    def num_allowed(self, load: PoolsLoad, now_s: float) -> int:
+        """Requests of batches that may run now."""
+        if load.is_busy:
+            self.note_other(now_s)
+        if not load.is_ready:
+            return 0
+        if load.is_busy or now_s - self._busy_s < self._idle_s:
+            return self.num_beside(load)
+        return num_places(load.workers, load.num_running)

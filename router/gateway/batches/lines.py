@@ -1,0 +1,115 @@
+"""The lines of input and output files, one JSON object each. Pure."""
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from router.gateway.batches.records import LineFault
+
+MAX_CUSTOM_ID_LEN = 512  # characters
+RETRIED = frozenset({429, 503})  # statuses that say "try again"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class InputLine(msgspec.Struct, frozen=True):
+    """One request of a batch."""
+
+    custom_id: str
+    body: bytes
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    """The fields of a body that a batch decides about. The endpoint checks all others."""
+
+    stream: bool | None = None
+
+
+def split_lines(data: bytes, *, is_last: bool) -> tuple[list[bytes], int]:
+    """Returns the complete lines at the start of `data`, and the number of bytes they take.
+
+    With `is_last`, what follows the last line break is a line too.
+    """
+    end = len(data) if is_last else data.rfind(b"\n") + 1
+    lines = data[:end].split(b"\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    return lines, end
+
+
+def parse_line(data: bytes, endpoint: str, max_bytes: int) -> InputLine | LineFault:
+    """One line that is not blank, or what is wrong with it."""
+    if len(data) > max_bytes:
+        return LineFault("line_too_long", f"a line has more than {max_bytes} bytes")
+    try:
+        line = msgspec.json.decode(data, type=_Line)
+        body = msgspec.json.decode(line.body, type=_Body)
+    except (msgspec.ValidationError, UnicodeDecodeError) as error:
+        code, message = "invalid_request", str(error)
+        if "missing required field" in message:
+            code = "missing_required_parameter"
+        return LineFault(code, message[:500])
+    except (msgspec.DecodeError, RecursionError) as error:
+        return LineFault("invalid_json_line", f"this line is not a JSON object: {error}"[:500])
+    if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_LEN:
+        message = f"custom_id must have 1 to {MAX_CUSTOM_ID_LEN} characters"
+        return LineFault("invalid_custom_id", message, "custom_id")
+    if line.method != "POST":
+        return LineFault("invalid_method", f"method is {line.method[:40]!r}, not 'POST'", "method")
+    if line.url != endpoint:
+        message = f"url is {line.url[:80]!r}, and the batch's endpoint is {endpoint!r}"
+        return LineFault("mismatched_endpoint", message, "url")
+    if body.stream:
+        message = "requests of a batch cannot be streamed"
+        return LineFault("unsupported_parameter", message, "body.stream")
+    return InputLine(line.custom_id, bytes(line.body))
+
+
+def duplicate(custom_id: str) -> LineFault:
+    """The fault of a line whose id an earlier line has."""
+    message = f"custom_id {custom_id[:80]!r} is there twice"
+    return LineFault("duplicate_custom_id", message, "custom_id")
+
+
+def answered_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The output line of a request that got a response, whatever its status."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return _line(line_id, custom_id, response, None)
+
+
+def unanswered_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """The line of a request that was not answered in time."""
+    return _line(line_id, custom_id, None, {"code": code, "message": message})
+
+
+def _line(
+    line_id: str, custom_id: str, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> bytes:
+    fields = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+    return _encode(fields) + b"\n"
+
+
+def retry_after_s(tries: int, asked: str | None) -> float:
+    """Seconds until a refused request is tried again, after so many tries.
+
+    `asked` is the answer's `retry-after`.
+    """
+    own_s = min(2.0 ** (tries - 1), 60.0)
+    return max(own_s, float(asked)) if asked is not None and asked.isdigit() else own_s
+
+
+def is_retried(status: int, tries: int, max_lost: int, lost: Collection[str], code: str) -> bool:
+    """True if a request with this answer is tried again.
+
+    Codes in `lost` mean that workers ended or were lost while they computed it, which the request
+    may cause. So it is tried `max_lost` times, other refusals until the window ends.
+    """
+    return status in RETRIED and (code not in lost or tries < max_lost)

@@ -1,0 +1,389 @@
+"""The HTTP endpoints of files and batches."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from engine.clock import unix_time_s
+from router.access.guard import tenant_of
+from router.access.keys import Tenant
+from router.edge.extension import caller_of
+from router.gateway.batches import tables
+from router.gateway.batches.records import (
+    BatchRecord,
+    BatchStatus,
+    FilePurpose,
+    FileRecord,
+    window_s,
+)
+from router.gateway.batches.settings import BatchSettings
+from router.gateway.batches.uploads import UploadForm
+from router.gateway.pages.replies import json_reply
+from router.gateway.requests.calls import ClientLeft, GatewaySettings, read_body
+from router.gateway.storage import Storage
+from router.inbox.api_errors import ApiError, invalid_value
+
+PIECE_BYTES = 256 * 2**10
+FORM_BYTES = 64 * 2**10  # of an upload beside its file
+UPLOAD_TIMEOUT_S = 3600.0
+MAX_PAGE = {"files": 10_000, "batches": 100}
+DEFAULT_PAGE = {"files": 10_000, "batches": 20}
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+MAX_METADATA_VALUE = 512
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
+
+Handler = Callable[[HttpRequest, Tenant], Awaitable[Response]]
+
+
+class _ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    anchor: str
+    seconds: int
+
+
+class _BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body that creates a batch."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: _ExpiresAfter | None = None
+
+
+class BatchPages:
+    """The handlers of `/v1/files` and `/v1/batches`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        settings: GatewaySettings,
+        *,
+        endpoints: Collection[str],
+        rng: random.Random,
+        wake: Callable[[], None],
+        needs_store: bool,
+    ) -> None:
+        """`wake` tells the runner of a change. With `needs_store`, memory is not enough."""
+        self._storage = storage
+        self._settings = settings
+        self._bounds = settings.batches
+        self._endpoints = sorted(endpoints)
+        self._rng = rng
+        self._wake = wake
+        self._needs_store = needs_store and not storage.is_kept
+
+    def routes(self) -> list[Route]:
+        """The routes of all handlers."""
+        handlers: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/files", self.upload),
+            ("GET", "/v1/files", self.files),
+            ("GET", "/v1/files/{file_id}", self.file),
+            ("DELETE", "/v1/files/{file_id}", self.delete),
+            ("GET", "/v1/files/{file_id}/content", self.content),
+            ("POST", "/v1/batches", self.create),
+            ("GET", "/v1/batches", self.batches),
+            ("GET", "/v1/batches/{batch_id}", self.batch),
+            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel),
+        ]
+        return [Route(path, self._page(call), methods=[method]) for method, path, call in handlers]
+
+    def _page(self, handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def page(request: HttpRequest) -> Response:
+            self._check_store()
+            return await handler(request, tenant_of(request.scope))
+
+        return page
+
+    def _check_store(self) -> None:
+        if self._needs_store:
+            message = (
+                "files and batches need gateway.store, as several gateway processes share this port"
+            )
+            raise ApiError(message, code="not_supported", status=501)
+
+    # ------------------------------------------------------------ files
+
+    async def upload(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """POST /v1/files."""
+        bounds = self._bounds
+        size = request.headers.get("content-length", "")
+        if size.isdigit() and int(size) > bounds.max_file_bytes + FORM_BYTES:
+            raise _too_large(bounds)
+        file_id = f"file-{self._rng.getrandbits(96):024x}"
+        now_s = unix_time_s()
+        record = FileRecord(file_id, tenant.name, FilePurpose.BATCH, "", 0, now_s, None)
+        if (caller := caller_of(request.scope)) is not None:
+            caller.stream_body()
+        await self._storage.run(partial(tables.begin_file, file=record))
+        try:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                filename, fields = await self._receive(request, file_id)
+            expires_s = _checked_form(fields, now_s)
+            complete = partial(
+                tables.complete_file, file_id=file_id, filename=filename, expires_s=expires_s
+            )
+            file = await self._storage.run(complete)
+        except BaseException as error:
+            await asyncio.shield(self._storage.run(partial(tables.delete_file, file_id=file_id)))
+            if isinstance(error, TimeoutError):
+                message = f"the upload did not end within {UPLOAD_TIMEOUT_S:g} s"
+                raise ApiError(message, code="request_timeout", status=408) from error
+            raise
+        return json_reply(200, file.shown())
+
+    async def _receive(self, request: HttpRequest, file_id: str) -> tuple[str, Mapping[str, str]]:
+        """Reads a form and stores its file piece by piece. Returns the name and other fields."""
+        bounds = self._bounds
+        quota = tables.FileQuota(
+            bounds.max_file_bytes, bounds.max_tenant_bytes, bounds.max_total_bytes
+        )
+        waiting = bytearray()
+        form = UploadForm(request.headers.get("content-type", ""), waiting.extend)
+        num_bytes = 0
+
+        async def store(data: bytes) -> None:
+            append = partial(
+                tables.append_piece, file_id=file_id, data=data, now_s=unix_time_s(), quota=quota
+            )
+            await self._storage.run(append)
+
+        async for data in _body_of(request):
+            num_bytes += len(data)
+            if num_bytes > bounds.max_file_bytes + FORM_BYTES:
+                raise _too_large(bounds)
+            form.feed(data)
+            if len(waiting) >= PIECE_BYTES:
+                await store(bytes(waiting))
+                waiting.clear()
+        found = form.finish()
+        if waiting:
+            await store(bytes(waiting))
+        return found
+
+    async def files(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """GET /v1/files."""
+        page = _page_of(request, "files")
+        find = partial(
+            tables.list_files,
+            tenant=tenant.name,
+            purpose=request.query_params.get("purpose"),
+            page=_with_one_more(page),
+            now_s=unix_time_s(),
+        )
+        return _listing([file.shown() for file in await self._storage.run(find)], page.limit)
+
+    async def file(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """GET /v1/files/{file_id}."""
+        return json_reply(200, (await self._find(request, tenant)).shown())
+
+    async def delete(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """DELETE /v1/files/{file_id}."""
+        file = await self._find(request, tenant)
+        await self._storage.run(partial(tables.delete_file, file_id=file.id))
+        return json_reply(200, {"id": file.id, "object": "file", "deleted": True})
+
+    async def content(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """GET /v1/files/{file_id}/content."""
+        file = await self._find(request, tenant)
+        headers = {"content-length": str(file.num_bytes)}
+        return StreamingResponse(
+            self._pieces(file), media_type="application/octet-stream", headers=headers
+        )
+
+    async def _pieces(self, file: FileRecord) -> AsyncIterator[bytes]:
+        start = 0
+        while start < file.num_bytes:
+            piece = await self._storage.run(
+                partial(tables.read_piece, file_id=file.id, start=start)
+            )
+            if not piece:  # it was deleted meanwhile: the client sees that the body is short
+                raise ClientDisconnect
+            start += len(piece)
+            yield piece
+
+    async def _find(self, request: HttpRequest, tenant: Tenant) -> FileRecord:
+        find = partial(
+            tables.find_file,
+            tenant=tenant.name,
+            file_id=request.path_params["file_id"],
+            now_s=unix_time_s(),
+        )
+        return await self._storage.run(find)
+
+    # ------------------------------------------------------------ batches
+
+    async def create(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """POST /v1/batches."""
+        body = await self._batch_body(request)
+        now_s = unix_time_s()
+        batch = BatchRecord(
+            id=f"batch_{self._rng.getrandbits(96):024x}",
+            tenant=tenant.name,
+            sharing=tenant.sharing,
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            window=body.completion_window,
+            metadata=body.metadata,
+            output_expires_after_s=_expiry_of(body.output_expires_after),
+            status=BatchStatus.VALIDATING,
+            ending=None,
+            created_s=now_s,
+            expires_s=now_s + window_s(body.completion_window),
+            in_progress_s=None,
+            finalizing_s=None,
+            cancelling_s=None,
+            ended_s=None,
+            num_lines=0,
+            num_completed=0,
+            num_failed=0,
+            num_read_bytes=0,
+            num_read_lines=0,
+            num_written_lines=0,
+            output_file_id=None,
+            error_file_id=None,
+            errors=[],
+        )
+        await self._storage.run(partial(tables.create_batch, batch=batch, now_s=now_s))
+        self._wake()
+        return json_reply(200, batch.shown())
+
+    async def _batch_body(self, request: HttpRequest) -> _BatchBody:
+        data = await read_body(request.receive, self._settings)
+        try:
+            body = msgspec.json.decode(data, type=_BatchBody)
+        except msgspec.ValidationError as error:
+            raise invalid_value(str(error), _field_of(str(error))) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            message = f"the body is not a JSON object: {error}"
+            raise ApiError(message, code="invalid_json") from error
+        if body.endpoint not in self._endpoints:
+            names = ", ".join(self._endpoints)
+            message = f"endpoint is {body.endpoint[:80]!r}; expected one of: {names}"
+            raise invalid_value(message, "endpoint")
+        _check_metadata(body.metadata or {})
+        return body
+
+    async def batches(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """GET /v1/batches."""
+        page = _page_of(request, "batches")
+        find = partial(tables.list_batches, tenant=tenant.name, page=_with_one_more(page))
+        return _listing([batch.shown() for batch in await self._storage.run(find)], page.limit)
+
+    async def batch(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """GET /v1/batches/{batch_id}."""
+        batch_id = request.path_params["batch_id"]
+        find = partial(tables.find_batch, tenant=tenant.name, batch_id=batch_id)
+        return json_reply(200, (await self._storage.run(find)).shown())
+
+    async def cancel(self, request: HttpRequest, tenant: Tenant) -> Response:
+        """POST /v1/batches/{batch_id}/cancel."""
+        cancel = partial(
+            tables.cancel_batch,
+            tenant=tenant.name,
+            batch_id=request.path_params["batch_id"],
+            now_s=unix_time_s(),
+        )
+        batch = await self._storage.run(cancel)
+        self._wake()
+        return json_reply(200, batch.shown())
+
+
+async def _body_of(request: HttpRequest) -> AsyncIterator[bytes]:
+    """The pieces of a body. Raises ClientLeft if it breaks off."""
+    try:
+        async for data in request.stream():
+            yield data
+    except ClientDisconnect as error:
+        raise ClientLeft from error
+
+
+def _with_one_more(page: tables.Page) -> tables.Page:
+    """The page with one row more, which tells that there are more pages."""
+    return tables.Page(page.limit + 1, page.after, page.is_ascending)
+
+
+def _page_of(request: HttpRequest, what: str) -> tables.Page:
+    """The page that a request asks for. Raises ApiError."""
+    asked = request.query_params
+    text = asked.get("limit", str(DEFAULT_PAGE[what]))
+    most = MAX_PAGE[what]
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most):
+        raise invalid_value(f"limit is {text[:40]!r}; expected 1 to {most}", "limit")
+    order = asked.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid_value(f"order is {order[:40]!r}; expected asc or desc", "order")
+    return tables.Page(int(text), asked.get("after"), order == "asc")
+
+
+def _listing(rows: list[dict[str, Any]], limit: int) -> Response:
+    shown = rows[:limit]
+    return json_reply(
+        200,
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(rows) > limit,
+        },
+    )
+
+
+def _checked_form(fields: Mapping[str, str], now_s: int) -> int | None:
+    """When the file expires. Raises ApiError if a field has a wrong value."""
+    if "purpose" not in fields:
+        raise ApiError("purpose is missing", param="purpose", code="missing_required_parameter")
+    purpose = fields["purpose"]
+    if purpose != FilePurpose.BATCH:
+        raise invalid_value(f"purpose is {purpose[:40]!r}; only 'batch' is supported", "purpose")
+    anchor = fields.get("expires_after[anchor]")
+    text = fields.get("expires_after[seconds]")
+    if anchor is None and text is None:
+        return None
+    seconds = int(text) if text is not None and text.isdigit() and len(text) < 10 else 0
+    after_s = _expiry_of(_ExpiresAfter(anchor or "", seconds), "expires_after")
+    return None if after_s is None else now_s + after_s
+
+
+def _expiry_of(asked: _ExpiresAfter | None, name: str = "output_expires_after") -> int | None:
+    if asked is None:
+        return None
+    if asked.anchor != "created_at":
+        message = f"{name}.anchor is {asked.anchor[:40]!r}; expected 'created_at'"
+        raise invalid_value(message, f"{name}.anchor")
+    if not MIN_EXPIRY_S <= asked.seconds <= MAX_EXPIRY_S:
+        message = f"{name}.seconds must be {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
+        raise invalid_value(message, f"{name}.seconds")
+    return asked.seconds
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > MAX_METADATA:
+        raise invalid_value(f"metadata may have {MAX_METADATA} keys", "metadata")
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+            message = (
+                f"a key of metadata may have {MAX_METADATA_KEY} characters, "
+                f"a value {MAX_METADATA_VALUE}"
+            )
+            raise invalid_value(message, "metadata")
+
+
+def _field_of(message: str) -> str | None:
+    """The field that an error of msgspec names: the last name in backquotes, without `$.`."""
+    names = message.split("`")[1::2]
+    return names[-1].removeprefix("$.") if names else None
+
+
+def _too_large(bounds: BatchSettings) -> ApiError:
+    text = f"file is longer than {bounds.max_file_bytes} bytes"
+    return ApiError(text, param="file", code="request_too_large", status=413)

@@ -1,0 +1,165 @@
+"""Files and batches as the store keeps them, and their form in OpenAI's API. Pure.
+
+    validating ──> in_progress ──> finalizing ──> completed
+        │  │            │  │            └───────> expired
+        │  └────────────┴──┼──> cancelling ─────> cancelled
+        └──> failed        └──> finalizing, if the completion window ends
+
+A batch that is over keeps what was answered. Its unanswered requests are in the error file.
+"""
+
+import re
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from router.inbox.api_errors import invalid_value
+
+MAX_WINDOW_S = 30 * 86_400
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WINDOW = re.compile(r"([1-9][0-9]{0,6})([smhd])")
+
+
+class FilePurpose(StrEnum):
+    """What a file is for."""
+
+    BATCH = "batch"
+    BATCH_OUTPUT = "batch_output"
+
+
+class BatchStatus(StrEnum):
+    """Where a batch is in its life."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+_S = BatchStatus
+NEXT: dict[BatchStatus, frozenset[BatchStatus]] = {
+    _S.VALIDATING: frozenset({_S.IN_PROGRESS, _S.FAILED, _S.CANCELLING, _S.FINALIZING}),
+    _S.IN_PROGRESS: frozenset({_S.FINALIZING, _S.CANCELLING}),
+    _S.FINALIZING: frozenset({_S.COMPLETED, _S.EXPIRED}),
+    _S.CANCELLING: frozenset({_S.CANCELLED}),
+    _S.FAILED: frozenset(),
+    _S.COMPLETED: frozenset(),
+    _S.EXPIRED: frozenset(),
+    _S.CANCELLED: frozenset(),
+}
+ACTIVE = tuple(status for status, following in NEXT.items() if following)
+CANCELLABLE = (_S.VALIDATING, _S.IN_PROGRESS)
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file. Times are Unix time, in seconds."""
+
+    id: str
+    tenant: str
+    purpose: str
+    filename: str
+    num_bytes: int
+    created_s: int
+    expires_s: int | None
+
+    def shown(self) -> dict[str, Any]:
+        """The file as OpenAI's API shows it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_s,
+            "expires_at": self.expires_s,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class LineFault(msgspec.Struct, frozen=True):
+    """What is wrong with a line of an input file. Lines are counted from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """A batch. Times are Unix time, in seconds; `ending` is the status after the last file."""
+
+    id: str
+    tenant: str
+    sharing: str  # as `router.access.keys.Tenant` says
+    endpoint: str
+    input_file_id: str
+    window: str
+    metadata: dict[str, str] | None
+    output_expires_after_s: int | None
+    status: BatchStatus
+    ending: BatchStatus | None
+    created_s: int
+    expires_s: int
+    in_progress_s: int | None
+    finalizing_s: int | None
+    cancelling_s: int | None
+    ended_s: int | None
+    num_lines: int
+    num_completed: int
+    num_failed: int
+    num_read_bytes: int  # of the input file, validated
+    num_read_lines: int  # the same in lines, blank ones too
+    num_written_lines: int  # the number of the last line in the output files
+    output_file_id: str | None
+    error_file_id: str | None
+    errors: list[LineFault]
+
+    def shown(self) -> dict[str, Any]:
+        """The batch as OpenAI's API shows it."""
+        status, ended_s = self.status, self.ended_s
+        errors = [msgspec.structs.asdict(fault) for fault in self.errors]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": self.window,
+            "status": status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_s,
+            "in_progress_at": self.in_progress_s,
+            "expires_at": self.expires_s,
+            "finalizing_at": self.finalizing_s,
+            "completed_at": ended_s if status is BatchStatus.COMPLETED else None,
+            "failed_at": ended_s if status is BatchStatus.FAILED else None,
+            "expired_at": ended_s if status is BatchStatus.EXPIRED else None,
+            "cancelling_at": self.cancelling_s,
+            "cancelled_at": ended_s if status is BatchStatus.CANCELLED else None,
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_completed,
+                "failed": self.num_failed,
+            },
+            "metadata": self.metadata,
+        }
+
+
+def window_s(text: str) -> int:
+    """The seconds of a completion window, as in `24h`. Raises ApiError."""
+    found = _WINDOW.fullmatch(text)
+    seconds = int(found[1]) * _SECONDS_OF[found[2]] if found is not None else 0
+    if not 0 < seconds <= MAX_WINDOW_S:
+        message = (
+            f"completion_window is {text[:40]!r}; expected a number and s, m, h or d, "
+            "as in '24h', at most 30 days"
+        )
+        raise invalid_value(message, "completion_window")
+    return seconds

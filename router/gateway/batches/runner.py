@@ -1,0 +1,477 @@
+"""Runs the batches of a database while the pools are idle.
+
+All gateway processes of a machine may run batches; the one with the lease does. Each turn:
+
+1. The lease is taken or extended, and the batches that are not over are read.
+2. Input files are validated and output files are written, a slice at a time.
+3. The gate is told how many requests may run (`idleness`), and lines are started up to that
+   number: one after the other, so that a request which arrives waits for one at most.
+
+A line is answered as a call of its endpoint would be. Its seed follows from batch and line, so a
+line that is computed again after `kill -9` has the same answer. Its result and its count change in
+one transaction. What says "try again" is tried again later, until the window ends.
+"""
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+
+import msgspec
+
+from engine.clock import unix_time_s
+from router.access.keys import Tenant
+from router.access.limits import UNLIMITED
+from router.gateway.answering import AnswerService, GatewayParts
+from router.gateway.batches import tables
+from router.gateway.batches.capture import CapturedAnswer
+from router.gateway.batches.idleness import Idleness, PoolsLoad
+from router.gateway.batches.lines import (
+    answered_line,
+    is_retried,
+    retry_after_s,
+)
+from router.gateway.batches.records import BatchRecord, BatchStatus
+from router.gateway.batches.stepping import BatchGate, VersionLeaves
+from router.gateway.metrics.meters import GatewayMetrics
+from router.inbox.api_errors import ApiError
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.05  # while there is a batch
+REST_S = 1.0  # without one
+RENEW_EVERY_S = 2.0
+CLEAN_EVERY_S = 30.0
+START_TIMEOUT_S = 1.0  # until a line has reached the gate; the next line waits no longer
+MAX_KEEPING = 64  # lines that are answered, and whose results are not kept yet
+PAGE_LINES = 64
+MAX_LOST = 5  # times that workers may be lost while they compute one request
+LOST = frozenset({"request_failed"})
+_STORE_ERRORS = (sqlite3.Error, ApiError)
+
+
+@dataclass(slots=True, eq=False)
+class _WaitingLine:
+    """One request of a batch that has no result yet."""
+
+    number: int
+    custom_id: str
+    body: bytes
+    num_lost: int
+    tries: int = 0
+    due_s: float = 0.0  # it is not tried before
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One batch in this process. `after` is the last line that was read from the database."""
+
+    batch: BatchRecord
+    after: int = 0
+    is_read: bool = False  # all lines were
+    lines: deque[_WaitingLine] = field(default_factory=deque)
+    later: list[_WaitingLine] = field(default_factory=list)  # to be tried again
+    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    @property
+    def is_done(self) -> bool:
+        """True if every line has a result."""
+        return self.is_read and not (self.lines or self.later or self.tasks)
+
+
+class BatchRunner:
+    """Runs batches from `open` to `close`."""
+
+    def __init__(
+        self,
+        parts: GatewayParts,
+        services: Mapping[str, AnswerService],
+        *,
+        gate: BatchGate,
+        idleness: Idleness,
+        quiet: GatewayMetrics,
+        unix_s: Callable[[], int] = unix_time_s,
+    ) -> None:
+        """`services` answer by endpoint; `quiet` measures their requests.
+
+        Building needs no event loop.
+        """
+        self._storage = parts.storage
+        self._versions = parts.versions
+        self._metrics = parts.metrics  # of requests that are no batch's
+        self._clock = parts.clock
+        self._max_line_bytes = parts.settings.max_body_bytes
+        self._services = services
+        self._gate = gate
+        self._idleness = idleness
+        self._quiet = quiet
+        self._unix_s = unix_s
+        self._owner = secrets.token_hex(16)
+        self._jobs: dict[str, _Job] = {}  # oldest first
+        self._task: asyncio.Task[None] | None = None
+        self._renew_at_s = 0.0
+        self._clean_at_s = 0.0
+        self._is_owner = False
+        self._num_beside = 0  # requests of batches that may run beside others
+        self._woken = asyncio.Event()  # the next turn is due
+        self._moved = asyncio.Event()  # a line reached the gate, or ended
+        self.num_by_outcome: Counter[str] = Counter(
+            dict.fromkeys(("completed", "failed", "retried", "started again"), 0)
+        )
+        self.events: Counter[str] = Counter()
+
+    @property
+    def num_lines_waiting(self) -> int:
+        """Lines of running batches that have no result, as of the last look."""
+        batches = [job.batch for job in self._jobs.values()]
+        return sum(b.num_lines - b.num_completed - b.num_failed for b in batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that are not over, if this process runs them."""
+        return len(self._jobs)
+
+    # ------------------------------------------------------------ life
+
+    async def open(self) -> None:
+        """Begins to run batches."""
+        self._gate.on_ticket = self._moved.set
+        self._metrics.on_arrival = self.note_arrival
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stops. What has no result yet goes on when a process runs this database again."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._drop_jobs()
+        try:
+            await self._storage.run(partial(tables.drop_lease, owner=self._owner))
+        except _STORE_ERRORS as error:
+            log.warning("the lease of batches ends by itself: %s", error)
+
+    def wake(self) -> None:
+        """Looks for a new batch at once."""
+        self._renew_at_s = 0.0
+        self._woken.set()
+
+    def note_arrival(self) -> None:
+        """Makes way for a request that arrives, within this call."""
+        if self._jobs:
+            self._idleness.note_other(self._clock.now_s())
+            self._gate.allow(self._num_beside)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except tables.LeaseLost:
+                await self._lose_lease()
+            except _STORE_ERRORS as error:
+                self.events["store failed"] += 1
+                log.warning("batches wait, as the store fails: %s", error)
+            except Exception:  # a bug must end neither the gateway nor its batches
+                self.events["bug"] += 1
+                log.exception("a turn of the batches failed")
+            await self._rest()
+
+    async def _rest(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_EVERY_S if self._jobs else REST_S):
+                await self._woken.wait()
+        self._woken.clear()
+
+    async def _turn(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s >= self._renew_at_s:
+            await self._renew()
+            self._renew_at_s = now_s + RENEW_EVERY_S
+        if not self._is_owner:
+            return
+        if now_s >= self._clean_at_s:
+            await self._clean()
+            self._clean_at_s = now_s + CLEAN_EVERY_S
+        for job in list(self._jobs.values()):
+            await self._advance(job)
+        load = self._load()
+        self._num_beside = self._idleness.num_beside(load)
+        self._gate.allow(self._idleness.num_allowed(load, self._clock.now_s()))
+        self._gate.dismiss_leaving()
+        await self._start_lines()
+
+    async def _renew(self) -> None:
+        """Takes or extends the lease, and reads the batches."""
+        owner, now_s = self._owner, self._unix_s()
+
+        def work(connection: sqlite3.Connection) -> list[BatchRecord] | None:
+            if not tables.take_lease(connection, owner, now_s):
+                return None
+            return tables.active_batches(connection)
+
+        batches = await self._storage.run(work)
+        if batches is None:
+            await self._lose_lease()
+            return
+        if not self._is_owner:
+            log.info("this process runs batches; %d are not over", len(batches))
+        self._is_owner = True
+        for batch in batches:
+            job = self._jobs.setdefault(batch.id, _Job(batch))
+            job.batch = batch
+
+    async def _lose_lease(self) -> None:
+        if self._is_owner:
+            self.events["lease lost"] += 1
+            log.warning("another process runs the batches now")
+        self._is_owner = False
+        await self._drop_jobs()
+
+    async def _drop_jobs(self) -> None:
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            await _cancel(job)
+
+    async def _clean(self) -> None:
+        """Removes expired files and broken uploads, one in a transaction."""
+        now_s = self._unix_s()
+        while await self._storage.run(partial(tables.delete_old_files, now_s=now_s)):
+            self.events["file removed"] += 1
+
+    # ------------------------------------------------------------ one batch
+
+    async def _advance(self, job: _Job) -> None:
+        """Validates, ends or writes a part of a batch."""
+        batch, now_s = job.batch, self._unix_s()
+        if batch.status is BatchStatus.VALIDATING and now_s < batch.expires_s:
+            validate = partial(
+                tables.validate_slice,
+                owner=self._owner,
+                batch_id=batch.id,
+                max_line_bytes=self._max_line_bytes,
+                now_s=now_s,
+            )
+            self._note(job, await self._storage.run(validate))
+        elif batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            if now_s >= batch.expires_s:
+                await self._begin_end(job, BatchStatus.EXPIRED)
+            elif job.is_done:
+                await self._begin_end(job, BatchStatus.COMPLETED)
+        else:
+            await _cancel(job)
+            write = partial(tables.write_slice, owner=self._owner, batch_id=batch.id, now_s=now_s)
+            self._note(job, await self._storage.run(write))
+
+    async def _begin_end(self, job: _Job, ending: BatchStatus) -> None:
+        await _cancel(job)
+        begin = partial(
+            tables.begin_end,
+            owner=self._owner,
+            batch_id=job.batch.id,
+            ending=ending,
+            now_s=self._unix_s(),
+        )
+        self._note(job, await self._storage.run(begin))
+        job.after, job.is_read = 0, False  # if it is in progress still, a line has no result
+
+    def _note(self, job: _Job, batch: BatchRecord) -> None:
+        """Notes what a batch has become; one with more to validate or write goes on at once."""
+        if batch.status is not job.batch.status:
+            log.info("%s is %s", batch.id, batch.status)
+        job.batch = batch
+        if batch.ended_s is not None:
+            self._jobs.pop(batch.id, None)
+            self.events[batch.status] += 1
+        elif batch.status is not BatchStatus.IN_PROGRESS and not self._metrics.num_in_flight:
+            self._woken.set()
+
+    # ------------------------------------------------------------ lines
+
+    async def _start_lines(self) -> None:
+        """Starts lines while there is room, tenants by turns."""
+        while self._has_room():
+            found = await self._next_line()
+            if found is None:
+                return
+            job, line = found
+            self._moved.clear()
+            task = asyncio.create_task(self._answer(job, line))
+            job.tasks.add(task)
+            task.add_done_callback(partial(self._on_task_end, job))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self._moved.wait()
+            if self._clock.now_s() >= self._renew_at_s:
+                return
+
+    def _has_room(self) -> bool:
+        """True if a line may start. Lines whose results are being kept have left the gate."""
+        num_tasks = sum(len(job.tasks) for job in self._jobs.values())
+        return self._gate.num_free > 0 and num_tasks < self._gate.num_allowed + MAX_KEEPING
+
+    async def _next_line(self) -> tuple[_Job, _WaitingLine] | None:
+        """The next line: of the oldest batch with a line of the tenant whose turn it is."""
+        tried: set[str] = set()
+        for job in list(self._jobs.values()):
+            tenant = job.batch.tenant
+            if tenant in tried or job.batch.status is not BatchStatus.IN_PROGRESS:
+                continue
+            line = await self._line_of(job)
+            if line is None:
+                continue
+            self._jobs = _with_tenant_last(self._jobs, tenant)
+            return job, line
+        return None
+
+    async def _line_of(self, job: _Job) -> _WaitingLine | None:
+        now_s = self._clock.now_s()
+        due = next((line for line in job.later if line.due_s <= now_s), None)
+        if due is not None:
+            job.later.remove(due)
+            return due
+        if not job.lines and not job.is_read:
+            read = partial(
+                tables.lines_left, batch_id=job.batch.id, after=job.after, limit=PAGE_LINES
+            )
+            rows = await self._storage.run(read)
+            job.lines.extend(_WaitingLine(*row) for row in rows)
+            job.is_read = len(rows) < PAGE_LINES
+            job.after = rows[-1][0] if rows else job.after
+        return job.lines.popleft() if job.lines else None
+
+    async def _answer(self, job: _Job, line: _WaitingLine) -> None:
+        """Answers a line and keeps its result, or notes when it is tried again."""
+        batch, answer = job.batch, CapturedAnswer()
+        line.tries += 1
+        try:
+            request_id = await self._ask(batch, line, answer)
+        except Exception as error:
+            if _is_leaving(error):
+                self.num_by_outcome["started again"] += 1
+                job.lines.appendleft(line)
+                return
+            # A bug in Baton, which this line alone has met.
+            log.exception("%s, line %d: answering it failed", batch.id, line.number)
+            self.events["bug"] += 1
+            answer, request_id = CapturedAnswer(), ""
+            await answer.refuse(ApiError("internal error", code="internal_error", status=500))
+        status = answer.status
+        code = _code_of(answer.body) if status != 200 else ""
+        if is_retried(status, line.num_lost + 1, MAX_LOST, LOST, code):
+            if code in LOST:
+                line.num_lost += 1
+                lost = partial(tables.note_lost, owner=self._owner, number=line.number)
+                await self._change(job, line, partial(lost, batch_id=batch.id))
+            self._try_later(job, line, retry_after_s(line.tries, answer.headers.get("retry-after")))
+            return
+        name = tables.line_id(batch.id, line.number)
+        keep = partial(
+            tables.keep_result,
+            owner=self._owner,
+            batch_id=batch.id,
+            number=line.number,
+            result=answered_line(name, line.custom_id, status, request_id, answer.body),
+            is_error=status != 200,
+        )
+        if await self._change(job, line, keep):
+            self.num_by_outcome["completed" if status == 200 else "failed"] += 1
+
+    async def _ask(self, batch: BatchRecord, line: _WaitingLine, answer: CapturedAnswer) -> str:
+        """Answers a line as a call of its endpoint. Returns the id of the call."""
+        service = self._services.get(batch.endpoint)
+        if service is None:
+            message = f"this server has no {batch.endpoint}"
+            await answer.refuse(ApiError(message, param="url", code="not_found", status=404))
+            return ""
+        tenant = Tenant(batch.tenant, batch.sharing, UNLIMITED, may_debug=False)
+        call = service.call(line.body, tenant, {})
+        call = msgspec.structs.replace(call, random_seed=_seed(batch.id, line.number))
+        with self._quiet.request() as meter:
+            await service.answer(call, answer, meter)
+        return call.request_id
+
+    async def _change(
+        self, job: _Job, line: _WaitingLine, work: Callable[[sqlite3.Connection], object]
+    ) -> bool:
+        """Changes the database for a line. If that fails, the line is tried again."""
+        try:
+            return await self._storage.run(work) is not False
+        except _STORE_ERRORS as error:
+            self.events["store failed"] += 1
+            log.warning("%s, line %d was not kept: %s", job.batch.id, line.number, error)
+            self._try_later(job, line, retry_after_s(line.tries, None))
+            return False
+
+    def _try_later(self, job: _Job, line: _WaitingLine, after_s: float) -> None:
+        self.num_by_outcome["retried"] += 1
+        line.due_s = self._clock.now_s() + after_s
+        job.later.append(line)
+
+    def _on_task_end(self, job: _Job, task: "asyncio.Task[None]") -> None:
+        job.tasks.discard(task)
+        self._moved.set()
+        self._woken.set()
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, tables.LeaseLost):
+            self._renew_at_s = 0.0  # the next look finds out
+            return
+        self.events["bug"] += 1
+        log.error("a line of %s failed", job.batch.id, exc_info=error)
+
+    def _load(self) -> PoolsLoad:
+        versions = self._versions
+        return PoolsLoad(
+            tuple(versions.workers().values()),
+            num_other=self._metrics.num_in_flight,
+            num_running=self._gate.num_running,
+            is_ready=versions.readiness() is None,
+        )
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error
+
+
+def _code_of(body: bytes) -> str:
+    """The code in the body of an error."""
+    return msgspec.json.decode(body, type=_ErrorAnswer).error.code or ""
+
+
+def _seed(batch_id: str, number: int) -> int:
+    """The seed of a request that has none of its own."""
+    digest = blake2b(f"{batch_id}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _with_tenant_last(jobs: dict[str, _Job], tenant: str) -> dict[str, _Job]:
+    """The jobs, with those of one tenant behind the others."""
+    others = {name: job for name, job in jobs.items() if job.batch.tenant != tenant}
+    return {**others, **{name: job for name, job in jobs.items() if name not in others}}
+
+
+def _is_leaving(error: Exception) -> bool:
+    """True if a request ended as its version leaves. Several choices raise a group."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(VersionLeaves) is not None
+    return isinstance(error, VersionLeaves)
+
+
+async def _cancel(job: _Job) -> None:
+    """Cancels all lines of a batch that run, and waits for them."""
+    tasks = list(job.tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    job.lines.clear()
+    job.later.clear()

@@ -1,0 +1,91 @@
+"""Files and batches of one gateway process: their pages, their runner and their metrics."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.routing import Route
+
+from router.access.limits import UNLIMITED, KeyAccounts
+from router.gateway.answering import AnswerService, GatewayParts
+from router.gateway.answers.dialects import CHAT, COMPLETION
+from router.gateway.batches.idleness import Idleness
+from router.gateway.batches.pages import BatchPages
+from router.gateway.batches.runner import BatchRunner
+from router.gateway.batches.stepping import BatchGate, SteppingPort
+from router.gateway.metrics.collectors import counter_of
+from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.versions import ServedVersion
+
+
+class Batches:
+    """All of files and batches; a `BackgroundPart`."""
+
+    def __init__(self, parts: GatewayParts, *, shares_port: bool) -> None:
+        """`shares_port` says that requests of one client may reach several processes."""
+        self._versions = parts.versions
+        self._gate = BatchGate()
+        # A batch's requests count towards no limit of a key, and not as latencies of clients.
+        self._quiet = GatewayMetrics(parts.versions, version="")
+        own = replace(parts, metrics=self._quiet, accounts=KeyAccounts(UNLIMITED))
+        services = {
+            "/v1/chat/completions": AnswerService(own, CHAT, ChatBody, self._port_of),
+            "/v1/completions": AnswerService(own, COMPLETION, CompletionBody, self._port_of),
+        }
+        bounds = parts.settings.batches
+        self._runner = BatchRunner(
+            parts,
+            services,
+            gate=self._gate,
+            idleness=Idleness(share=bounds.share, idle_s=bounds.idle_s),
+            quiet=self._quiet,
+        )
+        self._pages = BatchPages(
+            parts.storage,
+            parts.settings,
+            endpoints=services,
+            rng=parts.rng,
+            wake=self._runner.wake,
+            needs_store=shares_port,
+        )
+        parts.metrics.watch(self._families)
+
+    def routes(self) -> list[Route]:
+        """The routes of `/v1/files` and `/v1/batches`."""
+        return self._pages.routes()
+
+    async def open(self) -> None:
+        """Begins to run batches."""
+        await self._runner.open()
+
+    async def close(self) -> None:
+        """Stops running batches."""
+        await self._runner.close()
+
+    def _port_of(self, served: ServedVersion) -> SteppingPort:
+        return SteppingPort(served.port, self._gate, lambda: self._versions.takes(served))
+
+    def _families(self) -> Iterator[Metric]:
+        runner, gate, quiet = self._runner, self._gate, self._quiet
+        yield GaugeMetricFamily(
+            "baton_batches", "Batches that are not over, run by this process", runner.num_batches
+        )
+        states = GaugeMetricFamily(
+            "baton_batch_requests", "Requests of batches without a result", labels=["state"]
+        )
+        states.add_metric(["running"], gate.num_running)
+        states.add_metric(["paused"], gate.num_waiting)
+        states.add_metric(["waiting"], max(runner.num_lines_waiting - gate.num_requests, 0))
+        yield states
+        yield counter_of(
+            "baton_batch_results", "Requests of batches", "outcome", runner.num_by_outcome
+        )
+        yield CounterMetricFamily(
+            "baton_batch_pauses", "Times that a request of a batch stepped aside", gate.num_paused
+        )
+        tokens = {"prompt": quiet.num_prompt_tokens, "generation": quiet.num_generation_tokens}
+        yield counter_of("baton_batch_tokens", "Tokens of requests of batches", "kind", tokens)
+        yield counter_of(
+            "baton_batch_events", "Ends of batches, faults", "event", dict(runner.events)
+        )

@@ -1,0 +1,198 @@
+"""Shared by the tests of batches: a router that computes tokens, and apps that run batches."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from engine.clock import MonotonicClock
+from engine.messages import FinishReason, RequestId, Role, WorkerId
+from router.gateway.app import create_app
+from router.gateway.background import BackgroundWork
+from router.gateway.batches.settings import BatchSettings
+from router.gateway.requests.calls import GatewaySettings
+from router.gateway.storage import Storage
+from router.machine.requests import Cancelled, Finished, Request, Update
+from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
+from tests.kits.grammar_checks import CheckedAtOnce
+from tests.kits.router.gateway import SECRET, FakeRouter, fetch, versions_of
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+IDLE = WorkerStatus(Role.MIXED, None, 0, 0, max_running=4)
+
+
+def next_token(tokens: Sequence[int], seed: int) -> int:
+    """The token that follows, a letter: it depends on all tokens before it, and on the seed."""
+    return ord("a") + random.Random(f"{seed} {tokens}").randrange(26)
+
+
+class ComputingRouter(FakeRouter):
+    """Computes one token of each request at each `step`; by itself if `is_quick`."""
+
+    def __init__(self, *, is_quick: bool = True) -> None:
+        super().__init__()
+        self.is_quick = is_quick
+        self.statuses = {WorkerId("m0"): IDLE}
+        self.running: dict[RequestId, tuple[Request, asyncio.Queue[Update]]] = {}
+        self.num_withdrawn = 0
+
+    async def submit(
+        self,
+        request: Request,
+        take_at_once: TakeAtOnce = take_nothing,
+        take_tokens: TakeTokens = take_no_tokens,
+    ) -> AsyncGenerator[Update, None]:
+        assert request.request_id not in {each.request_id for each in self.requests}
+        self.requests.append(request)
+        updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.running[request.request_id] = request, updates
+        tokens = list(request.token_ids)
+        try:
+            while True:
+                if self.is_quick:
+                    self.step()
+                update = await updates.get()
+                tokens += update.token_ids
+                yield update
+                if update.outcome is not None:
+                    return
+        finally:
+            self.running.pop(request.request_id, None)
+
+    def step(self) -> None:
+        for request_id, (request, updates) in list(self.running.items()):
+            tokens = list(request.token_ids)
+            token = next_token(tokens, request.sampling.seed)
+            grown = replace_tokens(request, (*tokens, token))
+            outcome = None
+            if len(grown.token_ids) >= request.limits.max_len:
+                outcome = Finished(FinishReason.LENGTH)
+                del self.running[request_id]
+            else:
+                self.running[request_id] = grown, updates
+            updates.put_nowait(Update((token,), outcome))
+
+    def withdraw(self, request_ids: Collection[RequestId]) -> None:
+        for request_id in request_ids:
+            if (found := self.running.pop(request_id, None)) is not None:
+                self.num_withdrawn += 1
+                found[1].put_nowait(Update(outcome=Cancelled()))
+
+
+def replace_tokens(request: Request, token_ids: tuple[int, ...]) -> Request:
+    fields = {name: getattr(request, name) for name in Request.__dataclass_fields__}
+    return Request(**(fields | {"token_ids": token_ids}))
+
+
+@asynccontextmanager
+async def batch_app(
+    router: FakeRouter,
+    storage: Storage | None = None,
+    *,
+    keys: Any = None,
+    runs: bool = True,
+    siblings: Any = None,
+    **bounds: Any,
+):
+    """An app whose batches run, unless told otherwise."""
+    background = BackgroundWork()
+    storage = storage or Storage(None)
+    app = create_app(
+        versions_of(router),
+        settings=GatewaySettings(SECRET, batches=BatchSettings(**bounds)),
+        clock=MonotonicClock(),
+        rng=random.Random(1),
+        grammars=CheckedAtOnce(),
+        keys=keys,
+        siblings=siblings,
+        storage=storage,
+        background=background,
+    )
+    if runs:
+        await background.open()
+    try:
+        yield app
+    finally:
+        await background.close()
+        await storage.close()
+
+
+def form_of(
+    data: bytes, *, purpose: str | None = "batch", **fields: str
+) -> tuple[bytes, dict[str, str]]:
+    """The body and the headers of an upload."""
+    given = {**({} if purpose is None else {"purpose": purpose}), **fields}
+    parts = [
+        f'--limit\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+        for name, value in given.items()
+    ]
+    parts.append(
+        b'--limit\r\nContent-Disposition: form-data; name="file"; filename="in.jsonl"\r\n'
+        b"content-type: application/octet-stream\r\n\r\n" + data + b"\r\n--limit--\r\n"
+    )
+    return b"".join(parts), {"content-type": "multipart/form-data; boundary=limit"}
+
+
+def line_of(name: str, **body: Any) -> dict[str, Any]:
+    """A line of an input file."""
+    fields = {"model": "tiny", "prompt": name, "max_tokens": 5, **body}
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": fields}
+
+
+def file_of(*lines: Any) -> bytes:
+    """An input file."""
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+async def upload(app: Any, data: bytes, **headers: str) -> str:
+    """Uploads a file and returns its id."""
+    body, own = form_of(data)
+    reply = await fetch(app, "POST", "/v1/files", body, own | headers)
+    assert reply.status == 200, reply.body
+    return reply.json()["id"]
+
+
+async def create(app: Any, file_id: str, **fields: Any) -> Any:
+    """Creates a batch and returns it."""
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    reply = await fetch(app, "POST", "/v1/batches", msgspec.json.encode(body | fields))
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+async def ended(app: Any, batch_id: str, *, within_s: float = 10.0) -> Any:
+    """The batch when it is over."""
+    async with asyncio.timeout(within_s):
+        while True:
+            batch = (await fetch(app, "GET", f"/v1/batches/{batch_id}")).json()
+            if batch["status"] in ENDED:
+                return batch
+            await asyncio.sleep(0.005)
+
+
+async def lines_in(app: Any, file_id: str | None) -> list[Any]:
+    """The lines of an output file."""
+    if file_id is None:
+        return []
+    data = (await fetch(app, "GET", f"/v1/files/{file_id}/content")).body
+    return [msgspec.json.decode(line) for line in data.splitlines()]
+
+
+async def texts_in(app: Any, file_id: str | None) -> list[tuple[str, str]]:
+    """The ids and answers in an output file, in its order."""
+    return [
+        (line["custom_id"], line["response"]["body"]["choices"][0]["text"])
+        for line in await lines_in(app, file_id)
+    ]
+
+
+async def until(holds: Callable[[], object], *, within_s: float = 10.0) -> None:
+    """Waits until something holds."""
+    async with asyncio.timeout(within_s):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.001)

@@ -1,0 +1,79 @@
+"""When batches may run, and how many of their requests."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import Role
+from router.gateway.batches.idleness import STRETCH, Idleness, PoolsLoad, num_places
+from router.machine.requests import Forecast
+from router.port import WorkerStatus
+
+DECODE = WorkerStatus(Role.DECODE, None, 0, 0, max_running=8)
+PREFILL = WorkerStatus(Role.PREFILL, None, 0, 0, max_running=8)
+IDLE = PoolsLoad((DECODE, PREFILL), num_other=0, num_running=0)
+BUSY = replace(IDLE, num_other=1)
+
+
+def test_idle_decode_workers_are_filled() -> None:
+    assert Idleness(share=0.0, idle_s=0.5).num_allowed(IDLE, 1.0) == 8
+    mixed = replace(DECODE, role=Role.MIXED, max_running=5)
+    two = replace(IDLE, workers=(DECODE, mixed, PREFILL))
+    assert Idleness(share=0.0, idle_s=0.5).num_allowed(two, 1.0) == 13
+
+
+def test_nothing_runs_beside_other_requests_nor_shortly_after_them() -> None:
+    idleness = Idleness(share=0.0, idle_s=0.5)
+    allowed = [
+        idleness.num_allowed(load, now_s)
+        for now_s, load in [(1.0, IDLE), (2.0, BUSY), (2.4, IDLE), (2.6, IDLE)]
+    ]
+    assert allowed == [8, 0, 0, 8]
+
+
+def test_without_a_wait_nothing_runs_beside_other_requests_either() -> None:
+    idleness = Idleness(share=0.0, idle_s=0.0)
+    assert [idleness.num_allowed(load, 1.0) for load in (BUSY, IDLE)] == [0, 8]
+
+
+def test_a_request_that_arrives_counts_before_it_is_seen() -> None:
+    idleness = Idleness(share=0.0, idle_s=0.5)
+    idleness.note_other(3.0)
+    assert [idleness.num_allowed(IDLE, now_s) for now_s in (3.4, 3.5)] == [0, 8]
+
+
+def test_work_of_other_gateways_is_other_work() -> None:
+    foreign = replace(IDLE, workers=(replace(DECODE, num_foreign=1), PREFILL))
+    assert Idleness(share=0.0, idle_s=0.5).num_allowed(foreign, 1.0) == 0
+
+
+def test_a_share_runs_beside_other_requests() -> None:
+    idleness = Idleness(share=0.25, idle_s=0.5)
+    assert idleness.num_allowed(BUSY, 1.0) == 2
+    assert idleness.num_beside(BUSY) == 2
+    assert Idleness(share=0.0, idle_s=0.5).num_beside(BUSY) == 0
+
+
+def test_nothing_runs_while_no_worker_is_ready() -> None:
+    for load in (IDLE, BUSY):
+        unready = replace(load, is_ready=False)
+        assert Idleness(share=1.0, idle_s=0.5).num_allowed(unready, 1.0) == 0
+        assert Idleness(share=1.0, idle_s=0.5).num_beside(unready) == 0
+    assert num_places((PREFILL,), 3) == 0
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 0.1), st.integers(1, 256), st.integers(0, 256))
+def test_places_approach_the_number_that_stretches_a_step_so_far(
+    alone_s: float, each_s: float, max_running: int, num_running: int
+) -> None:
+    def places(number: int) -> int:
+        step_s = alone_s + each_s * max(number - 1, 0)
+        forecast = Forecast(tpot_s=step_s, alone_s=alone_s)
+        return num_places((replace(DECODE, max_running=max_running, forecast=forecast),), number)
+
+    number = num_running
+    for _ in range(3):
+        number = places(number)
+    assert 1 <= number <= max_running
+    assert number == 1 or alone_s + each_s * (number - 1) <= STRETCH * alone_s * (1 + 1e-6)
