@@ -27,7 +27,7 @@ class Dialect:
     is_chat: bool
     text_start: bytes
     text_end: bytes
-    finish_start: bytes  # of the chunk that ends the choice
+    no_text: bytes  # in place of all three, in a chunk that only ends the choice
 
     def whole_choice(
         self,
@@ -80,7 +80,7 @@ CHAT = Dialect(
     is_chat=True,
     text_start=b',"delta":{"content":',
     text_end=b"}",
-    finish_start=b',"delta":{},"logprobs":null,"finish_reason":',
+    no_text=b',"delta":{}',
 )
 COMPLETION = Dialect(
     id_prefix="cmpl-",
@@ -89,5 +89,5 @@ COMPLETION = Dialect(
     is_chat=False,
     text_start=b',"text":',
     text_end=b"",
-    finish_start=b',"text":"","logprobs":null,"finish_reason":',
+    no_text=b',"text":""',
 )

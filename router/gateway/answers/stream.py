@@ -83,8 +83,9 @@ class StreamedAnswer:
         data = b""
         if chunk is None:
             data, chunk = await self._open()
-        data += chunk.of(piece)
-        if piece.finish is not None:
+        if piece.finish is None:
+            data += chunk.of(piece)
+        else:
             self._unfinished -= 1
             finish = chunk.finish(piece)
             if self._unfinished:
@@ -141,8 +142,8 @@ class _ChunkEncoder:
         dialect, call = heading.dialect, heading.call
         head = _encode(heading.fields(dialect.chunk_name)).removesuffix(b"}")
         indices = [str(index).encode() for index in range(heading.num_choices)]
-        self._before = b"data: " + head + b',"choices":'
-        self._before_index = [self._before + _INDEX + index for index in indices]
+        self._head = b"data: " + head + b',"choices":'
+        self._before_index = [self._head + _INDEX + index for index in indices]
         self._before_text = [before + dialect.text_start for before in self._before_index]
         self._after = b',"usage":null}\n\n' if call.usage else b"}\n\n"
         self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
@@ -151,7 +152,8 @@ class _ChunkEncoder:
         self._is_plain = call.num_top is None and not (
             call.usage_in_every_chunk or call.return_token_ids
         )
-        self._prompt_ids = heading.prompt_ids
+        has_ids = call.return_token_ids and not dialect.is_chat
+        self._without_prompt = set(range(len(indices))) if has_ids else set()
         self._prompt_tokens = [len(request.token_ids) for request in call.requests]
         self._logprobs = [
             dialect.logprobs_writer(
@@ -161,24 +163,14 @@ class _ChunkEncoder:
         ]
 
     def first(self) -> bytes:
-        """The chunks that each choice begins with: a chat's role, a completion's prompt."""
-        choices = range(len(self._before_index))
-        if self._dialect.is_chat:
-            ids = b"".join(
-                b',"%b":%b' % (n.encode(), _encode(i)) for n, i in self._prompt_ids.items()
-            )
-            chunk = _ROLE + _UNSCORED + _UNFINISHED + ids
-            return b"".join(self._before_index[i] + chunk + self._counted(i, 0) for i in choices)
+        """The chunks that each choice of a chat begins with."""
+        if not self._dialect.is_chat:
+            return b""
+        chunk = _ROLE + _UNSCORED + _UNFINISHED
         if self._call.return_token_ids:
-            return b"".join(map(self._prompt, choices))
-        return b""
-
-    def _prompt(self, choice: int) -> bytes:
-        """The chunk with the token ids of a prompt, before any text."""
-        ids = _encode(self._call.requests[choice].token_ids)
-        chunk = self._before_text[choice] + b'""' + self._dialect.text_end + _UNSCORED + _GOES_ON
-        chunk += b',"prompt_token_ids":' + ids + b',"token_ids":[]}]'
-        return chunk + self._counted(choice, 0)
+            chunk += b',"prompt_token_ids":' + _encode(self._call.first.token_ids)
+        befores = enumerate(self._before_index)
+        return b"".join(before + chunk + self._counted(i, 0) for i, before in befores)
 
     def of_text(self, choice: int, text: str) -> bytes:
         """A chunk that holds only text."""
@@ -189,15 +181,35 @@ class _ChunkEncoder:
         text = piece.text
         if self._is_plain and not piece.calls:
             return self.of_text(piece.choice, text) if text else b""
-        data = self._text(piece) if text or piece.entries or piece.token_ids else b""
+        has_chunk = text or piece.entries or piece.token_ids
+        data = self._before(piece) + self._behind(piece, _GOES_ON) if has_chunk else b""
         return data + self._calls(piece) if piece.calls else data
 
-    def _text(self, piece: AnswerPiece) -> bytes:
-        text = self._before_text[piece.choice] + _encode(piece.text)
-        text += self._dialect.text_end + self._scores(piece) + _GOES_ON
+    def finish(self, piece: AnswerPiece) -> bytes:
+        """The chunks of the last piece of a choice. Text and reason share one, as with vLLM."""
+        reasons = b',"finish_reason":' + _encode(piece.finish)
+        reasons += b',"stop_reason":' + _encode(piece.stop_reason)
+        if not piece.calls:
+            return self._before(piece) + self._behind(piece, reasons)
+        end = self._before_index[piece.choice] + self._dialect.no_text + _UNSCORED + reasons
+        return self.of(piece) + end + b"}]" + self._counted(piece.choice, piece.num_tokens)
+
+    def _before(self, piece: AnswerPiece) -> bytes:
+        """The chunk of a piece up to its text. A chat's delta without text is empty."""
+        if self._dialect.is_chat and not piece.text:
+            return self._before_index[piece.choice] + self._dialect.no_text
+        return self._before_text[piece.choice] + _encode(piece.text) + self._dialect.text_end
+
+    def _behind(self, piece: AnswerPiece, reasons: bytes) -> bytes:
+        """The chunk of a piece behind its text."""
+        data = self._scores(piece) + reasons
         if self._call.return_token_ids:
-            text += b',"token_ids":' + _encode(piece.token_ids)
-        return text + b"}]" + self._counted(piece.choice, piece.num_tokens)
+            data += b',"token_ids":' + _encode(piece.token_ids)
+        if piece.choice in self._without_prompt:
+            self._without_prompt.remove(piece.choice)
+            prompt_ids = self._call.requests[piece.choice].token_ids
+            data += b',"prompt_token_ids":' + _encode(prompt_ids)
+        return data + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def _calls(self, piece: AnswerPiece) -> bytes:
         """One chunk for each part of a tool call."""
@@ -206,18 +218,12 @@ class _ChunkEncoder:
         after += self._counted(piece.choice, piece.num_tokens)
         return b"".join(before + delta + after for delta in deltas)
 
-    def finish(self, piece: AnswerPiece) -> bytes:
-        """The chunk that ends the choice of this last piece."""
-        before = self._before_index[piece.choice] + self._dialect.finish_start
-        reasons = _encode(piece.finish) + b',"stop_reason":' + _encode(piece.stop_reason)
-        return before + reasons + b"}]" + self._counted(piece.choice, piece.num_tokens)
-
     def extra(self, name: bytes, value: object) -> bytes:
         """A chunk without choices."""
-        return self._before + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
+        return self._head + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
 
     def _scores(self, piece: AnswerPiece) -> bytes:
-        if self._call.num_top is None:
+        if self._call.num_top is None or (self._dialect.is_chat and not piece.entries):
             return _UNSCORED
         scores = self._logprobs[piece.choice].shape(piece.entries)
         return b',"logprobs":' + _encode(scores)

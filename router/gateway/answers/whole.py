@@ -68,12 +68,11 @@ class WholeAnswer:
 
     def _body(self, ending: Ending) -> bytes:
         heading = self._heading
-        body = heading.fields(heading.dialect.object_name) | heading.prompt_ids
+        body = heading.fields(heading.dialect.object_name)
         choices = [self._choice(index) for index in ending.shown]
         body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
         body["usage"] = ending.usage()
-        if (num_top := heading.call.num_prompt_top) is not None:
-            self._add_prompt_logprobs(body, ending.prompt_entries, num_top)
+        self._add_prompts(body, ending.prompt_entries)
         if heading.call.timeline:
             body["baton_timeline"] = ending.timeline
         return _encode(body)
@@ -93,21 +92,26 @@ class WholeAnswer:
         text = "".join(piece.text for piece in pieces)
         deltas = [delta for piece in pieces for delta in piece.calls]
         choice = dialect.whole_choice(text, deltas, finish, logprobs)
+        token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
         choice["stop_reason"] = pieces[-1].stop_reason
-        if call.return_token_ids:
-            choice["token_ids"] = [token_id for piece in pieces for token_id in piece.token_ids]
-            if not dialect.is_chat:
-                choice["prompt_token_ids"] = call.requests[index].token_ids
+        choice["token_ids"] = token_ids if call.return_token_ids else None
         return choice
 
-    def _add_prompt_logprobs(
-        self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]], num_top: int
-    ) -> None:
-        """Adds them as vLLM does: to the body of a chat, to each choice of a completion."""
-        call, bytes_of = self._heading.call, self._heading.call.served.text.bytes_of
-        scores = [prompt_logprobs(entries, bytes_of, num_top) for entries in prompts]
-        if self._heading.dialect.is_chat:
-            (body["prompt_logprobs"],) = scores
-            return
-        for index, choice in enumerate(body["choices"]):
-            choice["prompt_logprobs"] = scores[index // call.num_shown]
+    def _add_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
+        """Adds ids and scores of prompts as vLLM: to a chat, or to each choice of a completion.
+
+        They are null if the client did not ask for them.
+        """
+        call = self._heading.call
+        for index, (leader, entries) in enumerate(zip(call.leaders, prompts, strict=True)):
+            scores = None
+            if call.num_prompt_top is not None:
+                scores = prompt_logprobs(entries, call.served.text.bytes_of, call.num_prompt_top)
+            prompt = {
+                "prompt_token_ids": leader.token_ids if call.return_token_ids else None,
+                "prompt_logprobs": scores,
+            }
+            first = index * call.num_shown
+            is_chat = self._heading.dialect.is_chat
+            for place in [body] if is_chat else body["choices"][first : first + call.num_shown]:
+                place |= prompt

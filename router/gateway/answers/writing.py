@@ -42,13 +42,6 @@ class Heading(msgspec.Struct, frozen=True):
         return len(self.call.requests)
 
     @property
-    def prompt_ids(self) -> dict[str, Sequence[int]]:
-        """The token ids of a chat's prompt if the client wants them, for the top of the answer."""
-        if not (self.dialect.is_chat and self.call.return_token_ids):
-            return {}
-        return {"prompt_token_ids": self.call.first.token_ids}
-
-    @property
     def headers(self) -> dict[str, str]:
         """Headers of every answer. The decision is JSON, which has no line breaks."""
         shown_id = self.call.client_id or self.call.first.request_id

@@ -48,6 +48,8 @@ def test_a_chat_answer_is_a_message():
         "object": "chat.completion",
         "model": "tiny",
         "system_fingerprint": "fp-1",
+        "prompt_token_ids": None,
+        "prompt_logprobs": None,
         "choices": [
             {
                 "index": 0,
@@ -55,6 +57,7 @@ def test_a_chat_answer_is_a_message():
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "token_ids": None,
             }
         ],
         "usage": {
@@ -77,6 +80,9 @@ def test_a_completion_answer_is_a_text():
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
+            "token_ids": None,
+            "prompt_token_ids": None,
+            "prompt_logprobs": None,
         }
     ]
     assert body["usage"]["prompt_tokens_details"] is None  # the router gave no timeline
@@ -138,6 +144,16 @@ def test_usage_comes_in_every_chunk_when_asked_for(include):
     assert usage["usage"]["completion_tokens"] == 3
 
 
+def test_text_and_the_reason_of_its_end_come_in_one_chunk():
+    script = [tokens("a"), tokens("b", outcome=LENGTH)]
+    *chunks, _ = complete(FakeRouter(script), {"stream": True}).events()
+    ends = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
+    assert ends == [("a", None), ("b", "length")]
+    *chunks, _ = chat(FakeRouter(script), {"stream": True}).events()
+    assert chunks[-1]["choices"][0]["delta"] == {"content": "b"}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_usage_in_every_chunk_needs_usage():
     options = {"include_usage": False, "continuous_usage_stats": True}
     *chunks, _ = chat(FakeRouter(), {"stream": True, "stream_options": options}).events()
@@ -165,7 +181,7 @@ def test_the_head_waits_for_the_first_token_and_then_goes_at_once():
 def test_several_tokens_in_one_update_are_one_chunk():
     script = [tokens("abc"), tokens("de", outcome=LENGTH)]
     *chunks, _ = complete(FakeRouter(script), {"stream": True}).events()
-    assert [c["choices"][0]["text"] for c in chunks] == ["abc", "de", ""]
+    assert [c["choices"][0]["text"] for c in chunks] == ["abc", "de"]
 
 
 def test_text_is_escaped_as_json():
@@ -213,7 +229,7 @@ def test_a_stop_string_cuts_the_answer_and_cancels_the_request(stream):
 def test_text_that_could_begin_a_stop_string_is_not_sent_before_it_is_known():
     script = [tokens("a<"), tokens("b"), tokens("<e", outcome=LENGTH)]
     *chunks, _ = complete(FakeRouter(script), {"stream": True, "stop": "<end>"}).events()
-    assert [c["choices"][0]["text"] for c in chunks] == ["a", "<b", "<e", ""]
+    assert [c["choices"][0]["text"] for c in chunks] == ["a", "<b", "<e"]
 
 
 def test_a_stop_string_is_not_looked_for_in_the_shortest_answer():

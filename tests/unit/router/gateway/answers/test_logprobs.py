@@ -284,7 +284,7 @@ def test_an_echo_is_scored_like_the_answer_after_it():
         "top_logprobs": [None, {"x": -0.5, "o": -4.0}, {"!": -1.0}],
         "text_offset": [0, 1, 2],
     }
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
 
 
 def test_a_prompt_can_be_scored_without_an_answer():

@@ -88,13 +88,21 @@ def whole(reply: Reply) -> dict[str, Any]:
     """An answer that was not streamed, in the same form."""
     body = reply.json()
     for choice in body["choices"]:
+        _drop_nulls(choice, "token_ids", "prompt_token_ids", "prompt_logprobs")
         if "message" in choice:
             choice["text"] = choice.pop("message")["content"]
         if choice["logprobs"] is not None:
             choice["logprobs"] = {n: v for n, v in choice["logprobs"].items() if v is not None}
             if not any(choice["logprobs"].values()):
                 choice["logprobs"] = None
+    _drop_nulls(body, "prompt_token_ids", "prompt_logprobs")
     return {name: body[name] for name in body if name not in ("id", "object", "created")}
+
+
+def _drop_nulls(fields: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if name in fields and fields[name] is None:
+            del fields[name]
 
 
 FIELDS = {

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.messages import Logprobs
 from router.machine.requests import Update
 from tests.kits.router.gateway import (
     EOS,
@@ -32,22 +33,40 @@ def test_a_chat_has_the_ids_of_its_prompt_once():
 
 
 @pytest.mark.parametrize("ask", [chat, complete])
-def test_without_the_field_no_ids_are_sent(ask):
+def test_without_the_field_ids_are_null(ask):
     body = ask(FakeRouter()).json()
-    assert "prompt_token_ids" not in body
-    assert not {"token_ids", "prompt_token_ids"} & set(body["choices"][0])
+    [choice] = body["choices"]
+    assert choice["token_ids"] is None
+    place = body if ask is chat else choice
+    assert (place["prompt_token_ids"], place["prompt_logprobs"]) == (None, None)
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_without_the_field_streams_have_no_ids(ask):
+    *chunks, _ = ask(FakeRouter(), {"stream": True}).events()
+    assert not any("prompt_token_ids" in {**c, **c["choices"][0]} for c in chunks)
+    assert not any("token_ids" in c["choices"][0] for c in chunks)
 
 
 def test_only_the_first_chunk_of_a_stream_has_the_prompt():
     first, *chunks, _ = complete(FakeRouter(answer("hi")), {**IDS, "stream": True}).events()
     assert first["choices"][0]["prompt_token_ids"] == [121, 111]
     assert not any("prompt_token_ids" in chunk["choices"][0] for chunk in chunks)
-    assert [chunk["choices"][0].get("token_ids") for chunk in chunks] == [
-        [104],
-        [105],
-        [EOS],
-        None,
+    ids = [chunk["choices"][0]["token_ids"] for chunk in (first, *chunks)]
+    assert ids == [[104], [105], [EOS]]
+
+
+def test_every_chunk_has_the_scores_of_its_ids():
+    script = [
+        Update((104,), logprobs=(Logprobs(-1.0, 1),)),
+        Update((EOS,), logprobs=(Logprobs(-2.0, 1),), outcome=STOP),
     ]
+    fields = {**IDS, "stream": True, "logprobs": 0, "return_tokens_as_token_ids": True}
+    *chunks, _ = complete(FakeRouter(script), fields).events()
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        names = [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == names
 
 
 def test_the_first_chunk_of_a_chat_has_the_prompt():
@@ -59,8 +78,8 @@ def test_the_first_chunk_of_a_chat_has_the_prompt():
 def test_ids_of_held_text_come_at_once_and_those_behind_a_stop_string_never():
     script = [tokens("aE"), tokens("Nxx"), Never()]
     *chunks, _ = complete(FakeRouter(script), {**IDS, "stream": True, "stop": "EN"}).events()
-    ids = [chunk["choices"][0].get("token_ids") for chunk in chunks]
-    assert ids == [[], [97, 69], [78], None]
+    ids = [chunk["choices"][0]["token_ids"] for chunk in chunks]
+    assert ids == [[97, 69], [78]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
