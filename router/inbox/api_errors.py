@@ -29,8 +29,8 @@ def context_exceeded(message: str, param: str) -> ApiError:
 def no_room(context_len: int, prompt_len: int, param: str) -> ApiError:
     """The error for a prompt that leaves no room for an answer."""
     message = (
-        f"requests may have {context_len} tokens, and the prompt has {prompt_len}: "
-        "no room for an answer"
+        f"This model's maximum context length is {context_len} tokens. "
+        f"However, the prompt has {prompt_len}, which leaves no room for an answer"
     )
     return context_exceeded(message, param)
 

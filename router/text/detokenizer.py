@@ -146,11 +146,13 @@ def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[
 class StopFinder:
     """Finds the stop string that is complete first, in a text that comes in pieces.
 
-    If two end at the same character, the longer one is found.
+    If two end at the same character, the longer one is found. The text is cut before it, or behind
+    it if the finder `keeps` it.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, keeps: bool = False) -> None:
         self.found: str | None = None
+        self._keeps = keeps
         self._stop = tuple(stop)
         self._max_held = max(map(len, self._stop), default=1) - 1
         self._held = ""  # may be the beginning of a stop string
@@ -162,9 +164,9 @@ class StopFinder:
         text = self._held + text
         found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
-            _, start, self.found = min(found)
+            end, start, self.found = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self._keeps else start]
         cut = self._hold_from(text)
         self._held = text[cut:]
         return text[:cut]
@@ -195,14 +197,22 @@ class AnswerText:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, *, prompt_len: int, limits: Limits, stop: Sequence[str]
+        self,
+        detokenizer: Detokenizer,
+        *,
+        prompt_len: int,
+        limits: Limits,
+        stop: Sequence[str],
+        shows_stop: bool = False,
     ) -> None:
+        """With `shows_stop` the answer ends with the stop string or token that ended it."""
         self.num_tokens = 0  # including the one that ends the answer
         self._detokenizer = detokenizer
         self._prompt_len = prompt_len
         self._limits = limits
         self._end_ids = frozenset(limits.stop_token_ids)
-        self._stop = StopFinder(stop)
+        self._hidden_end_ids = frozenset[int]() if shows_stop else self._end_ids
+        self._stop = StopFinder(stop, keeps=shows_stop)
         self._has_stop = bool(stop)
 
     @property
@@ -246,7 +256,7 @@ class AnswerText:
     def _push_one(self, token_id: int) -> str:
         self.num_tokens += 1
         length = self._prompt_len + self.num_tokens
-        if token_id in self._end_ids and length > self._limits.min_len:
+        if token_id in self._hidden_end_ids and length > self._limits.min_len:
             return ""
         text = self._detokenizer.push(token_id)
         return self._stop.push(text) if self._has_stop and length > self._limits.min_len else text

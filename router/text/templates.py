@@ -6,17 +6,20 @@ marks text for training and has no effect here.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, InvalidRequest
 
+# Variables that a client cannot set in another way than by their fields.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 # Exceptions that a template may raise for unexpected messages.
 _TEMPLATE_FAULTS = (
     TemplateError,
@@ -28,30 +31,73 @@ _TEMPLATE_FAULTS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a client may choose of a rendering; `variables` are the template's own."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
+
 class ChatTemplate:
-    """A compiled template; `special_tokens` are variables such as `bos_token`."""
+    """A compiled template; `special_tokens` are variables such as `bos_token`.
+
+    `names` are the variables that it reads, so that fields that it does not know can be refused.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
             self._template.globals = dict(self._template.globals)  # no chain of maps
+            self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
+        self._own_names = {*RESERVED, *self._special_tokens, *environment.globals}
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Raises InvalidRequest if a client's variable would hide one of the server's."""
+        taken = sorted(self._own_names.intersection(names))
+        if taken:
+            param = f"chat_template_kwargs.{taken[0]}"
+            raise InvalidRequest(f"{param} is not the client's to set", param=param)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> str:
-        """Renders the prompt up to the assistant's answer. Raises InvalidRequest."""
+        """Renders the prompt, up to the assistant's answer or into it. Raises InvalidRequest."""
         try:
-            return self._template.render(
-                **self._special_tokens, messages=messages, tools=tools, add_generation_prompt=True
+            text = self._template.render(
+                **{**options.variables, **self._special_tokens},
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=options.add_generation_prompt,
             )
         except _TEMPLATE_FAULTS as error:
             message = f"the chat template refused the messages: {error}"
             raise InvalidRequest(message, param="messages") from error
+        return _without_end(text, messages[-1]) if options.continue_final_message else text
+
+
+def _without_end(text: str, final: Mapping[str, Any]) -> str:
+    """The rendered text without what the template puts behind the final message.
+
+    Raises InvalidRequest if the template changes the message's text.
+    """
+    content = str(final.get("content") or "").strip()
+    begin = text.rfind(content)
+    if not content or begin < 0:
+        message = "the chat template does not show the final message as it is"
+        raise InvalidRequest(message, param="continue_final_message")
+    return text[: begin + len(content)]
 
 
 class _Generation(Extension):

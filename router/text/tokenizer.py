@@ -20,13 +20,21 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, InvalidRequest
-from router.inbox.api_errors import context_exceeded, invalid_value, no_room
+from router.inbox.api_errors import ApiError, context_exceeded, invalid_value, no_room
 from router.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
 from router.text.prompt_length import chars_per_token
-from router.text.templates import ChatTemplate
+from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
 
 Config = dict[str, Any]
+
+# Tokens of models that fill in text, by family: before the prefix, the suffix and the middle.
+FILL_IN_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+)
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -58,40 +66,72 @@ class TextModel:
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
     def encode_text(
-        self, text: str, context_len: int, *, add_special_tokens: bool = True
+        self, text: str, context_len: int | None, *, add_special_tokens: bool = True
     ) -> list[int]:
         """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
 
-        Raises ApiError if it does not fit the context.
+        Raises ApiError if it does not fit the context; None: it will be cut to fit.
         """
         return self._encode(text, context_len, "prompt", add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        context_len: int,
+        context_len: int | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        *,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
+        text = self.template.render(messages, tools, options)
+        return self._encode(text, context_len, "messages", add_special_tokens=add_special_tokens)
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises InvalidRequest if the model has none."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        text = self._template.render(messages, tools)
-        return self._encode(text, context_len, "messages", add_special_tokens=False)
+        return self._template
+
+    def encode_between(
+        self, prefix: Sequence[int], suffix: str, context_len: int | None
+    ) -> list[int]:
+        """The prompt of a text to be written between two others, in the model's own form.
+
+        Raises InvalidRequest if the model was not trained for it.
+        """
+        ids = self._fill_in_ids
+        if ids is None:
+            message = "suffix is not supported: this model has no tokens to fill in text with"
+            raise ApiError(message, param="suffix", code="unsupported_parameter")
+        behind = self._encode(suffix, context_len, "suffix", add_special_tokens=False)
+        begin, middle, end = ids
+        return [begin, *prefix, middle, *behind, end]
+
+    @cached_property
+    def _fill_in_ids(self) -> tuple[int, int, int] | None:
+        """The tokens before the prefix, before the suffix and before the middle."""
+        for names in FILL_IN_TOKENS:
+            begin, middle, end = map(self._tokenizer.token_to_id, names)
+            if begin is not None and middle is not None and end is not None:
+                return begin, middle, end
+        return None
 
     def _encode(
-        self, text: str, context_len: int, param: str, *, add_special_tokens: bool
+        self, text: str, context_len: int | None, param: str, *, add_special_tokens: bool
     ) -> list[int]:
         """Encodes a text; if too long, refuses it before encoding or before making ids objects."""
         longest = self._chars_per_token
-        if longest is not None and len(text) > longest * context_len:
+        if context_len is not None and longest is not None and len(text) > longest * context_len:
             message = (
-                f"requests may have {context_len} tokens of at most {longest} characters, "
-                f"and the prompt has {len(text)} characters"
+                f"This model's maximum context length is {context_len} tokens, each of at most "
+                f"{longest} characters. However, the prompt has {len(text)} characters"
             )
             raise context_exceeded(message, param)
         texts, special = [text], add_special_tokens
         (encoding,) = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-        if len(encoding) > context_len:
+        if context_len is not None and len(encoding) > context_len:
             raise no_room(context_len, len(encoding), param)
         ids = encoding.ids
         if self._has_unknown_ids and max(ids, default=0) >= self.vocab_size:
@@ -122,10 +162,17 @@ class TextModel:
         """The id of the added token with this text, or None."""
         return self._added_ids.get(content)
 
-    def detokenizer(self, prompt_ids: Sequence[int], shown: Sequence[str] = ()) -> Detokenizer:
-        """Returns the decoder of an answer. Special tokens are hidden, except those `shown`."""
+    def detokenizer(
+        self, prompt_ids: Sequence[int], shown: Sequence[str] = (), *, shows_all: bool = False
+    ) -> Detokenizer:
+        """Returns the decoder of an answer.
+
+        Special tokens are hidden, except those `shown`, or if it `shows_all`.
+        """
         shown_ids = {self._added_ids.get(content) for content in shown}
         hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
+        if shows_all:
+            hidden_ids = frozenset()
         if self._byte_table is None:
             return ContextDetokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
         return ByteDetokenizer(self._byte_table, prompt_ids=prompt_ids, hidden_ids=hidden_ids)

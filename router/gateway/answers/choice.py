@@ -103,10 +103,13 @@ class AnswerChoice:
         self._last_id: int | None = None
         marks = () if parser is None else (CALL_BEGIN, CALL_END)
         self._text = AnswerText(
-            call.served.text.detokenizer(request.token_ids, marks),
+            call.served.text.detokenizer(
+                request.token_ids, marks, shows_all=call.shows_special_tokens
+            ),
             prompt_len=len(request.token_ids),
             limits=request.limits,
             stop=call.stop,
+            shows_stop=call.shows_stop,
         )
         self._scored: ScoredText | None = None
         self._scores_all_tokens = call.num_top is not None and call.scores_all_tokens

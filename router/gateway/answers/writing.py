@@ -21,6 +21,7 @@ from router.policies.base import Decision
 from router.text.logprobs import Entry
 
 DECISION_HEADER = "x-baton-decision"
+IGNORED_HEADER = "x-baton-ignored"  # names of fields that mean nothing here
 TIMED_OUT = "request_timeout"  # the code of an answer that took longer than the client allowed
 MAX_RETRY_AFTER_S = 3600.0
 
@@ -46,6 +47,8 @@ class Heading(msgspec.Struct, frozen=True):
         """Headers of every answer. The decision is JSON, which has no line breaks."""
         shown_id = self.call.client_id or self.call.first.request_id
         headers = {"x-request-id": shown_id, **self.limit_headers()}
+        if self.call.ignored:
+            headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
         if self.call.decision and (decision := self.decision()) is not None:
             headers[DECISION_HEADER] = _encode(decision).decode()
         return headers

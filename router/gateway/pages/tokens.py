@@ -25,7 +25,6 @@ from router.gateway.requests.openai_schema import (
     body_of,
     check_in_vocabulary,
     from_validation,
-    unsupported,
 )
 from router.gateway.requests.parameters import checked_structure
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
@@ -38,7 +37,6 @@ MAX_TOKENS = 2**20  # of a text or a list; their objects and JSON take some 0.1 
 class TokenizeOptions(msgspec.Struct):
     """The fields of POST /tokenize beside those of a request."""
 
-    add_special_tokens: bool | None = None  # for messages false, since templates write them
     return_token_strs: bool | None = None
 
 
@@ -113,11 +111,8 @@ def tokenized(data: bytes, choose: Choose) -> Tokenized:
     kind = _decoded(data, _Kind)
     if kind.is_chat:
         served, token_ids = _chat_tokens(data, choose)
-        if kind.add_special_tokens:
-            raise unsupported("add_special_tokens", "with messages")
     else:
-        special = kind.add_special_tokens is not False
-        served, token_ids = _text_tokens(data, choose, add_special_tokens=special)
+        served, token_ids = _text_tokens(data, choose)
     return Tokenized(
         count=len(token_ids),
         max_model_len=served.max_len,
@@ -136,17 +131,12 @@ def _chat_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]
     return served, body.encode(served.text, MAX_TOKENS, structure.tools)
 
 
-def _text_tokens(
-    data: bytes, choose: Choose, *, add_special_tokens: bool
-) -> tuple[ServedVersion, list[int]]:
+def _text_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]:
     body = body_of(decode_fields(data, CompletionBody), CompletionBody)
     if not isinstance(body.prompt, str):
         raise invalid_value("prompt must be a text, or messages be given", "prompt")
     served = choose(body.model)
-    token_ids = served.text.encode_text(
-        body.prompt, MAX_TOKENS, add_special_tokens=add_special_tokens
-    )
-    return served, token_ids
+    return served, body.encode(served.text, MAX_TOKENS)
 
 
 def detokenized(data: bytes, choose: Choose) -> Detokenized:

@@ -17,7 +17,7 @@ from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.batches.settings import BatchSettings
-from router.gateway.requests.json_fields import decode_fields
+from router.gateway.requests.json_fields import decode_fields, ignored_names
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
     check_batch,
@@ -113,12 +113,15 @@ class CheckedCall(msgspec.Struct, frozen=True):
     echoes: tuple[str | None, ...]
     num_top: int | None
     num_prompt_top: int | None
+    shows_stop: bool  # the answer ends with what ended it
+    shows_special_tokens: bool
     stop_token_ids: frozenset[int]  # the client's own, which end an answer with a reason
     is_only_prompt: bool  # the one token that is generated is dropped
     scores_all_tokens: bool  # also those that are not shown
     return_token_ids: bool
     ids_for_names: bool  # of tokens in log-probabilities
     beams: Beams | None  # if the choices are the best results of a search
+    ignored: tuple[str, ...] = ()  # names of fields that mean nothing here
 
     @property
     def first(self) -> Request:
@@ -245,12 +248,15 @@ def parse(
         echoes=tuple(prompt.echo for prompt in prompts),
         num_top=body.num_top_logprobs,
         num_prompt_top=body.prompt_logprobs,
+        shows_stop=bool(body.include_stop_str_in_output),
+        shows_special_tokens=body.skip_special_tokens is False,
         stop_token_ids=frozenset(body.stop_token_ids or ()).difference(ending_ids),
         is_only_prompt=body.is_only_prompt,
         scores_all_tokens=body.scores_all_tokens,
         return_token_ids=bool(body.return_token_ids),
         ids_for_names=bool(body.return_tokens_as_token_ids),
         beams=beams,
+        ignored=ignored_names(call.data, fields, body_type),
     )
 
 

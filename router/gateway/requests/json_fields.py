@@ -6,6 +6,8 @@ separately. The prompt and the messages are decoded with their types, and the fi
 that. All other fields are decoded after a check of their size. Short bodies are decoded at once.
 """
 
+import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,8 @@ from router.inbox.json_values import check_containers, decode_value, no_object, 
 
 SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
+MAX_IGNORED = 16  # names of unknown fields that an answer tells
+MAX_IGNORED_LEN = 64  # characters of one
 MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
 
@@ -55,10 +59,32 @@ def _long_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
 
 
 @cache
-def _undecoded(body_type: type[Body]) -> type[msgspec.Struct]:
-    """A body type that leaves known fields undecoded and skips unknown ones."""
-    fields = [(name, Raw, Raw()) for name in known_fields(body_type)]
-    return msgspec.defstruct("UndecodedBody", fields)
+def _undecoded(body_type: type[Body], *, forbids: bool = False) -> type[msgspec.Struct]:
+    """A body type that leaves known fields undecoded and skips unknown ones, or `forbids` them."""
+    fields = [(name, Raw, Raw()) for name in sorted(known_fields(body_type))]
+    return msgspec.defstruct("UndecodedBody", fields, forbid_unknown_fields=forbids)
+
+
+def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body]) -> tuple[str, ...]:
+    """Returns names of fields that no table has, fit for a header; of a long body only the first.
+
+    To list all names of a long body would make as many objects as a client likes.
+    """
+    known = known_fields(body_type)
+    if len(data) <= SHORT_BODY_BYTES:
+        names = [name for name in fields if name not in known]
+        return tuple(map(_printable, names[:MAX_IGNORED])) if names else ()
+    try:
+        msgspec.json.decode(data, type=_undecoded(body_type, forbids=True))
+    except msgspec.ValidationError as error:
+        _, _, name = str(error).partition("unknown field `")
+        return (_printable(name.rpartition("`")[0]),)
+    return ()
+
+
+def _printable(name: str) -> str:
+    """A field's name as a header may carry it."""
+    return re.sub(r"[^\w.-]", "?", name[:MAX_IGNORED_LEN], flags=re.ASCII)
 
 
 def _decode(name: str, data: bytes) -> Any:

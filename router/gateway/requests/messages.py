@@ -1,13 +1,16 @@
 """Chat messages as clients send them, and as chat templates expect them."""
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_values import decode_value
 
-Speaker = Literal["system", "developer", "user", "assistant", "tool"]
+MAX_ROLE_LEN = 64
+# "system", "developer", "user", "assistant" and "tool"; a chat template may know others.
+Speaker = Annotated[str, Meta(min_length=1, max_length=MAX_ROLE_LEN)]
 
 
 class ContentPart(msgspec.Struct):

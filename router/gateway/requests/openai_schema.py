@@ -1,27 +1,31 @@
 """The bodies of OpenAI's chat completions and completions, with the range of each field.
 
-Pure: fields in, a checked body or an error out. A field that Baton cannot honour is refused by
-name, since an answer without the asked-for penalty or schema is a wrong answer. Unknown fields are
-ignored, since clients send their own. `router.text.structured` reads the fields about schemas,
-grammars and tools.
-
-Sources: OpenAI API reference, chat completions and completions; for `top_k`, `min_p`, `min_tokens`,
-`ignore_eos`, `stop_token_ids`, `repetition_penalty`, `prompt_logprobs`, `priority` and
-`cache_salt`, vLLM's OpenAI-compatible server; `slo_ttft_ms` and `slo_tpot_ms` are headers of
-llm-d's endpoint picker. Here they are fields, so that they are checked like all others.
+Pure: fields in, a checked body or an error out. `router.gateway.requests.field_table` says which
+fields are honoured, refused and passed over, and where they come from. `router.text.structured`
+reads the fields about schemas, grammars and tools.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from engine.config import MAX_PRIORITY
+from router.gateway.requests.field_table import (
+    CHAT,
+    COMPLETIONS,
+    RefusedField,
+    known_by,
+    refused_by,
+)
 from router.gateway.requests.messages import ChatMessage, template_message
 from router.inbox.api_errors import ApiError, invalid_value
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
+from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.tokenizer import TextModel
 
 MAX_STOP_STRINGS = 16
@@ -35,6 +39,12 @@ MAX_MESSAGES = 4096  # each costs a turn of the chat template
 MAX_USER_LEN = 512  # characters
 MAX_CACHE_SALT_LEN = 256
 MAX_BOUND_MS = 3_600_000
+MAX_VARIABLES = 64  # of a chat template
+MAX_DOCUMENTS = 1024
+MAX_EFFORT_LEN = 32
+DEFAULT_COMPLETION_TOKENS = 16
+NO_EFFORT = "none"
+MAX_SHOWN_LEN = 60  # characters of a client's value in an error message
 UINT64_MASK = 2**64 - 1
 
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
@@ -45,25 +55,7 @@ LengthPenalty = Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENA
 Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 BoundMs = Annotated[float, Meta(gt=0, le=MAX_BOUND_MS)]
 
-# The values of each refused field that ask for nothing. Types are compared too: `1` is not `true`.
-Refused = dict[str, tuple[object, ...]]
-_REFUSED: Refused = {
-    "suffix": ("",),
-    "early_stopping": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-}
+Refused = dict[str, tuple[object, ...]]  # values that ask for nothing, by field
 
 
 class StreamOptions(msgspec.Struct):
@@ -76,8 +68,8 @@ class StreamOptions(msgspec.Struct):
 class Body(msgspec.Struct, kw_only=True):
     """The fields that both endpoints share. In all fields, null means absent."""
 
+    endpoint: ClassVar[str]  # its name in the table of fields
     prompt_field: ClassVar[str]
-    refused: ClassVar[Refused]  # fields of the other endpoint only
 
     model: str | None = None
     stream: bool | None = None
@@ -101,6 +93,11 @@ class Body(msgspec.Struct, kw_only=True):
     # The choices are the best results of a beam search with `n` or `best_of` hypotheses.
     use_beam_search: bool | None = None
     length_penalty: LengthPenalty | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LEN)] | None = None
@@ -120,10 +117,26 @@ class Body(msgspec.Struct, kw_only=True):
         """One body for each prompt. They differ in the prompt only. Raises ApiError."""
         return (self,)
 
+    def cut(self, token_ids: list[int], context_len: int) -> list[int]:
+        """The prompt's tokens, without those that `truncate_prompt_tokens` leaves out."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most < 0:
+            most = max(context_len - (self.wanted_tokens or 1), 1)
+        if self.truncation_side == "right":
+            return token_ids[:most]
+        return token_ids[-most:]
+
     @property
     def wanted_tokens(self) -> int | None:
         """The longest answer that the client asked for, in tokens; None if it did not say."""
         return self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """The longest answer if the client named none; None: what the operator says."""
+        return None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -176,13 +189,19 @@ class Body(msgspec.Struct, kw_only=True):
 class ChatBody(Body, kw_only=True):
     """POST /v1/chat/completions."""
 
+    endpoint = CHAT
     prompt_field = "messages"
-    refused: ClassVar[Refused] = {"best_of": (1,), "echo": (False,)}
 
     messages: list[ChatMessage] = []
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_LEN)] | None = None
 
     def encode(
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
@@ -194,7 +213,48 @@ class ChatBody(Body, kw_only=True):
             message = f"there are {len(self.messages)} messages; at most {MAX_MESSAGES} are allowed"
             raise invalid_value(message, "messages")
         messages = [template_message(i, m) for i, m in enumerate(self.messages)]
-        return text.encode_chat(messages, context_len, tools or None)
+        cuts = self.truncate_prompt_tokens is not None
+        token_ids = text.encode_chat(
+            messages,
+            None if cuts else context_len,
+            tools or None,
+            self._options(text.template) if self._has_options else DEFAULT_OPTIONS,
+            add_special_tokens=bool(self.add_special_tokens),
+        )
+        return self.cut(token_ids, context_len)
+
+    @property
+    def _has_options(self) -> bool:
+        options = (self.add_generation_prompt, self.continue_final_message)
+        variables = (self.chat_template_kwargs, self.documents, self.reasoning_effort)
+        return any(value is not None for value in (*options, *variables))
+
+    def _options(self, template: ChatTemplate) -> TemplateOptions:
+        """What the client chooses of the rendering. Raises InvalidRequest."""
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            message = "continue_final_message cannot be combined with add_generation_prompt"
+            raise invalid_value(message, "continue_final_message")
+        variables = dict(self.chat_template_kwargs or {})
+        template.check_variables(variables)
+        if self.documents:
+            if "documents" not in template.names:
+                raise unsupported("documents", "by this model's chat template")
+            variables["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            variables = _effort(self.reasoning_effort, template.names) | variables
+        return TemplateOptions(
+            add_generation_prompt=not continues and self.add_generation_prompt is not False,
+            continue_final_message=continues,
+            variables=variables,
+        )
+
+    def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
+        """The final message's text, if the answer goes on with it and shall begin with it."""
+        final = self.messages[-1]
+        if not self.echo or final.role != "assistant":
+            return None
+        return str(template_message(len(self.messages) - 1, final)["content"])
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -210,15 +270,12 @@ class ChatBody(Body, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     """POST /v1/completions."""
 
+    endpoint = COMPLETIONS
     prompt_field = "prompt"
-    refused: ClassVar[Refused] = {
-        "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-    }
 
     prompt: str | list[str | int | list[int]] | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    suffix: str | None = None
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: bool | TopCount | None = None
@@ -230,10 +287,16 @@ class CompletionBody(Body, kw_only=True):
         (prompt,) = _prompts(self.prompt)
         if not prompt:
             raise invalid_value("prompt must not be empty", "prompt")
+        special = self.add_special_tokens is not False
+        longest = context_len if self.truncate_prompt_tokens is None else None
         if isinstance(prompt, str):
-            return text.encode_text(prompt, context_len)
-        check_in_vocabulary(prompt, text.vocab_size, "prompt")
-        return prompt
+            token_ids = text.encode_text(prompt, longest, add_special_tokens=special)
+        else:
+            check_in_vocabulary(prompt, text.vocab_size, "prompt")
+            token_ids = prompt
+        if self.suffix:
+            token_ids = text.encode_between(token_ids, self.suffix, longest)
+        return self.cut(token_ids, context_len)
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
         """The prompt's text if each choice begins with it."""
@@ -253,6 +316,11 @@ class CompletionBody(Body, kw_only=True):
     def wanted_tokens(self) -> int | None:
         """`max_tokens`, but at least one: workers always sample a token of a prompt."""
         return 1 if self.is_only_prompt else self.max_tokens
+
+    @property
+    def default_tokens(self) -> int | None:
+        """OpenAI's longest answer of a completion that names none."""
+        return DEFAULT_COMPLETION_TOKENS
 
     @property
     def is_only_prompt(self) -> bool:
@@ -284,20 +352,38 @@ class CompletionBody(Body, kw_only=True):
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-def known_fields(body_type: type[Body]) -> tuple[str, ...]:
+def _effort(effort: str, names: Collection[str]) -> dict[str, Any]:
+    """The template's variables for an effort of reasoning. Raises ApiError if it knows none."""
+    if "reasoning_effort" in names:
+        return {"reasoning_effort": effort}
+    switch = next((name for name in ("enable_thinking", "thinking") if name in names), None)
+    if switch is not None:
+        return {switch: effort != NO_EFFORT}
+    if effort == NO_EFFORT:
+        return {}
+    message = f"reasoning_effort is not supported by this model's chat template; it is {effort!r}"
+    raise ApiError(message, param="reasoning_effort", code="unsupported_parameter")
+
+
+@cache
+def known_fields(body_type: type[Body]) -> frozenset[str]:
     """All fields that have a meaning, including refused ones."""
-    names = (*body_type.__struct_fields__, *_REFUSED, *body_type.refused, *STRUCTURE_FIELDS)
-    return tuple(dict.fromkeys(names))
+    return known_by(body_type.endpoint) | set(STRUCTURE_FIELDS)
+
+
+@cache
+def _refused_fields(body_type: type[Body]) -> Mapping[str, RefusedField]:
+    return refused_by(body_type.endpoint)
 
 
 def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     """Converts fields to a body and checks each. Raises ApiError."""
-    _refuse_unsupported(fields, _REFUSED | body_type.refused)
+    _refuse_unsupported(fields, _refused_fields(body_type))
     _refuse_all_logprobs(fields)
     try:
         body = msgspec.convert(fields, body_type)
     except msgspec.ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, value=fields) from error
     _check_stream_options(body)
     _check_logprobs(body)
     _check_beam_search(body)
@@ -306,12 +392,14 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     return body
 
 
-def _refuse_unsupported(fields: dict[str, Any], refused: Refused) -> None:
-    for name, harmless in refused.items():
-        value = fields.get(name)
-        if value is None or any(type(value) is type(ok) and value == ok for ok in harmless):
+def _refuse_unsupported(fields: dict[str, Any], refused: Mapping[str, RefusedField]) -> None:
+    """Raises ApiError for a refused field. Types are compared too: `1` is not `true`."""
+    for name in fields.keys() & refused.keys():
+        value, field = fields[name], refused[name]
+        if value is None or any(type(value) is type(ok) and value == ok for ok in field.harmless):
             continue
-        raise unsupported(name)
+        message = f"{name} is not supported: {field.reason}; it is {shortened(value)}"
+        raise ApiError(message, param=name, code="unsupported_parameter")
 
 
 def _refuse_all_logprobs(fields: dict[str, Any]) -> None:
@@ -399,15 +487,44 @@ def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -
         raise invalid_value(message, param)
 
 
-def from_validation(error: msgspec.ValidationError, field: str = "") -> ApiError:
+def from_validation(
+    error: msgspec.ValidationError, field: str = "", value: object = None
+) -> ApiError:
     """Converts msgspec's error, such as: Expected `int` >= 1 - at `$.max_tokens`.
 
-    `field` is the name of a field that was decoded separately.
+    `field` is the name of a field that was decoded separately, `value` what was converted.
     """
     text, _, path = str(error).partition(" - at `$")
-    param = (field + path.rstrip("`")).lstrip(".") or None
+    path = path.rstrip("`")
+    param = (field + path).lstrip(".") or None
     text = re.sub("^E", "e", text)
+    # Prompts are long, and long ones are decoded separately.
+    found = None if path.startswith((".messages", ".prompt")) else _at(value, path)
+    if found is not None:
+        text = f"{text}; it is {shortened(found)}"
     return invalid_value(text if param is None else f"{param}: {text}", param)
+
+
+def _at(value: Any, path: str) -> object:
+    """The part of a value at msgspec's path, such as `.stop[3]`; None if it is not there."""
+    for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
+        if name and isinstance(value, dict):
+            value = value.get(name)
+        elif index and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            return None
+    return value
+
+
+def shortened(value: object) -> str:
+    """A client's value as JSON, for an error message."""
+    if isinstance(value, str):
+        value = value[: MAX_SHOWN_LEN + 1]
+    elif isinstance(value, dict | list) and len(value) > MAX_SHOWN_LEN:
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value, ensure_ascii=False, default=lambda _: "…")
+    return text if len(text) <= MAX_SHOWN_LEN else text[:MAX_SHOWN_LEN] + "…"
 
 
 def unsupported(name: str, circumstance: str = "") -> ApiError:

@@ -114,11 +114,12 @@ def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: i
     if room < 1:
         raise no_room(context_len, prompt_len, body.prompt_field)
     if wanted is None:
+        default = body.default_tokens or default
         return room if default is None else min(default, room)
     if wanted > room:
         message = (
-            f"requests may have {context_len} tokens, "
-            f"and {prompt_len} in the prompt plus {wanted} in the answer are more"
+            f"This model's maximum context length is {context_len} tokens. However, you requested "
+            f"{prompt_len + wanted} tokens ({prompt_len} in the prompt, {wanted} in the answer)"
         )
         raise context_exceeded(message, "max_tokens")
     return wanted

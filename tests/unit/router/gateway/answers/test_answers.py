@@ -281,7 +281,12 @@ def test_limits_are_absolute():
 
 
 def test_without_max_tokens_the_rest_of_the_context_may_be_used():
-    assert asked(complete, {}).limits.max_len == CONTEXT_LEN
+    assert asked(chat, {}).limits.max_len == CONTEXT_LEN
+
+
+@pytest.mark.parametrize(("prompt_len", "max_len"), [(2, 18), (60, CONTEXT_LEN)])
+def test_a_completion_has_sixteen_tokens_if_nothing_is_said(prompt_len, max_len):
+    assert asked(complete, {"prompt": [1] * prompt_len}).limits.max_len == max_len
 
 
 def test_an_answer_may_fill_the_context_exactly():
@@ -291,7 +296,8 @@ def test_an_answer_may_fill_the_context_exactly():
 @pytest.mark.parametrize(("default", "max_len"), [(10, 12), (1000, CONTEXT_LEN)])
 def test_a_default_length_is_bounded_by_the_context(default, max_len):
     router = FakeRouter()
-    post(make_app(router, default_max_tokens=default), "/v1/completions", {"prompt": "yo"})
+    body = {"messages": [{"role": "user", "content": ""}]}
+    post(make_app(router, default_max_tokens=default), "/v1/chat/completions", body)
     assert router.requests[0].limits.max_len == max_len
 
 

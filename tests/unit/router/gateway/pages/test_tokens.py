@@ -70,8 +70,8 @@ def test_a_text_may_be_longer_than_the_context():
         ({"messages": []}, (400, "invalid_value", "messages")),
         ({"prompt": "a", "return_token_strs": 1}, (400, "invalid_value", "return_token_strs")),
         (
-            {"messages": MESSAGES, "add_special_tokens": True},
-            (400, "unsupported_parameter", "add_special_tokens"),
+            {"messages": MESSAGES, "add_special_tokens": 3},
+            (400, "invalid_value", "add_special_tokens"),
         ),
         ({"prompt": "a", "model": "gpt-9"}, (404, "model_not_found", "model")),
     ],

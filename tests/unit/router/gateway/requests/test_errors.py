@@ -86,7 +86,7 @@ BAD_FIELDS = [
 
 BAD_CHAT_FIELDS = [
     ({"best_of": 2}, "best_of", UNSUPPORTED),
-    ({"echo": True}, "echo", UNSUPPORTED),
+    ({"suffix": "x"}, "suffix", UNSUPPORTED),
     ({"logprobs": 0}, "logprobs", VALUE),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", VALUE),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", VALUE),
@@ -212,7 +212,7 @@ def test_without_max_tokens_kv_capacity_bounds_the_answer():
     router = FakeRouter()
     router.capacity = 32
     app = make_app(router)
-    assert post(app, COMPLETIONS, {"prompt": "x" * 10}).status == 200
+    assert post(app, COMPLETIONS, {"prompt": "x" * 30}).status == 200
     body = {"messages": [{"role": "user", "content": "yo"}]}
     assert post(app, CHAT, body).status == 200
     assert [request.limits.max_len for request in router.requests] == [32, 32]

@@ -1,0 +1,258 @@
+"""Each field of a request is honoured, refused by name, or passed over and told."""
+
+import msgspec
+import pytest
+
+from router.gateway.requests import field_table
+from router.gateway.requests.field_table import BOTH, HARMLESS, HONOURED, REFUSED
+from router.gateway.requests.json_fields import SHORT_BODY_BYTES
+from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody, shortened
+from router.text.structured import FIELDS as STRUCTURE_FIELDS
+from tests.kits.router.gateway import (
+    CONTEXT_LEN,
+    EOS,
+    FakeRouter,
+    chat,
+    complete,
+    make_app,
+    post,
+    tokens,
+)
+from tests.kits.tree.documents import ROOT
+
+ENDPOINTS = {ChatBody: "chat", CompletionBody: "completions"}
+BEGIN, END = "<!-- fields -->\n", "<!-- end -->"
+
+
+def asked(endpoint, fields):
+    router = FakeRouter()
+    reply = endpoint(router, fields)
+    assert reply.status == 200, reply.json()
+    return router.requests[0]
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_document_shows_the_table():
+    text = (ROOT / "docs" / "api.md").read_text()
+    _, begin, rest = text.partition(BEGIN)
+    shown, end, _ = rest.partition(END)
+    assert begin
+    assert end
+    assert shown == "\n" + field_table.tables() + "\n", (
+        "write the output of `python -m router.gateway.requests.field_table` there"
+    )
+
+
+@pytest.mark.parametrize("body_type", ENDPOINTS)
+def test_the_table_has_the_fields_of_the_bodies(body_type):
+    fields = {*body_type.__struct_fields__, *STRUCTURE_FIELDS, "parallel_tool_calls"}
+    if body_type is CompletionBody:
+        fields -= {"tools", "tool_choice", "parallel_tool_calls"}
+    endpoint = ENDPOINTS[body_type]
+    assert {f.name for f in HONOURED if f.endpoint in (endpoint, BOTH)} == fields
+
+
+def test_no_field_has_two_fates():
+    for endpoint in ENDPOINTS.values():
+        honoured = [f.name for f in HONOURED if f.endpoint in (endpoint, BOTH)]
+        refused = [f.name for f in REFUSED if f.endpoint in (endpoint, BOTH)]
+        names = [*honoured, *refused, *(f.name for f in HARMLESS)]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("field", REFUSED, ids=lambda field: f"{field.endpoint}-{field.name}")
+def test_a_refused_field_is_named_with_its_value_and_harmless_values_pass(field):
+    endpoints = {"chat": [chat], "completions": [complete], "both": [chat, complete]}
+    for endpoint in endpoints[field.endpoint]:
+        reply = endpoint(FakeRouter(), {field.name: "a value"})
+        error = reply.json()["error"]
+        assert (reply.status, error["code"]) == (400, "unsupported_parameter")
+        assert error["param"] == field.name
+        assert '"a value"' in error["message"]
+        for value in (None, *field.harmless):
+            assert endpoint(FakeRouter(), {field.name: value}).status == 200
+
+
+@pytest.mark.parametrize("field", HARMLESS, ids=lambda field: field.name)
+def test_a_harmless_field_passes_with_any_value(field):
+    for value in (None, False, "x", {"a": [1]}, 7):
+        reply = chat(FakeRouter(), {field.name: value})
+        assert reply.status == 200
+        assert "x-baton-ignored" not in reply.headers
+
+
+def test_a_field_of_the_other_endpoint_is_refused():
+    for endpoint, name in ((chat, "prompt"), (complete, "messages")):
+        reply = endpoint(FakeRouter(), {name: "x"})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, name)
+
+
+# ---------------------------------------------------------------- unknown names
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_names_are_told_in_a_header(stream):
+    reply = chat(FakeRouter(), {"stream": stream, "colour": 1, "x\r\ny,z": 2})
+    assert reply.headers["x-baton-ignored"] == "colour, x??y?z"
+
+
+def test_at_most_sixteen_names_are_told_each_cut():
+    reply = complete(FakeRouter(), {f"{i}" + "n" * 100: None for i in range(50)})
+    names = reply.headers["x-baton-ignored"].split(", ")
+    assert len(names) == 16
+    assert all(len(name) == 64 for name in names)
+
+
+def test_of_a_long_body_the_first_unknown_name_is_told():
+    padding = "x" * SHORT_BODY_BYTES
+    body = {"prompt": "yo", "first`one": 1, "second": padding}
+    reply = post(make_app(FakeRouter()), "/v1/completions", body)
+    assert reply.headers["x-baton-ignored"] == "first?one"
+    body = {"prompt": "yo", "metadata": padding}
+    reply = post(make_app(FakeRouter()), "/v1/completions", body)
+    assert (reply.status, "x-baton-ignored" in reply.headers) == (200, False)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("temperature", 3.5, "it is 3.5"),
+        ("stop", ["a", 5], "it is 5"),
+        ("top_k", "many", 'it is "many"'),
+        ("seed", 2**70, f"it is {2**70}"),
+        ("user", "u" * 600, "it is " + '"' + "u" * 59 + "…"),
+        ("stream_options", {"include_usage": 3}, "it is 3"),
+    ],
+)
+def test_an_error_names_the_field_and_the_value(field, value, shown):
+    error = complete(FakeRouter(), {field: value, "stream": True}).json()["error"]
+    assert error["param"].startswith(field)
+    assert shown in error["message"]
+
+
+def test_values_are_shown_short():
+    for value in ("x" * 10**6, ["x" * 100] * 50, {"a": "x" * 10**6}, [1] * 10**6):
+        assert len(shortened(value)) <= 61
+
+
+@pytest.mark.parametrize("asked_for", [{"prompt": "x" * CONTEXT_LEN}, {"max_tokens": 63}])
+def test_an_overflow_is_told_in_words_that_clients_know(asked_for):
+    error = complete(FakeRouter(), asked_for).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert f"maximum context length is {CONTEXT_LEN} tokens" in error["message"]
+
+
+# ---------------------------------------------------------------- fields of prompts
+
+
+def prompt_of(fields):
+    return bytes(i for i in asked(chat, fields).token_ids if i < 256).decode()
+
+
+def test_a_prompt_is_cut_on_either_side():
+    ids = list(range(10))
+    cases = {
+        (4, None): ids[-4:],
+        (4, "left"): ids[-4:],
+        (4, "right"): ids[:4],
+        (40, "left"): ids,
+    }
+    for (most, side), kept in cases.items():
+        fields = {"prompt": ids, "truncate_prompt_tokens": most, "truncation_side": side}
+        assert list(asked(complete, fields).token_ids) == kept
+
+
+def test_a_prompt_is_cut_to_what_the_context_allows():
+    fields = {"prompt": "x" * 500, "truncate_prompt_tokens": -1, "max_tokens": 10}
+    assert len(asked(complete, fields).token_ids) == CONTEXT_LEN - 10
+    messages = [{"role": "user", "content": "x" * 500}]
+    request = asked(chat, {"messages": messages, "truncate_prompt_tokens": 8, "max_tokens": 1})
+    assert len(request.token_ids) == 8
+
+
+def test_the_final_message_is_continued_and_may_come_first():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "so I"}]
+    fields = {"messages": messages, "continue_final_message": True}
+    assert prompt_of(fields).endswith("so I")
+    for echo, content in ((False, "hi"), (True, "so Ihi")):
+        reply = chat(FakeRouter(), {**fields, "echo": echo})
+        assert reply.json()["choices"][0]["message"]["content"] == content
+        events = chat(FakeRouter(), {**fields, "echo": echo, "stream": True}).events()
+        deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+        assert "".join(delta.get("content", "") for delta in deltas) == content
+
+
+def test_a_begin_of_the_answer_can_be_left_out():
+    with_begin, without = asked(chat, {}), asked(chat, {"add_generation_prompt": False})
+    # The template of the tests begins an answer in any case; real ones ask for the variable.
+    assert with_begin.token_ids == without.token_ids
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    assert chat(FakeRouter(), both).status == 400
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "raise_exception"])
+def test_variables_of_the_server_are_not_the_clients(name):
+    error = chat(FakeRouter(), {"chat_template_kwargs": {name: 1}}).json()["error"]
+    assert error["param"] == f"chat_template_kwargs.{name}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)
+def test_what_the_template_does_not_know_is_refused(fields, param):
+    error = chat(FakeRouter(), fields).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+def test_an_effort_of_none_asks_for_nothing():
+    assert chat(FakeRouter(), {"reasoning_effort": "none"}).status == 200
+
+
+def test_roles_of_ones_own_and_further_fields_of_messages_pass():
+    message = {"role": "my-role", "content": "x", "colour": "red"}
+    assert "my-role" in prompt_of({"messages": [message]})
+
+
+# ---------------------------------------------------------------- fields of answers
+
+
+def text_of(fields, *script):
+    return complete(FakeRouter(list(script)), fields).json()["choices"][0]["text"]
+
+
+def test_special_tokens_are_shown_if_asked_for():
+    script = [tokens("a"), tokens("b").__class__(token_ids=(258,)), *FakeRouter().script]
+    assert text_of({}, *script) == "ahi"
+    assert text_of({"skip_special_tokens": False}, *script) == "a<|user|>hi"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_stop_string_ends_the_answer_if_asked_for(split):
+    script = [tokens(c) for c in "one. two."] if split else [tokens("one. two.")]
+    script += FakeRouter().script
+    fields = {"stop": [". "]}
+    assert text_of(fields, *script) == "one"
+    assert text_of({**fields, "include_stop_str_in_output": True}, *script) == "one. "
+
+
+def test_the_stop_token_ends_the_answer_if_asked_for():
+    last = FakeRouter().script[-1]
+    script = [tokens("a"), msgspec.structs.replace(last, token_ids=(ord("!"),))]
+    fields = {"stop_token_ids": [ord("!")]}
+    assert text_of(fields, *script) == "a"
+    assert text_of({**fields, "include_stop_str_in_output": True}, *script) == "a!"
+    assert EOS not in [ord("!")]
+
+
+def test_every_body_has_an_endpoint():
+    assert all(isinstance(each.endpoint, str) for each in (ChatBody, CompletionBody))
+    assert not hasattr(Body, "endpoint")
