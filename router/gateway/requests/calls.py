@@ -200,11 +200,10 @@ def parse(
     text = served.text
     structure = checked_structure(fields, text.added_token_id)
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
-    singles = body.singles()
     check_num_choices(body, settings.max_choices)
-    check_batch(body, len(singles), settings.max_batch_choices)
+    check_batch(body, settings.max_batch_choices)
     beams = _beams(body, structure, text)
-    prompts = _prompts(singles, served, structure, settings)
+    prompts = _prompts(body.singles(), served, structure, settings)
     sampling = sampling_of(
         body,
         vocab_size=text.vocab_size,

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -113,8 +113,13 @@ class Body(msgspec.Struct, kw_only=True):
         """The prompt's token ids. Raises InvalidRequest."""
         raise NotImplementedError
 
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts. Raises ApiError."""
+        return 1
+
     def singles(self) -> "Sequence[Body]":
-        """One body for each prompt. They differ in the prompt only. Raises ApiError."""
+        """One body for each prompt. They differ in the prompt only."""
         return (self,)
 
     def cut(self, token_ids: list[int], context_len: int) -> list[int]:
@@ -305,8 +310,13 @@ class CompletionBody(Body, kw_only=True):
         (prompt,) = _prompts(self.prompt)
         return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
 
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts. Raises ApiError."""
+        return len(_prompts(self.prompt))
+
     def singles(self) -> "Sequence[Body]":
-        """One body for each prompt of a batch. Raises ApiError."""
+        """One body for each prompt of a batch."""
         prompts = _prompts(self.prompt)
         if len(prompts) == 1:
             return (self,)
@@ -468,14 +478,13 @@ def _prompts(prompt: str | list[str | int | list[int]] | None) -> list[str | lis
     """The prompts of a body, each text or token ids. Raises ApiError if they are mixed."""
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
-    ids = [item for item in prompt if isinstance(item, int)]
-    if len(ids) == len(prompt):
-        return [ids]
-    prompts = [item for item in prompt if not isinstance(item, int)]
-    if len(prompts) < len(prompt) or len({type(item) for item in prompts}) > 1:
+    kinds = set(map(type, prompt))  # a prompt may have a million ids
+    if len(kinds) > 1:
         message = "prompt must hold only texts, only token ids, or only lists of token ids"
         raise invalid_value(message, "prompt")
-    return prompts
+    if kinds <= {int}:
+        return [cast("list[int]", prompt)]
+    return cast("list[str | list[int]]", prompt)
 
 
 def check_in_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -63,8 +63,9 @@ def check_num_choices(body: Body, max_choices: int) -> None:
             raise invalid_value(f"{name} is {count}; at most {max_choices} are allowed", name)
 
 
-def check_batch(body: Body, num_prompts: int, max_choices: int) -> None:
+def check_batch(body: Body, max_choices: int) -> None:
     """Raises ApiError if several prompts ask for more answers than the operator allows."""
+    num_prompts = body.num_prompts
     if num_prompts > 1 and num_prompts * body.num_candidates > max_choices:
         message = (
             f"{num_prompts} prompts with {body.num_candidates} choices each are too many; "

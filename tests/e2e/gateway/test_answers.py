@@ -1,0 +1,55 @@
+"""Batches, beams, echoes, token ids and scores, through a public client."""
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+MODEL = "baton-bundled"
+PROMPTS = ["import os\n", "def add(a, b):\n", "import os\n"]
+GREEDY = {"model": MODEL, "temperature": 0.0, "max_tokens": 8}
+
+
+def test_a_batch_answers_each_prompt_whole_and_streamed(client):
+    batch = client.completions.create(prompt=PROMPTS, n=2, **GREEDY)
+    alone = [client.completions.create(prompt=prompt, **GREEDY) for prompt in PROMPTS]
+    expected = [answer.choices[0].text for answer in alone for _ in range(2)]
+    assert [choice.text for choice in batch.choices] == expected
+    assert [choice.index for choice in batch.choices] == list(range(6))
+    assert batch.usage.prompt_tokens == sum(answer.usage.prompt_tokens for answer in alone)
+    texts = [""] * 3
+    for chunk in client.completions.create(prompt=PROMPTS, stream=True, **GREEDY):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+    assert texts == expected[::2]
+
+
+def test_beams_differ_and_are_the_same_for_the_same_prompt(client):
+    answer = client.completions.create(
+        prompt=PROMPTS, n=2, extra_body={"use_beam_search": True}, **GREEDY
+    )
+    texts = [choice.text for choice in answer.choices]
+    assert texts[0] != texts[1]
+    assert texts[:2] == texts[4:]
+
+
+def test_a_prompt_is_scored_alone_as_before_an_answer(client):
+    """As evaluations do it: with no token, or with one that they drop."""
+    options = {"prompt": PROMPTS[:2], "echo": True, "logprobs": 1, "model": MODEL, "temperature": 0}
+    alone = client.completions.create(max_tokens=0, **options)
+    before = client.completions.create(max_tokens=1, **options)
+    assert [choice.text for choice in alone.choices] == PROMPTS[:2]
+    assert alone.usage.completion_tokens == 0
+    for one, other in zip(alone.choices, before.choices, strict=True):
+        assert one.logprobs.tokens == other.logprobs.tokens[:-1]
+        assert one.logprobs.token_logprobs[1:] == pytest.approx(
+            other.logprobs.token_logprobs[1:-1], abs=1e-3
+        )
+
+
+def test_ids_of_a_stream_are_those_of_the_whole_answer(client):
+    options = {**GREEDY, "prompt": PROMPTS[0], "extra_body": {"return_token_ids": True}}
+    whole = client.completions.create(**options).choices[0]
+    first, *rest = (c.choices[0] for c in client.completions.create(stream=True, **options))
+    assert first.prompt_token_ids == whole.prompt_token_ids
+    assert [i for choice in (first, *rest) for i in choice.token_ids] == whole.token_ids
+    assert (whole.stop_reason, whole.prompt_logprobs) == (None, None)
