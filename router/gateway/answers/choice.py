@@ -96,7 +96,7 @@ class AnswerChoice:
         self._is_scored = any(count is not None for count in asked)
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
-        self._echoes_scores = self._echo is not None and call.num_top is not None
+        self._echoes_scores = call.echoes_scores
         self._is_only_prompt = call.is_only_prompt
         self._return_token_ids = call.return_token_ids
         self._stop_token_ids = call.stop_token_ids
@@ -153,12 +153,12 @@ class AnswerChoice:
         ends = outcome is not None or self._text.stopped
         if ends:
             text, entries = self._end(text, entries, outcome, now_s)
-        if has_tokens and self._echo is not None:
-            text, entries = self._take_echo(text, entries)
         calls: tuple[CallDelta, ...] = ()
         if self._parser is not None:
             deltas = self._parser.feed(text)
             text, calls = _split([*deltas, *self._parser.finish()] if ends else deltas)
+        if has_tokens and self._echo is not None:
+            text, entries = self._take_echo(text, entries)
         shown_ids = token_ids if self._return_token_ids else ()
         piece = AnswerPiece(self.index, text, self._text.num_tokens, entries, calls, shown_ids)
         if not ends:

@@ -111,6 +111,7 @@ class CheckedCall(msgspec.Struct, frozen=True):
     timeline: bool
     decision: bool  # in the head of the response
     echoes: tuple[str | None, ...]
+    echoes_scores: bool  # the log-probabilities of the prompt come with it
     num_top: int | None
     num_prompt_top: int | None
     shows_stop: bool  # the answer ends with what ended it
@@ -245,6 +246,7 @@ def parse(
         timeline=call.timeline,
         decision=call.decision,
         echoes=tuple(prompt.echo for prompt in prompts),
+        echoes_scores=body.echoes_scores,
         num_top=body.num_top_logprobs,
         num_prompt_top=body.prompt_logprobs,
         shows_stop=bool(body.include_stop_str_in_output),

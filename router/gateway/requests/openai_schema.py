@@ -158,6 +158,11 @@ class Body(msgspec.Struct, kw_only=True):
         return None
 
     @property
+    def echoes_scores(self) -> bool:
+        """True if what each choice begins with has log-probabilities."""
+        return False
+
+    @property
     def is_only_prompt(self) -> bool:
         """True if no answer is wanted: only the prompt and its log-probabilities."""
         return False
@@ -333,6 +338,11 @@ class CompletionBody(Body, kw_only=True):
         return DEFAULT_COMPLETION_TOKENS
 
     @property
+    def echoes_scores(self) -> bool:
+        """True if there is an echo and log-probabilities are asked for."""
+        return bool(self.echo) and self.num_top_logprobs is not None
+
+    @property
     def is_only_prompt(self) -> bool:
         """True if no answer is wanted: only the prompt and its log-probabilities."""
         return self.max_tokens == 0
@@ -350,7 +360,7 @@ class CompletionBody(Body, kw_only=True):
     @property
     def num_scored_prompt(self) -> int | None:
         """The larger of `prompt_logprobs` and, with `echo`, of `logprobs`."""
-        wanted = (self.prompt_logprobs, self.num_top_logprobs if self.echo else None)
+        wanted = (self.prompt_logprobs, self.num_top_logprobs if self.echoes_scores else None)
         return max((count for count in wanted if count is not None), default=None)
 
     @property

@@ -273,6 +273,21 @@ def test_a_stream_begins_with_the_echo():
     assert [c["choices"][0]["text"] for c in chunks] == ["yoh", "i", ""]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_message_that_a_chat_goes_on_from_has_no_scores(stream):
+    messages = [{"role": "user", "content": "yo"}, {"role": "assistant", "content": "so"}]
+    fields = {"messages": messages, "continue_final_message": True, "echo": True}
+    fields |= {"logprobs": True, "n": 2, "stream": stream}
+    reply = chat(FakeRouter([say(("h", -0.5), outcome=LENGTH)]), fields)
+    assert reply.status == 200
+    if stream:
+        assert contents(reply.events()) == [[("h", -0.5)]] * 2
+        return
+    for choice in reply.json()["choices"]:
+        assert choice["message"]["content"] == "soh"
+        assert [item["token"] for item in choice["logprobs"]["content"]] == ["h"]
+
+
 def test_an_echo_is_scored_like_the_answer_after_it():
     router = prompt_scored(YO)
     [choice] = complete(router, {"echo": True, "logprobs": 1}).json()["choices"]
