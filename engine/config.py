@@ -11,16 +11,21 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, MutableMapping
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from engine.config_hints import hint_of
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
+MAX_KEY_BYTES = 256  # of an API key
 MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
+_KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_BYTES}}}")  # of characters that a header may have
+_KEY_HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:_\[\]-]+")  # as browsers write it
 
 
@@ -194,7 +199,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000
     processes: int = 1  # they share the port
     model_name: str | None = None  # None: the name of the model's directory
-    keys_file: str | None = None  # of `baton keys`; None: open to everyone
+    keys_file: str | None = None  # of `baton keys`
+    # Keys of the operator's own, instead of a keys file: a key or a list. `load_config` puts hashes
+    # in their place, "sha256:" and 64 hex digits, which an operator may write too.
+    api_key: tuple[str, ...] = ()
     # Limits of each key without limits of its own, in each process. Without keys, they hold for all
     # clients together. None: no limit.
     requests_per_s: float | None = None
@@ -228,6 +236,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_client_ca: str | None = None  # clients need a certificate that one of these signed
     drain_timeout_s: float = 30.0  # when the gateway stops, running answers may take this long
 
+    @property
+    def needs_key(self) -> bool:
+        """True if clients need a key."""
+        return self.keys_file is not None or bool(self.api_key)
+
+    @property
+    def key_hashes(self) -> tuple[str, ...]:
+        """SHA-256 of the operator's keys, as 64 hex digits."""
+        return tuple(text.removeprefix("sha256:") for text in self.api_key)
+
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
         _require(
@@ -247,10 +265,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require_not_negative("gateway", self, ("drain_timeout_s", "batch_idle_s"))
         _require(0 <= self.batch_share <= 1, "gateway.batch_share must be between 0 and 1")
         _require(
-            is_loopback(self.host) or self.keys_file is not None or self.open_to_all,
+            is_loopback(self.host) or self.needs_key or self.open_to_all,
             f"gateway.host = {self.host} can be reached from other machines, and no key is needed:"
-            " make one with `baton keys add NAME` and set gateway.keys_file (--keys-file), or say"
+            " make one with `baton keys add NAME` and set gateway.keys_file (--keys-file), give one"
+            " as gateway.api_key (--api-key), or say"
             " gateway.open_to_all = true (--open-to-all) if everyone may use this server",
+        )
+        _require(
+            self.keys_file is None or not self.api_key,
+            "gateway.keys_file and gateway.api_key do not go together: put all keys into the file",
+        )
+        _require(
+            all(_KEY_HASH.fullmatch(text) for text in self.api_key),
+            "gateway.api_key holds hashes of keys: sha256: and 64 hex digits",
         )
         _require(
             (self.tls_cert is None) == (self.tls_key is None),
@@ -378,10 +405,41 @@ def load_config(
     for key, value in flags.items():
         if value is not None:
             _set(tree, key.split("."), value)
+    return config_of(tree, source="configuration", is_text=True)
+
+
+def config_of(tree: dict[str, Any], *, source: str, is_text: bool = False) -> Config:
+    """Checks a tree that was read from a source. Raises ConfigError, which names the source.
+
+    `is_text`: values may be texts that are still to be parsed.
+    """
+    section = tree.get("gateway")
+    if isinstance(section, dict) and "api_key" in section:
+        tree = {**tree, "gateway": {**section, "api_key": _hashed(section["api_key"])}}
     try:
-        return msgspec.convert(tree, Config, strict=False)
+        return msgspec.convert(tree, Config, strict=not is_text)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"configuration: {error}") from error
+        raise ConfigError(f"{source}: {error}{hint_of(error, Config)}") from error
+
+
+def _hashed(keys: Any) -> Any:
+    """Replaces each key by its hash. Raises ConfigError, which does not show the key."""
+    if isinstance(keys, str):
+        keys = [keys]
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+        return keys  # an error of its type follows
+    for key in keys:
+        if not _KEY.fullmatch(key):
+            raise ConfigError(
+                f"gateway.api_key: a key has 1 to {MAX_KEY_BYTES} printable ASCII characters"
+                " and no space"
+            )
+    hashed = (key if _KEY_HASH.fullmatch(key) else f"sha256:{_hash_of(key)}" for key in keys)
+    return list(dict.fromkeys(hashed))
+
+
+def _hash_of(key: str) -> str:
+    return sha256(key.encode()).hexdigest()
 
 
 def forget_environment(environment: MutableMapping[str, str]) -> None:

@@ -1,12 +1,16 @@
 """`baton serve`: runs a deployment on this machine until a signal."""
 
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +38,7 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 LOOK_EVERY_S = 0.1  # how often a stop looks for signals
-
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 # Options that have the name of the setting that they change, by its section.
 _OPTIONS = {
@@ -46,6 +50,15 @@ _OPTIONS = {
         *("kv_transport", "block_size", "threads", "speculate", "draft_model"),
     ),
 }
+
+
+class LogLevel(StrEnum):
+    """The least level of the log lines that are written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 class LauncherKind(StrEnum):
@@ -76,6 +89,13 @@ def serve(  # noqa: PLR0913 - a command's options
     keys_file: Annotated[
         Path | None, typer.Option(help="file of API keys, see `baton keys` (default: no keys)")
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a key that clients must send; may be repeated; instead of --keys-file;"
+            " also in BATON_GATEWAY__API_KEY"
+        ),
+    ] = None,
     open_to_all: Annotated[
         bool | None, typer.Option("--open-to-all", help="serve other machines without API keys")
     ] = None,
@@ -95,8 +115,11 @@ def serve(  # noqa: PLR0913 - a command's options
         typer.Option(help="KV memory of each worker, MiB (default: as memory allows)"),
     ] = None,
     max_model_len: Annotated[
-        int | None,
-        typer.Option(help="most tokens of one request (default: the model's context)"),
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="most tokens of one request, such as 4096 or 4k (default: the model's context)",
+        ),
     ] = None,
     kv_transport: Annotated[
         Transport | None, typer.Option(help="how KV moves between workers")
@@ -116,9 +139,11 @@ def serve(  # noqa: PLR0913 - a command's options
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
     admin_port: Annotated[int | None, typer.Option(help="port of the admin API")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "warning",
+    log_level: Annotated[LogLevel, typer.Option(help="of log lines")] = LogLevel.WARNING,
 ) -> None:
     """Serves a model until Ctrl-C; without MODEL, the bundled one."""
+    if api_key:
+        start_again(without_keys(sys.orig_argv), api_key)
     flags = _flags(context.params)
     if model == str(BUNDLED_MODEL):
         flags["gateway.model_name"] = model_name or "baton-bundled"
@@ -137,11 +162,48 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
     flags = {
         f"{section}.{name}": options[name] for section in _OPTIONS for name in _OPTIONS[section]
     }
+    if options["max_model_len"] is not None:
+        flags["worker.max_model_len"] = parse_tokens(options["max_model_len"])
     flags |= {"gateway.record_dir": options["record"], "admin.port": options["admin_port"]}
     return {
         path: str(value.expanduser().resolve()) if isinstance(value, Path) else value
         for path, value in flags.items()
     }
+
+
+def without_keys(command: Sequence[str]) -> list[str]:
+    """Returns a command line without its `--api-key` options."""
+    words = iter(command)
+    kept: list[str] = []
+    for word in words:
+        if word == "--api-key":
+            next(words, None)
+        elif not word.startswith("--api-key="):
+            kept.append(word)
+    return kept
+
+
+def start_again(command: Sequence[str], keys: Sequence[str]) -> NoReturn:
+    """Becomes this command with the keys in its environment, which other users cannot read.
+
+    They can read every process's command line. Ray keeps it as well, in its table of jobs.
+    """
+    environment = {**os.environ, "BATON_GATEWAY__API_KEY": msgspec.json.encode(keys).decode()}
+    os.execve(sys.executable, list(command), environment)
+
+
+def parse_tokens(text: str) -> int:
+    """Reads a number of tokens such as 4096, 4k, 4K or 1.5m. Raises ConfigError.
+
+    As with vLLM, k and m are powers of 1000, K and M are powers of 1024.
+    """
+    found = re.fullmatch(r"(\d{1,12})(\.\d{1,6})?([kKmM]?)", text)
+    if found is None or (found[2] and found[3] not in ("k", "m")):
+        raise ConfigError(f"--max-model-len {text!r}: write tokens as 4096, 4k, 4K or 25.6k")
+    number = Decimal(found[1] + (found[2] or "")) * _SIZES[found[3]]
+    if number != int(number):
+        raise ConfigError(f"--max-model-len {text!r} is no whole number of tokens")
+    return int(number)
 
 
 def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
@@ -231,7 +293,7 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
         ' "messages": [{"role": "user", "content": '
         '"Write a Python function `add`: Return the sum of a and b."}]}'
     )
-    needs_key = deployment.config.gateway.keys_file is not None
+    needs_key = deployment.config.gateway.needs_key
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needs_key else ""
     json = "-H 'Content-Type: application/json'"
     command = f"curl -N {ready.url}/v1/chat/completions{key} {json} -d "

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from deploy.commands.defaults import BUNDLED_MODEL, pools_of
-from engine.config import Config
+from engine.config import Config, config_of
 from engine.errors import ConfigError
 
 
@@ -41,9 +41,9 @@ def load_up_config(path: Path) -> UpConfig:
     own = {key: tree.pop(key) for key in _Own.__struct_fields__ if key in tree}
     try:
         given = msgspec.convert(own, _Own)
-        config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {error}") from error
+    config = config_of(tree, source=str(path))
     if (given.cluster is None) == (given.address is None):
         raise ConfigError(f"{path}: give one of `cluster` and `address`")
     pools_of(config.pools)  # raises if these pools cannot serve

@@ -17,6 +17,8 @@ from engine.config import GatewayConfig
 from engine.errors import ConfigError
 from engine.net.trust import Secret
 from router.access.file import KeyFile
+from router.access.fixed import FixedKeys
+from router.access.guard import KeyFinder
 from router.access.limits import KeyLimits
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
@@ -73,7 +75,7 @@ class GatewayService(LoopService[GatewayReady]):
             ),
             load_text=lambda version: load_text_model(directory_of(version.model, Parts.TEXT)),
         )
-        keys = None if config.keys_file is None else _open_keys(config.keys_file, clock)
+        keys = _open_keys(config, clock)
         settings = GatewaySettings(
             secret=Secret(spec.token),
             max_body_bytes=config.max_body_bytes,
@@ -178,8 +180,11 @@ def _open_tls(config: GatewayConfig) -> TlsFiles | None:
     return tls
 
 
-def _open_keys(path: str, clock: Clock) -> KeyFile:
-    keys = KeyFile(Path(path).expanduser(), clock)
+def _open_keys(config: GatewayConfig, clock: Clock) -> KeyFinder | None:
+    """The keys of clients; None if the gateway needs none. Raises KeysError."""
+    if config.keys_file is None:
+        return FixedKeys(config.key_hashes) if config.api_key else None
+    keys = KeyFile(Path(config.keys_file).expanduser(), clock)
     keys.open()
     return keys
 

@@ -4,9 +4,11 @@ Probes and the description of the API, `OPEN_PATHS`, need no key. Every other pa
 if it does not exist. `DEBUG_PATHS` reveal the load of all tenants: they need a key that may debug.
 """
 
+from collections import Counter
+from typing import Protocol
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.access.file import KeyFile
 from router.access.keys import ANONYMOUS, Tenant
 from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
@@ -16,10 +18,20 @@ DEBUG_PATHS = frozenset({"/metrics", "/load"})
 _TENANT = "baton.tenant"
 
 
+class KeyFinder(Protocol):
+    """The keys of a gateway."""
+
+    counters: Counter[str]  # refused requests, and events of the keys' source
+
+    def find(self, key: bytes) -> Tenant | None:
+        """The holder of a key; None for an unknown or expired one."""
+        ...
+
+
 class KeyGuard:
     """An application, called only for requests whose key is known."""
 
-    def __init__(self, app: ASGIApp, keys: KeyFile) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyFinder) -> None:
         self._app = app
         self._keys = keys
 

@@ -13,12 +13,12 @@ from typing import Annotated
 
 import msgspec
 
+from engine.config import MAX_KEY_BYTES
 from engine.errors import ConfigError
 from router.access.limits import KeyLimits
 
 KEY_PREFIX = "baton-"  # lets people and secret scanners recognise a leaked key
 KEY_BYTES = 32
-MAX_KEY_BYTES = 256  # longer input from clients is not hashed
 MAX_KEYS = 10_000
 _FILE_VERSION = 1
 
@@ -74,7 +74,7 @@ class KeyTable:
 
     def find(self, key: bytes, unix_s: float) -> Tenant | None:
         """The holder of a key; None for an unknown or expired one."""
-        if len(key) > MAX_KEY_BYTES:
+        if len(key) > MAX_KEY_BYTES:  # not worth a hash
             return None
         entry = self._entries.get(hash_of(key))
         if entry is None:

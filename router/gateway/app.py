@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.clock import Clock
 from engine.errors import InvalidRequest
-from router.access.file import KeyFile
-from router.access.guard import KeyGuard
+from router.access.guard import KeyFinder, KeyGuard
 from router.access.limits import KeyAccounts
 from router.edge.content_types import check_content
 from router.edge.limits import Book
@@ -68,7 +67,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     clock: Clock,
     rng: random.Random,
     grammars: GrammarCheck,
-    keys: KeyFile | None = None,
+    keys: KeyFinder | None = None,
     siblings: Siblings | None = None,
     edge: Book | None = None,
     storage: Storage | None = None,

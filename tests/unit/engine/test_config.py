@@ -1,6 +1,7 @@
 """One tree from file, environment and flags; errors name the faulty setting."""
 
 import re
+from hashlib import sha256
 
 import pytest
 
@@ -54,9 +55,36 @@ def test_a_keys_file_that_depends_on_the_working_directory_is_an_error(path):
         load(environment={"BATON_GATEWAY__KEYS_FILE": path})
 
 
-def test_api_keys_are_not_settings():
-    with pytest.raises(ConfigError, match="api_keys"):
-        load(environment={"BATON_GATEWAY__API_KEYS": "secret"})
+@pytest.mark.parametrize("text", ["secret", '["secret"]'])
+def test_keys_are_kept_as_hashes(text):
+    config = load(environment={"BATON_GATEWAY__API_KEY": text})
+    assert config.gateway.key_hashes == (sha256(b"secret").hexdigest(),)
+    assert "secret" not in repr(config)
+    assert config.gateway.needs_key
+
+
+def test_a_hash_stands_for_its_key(write):
+    digest = sha256(b"b").hexdigest()
+    path = write(f"[gateway]\nhost = '0.0.0.0'\napi_key = ['a', 'sha256:{digest}', 'b']\n")
+    assert load(path).gateway.key_hashes == (sha256(b"a").hexdigest(), digest)
+
+
+@pytest.mark.parametrize("key", ["", "two words", "key\n", "schlüssel", "k" * 257])
+def test_a_key_that_no_header_can_have_is_refused_without_showing_it(key):
+    with pytest.raises(ConfigError, match="printable ASCII characters") as caught:
+        load(flags={"gateway.api_key": [key]})
+    assert not key.strip() or key not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [3, [3], {"a": "b"}])
+def test_keys_of_other_types_are_errors(value):
+    with pytest.raises(ConfigError, match=r"gateway\.api_key"):
+        load(flags={"gateway.api_key": value})
+
+
+def test_keys_of_the_operator_and_a_keys_file_do_not_go_together():
+    with pytest.raises(ConfigError, match="do not go together"):
+        load(flags={"gateway.api_key": "k", "gateway.keys_file": "/k"})
 
 
 def test_environment_values_take_the_type_of_their_setting():

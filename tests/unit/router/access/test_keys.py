@@ -7,8 +7,8 @@ from hashlib import sha256
 import msgspec
 import pytest
 
+from engine.config import MAX_KEY_BYTES
 from router.access.keys import (
-    MAX_KEY_BYTES,
     KeysError,
     KeyTable,
     decode_keys,
