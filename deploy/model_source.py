@@ -193,8 +193,16 @@ def name_of(source: str) -> str:
 
 def _directory(path: Path) -> Path:
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such model directory")
+        raise ConfigError(f"{path}: no such model directory{_hub_hint(str(path))}")
     return path.resolve()
+
+
+def _hub_hint(text: str) -> str:
+    """Says how to name a model of a hub, if the text has the form of its name."""
+    name, at, revision = text.partition("@")
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        return ""
+    return f"; if this is the name of a model on a hub, say hf://{name}{at}{revision}"
 
 
 class _Hub:

@@ -4,14 +4,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from deploy.commands.chat import ChatClient, converse, first_model
 from deploy.commands.keys import keys_app
@@ -20,19 +21,36 @@ from deploy.commands.up import up_app
 from deploy.commands.versions import update_app
 from engine.errors import BatonError, ConfigError
 
-# Commands that are imported only when they are asked for, as "module:attribute": their import
-# takes longer than most other commands run. `bench` is a floor of its own and may be absent.
-_LATE = {
-    "serve": "deploy.commands.serve:serve",
-    "bench": "bench.cli:app",
-    "simulate": "bench.simulator.cli:simulate_command",
-    "plan": "bench.planner.cli:plan_command",
+
+class LateCommand(NamedTuple):
+    """A command that is imported only when it is asked for."""
+
+    target: str  # "module:attribute"
+    help: str  # its line in lists of commands, which import nothing
+
+
+# Their import takes longer than most other commands run. `bench` is a floor of its own and may be
+# absent.
+LATE_COMMANDS = {
+    "serve": LateCommand(
+        "deploy.commands.serve:serve",
+        "Serves a model until Ctrl-C; without MODEL, the bundled one.",
+    ),
+    "bench": LateCommand("bench.cli:app", "Measure a server, or a part of one."),
+    "simulate": LateCommand(
+        "bench.simulator.cli:simulate_command",
+        "Play a trace against a simulated cluster and report latency, goodput, hits and cost.",
+    ),
+    "plan": LateCommand(
+        "bench.planner.cli:plan_command",
+        "Plan how many GPUs a load needs, in which pools, at what cost, and what options save.",
+    ),
 }
 
 
 def load_command(name: str) -> typer.Typer:
     """Imports a late command. Raises ConfigError if its package is not installed."""
-    module, _, attribute = _LATE[name].partition(":")
+    module, _, attribute = LATE_COMMANDS[name].target.partition(":")
     if not _is_installed(name):
         package = module.partition(".")[0]
         raise ConfigError(f"`baton {name}` needs the package `{package}`, which is not installed")
@@ -41,7 +59,7 @@ def load_command(name: str) -> typer.Typer:
 
 
 def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(_LATE[name].partition(".")[0]) is not None
+    return importlib.util.find_spec(LATE_COMMANDS[name].target.partition(".")[0]) is not None
 
 
 def _app_of(command: Callable[..., None]) -> typer.Typer:
@@ -56,28 +74,68 @@ class _Commands(TyperGroup):
     The types are those of click. Some versions of typer carry a click of their own.
     """
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        installed = [name for name in _LATE if _is_installed(name)]
-        return [*installed, *super().list_commands(ctx)]
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._only_lists = False
+        late = {
+            name: TyperCommand(name, callback=None, help=command.help)
+            for name, command in LATE_COMMANDS.items()
+            if _is_installed(name)
+        }
+        self.commands = {**late, **self.commands}
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _LATE:
+        if self._only_lists or cmd_name not in LATE_COMMANDS:
             return super().get_command(ctx, cmd_name)
         command = typer.main.get_command(load_command(cmd_name))
         command.name = cmd_name
         return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with self._listing():
+            super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        with self._listing():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        """Imports no late command inside."""
+        self._only_lists = True
+        try:
+            yield
+        finally:
+            self._only_lists = False
 
 
 app = typer.Typer(
     cls=_Commands,
     help="Baton serves large language models with prefill and decode on separate pools.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for group in (operator_app, update_app, up_app):
     app.add_typer(group)
 app.add_typer(keys_app, name="keys")
+
+
+def _answer_version(asked: bool) -> None:  # noqa: FBT001 - called by typer
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "-V", "--version", help="print the version", is_eager=True, callback=_answer_version
+        ),
+    ] = False,
+) -> None:
+    """Takes the options that come before a subcommand."""
 
 
 @app.command()

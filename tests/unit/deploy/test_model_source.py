@@ -81,6 +81,24 @@ def test_a_directory_that_is_missing_or_holds_no_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("Qwen/Qwen3-0.6B", "say hf://Qwen/Qwen3-0.6B"),
+        ("org/name@v1", "say hf://org/name@v1"),
+        ("/org/name", None),
+        ("./name", None),
+        ("name", None),
+        ("a/b/c", None),
+    ],
+)
+def test_a_missing_directory_may_be_the_name_of_a_hubs_model(name, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        local_model(name, cache=tmp_path)
+    assert str(caught.value).endswith(hint or "no such model directory")
+
+
+@pytest.mark.parametrize(
     ("source", "package"), [("hf://org/name", "huggingface_hub"), ("s3://bucket/name", "fsspec")]
 )
 def test_a_missing_package_is_named_with_what_installs_it(source, package, tmp_path, monkeypatch):

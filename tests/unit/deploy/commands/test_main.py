@@ -1,10 +1,12 @@
 """The `baton` command imports some subcommands only when they are asked for."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from deploy.commands import main
 from deploy.commands.main import app
@@ -36,6 +38,77 @@ def test_other_commands_import_no_benchmark_torch_or_ray():
     assert not {"'bench'", "'torch'", "'ray'"} & set(done.stdout.strip("{}\n").split(", "))
 
 
+def test_lists_show_late_commands_with_their_own_help():
+    for name, late in main.LATE_COMMANDS.items():
+        assert COMMANDS.get_command(None, name).help == late.help
+
+
+@pytest.mark.parametrize("words", ["--help", "--version"])
+def test_lists_import_no_late_command(words):
+    program = f"import sys; sys.argv = ['baton', '{words}']\n"
+    program += "from deploy.commands.main import main\n"
+    program += "try: main()\nexcept SystemExit: print(*sys.modules, sep='\\n', file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    modules = set(done.stderr.split("\n"))
+    assert "deploy.commands.main" in modules
+    assert not {"deploy.commands.serve", "bench.cli", "bench"} & modules
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serv"], "Did you mean 'serve'?"),
+        (["keys", "ad"], "Did you mean 'add'?"),
+        (["--versoin"], "--version"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--log-level", "inf"], "'info'"),
+    ],
+)
+def test_mistyped_words_get_a_suggestion(words, hint):
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert hint in done.output
+
+
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version_is_an_option_too(option):
+    done = CliRunner().invoke(app, [option])
+    assert done.exit_code == 0
+    assert done.output == CliRunner().invoke(app, ["version"]).output
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("baton s", {"serve", "simulate", "status", "stop-worker"}),
+        ("baton keys ", {"add", "list", "revoke"}),
+    ],
+)
+def test_shells_complete_words(line, words):
+    count = len(line.split(" ")) - 1
+    environment = {
+        "_BATON_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(count),
+    }
+    done = CliRunner().invoke(app, [], prog_name="baton", env=environment)
+    assert set(done.output.split()) == words
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_accepts_the_completion_script():
+    program = "import sys; sys.argv = ['baton', '--show-completion', 'bash']\n"
+    program += "from deploy.commands.main import main; main()"
+    shown = [sys.executable, "-c", program]
+    script = subprocess.run(shown, capture_output=True, text=True, check=True, timeout=60).stdout
+    asked = f"{script}\ncomplete -p baton"
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=10)
+    assert done.returncode == 0
+    assert "_baton_completion" in done.stdout
+
+
 def test_without_the_bench_package_its_commands_are_hidden_and_explain_why(monkeypatch):
     absent = main.importlib.util.find_spec
 
@@ -43,8 +116,9 @@ def test_without_the_bench_package_its_commands_are_hidden_and_explain_why(monke
         return None if name == "bench" else absent(name)
 
     monkeypatch.setattr(main.importlib.util, "find_spec", find)
-    names = COMMANDS.list_commands(None)
+    commands = typer.main.get_command(app)
+    names = commands.list_commands(None)
     assert "serve" in names
     assert not {"bench", "simulate", "plan"} & set(names)
     with pytest.raises(ConfigError, match=r"`baton plan` needs the package `bench`"):
-        COMMANDS.get_command(None, "plan")
+        commands.get_command(None, "plan")
