@@ -29,6 +29,7 @@ from router.gateway.endpoint import AnswerEndpoint
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.siblings import Siblings
+from router.gateway.pages.description import DescriptionPages
 from router.gateway.pages.models import ModelPages
 from router.gateway.pages.replies import (
     gone,
@@ -109,6 +110,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     status = StatusPages(versions, metrics, version, siblings)
     models, tokens = ModelPages(versions), TokenPages(parts)
     responses = ResponsePages(parts)
+    description = DescriptionPages(version, needs_key=keys is not None)
     answers: dict[str, ASGIApp] = {
         "/v1/chat/completions": AnswerEndpoint(parts, CHAT, ChatBody),
         "/v1/completions": AnswerEndpoint(parts, COMPLETION, CompletionBody),
@@ -127,6 +129,8 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
             Route("/load", status.load),
             Route("/metrics", status.metrics),
             Route("/version", status.version),
+            Route("/openapi.json", description.openapi),
+            Route("/docs", description.docs),
             *responses.routes(),
             *batches.routes(),
         ],

@@ -44,19 +44,21 @@ MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 86_400
 Handler = Callable[[HttpRequest, Tenant], Awaitable[Response]]
 
 
-class _ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a file is deleted: this long after it was made."""
+
     anchor: str
     seconds: int
 
 
-class _BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body that creates a batch."""
 
     input_file_id: str
     endpoint: str
     completion_window: str
     metadata: dict[str, str] | None = None
-    output_expires_after: _ExpiresAfter | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class BatchPages:
@@ -256,10 +258,10 @@ class BatchPages:
         self._wake()
         return json_reply(200, batch.shown())
 
-    async def _batch_body(self, request: HttpRequest) -> _BatchBody:
+    async def _batch_body(self, request: HttpRequest) -> BatchBody:
         data = await read_body(request.receive, self._settings)
         try:
-            body = msgspec.json.decode(data, type=_BatchBody)
+            body = msgspec.json.decode(data, type=BatchBody)
         except msgspec.ValidationError as error:
             raise invalid_value(str(error), _field_of(str(error))) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -350,11 +352,11 @@ def _checked_form(fields: Mapping[str, str], now_s: int) -> int | None:
     if anchor is None and text is None:
         return None
     seconds = int(text) if text is not None and text.isdigit() and len(text) < 10 else 0
-    after_s = _expiry_of(_ExpiresAfter(anchor or "", seconds), "expires_after")
+    after_s = _expiry_of(ExpiresAfter(anchor or "", seconds), "expires_after")
     return None if after_s is None else now_s + after_s
 
 
-def _expiry_of(asked: _ExpiresAfter | None, name: str = "output_expires_after") -> int | None:
+def _expiry_of(asked: ExpiresAfter | None, name: str = "output_expires_after") -> int | None:
     if asked is None:
         return None
     if asked.anchor != "created_at":

@@ -1,0 +1,177 @@
+"""Schemas of bodies: of the types that bodies are converted to, and of fields that are checked
+apart from them.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from router.gateway.batches.pages import MAX_EXPIRY_S, MIN_EXPIRY_S
+from router.gateway.openapi.operations import TOKENIZE_BODY, UPLOAD_FORM
+from router.gateway.pages.tokens import TokenizeOptions
+from router.gateway.requests.field_table import BOTH, HARMLESS, HONOURED, refused_by
+from router.gateway.requests.openai_schema import (
+    MAX_MESSAGES,
+    Body,
+    ChatBody,
+    CompletionBody,
+)
+from router.text.structured import MAX_CHOICES, MAX_TOOLS
+
+Json = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+
+_FUNCTION: Json = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+    },
+}
+# Fields that become the grammar of an answer; `router.text.structured` checks them.
+_STRUCTURED: dict[str, Json] = {
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "properties": {"schema": {"type": ["object", "boolean", "string"]}},
+            },
+        },
+    },
+    "structured_outputs": {"type": "object"},
+    "guided_json": {"type": ["object", "boolean", "string"]},
+    "guided_regex": {"type": "string", "minLength": 1},
+    "guided_choice": {
+        "type": "array",
+        "items": {"type": "string"},
+        "minItems": 1,
+        "maxItems": MAX_CHOICES,
+    },
+    "guided_grammar": {"type": "string", "minLength": 1},
+}
+_TOOLS: dict[str, Json] = {
+    "tools": {
+        "type": "array",
+        "maxItems": MAX_TOOLS,
+        "items": {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+        },
+    },
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": {"type": "string"}},
+                    },
+                },
+            },
+        ]
+    },
+    "parallel_tool_calls": {"type": "boolean"},
+}
+
+_UPLOAD_FORM: Json = {
+    "description": "An upload.",
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"const": "batch"},
+        "file": {"type": "string", "format": "binary", "description": "a request in each line"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": MIN_EXPIRY_S,
+            "maximum": MAX_EXPIRY_S,
+        },
+    },
+}
+
+
+def components_of(types: Iterable[type]) -> dict[str, Json]:
+    """The schemas of types and of what they are made of, by name."""
+    _, components = msgspec.json.schema_components(list(types), ref_template=REF)
+    for schema in components.values():
+        schema.pop("title", None)
+    return components
+
+
+def body_components() -> dict[str, Json]:
+    """The schemas of requests for answers and of /tokenize, by name."""
+    found = components_of([ChatBody, CompletionBody])
+    chat, completion = found["ChatBody"], found["CompletionBody"]
+    _complete(chat, ChatBody, _STRUCTURED | _TOOLS)
+    _complete(completion, CompletionBody, _STRUCTURED)
+    messages = chat["properties"]["messages"]
+    messages |= {"minItems": 1, "maxItems": MAX_MESSAGES}
+    del messages["default"]
+    chat["required"], completion["required"] = ["messages"], ["prompt"]
+    completion["properties"]["prompt"] = _prompt()
+    found[TOKENIZE_BODY] = _tokenize_body()
+    found[UPLOAD_FORM] = _UPLOAD_FORM
+    return found
+
+
+def _complete(schema: Json, body_type: type[Body], more: dict[str, Json]) -> None:
+    """Adds fields that the type does not have, and what the table of fields says about each."""
+    properties = schema["properties"]
+    for name, field in more.items():
+        properties[name] = {"anyOf": [field, {"type": "null"}]}
+    for honoured in HONOURED:
+        if honoured.endpoint in (body_type.endpoint, BOTH):
+            properties[honoured.name]["description"] = honoured.meaning
+    for refused in refused_by(body_type.endpoint).values():
+        reason = f"Refused, unless the value asks for nothing: {refused.reason}"
+        properties[refused.name] = {"enum": _values(refused.harmless), "description": reason}
+    for harmless in HARMLESS:
+        properties[harmless.name] = {"description": f"Passed over: {harmless.reason}"}
+
+
+def _values(harmless: Iterable[object]) -> list[object]:
+    """The values and null, each once: `1` and `1.0` are the same in JSON."""
+    found = {msgspec.json.encode(_whole(value)): _whole(value) for value in (*harmless, None)}
+    return list(found.values())
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _prompt() -> Json:
+    ids = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+    batch = {"type": "array", "items": ids, "minItems": 1}
+    return {"anyOf": [{"type": "string", "minLength": 1}, ids, texts, batch]}
+
+
+def _tokenize_body() -> Json:
+    """A body of either endpoint, with the options of /tokenize."""
+    options = components_of([TokenizeOptions])["TokenizeOptions"]["properties"]
+    text = {
+        "allOf": [
+            {"$ref": REF.format(name="CompletionBody")},
+            {"properties": {"prompt": {"type": "string", "minLength": 1}}},
+        ]
+    }
+    chat = {"$ref": REF.format(name="ChatBody")}
+    return {
+        "description": "A body of a chat completion, or of a completion with one text.",
+        "type": "object",
+        "properties": options,
+        "anyOf": [text, chat],
+    }

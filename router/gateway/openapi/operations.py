@@ -1,0 +1,372 @@
+"""The operations of the API: what each takes and returns. A test compares them with the routes."""
+
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from router.gateway.answering import (
+    ID_HEADER,
+    MAX_ID_LEN,
+    MAX_TIMEOUT_S,
+    TIMELINE_HEADER,
+    TIMEOUT_HEADER,
+)
+from router.gateway.answers.writing import DECISION_HEADER
+from router.gateway.batches.pages import MAX_PAGE, BatchBody
+from router.gateway.openapi.answers import (
+    BatchList,
+    ChatAnswer,
+    ChatStreamChunk,
+    CompletionAnswer,
+    CompletionStreamChunk,
+    DeletedFile,
+    DeletedResponse,
+    FileList,
+    Health,
+    ItemList,
+    ModelList,
+    Readiness,
+    ResponseAnswer,
+    ResponseEvent,
+    ServerLoad,
+    ServerVersion,
+    ShownBatch,
+    ShownFile,
+    ShownModel,
+)
+from router.gateway.pages.tokens import DetokenizeBody, Detokenized, Tokenized
+from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.responses.body import ResponseBody
+from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER
+
+Json = dict[str, Any]
+
+TOKENIZE_BODY = "TokenizeBody"  # made of the bodies of requests
+UPLOAD_FORM = "UploadForm"
+JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
+ANY = "application/octet-stream"
+
+_EDGE = (400, 408, 431, 500, 503)  # of any request
+_READS = (*_EDGE, 404, 413, 415, 429)  # of a body
+_ANSWERS = (*_READS, 504)
+
+
+class Operation(NamedTuple):
+    """One method of one path. `errors` are statuses whose answer is an `ErrorReply`.
+
+    `events` is the type of the events of its stream, if it has one.
+    """
+
+    method: str
+    path: str
+    tag: str
+    summary: str
+    answer: type[Struct] | str  # a media type, if it is not JSON
+    body: type[Struct] | str | None = None
+    events: type[Struct] | None = None
+    parameters: tuple[Json, ...] = ()
+    errors: tuple[int, ...] = _EDGE
+    other_answers: tuple[tuple[int, type[Struct]], ...] = ()
+    description: str = ""
+
+
+def _header(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+def _query(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "query", "description": description, "schema": schema}
+
+
+def _path(name: str, description: str) -> Json:
+    schema = {"type": "string", "minLength": 1}
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": description,
+        "schema": schema,
+    }
+
+
+_TEXT: Json = {"type": "string"}
+_VERSION = (
+    _header(VERSION_HEADER, "forces a version of the model", _TEXT),
+    _header(AFFINITY_HEADER, "requests with equal text go to the same version", _TEXT),
+)
+_OF_ANSWERS = (
+    _header(
+        ID_HEADER,
+        "names the call; the answer has it in its head",
+        {"type": "string", "pattern": f"^[ -~]{{1,{MAX_ID_LEN}}}$"},
+    ),
+    _header(
+        TIMEOUT_HEADER,
+        "seconds after which an incomplete answer ends with an error",
+        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+    ),
+    *_VERSION,
+    _header(TIMELINE_HEADER, "`1` adds where the time of the request went", _TEXT),
+    _header(DECISION_HEADER, "`1` adds where the request runs, and why", _TEXT),
+)
+_RESPONSE_ID = _path("response_id", "of a response that was kept")
+_FLAG: Json = {"type": "string", "enum": ["true", "false"]}
+
+_FILE_ID = _path("file_id", "of a file that was kept")
+_BATCH_ID = _path("batch_id", "of a batch")
+_ORDER = _query("order", "by time; the newest come first", {"enum": ["asc", "desc"]})
+_AFTER = _query("after", "the id of the item before the first one shown", _TEXT)
+_OF_FILES = (*_EDGE, 404, 501)
+
+
+def _limit(most: int) -> Json:
+    return _query("limit", "items shown", {"type": "integer", "minimum": 1, "maximum": most})
+
+
+_STREAMS = (
+    "With `stream: true` the answer is a list of server-sent events, each `data: ` and JSON, "
+    "and at the end `data: [DONE]`. If the answer fails after its begin, the last event is an "
+    "error, and `[DONE]` is missing."
+)
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answers",
+        "Answer messages",
+        ChatAnswer,
+        ChatBody,
+        ChatStreamChunk,
+        _OF_ANSWERS,
+        _ANSWERS,
+        description=_STREAMS,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Answers",
+        "Continue a text or token ids, or several",
+        CompletionAnswer,
+        CompletionBody,
+        CompletionStreamChunk,
+        _OF_ANSWERS,
+        _ANSWERS,
+        description=_STREAMS,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Responses",
+        "Make a response",
+        ResponseAnswer,
+        ResponseBody,
+        ResponseEvent,
+        _OF_ANSWERS,
+        _ANSWERS,
+        description=(
+            "Fields that are not of this API are taken as those of a chat completion. "
+            "With `stream: true` the answer is a list of server-sent events with OpenAI's names."
+        ),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{response_id}",
+        "Responses",
+        "Read a response, or follow its events",
+        ResponseAnswer,
+        events=ResponseEvent,
+        parameters=(
+            _RESPONSE_ID,
+            _query("stream", "events of a response made with `background` and `stream`", _FLAG),
+            _query(
+                "starting_after",
+                "only events after this number; needs `stream`",
+                {"type": "integer", "minimum": 0, "maximum": 2**31},
+            ),
+        ),
+        errors=(*_EDGE, 404),
+    ),
+    Operation(
+        "delete",
+        "/v1/responses/{response_id}",
+        "Responses",
+        "Delete a response",
+        DeletedResponse,
+        parameters=(_RESPONSE_ID,),
+        errors=(*_EDGE, 404),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "Responses",
+        "Cancel a response that is made in the background",
+        ResponseAnswer,
+        parameters=(_RESPONSE_ID,),
+        errors=(*_EDGE, 404, 415),
+    ),
+    Operation(
+        "get",
+        "/v1/responses/{response_id}/input_items",
+        "Responses",
+        "List the input of a response",
+        ItemList,
+        parameters=(
+            _RESPONSE_ID,
+            _limit(100),
+            _ORDER,
+            _AFTER,
+        ),
+        errors=(*_EDGE, 404),
+    ),
+    Operation(
+        "post",
+        "/v1/files",
+        "Batches",
+        "Upload the requests of a batch",
+        ShownFile,
+        UPLOAD_FORM,
+        errors=(*_EDGE, 413, 415, 501),
+    ),
+    Operation(
+        "get",
+        "/v1/files",
+        "Batches",
+        "List files",
+        FileList,
+        parameters=(
+            _query("purpose", "only files of this purpose", _TEXT),
+            _limit(MAX_PAGE["files"]),
+            _ORDER,
+            _AFTER,
+        ),
+        errors=_OF_FILES,
+    ),
+    Operation(
+        "get",
+        "/v1/files/{file_id}",
+        "Batches",
+        "A file, without its content",
+        ShownFile,
+        parameters=(_FILE_ID,),
+        errors=_OF_FILES,
+    ),
+    Operation(
+        "delete",
+        "/v1/files/{file_id}",
+        "Batches",
+        "Delete a file",
+        DeletedFile,
+        parameters=(_FILE_ID,),
+        errors=_OF_FILES,
+    ),
+    Operation(
+        "get",
+        "/v1/files/{file_id}/content",
+        "Batches",
+        "The content of a file",
+        ANY,
+        parameters=(_FILE_ID,),
+        errors=_OF_FILES,
+    ),
+    Operation(
+        "post",
+        "/v1/batches",
+        "Batches",
+        "Run the requests of a file when the pools are idle",
+        ShownBatch,
+        BatchBody,
+        errors=(*_OF_FILES, 413, 415, 429),
+    ),
+    Operation(
+        "get",
+        "/v1/batches",
+        "Batches",
+        "List batches",
+        BatchList,
+        parameters=(_limit(MAX_PAGE["batches"]), _ORDER, _AFTER),
+        errors=_OF_FILES,
+    ),
+    Operation(
+        "get",
+        "/v1/batches/{batch_id}",
+        "Batches",
+        "A batch",
+        ShownBatch,
+        parameters=(_BATCH_ID,),
+        errors=_OF_FILES,
+    ),
+    Operation(
+        "post",
+        "/v1/batches/{batch_id}/cancel",
+        "Batches",
+        "Cancel a batch",
+        ShownBatch,
+        parameters=(_BATCH_ID,),
+        errors=(*_OF_FILES, 409, 415),
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "Tokens",
+        "Tokens of a text or of messages",
+        Tokenized,
+        TOKENIZE_BODY,
+        parameters=_VERSION,
+        errors=_READS,
+        description="Counts what the same body would take as a request.",
+    ),
+    Operation(
+        "post",
+        "/detokenize",
+        "Tokens",
+        "The text of tokens",
+        Detokenized,
+        DetokenizeBody,
+        parameters=_VERSION,
+        errors=_READS,
+    ),
+    Operation("get", "/v1/models", "Models", "All models", ModelList),
+    Operation(
+        "get",
+        "/v1/models/{model_id}",
+        "Models",
+        "A model",
+        ShownModel,
+        parameters=(_path("model_id", "a name, which may hold slashes"),),
+        errors=(*_EDGE, 404),
+    ),
+    Operation("get", "/health", "State", "Whether the process is alive", Health),
+    Operation(
+        "get",
+        "/ready",
+        "State",
+        "Whether requests can be served",
+        Readiness,
+        errors=tuple(set(_EDGE) - {503}),
+        other_answers=((503, Readiness),),
+    ),
+    Operation(
+        "get",
+        "/ping",
+        "State",
+        "The same, as SageMaker asks",
+        Readiness,
+        errors=tuple(set(_EDGE) - {503}),
+        other_answers=((503, Readiness),),
+    ),
+    Operation(
+        "post",
+        "/ping",
+        "State",
+        "The same, as SageMaker asks",
+        Readiness,
+        errors=(*(set(_EDGE) - {503}), 415),
+        other_answers=((503, Readiness),),
+    ),
+    Operation("get", "/load", "State", "Requests of this gateway process", ServerLoad),
+    Operation("get", "/metrics", "State", "Metrics in Prometheus' format", TEXT),
+    Operation("get", "/version", "State", "The version of Baton", ServerVersion),
+    Operation("get", "/openapi.json", "Description", "This document", JSON),
+    Operation("get", "/docs", "Description", "This document as a page", HTML),
+)

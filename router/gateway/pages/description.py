@@ -1,0 +1,35 @@
+"""The pages that describe the API: /openapi.json and /docs."""
+
+from functools import cached_property
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from router.gateway.openapi.document import document
+from router.gateway.openapi.page import page_of
+
+
+class DescriptionPages:
+    """Their handlers. Both pages are made at the first request and kept."""
+
+    def __init__(self, version: str, *, needs_key: bool) -> None:
+        self._version = version
+        self._needs_key = needs_key
+
+    async def openapi(self, _: HttpRequest) -> Response:
+        """GET /openapi.json."""
+        return Response(self._document, media_type="application/json")
+
+    async def docs(self, _: HttpRequest) -> Response:
+        """GET /docs."""
+        policy = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+        return Response(self._page, media_type="text/html", headers=policy)
+
+    @cached_property
+    def _document(self) -> bytes:
+        return msgspec.json.encode(document(self._version, needs_key=self._needs_key))
+
+    @cached_property
+    def _page(self) -> bytes:
+        return page_of(msgspec.json.decode(self._document)).encode()
