@@ -79,6 +79,7 @@ class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     LARK = "lark"
+    TOKENS = "tokens"  # JSON: see `engine.grammar.tokens`
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):

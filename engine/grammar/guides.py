@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import GrammarError
 from engine.grammar.json_schemas import followed, regex_fault
+from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 128 * 2**10  # characters
@@ -92,10 +93,16 @@ class LlGuides:
         """
         self._prototype((b"", grammar))
 
-    def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> "LlGuide":
+    def open(
+        self, grammar: Grammar, answer: Sequence[int], salt: bytes = b""
+    ) -> "LlGuide | TokenGuide":
         """Returns a guide that has consumed `answer`. Raises GrammarError, also if the answer
         strays.
         """
+        if grammar.kind is GrammarKind.TOKENS:
+            by_tokens = TokenGuide(rules_of(grammar), self._vocab_size)
+            by_tokens.replay(answer)
+            return by_tokens
         kept = (salt, grammar)
         matcher = self._prototype(kept).deep_copy()
         guide = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
@@ -306,6 +313,8 @@ def to_lark(grammar: Grammar) -> str:
             return f"{_HEADER}start: /{regex_to_lark(source, use_ascii='')}/\n"
         case GrammarKind.LARK:
             return _from_lark(source)
+        case GrammarKind.TOKENS:
+            raise GrammarError("rules for tokens are no text")
 
 
 def _from_lark(source: str) -> str:

@@ -87,6 +87,12 @@ class TextModel:
         text = self.template.render(messages, tools, options)
         return self._encode(text, context_len, "messages", add_special_tokens=add_special_tokens)
 
+    def spellings(self, word: str) -> list[list[int]]:
+        """The token ids of a word inside a text and behind a space, as vLLM bans words."""
+        texts = (word, " " + word.lstrip())
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found if encoding.ids]
+
     @property
     def template(self) -> ChatTemplate:
         """The chat template. Raises InvalidRequest if the model has none."""

@@ -27,6 +27,7 @@ from router.gateway.requests.parameters import (
     nth_seed,
     priority_of,
     sampling_of,
+    token_grammar,
 )
 from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import ServedVersion, Versions
@@ -209,7 +210,7 @@ def parse(
         body,
         vocab_size=text.vocab_size,
         random_seed=call.random_seed,
-        grammar=structure.grammar,
+        grammar=token_grammar(body, text, structure) or structure.grammar,
     )
     first = Request(
         call.request_id,

@@ -39,6 +39,9 @@ MAX_MESSAGES = 4096  # each costs a turn of the chat template
 MAX_USER_LEN = 512  # characters
 MAX_CACHE_SALT_LEN = 256
 MAX_BOUND_MS = 3_600_000
+MAX_ALLOWED_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LEN = 256  # characters
 MAX_VARIABLES = 64  # of a chat template
 MAX_DOCUMENTS = 1024
 MAX_EFFORT_LEN = 32
@@ -47,6 +50,7 @@ NO_EFFORT = "none"
 MAX_SHOWN_LEN = 60  # characters of a client's value in an error message
 UINT64_MASK = 2**64 - 1
 
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_LEN)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LEN)]
 Count = Annotated[int, Meta(ge=1)]
 TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -93,6 +97,8 @@ class Body(msgspec.Struct, kw_only=True):
     # The choices are the best results of a beam search with `n` or `best_of` hypotheses.
     use_beam_search: bool | None = None
     length_penalty: LengthPenalty | None = None
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
@@ -457,6 +463,8 @@ _NOT_IN_BEAM_SEARCH: Refused = {
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
     "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
 }
 
 

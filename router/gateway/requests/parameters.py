@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.grammar.tokens import TokenRules
 from engine.messages import Grammar, Limits, Sampling
 from router.gateway.requests.openai_schema import (
     UINT64_MASK,
@@ -14,6 +15,7 @@ from router.gateway.requests.openai_schema import (
 )
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
 from router.text.structured import Structure, check_combination, structure_of
+from router.text.tokenizer import TextModel
 
 MAX_ID_DIGITS = 10
 
@@ -49,6 +51,28 @@ def sampling_of(
         grammar=grammar,
         logprobs=_scored(body),
     )
+
+
+def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar | None:
+    """The grammar of `allowed_token_ids` and `bad_words`, if there are any. Raises ApiError."""
+    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(body, name)]
+    if not names:
+        return None
+    if structure.grammar is not None:
+        message = f"{names[0]} cannot be combined with {structure.param}"
+        raise invalid_value(message, names[0])
+    allowed = body.allowed_token_ids or None
+    check_in_vocabulary(allowed or (), text.vocab_size, "allowed_token_ids")
+    banned = {
+        tuple(token_ids) for word in body.bad_words or () for token_ids in text.spellings(word)
+    }
+    single = {sequence[0] for sequence in banned if len(sequence) == 1}
+    if allowed is not None and single.issuperset(allowed):
+        message = "bad_words rule out all tokens of allowed_token_ids"
+        raise invalid_value(message, "bad_words")
+    return TokenRules(
+        None if allowed is None else tuple(sorted(set(allowed))), tuple(sorted(banned))
+    ).grammar()
 
 
 def nth_seed(sampling: Sampling, index: int) -> Sampling:

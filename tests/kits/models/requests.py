@@ -1,8 +1,10 @@
 """Random requests of every kind to the bundled model, and the comparison of their answers."""
 
 import random
+from itertools import pairwise
 
 from deploy.commands.defaults import BUNDLED_MODEL
+from engine.grammar.tokens import TokenRules
 from engine.messages import Grammar, GrammarKind, Sampling
 from tests.kits.models.pools import Asked
 
@@ -10,6 +12,9 @@ NUM_BLOCKS = 1024
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
 TEXTS = ("import os\n", "def f(", "class A:\n    def __init__(self", "    return ", "for i in ")
 EOS = (0, 1)
+RULES = TokenRules(
+    tuple(range(600)), tuple((i, j) for i in range(200, 300) for j in range(0, 600, 3))
+)
 
 
 def requests(num_requests: int, seed: int) -> list[Asked]:
@@ -42,7 +47,11 @@ def _sampling(rng: random.Random) -> Sampling:
     grammar = None
     if rng.random() < 0.2:
         grammar = rng.choice(
-            (Grammar(GrammarKind.JSON_SCHEMA, SCHEMA), Grammar(GrammarKind.REGEX, "[a-z]{3,30}"))
+            (
+                Grammar(GrammarKind.JSON_SCHEMA, SCHEMA),
+                Grammar(GrammarKind.REGEX, "[a-z]{3,30}"),
+                RULES.grammar(),
+            )
         )
     return Sampling(
         temperature=rng.choice((0.0, 0.0, 0.5, 1.0, 1.5)),
@@ -64,3 +73,6 @@ def check(found: list[Asked], expected: list[Asked]) -> None:
         assert one.answer == other.answer, one.sampling
         assert one.logprobs == other.logprobs
         assert one.is_finished
+        if one.sampling.grammar == RULES.grammar():
+            assert set(one.answer) <= set(RULES.allowed)
+            assert not set(pairwise(one.answer)) & set(RULES.banned)

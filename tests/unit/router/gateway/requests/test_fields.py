@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from engine.grammar.tokens import TokenRules, rules_of
 from router.gateway.requests import field_table
 from router.gateway.requests.field_table import BOTH, HARMLESS, HONOURED, REFUSED
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
@@ -256,3 +257,34 @@ def test_the_stop_token_ends_the_answer_if_asked_for():
 def test_every_body_has_an_endpoint():
     assert all(isinstance(each.endpoint, str) for each in (ChatBody, CompletionBody))
     assert not hasattr(Body, "endpoint")
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def rules_for(fields):
+    grammar = asked(complete, fields).sampling.grammar
+    return None if grammar is None else rules_of(grammar)
+
+
+def test_allowed_tokens_and_bad_words_are_rules_of_the_workers():
+    assert rules_for({"allowed_token_ids": [7, 5, 7]}) == TokenRules((5, 7))
+    rules = rules_for({"bad_words": ["ab", " c"]})
+    assert rules == TokenRules(None, tuple(sorted({(97, 98), (32, 97, 98), (32, 99)})))
+    assert rules_for({"allowed_token_ids": [], "bad_words": []}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [260]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"allowed_token_ids": [97], "bad_words": ["a"]}, "bad_words"),
+        ({"allowed_token_ids": [97], "guided_regex": "a"}, "allowed_token_ids"),
+        ({"bad_words": ["a"], "use_beam_search": True, "temperature": 0}, "bad_words"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(fields, param):
+    reply = complete(FakeRouter(), fields)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, param)
