@@ -7,8 +7,10 @@ after `kill -9` it has happened wholly or not at all.
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +20,7 @@ from router.gateway.responses.table import TABLES as RESPONSE_TABLES
 from router.inbox.api_errors import ApiError
 
 MAX_WAITING = 1024  # units of work; more are refused
+LOG_PAUSE_S = 0.02
 BUSY_TIMEOUT_S = 10.0  # another process holds the file for milliseconds
 
 # The whole schema. Each room of the gateway adds its tables here, with IF NOT EXISTS.
@@ -85,7 +88,7 @@ class Storage:
             isolation_level=None,  # transactions begin where `_transaction` says
             check_same_thread=False,
         )
-        connection.execute("PRAGMA journal_mode = WAL")  # readers of other processes need not wait
+        _keep_a_log(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.executescript(self._tables)
         self._connection = connection
@@ -107,3 +110,17 @@ class Storage:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _keep_a_log(connection: sqlite3.Connection) -> None:
+    """Lets readers of other processes go on while one writes.
+
+    SQLite does not wait for the lock that the change needs, and gateways of a machine start at
+    once. Raises sqlite3.Error.
+    """
+    for _ in range(round(BUSY_TIMEOUT_S / LOG_PAUSE_S)):
+        with suppress(sqlite3.OperationalError):
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        threading.Event().wait(LOG_PAUSE_S)
+    connection.execute("PRAGMA journal_mode = WAL")

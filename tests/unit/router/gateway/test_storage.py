@@ -1,5 +1,6 @@
 """The gateway's database: transactions, several processes, bounds."""
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -29,6 +30,15 @@ async def opened(path: Path | None) -> Storage:
     store = Storage(path, TABLE)
     await store.open()
     return store
+
+
+async def test_processes_that_start_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    for turn in range(5):
+        stores = [Storage(tmp_path / str(turn), TABLE) for _ in range(4)]
+        await asyncio.gather(*(store.open() for store in stores))
+        await asyncio.gather(*(store.run(add(i)) for i, store in enumerate(stores)))
+        assert await stores[0].run(numbers) == [0, 1, 2, 3]
+        await asyncio.gather(*(store.close() for store in stores))
 
 
 async def test_a_file_outlives_the_process_and_memory_does_not(tmp_path: Path) -> None:
