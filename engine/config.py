@@ -222,6 +222,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # decode workers. After others they wait for `batch_idle_s` before they take all places.
     batch_share: float = 0.0
     batch_idle_s: float = 0.1
+    # Kept responses, of all keys and of each. What was not used for longest goes first.
+    max_responses: int = 20_000
+    max_responses_bytes: int = 256 * 2**20
+    max_key_responses: int = 5_000
+    max_key_responses_bytes: int = 64 * 2**20
+    response_days: float = 30.0  # after its last use
+    max_background_responses: int = 256  # that run at once, in each process
     record_dir: str | None = None  # each process writes its router's events and effects there
     # Limits of each process. A proxy counts as one address.
     max_connections: int = 8192
@@ -261,7 +268,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         bounds = ("max_body_bytes", "max_head_bytes", "head_timeout_s")
         files = ("max_file_bytes", "max_tenant_file_bytes", "max_store_bytes")
-        _require_positive("gateway", self, (*counts, *bounds, *files))
+        kept = (
+            "max_responses",
+            "max_responses_bytes",
+            "max_key_responses",
+            "max_key_responses_bytes",
+            "response_days",
+            "max_background_responses",
+        )
+        _require_positive("gateway", self, (*counts, *bounds, *files, *kept))
         _require_not_negative("gateway", self, ("drain_timeout_s", "batch_idle_s"))
         _require(0 <= self.batch_share <= 1, "gateway.batch_share must be between 0 and 1")
         _require(

@@ -29,6 +29,7 @@ from router.gateway.batches.settings import BatchSettings
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarChecker
+from router.gateway.responses.limits import ResponseLimits
 from router.gateway.storage import Storage
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
@@ -91,6 +92,14 @@ class GatewayService(LoopService[GatewayReady]):
                 share=config.batch_share,
                 idle_s=config.batch_idle_s,
             ),
+            responses=ResponseLimits(
+                max_kept=config.max_responses,
+                max_kept_bytes=config.max_responses_bytes,
+                max_kept_of_key=config.max_key_responses,
+                max_kept_bytes_of_key=config.max_key_responses_bytes,
+                keep_s=config.response_days * 86_400.0,
+                max_background=config.max_background_responses,
+            ),
         )
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
@@ -144,13 +153,16 @@ class GatewayService(LoopService[GatewayReady]):
         """Ends running answers now."""
         if self._listener is not None:
             self._listener.hurry()
+            self._background.hurry()
 
     async def close(self) -> None:
         """Takes no more requests, waits for running answers, and ends all sessions."""
         assert self._listener is not None
         self._routers.versions.stop()
-        await self._background.close()
-        await self._listener.close(self.drain_timeout_s, self._cut)
+        await asyncio.gather(
+            self._background.close(self.drain_timeout_s),
+            self._listener.close(self.drain_timeout_s, self._cut),
+        )
         await self._control.close()
         await self._grammars.close()
         if self._siblings is not None:

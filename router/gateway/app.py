@@ -104,12 +104,13 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         lanes=Lanes(),
         storage=storage or Storage(None),
     )
+    responses = ResponsePages(parts)
     batches = Batches(parts, shares_port=siblings is not None)
     if background is not None:
+        background.add(responses)
         background.add(batches)
     status = StatusPages(versions, metrics, version, siblings)
     models, tokens = ModelPages(versions), TokenPages(parts)
-    responses = ResponsePages(parts)
     description = DescriptionPages(version, needs_key=keys is not None)
     answers: dict[str, ASGIApp] = {
         "/v1/chat/completions": AnswerEndpoint(parts, CHAT, ChatBody),

@@ -10,8 +10,12 @@ class BackgroundPart(Protocol):
         """Begins. The routers are open."""
         ...
 
-    async def close(self) -> None:
-        """Stops. The routers are still open."""
+    def hurry(self) -> None:
+        """Lets a running `close` wait no longer."""
+        ...
+
+    async def close(self, timeout_s: float) -> None:
+        """Stops; what a client waits for may take so long. The routers are still open."""
         ...
 
 
@@ -30,7 +34,12 @@ class BackgroundWork:
         for part in self._parts:
             await part.open()
 
-    async def close(self) -> None:
-        """Stops all work, the latest first."""
+    def hurry(self) -> None:
+        """Lets a running `close` wait no longer."""
+        for part in self._parts:
+            part.hurry()
+
+    async def close(self, timeout_s: float) -> None:
+        """Stops all work, the latest first; what a client waits for may take so long."""
         for part in reversed(self._parts):
-            await part.close()
+            await part.close(timeout_s)

@@ -59,8 +59,11 @@ class Batches:
         """Begins to run batches."""
         await self._runner.open()
 
-    async def close(self) -> None:
-        """Stops running batches."""
+    def hurry(self) -> None:
+        """Does nothing: `close` waits for nothing."""
+
+    async def close(self, timeout_s: float) -> None:
+        """Stops running batches at once: they go on after a restart."""
         await self._runner.close()
 
     def _port_of(self, served: ServedVersion) -> SteppingPort:

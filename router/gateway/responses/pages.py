@@ -29,7 +29,7 @@ Page = Callable[[Scope, Send], Awaitable[None]]
 
 
 class ResponsePages:
-    """The endpoints of responses."""
+    """The endpoints of responses; a `BackgroundPart`."""
 
     def __init__(self, parts: GatewayParts) -> None:
         self._parts = parts
@@ -47,8 +47,15 @@ class ResponsePages:
             Route(f"{one}/input_items", _watched(self._input_items), methods=["GET"]),
         ]
 
+    async def open(self) -> None:
+        """Does nothing: responses begin with their calls."""
+
+    def hurry(self) -> None:
+        """Lets a running `close` wait no longer."""
+        self._service.runs.hurry()
+
     async def close(self, timeout_s: float) -> None:
-        """Waits for responses in the background, and ends those that are left."""
+        """Waits for responses in the background, and ends those that are left as failed."""
         await self._service.runs.close(timeout_s)
 
     async def _create(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:

@@ -44,6 +44,7 @@ class BackgroundRuns:
         self._turn = asyncio.Lock()  # one writes events at a time
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = False
+        self._hurried = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -97,17 +98,27 @@ class BackgroundRuns:
                 return
             await _pause(POLL_S, bell)
 
+    def hurry(self) -> None:
+        """Lets a running `close` wait no longer."""
+        self._hurried.set()
+
     async def close(self, timeout_s: float) -> None:
         """Waits for the runs, and ends those that are left as failed."""
         self._is_closing = True
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=timeout_s)
+            ended = asyncio.ensure_future(asyncio.wait(tasks))
+            hurried = asyncio.create_task(self._hurried.wait())
+            await asyncio.wait(
+                (ended, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            hurried.cancel()
+            ended.cancel()
+        if left := [task for task in tasks if not task.done()]:
+            log.warning("%d responses in the background are ended", len(left))
             for task in left:
                 task.cancel()
-            if left:
-                log.warning("%d responses in the background are ended", len(left))
-                await asyncio.wait(left, timeout=STOP_TIMEOUT_S)
+            await asyncio.wait(left, timeout=STOP_TIMEOUT_S)
         if self._writer is not None:
             self._writer.cancel()
 
@@ -128,7 +139,7 @@ class BackgroundRuns:
             del self._runs[run.id]
 
     async def _fail(self, run: BackgroundRun, message: str) -> None:
-        if run.draft is not None and run.is_kept.is_set():
+        if run.draft is not None:
             run.note(run.draft.fail(message))
             await self._finish(run, run.draft)
 

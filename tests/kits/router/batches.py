@@ -116,7 +116,7 @@ async def batch_app(
     try:
         yield app
     finally:
-        await background.close()
+        await background.close(0.0)
         await storage.close()
 
 

@@ -1,11 +1,20 @@
 """Shared by the tests of responses: OpenAI's client in front of an app in this process."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
 from openai import AsyncOpenAI
+
+from router.access.file import KeyFile
+from router.gateway.app import create_app
+from router.gateway.background import BackgroundWork
+from router.gateway.requests.calls import GatewaySettings
+from router.gateway.storage import Storage
+from tests.kits.grammar_checks import CheckedAtOnce
+from tests.kits.router.gateway import SECRET, FakeRouter, versions_of
 
 T = TypeVar("T")
 CONTEXT_LEN = 4096
@@ -31,10 +40,32 @@ def with_client(app: Any, use: Callable[[AsyncOpenAI], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-async def until(holds: Callable[[], Awaitable[bool]], turns: int = 2000) -> None:
-    """Lets other tasks run until this holds."""
-    for _ in range(turns):
+async def until(holds: Callable[[], Awaitable[bool]], num_turns: int = 2000) -> None:
+    """Waits until this holds, for seconds at most. The store answers from a thread."""
+    for _ in range(num_turns):
         if await holds():
             return
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.002)
     raise AssertionError("it never held")
+
+
+def app_on(
+    router: FakeRouter,
+    storage: Storage,
+    seed: int = 1,
+    *,
+    background: BackgroundWork | None = None,
+    keys: KeyFile | None = None,
+    **settings: Any,
+) -> Any:
+    """An application that keeps responses here, with ids of its own."""
+    return create_app(
+        versions_of(router, context_len=CONTEXT_LEN),
+        settings=GatewaySettings(SECRET, **settings),
+        clock=router.clock,
+        rng=random.Random(seed),
+        grammars=CheckedAtOnce(),
+        storage=storage,
+        background=background,
+        keys=keys,
+    )
