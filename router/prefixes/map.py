@@ -99,6 +99,10 @@ class PrefixHashes:
         self._salt = salt
         self._hashes = {size: list(hashes) for size, hashes in (known or {}).items()}
 
+    def copy(self) -> "PrefixHashes":
+        """The same hashes, for a prompt that begins with all of their tokens."""
+        return PrefixHashes(self._hashes, salt=self._salt)
+
     def leading(
         self, token_ids: Sequence[int], *, num_tokens: int, block_size: int
     ) -> list[BlockHash]:

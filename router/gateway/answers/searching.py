@@ -22,6 +22,7 @@ from router.gateway.answers.writing import AnswerWriter
 from router.gateway.requests.calls import CheckedCall
 from router.machine.requests import Finished, Outcome, Request, Update
 from router.port import RequestPort
+from router.prefixes.map import PrefixHashes
 
 
 class Searches:
@@ -69,6 +70,8 @@ class Searches:
             length_penalty=self._beams.length_penalty,
         )
         search = BeamSearch(rules)
+        # Hashes of the prompt's blocks, which all steps need; the first one computes them.
+        leader = replace(leader, hashes=PrefixHashes(salt=leader.salt))
         first: Update | None = None
         step = 0
         while not search.is_over:
@@ -135,7 +138,9 @@ def _leaves(errors: BaseExceptionGroup[_StepFailed]) -> list[_StepFailed]:
 
 def _later(request: Request, now_s: float) -> Request:
     """A request of a later step: its bounds of time are over, and its prompt has its scores."""
-    return replace(request, received_s=now_s, deadline_s=None, prompt_logprobs=None)
+    assert request.hashes is not None
+    hashes = request.hashes.copy()
+    return replace(request, received_s=now_s, deadline_s=None, prompt_logprobs=None, hashes=hashes)
 
 
 def _joined(one: Update, other: Update) -> Update:

@@ -37,6 +37,7 @@ from router.text.structured import Structure
 from router.text.tokenizer import TextModel
 
 MAX_BATCH_TOKENS = 2**20  # of all prompts of a call
+MAX_STEP_TOKENS = 2**19  # that a step of a beam search sends: some milliseconds of encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ def parse(
     check_batch(body, settings.max_batch_choices)
     beams = _beams(body, structure, text)
     prompts = _prompts(body.singles(), served, structure, settings)
+    if beams is not None:
+        _check_steps(beams, prompts)
     sampling = sampling_of(
         body,
         vocab_size=text.vocab_size,
@@ -273,6 +276,17 @@ def _beams(body: Body, structure: Structure, text: TextModel) -> Beams | None:
         raise invalid_value(message, "n")
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     return Beams(body.num_candidates, penalty)
+
+
+def _check_steps(beams: Beams, prompts: Sequence[_Prompt]) -> None:
+    """Raises ApiError if the steps of a beam search would be too large for the gateway."""
+    num_tokens = beams.width * sum(prompt.limits.max_len for prompt in prompts)
+    if num_tokens > MAX_STEP_TOKENS:
+        message = (
+            f"{beams.width} beams of prompts and answers of this length have {num_tokens} tokens; "
+            f"at most {MAX_STEP_TOKENS} are allowed"
+        )
+        raise invalid_value(message, "use_beam_search")
 
 
 def _prompts(

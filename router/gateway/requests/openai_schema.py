@@ -34,6 +34,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 MAX_LENGTH_PENALTY = 10.0
+MAX_BEAM_TOKENS = 4096  # of an answer: each is a round trip to the workers
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096  # each costs a turn of the chat template
 MAX_USER_LEN = 512  # characters
@@ -147,7 +148,7 @@ class Body(msgspec.Struct, kw_only=True):
     @property
     def default_tokens(self) -> int | None:
         """The longest answer if the client named none; None: what the operator says."""
-        return None
+        return MAX_BEAM_TOKENS if self.use_beam_search else None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -475,6 +476,9 @@ def _check_beam_search(body: Body) -> None:
         return
     if body.stream:
         raise unsupported("use_beam_search", "in a stream")
+    if (body.wanted_tokens or 0) > MAX_BEAM_TOKENS:
+        message = f"max_tokens is {body.wanted_tokens}; at most {MAX_BEAM_TOKENS} with beam search"
+        raise invalid_value(message, "max_tokens")
     for name, harmless in _NOT_IN_BEAM_SEARCH.items():
         value = getattr(body, name)
         if value is not None and value not in harmless:

@@ -28,3 +28,12 @@ def test_workers_with_other_blocks_have_other_hashes():
     prefix = PrefixHashes()
     prefix.leading(range(8), num_tokens=8, block_size=4)
     assert prefix.leading(range(8), num_tokens=8, block_size=2) == hash_blocks(range(8), 2)
+
+
+def test_a_copy_goes_its_own_way():
+    first = PrefixHashes(salt=b"s")
+    first.leading(range(8), num_tokens=8, block_size=4)
+    copy = first.copy()
+    longer = [*range(8), 9, 9, 9, 9]
+    assert copy.leading(longer, num_tokens=12, block_size=4) == hash_blocks(longer, 4, b"s")
+    assert first.leading(range(12), num_tokens=12, block_size=4) == hash_blocks(range(12), 4, b"s")

@@ -9,6 +9,8 @@ import pytest
 
 from engine.messages import Logprobs, Sampling
 from router.access.limits import KeyLimits
+from router.gateway.requests import calls
+from router.gateway.requests.openai_schema import MAX_BEAM_TOKENS
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.beams import reference_beams
 from tests.kits.router.gateway import (
@@ -190,12 +192,29 @@ async def test_a_client_that_leaves_ends_the_search():
         ({"early_stopping": True}, "early_stopping"),
         ({"length_penalty": 11}, "length_penalty"),
         ({"n": 17}, "n"),
+        ({"max_tokens": 4097}, "max_tokens"),
         ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"),
     ],
 )
 def test_what_a_search_cannot_do_is_named(fields, param):
     reply = complete(router(), {**BEAMS, **fields})
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_a_step_is_bounded_in_its_tokens(monkeypatch):
+    monkeypatch.setattr(calls, "MAX_STEP_TOKENS", 24)
+    fields = {**BEAMS, "prompt": ["yo", "x"]}  # two beams for each
+    assert complete(router(), fields | {"max_tokens": 4}).status == 200
+    error = complete(router(), fields | {"max_tokens": 5}).json()["error"]
+    assert error["param"] == "use_beam_search"
+
+
+def test_without_a_bound_an_answer_is_not_searched_to_the_end_of_the_context():
+    fields = {"messages": [{"role": "user", "content": "yo"}]}
+    fields |= {"use_beam_search": True, "length_penalty": 0}
+    app = make_app(router(), context_len=2**17, key_limits=KeyLimits(tokens_per_min=5000))
+    reply = post(app, "/v1/chat/completions", fields)
+    assert reply.headers["x-ratelimit-remaining-tokens"] == str(5000 - 4 - MAX_BEAM_TOKENS)
 
 
 def test_fields_that_ask_for_nothing_are_taken():
