@@ -15,11 +15,13 @@ baton bench interference --json interference.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
 baton bench hostile --json hostile.json
+baton bench batches --kills 2 --json batches.json
 baton bench report --write
 """
 
 import typer
 
+from bench.batches.cli import batches
 from bench.chaos.cli import chaos
 from bench.comparison.cli import simulator
 from bench.elastic.cli import elastic
@@ -53,6 +55,7 @@ app.command()(validation)
 app.command()(chaos)
 app.command()(moves)
 app.command()(hostile)
+app.command()(batches)
 app.command()(report)
 
 

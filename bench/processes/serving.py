@@ -53,6 +53,20 @@ class ServedDeployment:
         return sorted(found)
 
 
+def kill_at_once(deployment: ServedDeployment, proc: Path = PROC) -> None:
+    """Kills the command and every process that descends from it with SIGKILL."""
+    children: dict[int, list[int]] = {}
+    for path in proc.glob("[0-9]*"):
+        with suppress(OSError, IndexError, ValueError):  # the process has ended
+            children.setdefault(_name_and_parent(path)[1], []).append(int(path.name))
+    found = [deployment.pid]
+    for pid in found:  # grows while it is read
+        found += children.get(pid, [])
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _name_and_parent(process: Path) -> tuple[str, int]:
     """Raises OSError, IndexError or ValueError if the process has ended."""
     before, _, after = (process / "stat").read_text().rpartition(")")

@@ -1,0 +1,1 @@
+"""`baton bench batches`: clients beside batches, and batches whose server is killed."""

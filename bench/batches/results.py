@@ -1,0 +1,143 @@
+"""Computes the results of `bench batches`. Pure.
+
+| result                  | unit       |                                                   |
+|-------------------------|------------|---------------------------------------------------|
+| clients/ttft, itl, e2e  | ms         | percentiles over all windows with a batch         |
+| batches/answered_once   | requests   | with one result, which is no error; limit: all    |
+| batches/beside_clients  | requests/s | answered during windows                           |
+| batches/active          | %          | of the windows with a batch: it was not over      |
+| batches/pauses          | 1/request  | times that a request of a batch stepped aside     |
+| killed/answered_once    | requests   | of the batch whose server was killed              |
+| killed/equal            | requests   | of these: with the text of the undisturbed batch  |
+| killed/answered_before  | requests   | when the last kill came                           |
+| background/cpu          | %          | of all cores, used by other programs              |
+
+The peer of a percentile is the same one in the windows without a batch. A ratio near one says that
+batches cost clients nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.batches.plan import WITH, WITHOUT, BatchPlan
+from bench.client.answers import Answer
+from bench.client.load import LoadRun
+from bench.common.background import busy_results, busy_warning
+from bench.common.report import Result, result_of
+from bench.common.stats import percentile
+
+PERCENTS = (50, 99)
+GOAL = 1.05  # of the 99th percentiles
+ENOUGH_ACTIVE = 0.9
+
+Texts = Sequence[tuple[str, str]]  # custom ids and answers of an output file
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Clients' requests of one window, and the batch beside them."""
+
+    which: str
+    pair: int
+    load: LoadRun
+    num_answered: int = 0  # requests of the batch, during the window
+    active_s: float = 0.0  # the part of the window in which the batch was not over
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """One file twice: undisturbed, and with kills."""
+
+    undisturbed: Texts
+    disturbed: Texts
+    num_before: int  # results at the last kill
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesMeasured:
+    """All that was measured."""
+
+    windows: tuple[Window, ...]
+    texts: Texts  # of the batches of all windows
+    num_pauses: float
+    killed: Killed | None = None
+    background: tuple[float, ...] = ()
+
+
+def results(plan: BatchPlan, measured: BatchesMeasured) -> tuple[Result, ...]:
+    """All results, in the order of the table above."""
+    found = [
+        _compared(f"clients/{name}/p{percent}", measured.windows, of, percent)
+        for name, of in _TIMES.items()
+        for percent in PERCENTS
+    ]
+    beside = [window for window in measured.windows if window.which == WITH]
+    number = plan.num_of_window * plan.num_pairs
+    once = float(len(once_of(measured.texts)))
+    found.append(result_of("batches/answered_once", [once], "requests").limited(number))
+    rates = [window.num_answered / window.load.duration_s for window in beside]
+    found.append(result_of("batches/beside_clients", rates, "requests/s"))
+    shares = [100 * window.active_s / window.load.duration_s for window in beside]
+    found.append(result_of("batches/active", shares, "%"))
+    found.append(result_of("batches/pauses", [measured.num_pauses / number], "1/request"))
+    if measured.killed is not None:
+        found += _killed(plan, measured.killed)
+    return (*found, *busy_results(measured.background))
+
+
+def once_of(texts: Texts) -> dict[str, str]:
+    """The answers of requests that have exactly one."""
+    counts = Counter(name for name, _ in texts)
+    return {name: text for name, text in texts if counts[name] == 1}
+
+
+def warnings(plan: BatchPlan, measured: BatchesMeasured) -> list[str]:
+    """A line for each reason not to trust the results, and for each goal that was missed."""
+    lines = busy_warning(measured.background)
+    failures = sum(len(window.load.failures) for window in measured.windows)
+    if failures:
+        lines.append(f"{failures} requests of clients failed")
+    for result in results(plan, measured):
+        ratio = max((peer.ratio for peer in result.peers.values()), default=0.0)
+        if result.name.endswith("/p99") and ratio > GOAL:
+            lines.append(f"{result.name} is {ratio:.2f} times that without batches")
+        if result.name == "batches/active" and result.value < 100 * ENOUGH_ACTIVE:
+            lines.append("batches were over before their windows: give more --requests")
+        if result.of_limit is not None and result.of_limit < 1 and result.unit == "requests":
+            lines.append(f"{result.name}: {result.value:.0f} of {result.limit:.0f}")
+    return lines
+
+
+def _killed(plan: BatchPlan, killed: Killed) -> list[Result]:
+    undisturbed, disturbed = once_of(killed.undisturbed), once_of(killed.disturbed)
+    equal = sum(undisturbed.get(name) == text for name, text in disturbed.items())
+    before = float(killed.num_before)
+    return [
+        result_of("killed/answered_once", [float(len(disturbed))], "requests").limited(
+            plan.num_requests
+        ),
+        result_of("killed/equal", [float(equal)], "requests").limited(plan.num_requests),
+        result_of("killed/answered_before", [before], "requests"),
+    ]
+
+
+def _compared(
+    name: str,
+    windows: Sequence[Window],
+    times_of: Callable[[Answer], Sequence[float]],
+    percent: int,
+) -> Result:
+    pooled: Mapping[str, list[float]] = {WITH: [], WITHOUT: []}
+    for window in windows:
+        pooled[window.which].extend(1e3 * s for each in window.load.answers for s in times_of(each))
+    ours, theirs = (percentile(pooled[which] or [0.0], percent) for which in (WITH, WITHOUT))
+    result = result_of(name, [ours], "ms")
+    return result.beside({WITHOUT: theirs}) if theirs else result
+
+
+_TIMES: dict[str, Callable[[Answer], Sequence[float]]] = {
+    "ttft": lambda answer: [answer.ttft_s],
+    "itl": lambda answer: answer.gaps_s,
+    "e2e": lambda answer: [answer.e2e_s],
+}
