@@ -1,9 +1,12 @@
 """How many requests of batches may run now. Pure.
 
 The pools are idle if no other request runs or waits here, and no worker reported other gateways'
-work. A batch then gets places in the decode workers up to `max_running`, as long as a step takes at
-most `STRETCH` times as long as that of one sequence: a request that arrives may have to wait for
-the end of a step. Beside other work batches get `share` of those places, by default none.
+work. A request that arrives then waits for the end of the steps that run, so these are kept short.
+A batch gets places in the decode workers up to `max_running`, as long as a step takes at most
+`STRETCH` times as long as that of one sequence. Its prompts go to the workers one after the other,
+or several if they are short: as many as one step of one sequence takes.
+
+Beside other work batches get `share` of those places, by default none.
 
 After other work the pools count as idle only `idle_s` later, as requests come in bursts.
 """
@@ -15,6 +18,7 @@ from math import floor, inf
 from router.port import WorkerStatus
 
 STRETCH = 2.0
+LEAST_STEP_S = 0.002  # of prompts that a worker may have at once; it always may have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,22 @@ def _places_of(worker: WorkerStatus, num_running: float) -> int:
         return worker.max_running
     each_s = (step_s - alone_s) / (num_running - 1)
     return max(min(1 + floor((STRETCH - 1) * alone_s / each_s), worker.max_running), 1)
+
+
+def has_time(workers: Iterable[WorkerStatus]) -> bool:
+    """True if a worker would soon compute another prompt of a batch."""
+    everyone = list(workers)
+    prefillers = [worker for worker in everyone if worker.role.prefills]
+    alone_s = max((worker.forecast.alone_s or 0.0 for worker in everyone), default=0.0)
+    bound_s = max(alone_s, LEAST_STEP_S)
+    return not prefillers or any(_left_s(worker) < bound_s for worker in prefillers)
+
+
+def _left_s(worker: WorkerStatus) -> float:
+    """Predicted seconds until a worker has computed its prompts; infinite if unknown."""
+    if not worker.reserved_tokens:
+        return 0.0
+    return inf if worker.forecast.wait_s is None else worker.forecast.wait_s
 
 
 class Idleness:

@@ -31,7 +31,7 @@ from router.access.limits import UNLIMITED
 from router.gateway.answering import AnswerService, GatewayParts
 from router.gateway.batches import tables
 from router.gateway.batches.capture import CapturedAnswer
-from router.gateway.batches.idleness import Idleness, PoolsLoad
+from router.gateway.batches.idleness import Idleness, PoolsLoad, has_time
 from router.gateway.batches.lines import (
     answered_line,
     is_retried,
@@ -142,6 +142,7 @@ class BatchRunner:
     async def open(self) -> None:
         """Begins to run batches."""
         self._gate.on_ticket = self._moved.set
+        self._gate.has_time = lambda: has_time(self._versions.workers().values())
         self._metrics.on_arrival = self.note_arrival
         self._task = asyncio.create_task(self._run())
 

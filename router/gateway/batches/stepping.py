@@ -32,6 +32,7 @@ class BatchGate:
     def __init__(self) -> None:
         self._tickets: dict[Ticket, None] = {}  # oldest first
         self.num_allowed = 0
+        self.has_time: Callable[[], bool] = lambda: True  # asked before one more is let in
         self.on_ticket: Callable[[], object] = lambda: None  # called for each new request
         self._is_admitting = False
         self.num_paused = 0  # pauses so far
@@ -100,7 +101,7 @@ class BatchGate:
         if self._is_admitting or self.num_running >= self.num_allowed:
             return
         waiting = next((ticket for ticket in self._tickets if ticket.can_enter), None)
-        if waiting is not None:
+        if waiting is not None and self.has_time():
             waiting.let_in()
             self._is_admitting = True
             asyncio.get_running_loop().call_soon(self._admit_more)
@@ -163,31 +164,40 @@ class SteppingPort:
         """Starts a request, and pauses it as often as the gate says. Raises VersionLeaves."""
         journal = Journal(_in_background(request))
         ticket = self._gate.ticket(self._port, self._stays)
+        has_token = False  # of the present part
+
+        def note(token_ids: Sequence[int]) -> None:
+            nonlocal has_token
+            journal.note(token_ids)
+            if token_ids and not has_token:  # its prompt is computed: there is time for another
+                has_token = True
+                self._gate.admit()
 
         def noted_at_once(update: Update) -> bool:
             if update.outcome is not None:
                 return False
             taken = take_at_once(journal.shown(update))
             if taken:
-                journal.note(update.token_ids)
+                note(update.token_ids)
             return taken
 
         def noted_tokens(token_ids: Sequence[int], now_s: float) -> bool:
             taken = take_tokens(token_ids, now_s)
             if taken:
-                journal.note(token_ids)
+                note(token_ids)
             return taken
 
         try:
             while True:
                 await ticket.enter()
+                has_token = False
                 part = journal.next_request()
                 ticket.request_id = part.request_id
                 updates = self._port.submit(part, noted_at_once, noted_tokens)
                 async with aclosing(updates):
                     async for update in updates:
                         shown = journal.shown(update)
-                        journal.note(update.token_ids)
+                        note(update.token_ids)
                         is_paused = isinstance(update.outcome, Cancelled) and not ticket.is_in
                         if is_paused:
                             shown = msgspec.structs.replace(shown, outcome=None, timeline=None)

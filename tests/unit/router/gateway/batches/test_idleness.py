@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Role
-from router.gateway.batches.idleness import STRETCH, Idleness, PoolsLoad, num_places
+from router.gateway.batches.idleness import STRETCH, Idleness, PoolsLoad, has_time, num_places
 from router.machine.requests import Forecast
 from router.port import WorkerStatus
 
@@ -77,3 +77,19 @@ def test_places_approach_the_number_that_stretches_a_step_so_far(
         number = places(number)
     assert 1 <= number <= max_running
     assert number == 1 or alone_s + each_s * (number - 1) <= STRETCH * alone_s * (1 + 1e-6)
+
+
+def test_a_worker_gets_another_prompt_when_its_prompts_take_less_than_a_step() -> None:
+    decoder = replace(DECODE, forecast=Forecast(alone_s=0.01))
+    assert has_time((decoder, PREFILL))
+    for wait_s, holds in ((0.009, True), (0.011, False), (None, False)):
+        busy = replace(PREFILL, reserved_tokens=5, forecast=Forecast(wait_s=wait_s))
+        assert has_time((decoder, busy)) is holds
+        assert has_time((decoder, busy, PREFILL))
+    unknown = replace(PREFILL, forecast=Forecast(wait_s=None))
+    assert has_time((decoder, unknown))
+
+
+def test_without_prefill_workers_the_router_decides_about_prompts() -> None:
+    assert has_time((DECODE,))
+    assert has_time(())

@@ -186,3 +186,19 @@ async def test_a_running_request_of_a_version_that_leaves_ends_there() -> None:
     gate.dismiss_leaving()
     await reader.task
     assert reader.tokens == undisturbed(request_of())
+
+
+async def test_the_next_request_is_let_in_when_the_prompt_of_the_last_is_computed() -> None:
+    router, gate = ComputingRouter(is_quick=False), BatchGate()
+    gate.has_time = lambda: all(len(r.token_ids) > len(PROMPT) for r, _ in router.running.values())
+    port = SteppingPort(router, gate, lambda: True)
+    gate.allow(3)
+    readers = [Reader(port, request_of(f"r{i}"), takes=False) for i in range(3)]
+    for number in (1, 2, 3):
+        await turns()
+        assert len(router.running) == number
+        router.step()
+    gate.allow(0)
+    for reader in readers:
+        reader.task.cancel()
+    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
