@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from bench.batches.plan import BatchPlan, config_of, quick
+from bench.batches.plan import BesidePlan, config_of, quick
 from bench.batches.results import results, warnings
 from bench.batches.run import measure
 from bench.common.command import JsonOption, SeedOption, printed_errors, publish, quick_option
@@ -27,7 +27,7 @@ def batches(  # noqa: PLR0913 (one parameter for each option is how typer declar
 ) -> None:
     """Measure what batches cost clients, and whether kills lose or repeat a result."""
     with printed_errors():
-        plan = BatchPlan(
+        plan = BesidePlan(
             num_requests=requests,
             num_pairs=pairs,
             window_s=window_s,

@@ -27,7 +27,7 @@ WITH, WITHOUT = "with", "without"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BesidePlan:
     """Everything that is run."""
 
     num_requests: int = 10_000  # of batches, in each part
@@ -47,19 +47,19 @@ class BatchPlan:
         return -(-self.num_requests // self.num_pairs)
 
 
-def quick(plan: BatchPlan) -> BatchPlan:
+def quick(plan: BesidePlan) -> BesidePlan:
     """A smaller plan, which takes under a minute."""
     return replace(
         plan, num_requests=200, num_pairs=1, window_s=4.0, num_kills=plan.num_kills and 1
     )
 
 
-def order_of(plan: BatchPlan, pair: int) -> tuple[str, str]:
+def order_of(plan: BesidePlan, pair: int) -> tuple[str, str]:
     """The windows of a pair, in their order, which changes with each pair."""
     return (WITH, WITHOUT) if (pair + plan.seed) % 2 else (WITHOUT, WITH)
 
 
-def due_times_s(plan: BatchPlan, pair: int) -> list[float]:
+def due_times_s(plan: BesidePlan, pair: int) -> list[float]:
     """When clients send, in seconds from the start of a window."""
     number = max(round(plan.rate_per_s * plan.window_s), 1)
     return arrival_times_s(
@@ -67,13 +67,13 @@ def due_times_s(plan: BatchPlan, pair: int) -> list[float]:
     )
 
 
-def client_prompts(plan: BatchPlan, pair: int, which: str, number: int) -> Sequence[Any]:
+def client_prompts(plan: BesidePlan, pair: int, which: str, number: int) -> Sequence[Any]:
     """The prompts of clients in one window; no two are equal."""
     rng = Random(f"{plan.seed}/{pair}/{which}")
     return text_prompts(PromptShape(number, plan.input_len, 0), rng)
 
 
-def lines_of(plan: BatchPlan, name: str, number: int, model: str) -> list[dict[str, Any]]:
+def lines_of(plan: BesidePlan, name: str, number: int, model: str) -> list[dict[str, Any]]:
     """The lines of one input file."""
     rng = Random(f"{plan.seed}/{name}")
     prompts = text_prompts(PromptShape(number, plan.batch_input_len, 0), rng)
@@ -95,6 +95,6 @@ def lines_of(plan: BatchPlan, name: str, number: int, model: str) -> list[dict[s
     ]
 
 
-def config_of(plan: BatchPlan) -> dict[str, Scalar]:
+def config_of(plan: BesidePlan) -> dict[str, Scalar]:
     """The plan as a flat mapping for the report."""
     return {name: getattr(plan, name) for name in plan.__dataclass_fields__ if name != "seed"}

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.batches.plan import WITH, WITHOUT, BatchPlan
+from bench.batches.plan import WITH, WITHOUT, BesidePlan
 from bench.client.answers import Answer
 from bench.client.load import LoadRun
 from bench.common.background import busy_results, busy_warning
@@ -65,7 +65,7 @@ class BatchesMeasured:
     background: tuple[float, ...] = ()
 
 
-def results(plan: BatchPlan, measured: BatchesMeasured) -> tuple[Result, ...]:
+def results(plan: BesidePlan, measured: BatchesMeasured) -> tuple[Result, ...]:
     """All results, in the order of the table above."""
     found = [
         _compared(f"clients/{name}/p{percent}", measured.windows, of, percent)
@@ -92,7 +92,7 @@ def once_of(texts: Texts) -> dict[str, str]:
     return {name: text for name, text in texts if counts[name] == 1}
 
 
-def warnings(plan: BatchPlan, measured: BatchesMeasured) -> list[str]:
+def warnings(plan: BesidePlan, measured: BatchesMeasured) -> list[str]:
     """A line for each reason not to trust the results, and for each goal that was missed."""
     lines = busy_warning(measured.background)
     failures = sum(len(window.load.failures) for window in measured.windows)
@@ -109,7 +109,7 @@ def warnings(plan: BatchPlan, measured: BatchesMeasured) -> list[str]:
     return lines
 
 
-def _killed(plan: BatchPlan, killed: Killed) -> list[Result]:
+def _killed(plan: BesidePlan, killed: Killed) -> list[Result]:
     undisturbed, disturbed = once_of(killed.undisturbed), once_of(killed.disturbed)
     equal = sum(undisturbed.get(name) == text for name, text in disturbed.items())
     before = float(killed.num_before)

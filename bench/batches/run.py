@@ -13,7 +13,7 @@ import uvloop
 from bench.batches.plan import (
     ENDPOINT,
     WITH,
-    BatchPlan,
+    BesidePlan,
     client_prompts,
     due_times_s,
     lines_of,
@@ -43,7 +43,7 @@ class BatchNotCompleted(BatonError):
     """A batch ended in another way, or not at all."""
 
 
-def measure(plan: BatchPlan, say: Say = say_nothing) -> BatchesMeasured:
+def measure(plan: BesidePlan, say: Say = say_nothing) -> BatchesMeasured:
     """Carries out the plan. Raises ServerFailed, ServerUnreachable, BatchNotCompleted."""
     with tempfile.TemporaryDirectory() as directory:
         with _kept_in(Path(directory) / "beside.sqlite") as deployment:
@@ -64,7 +64,7 @@ def _kept_in(store: Path) -> Iterator[ServedDeployment]:
 
 
 async def _beside(
-    plan: BatchPlan, deployment: ServedDeployment, busy: BusyWatch, say: Say
+    plan: BesidePlan, deployment: ServedDeployment, busy: BusyWatch, say: Say
 ) -> tuple[tuple[Window, ...], Texts, float]:
     windows: list[Window] = []
     texts: list[tuple[str, str]] = []
@@ -86,7 +86,7 @@ async def _beside(
 
 
 async def _window(
-    plan: BatchPlan, client: ServeClient, server: "_Server", *, which: str, pair: int
+    plan: BesidePlan, client: ServeClient, server: "_Server", *, which: str, pair: int
 ) -> tuple[Window, str | None]:
     """Sends the requests of one window. Returns it, and the id of its batch."""
     clock = MonotonicClock()
@@ -120,7 +120,7 @@ async def _window(
 # ---------------------------------------------------------------- killed
 
 
-def _killed(plan: BatchPlan, store: Path, say: Say) -> Killed:
+def _killed(plan: BesidePlan, store: Path, say: Say) -> Killed:
     with _kept_in(store) as deployment:
         undisturbed = uvloop.run(_undisturbed(plan, deployment.url))
         say(f"undisturbed: {len(undisturbed)} answers")
@@ -137,13 +137,13 @@ def _killed(plan: BatchPlan, store: Path, say: Say) -> Killed:
     return Killed(undisturbed, disturbed, num_before)
 
 
-async def _undisturbed(plan: BatchPlan, url: str) -> Texts:
+async def _undisturbed(plan: BesidePlan, url: str) -> Texts:
     async with _connected(url) as server:
         return await server.complete(plan, "file", plan.num_requests)
 
 
 async def _until_kill(
-    plan: BatchPlan, url: str, batch_id: str | None, number: int
+    plan: BesidePlan, url: str, batch_id: str | None, number: int
 ) -> tuple[str, int]:
     """Runs the batch up to the next kill. Returns its id and the number of its answers."""
     async with _connected(url) as server:
@@ -210,7 +210,7 @@ class _Server:
         self._url = url
         self.model = model
 
-    async def begin(self, plan: BatchPlan, name: str, number: int) -> str:
+    async def begin(self, plan: BesidePlan, name: str, number: int) -> str:
         """Uploads a file and makes a batch of it. Returns its id."""
         lines = [msgspec.json.encode(line) for line in lines_of(plan, name, number, self.model)]
         form = aiohttp.FormData({"purpose": "batch"})
@@ -270,7 +270,7 @@ class _Server:
         lines = [msgspec.json.decode(line, type=_Result) for line in data.splitlines()]
         return [(line.custom_id, line.response.body.choices[0].text) for line in lines]
 
-    async def complete(self, plan: BatchPlan, name: str, number: int) -> Texts:
+    async def complete(self, plan: BesidePlan, name: str, number: int) -> Texts:
         """Runs a batch to its end. Returns its answers."""
         return await self.texts(await self.ended(await self.begin(plan, name, number)))
 
