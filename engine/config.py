@@ -60,6 +60,13 @@ class Speculate(StrEnum):
 WITH_DRAFT = (Speculate.DRAFT, Speculate.AUTO)
 
 
+class GenerationDefaults(StrEnum):
+    """The source of sampling parameters that a request does not have."""
+
+    AUTO = "auto"  # the model's generation_config.json
+    NONE = "none"  # those of the API
+
+
 class RouterPolicy(StrEnum):
     """The policies by which the router chooses workers for a request."""
 
@@ -94,6 +101,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name: its address may change
         return False
+
+
+def is_template(text: str) -> bool:
+    """True for the source of a chat template, false for the path of a file."""
+    return "{%" in text or "{{" in text
 
 
 def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, not a switch
@@ -199,6 +211,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000
     processes: int = 1  # they share the port
     model_name: str | None = None  # None: the name of the model's directory
+    chat_template: str | None = None  # a file, or the template itself; None: the model's own
+    # Sampling where clients say nothing: that of generation_config.json, or none.
+    generation_config: GenerationDefaults = GenerationDefaults.AUTO
     keys_file: str | None = None  # of `baton keys`
     # Keys of the operator's own, instead of a keys file: a key or a list. `load_config` puts hashes
     # in their place, "sha256:" and 64 hex digits, which an operator may write too.

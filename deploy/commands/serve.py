@@ -27,11 +27,13 @@ from deploy.services.spec import GatewayReady
 from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,
+    GenerationDefaults,
     RouterPolicy,
     Speculate,
     Transport,
     WeightFormat,
     forget_environment,
+    is_template,
     load_config,
 )
 from engine.errors import ConfigError
@@ -42,7 +44,10 @@ _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 # Options that have the name of the setting that they change, by its section.
 _OPTIONS = {
-    "gateway": ("host", "port", "model_name", "tls_cert", "tls_key", "open_to_all", "keys_file"),
+    "gateway": (
+        *("host", "port", "model_name", "tls_cert", "tls_key", "open_to_all", "keys_file"),
+        *("chat_template", "generation_config"),
+    ),
     "router": ("policy",),
     "pools": ("prefill", "decode", "mixed", "max_workers"),
     "worker": (
@@ -86,6 +91,13 @@ def serve(  # noqa: PLR0913 - a command's options
         str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/places.py")
     ] = None,
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja file, or the template itself (default: the model's)")
+    ] = None,
+    generation_config: Annotated[
+        GenerationDefaults | None,
+        typer.Option(help="sampling where clients say nothing: the model's, or none"),
+    ] = None,
     keys_file: Annotated[
         Path | None, typer.Option(help="file of API keys, see `baton keys` (default: no keys)")
     ] = None,
@@ -164,6 +176,9 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
     }
     if options["max_model_len"] is not None:
         flags["worker.max_model_len"] = parse_tokens(options["max_model_len"])
+    template = options["chat_template"]
+    if template is not None and not is_template(template):
+        flags["gateway.chat_template"] = Path(template)
     flags |= {"gateway.record_dir": options["record"], "admin.port": options["admin_port"]}
     return {
         path: str(value.expanduser().resolve()) if isinstance(value, Path) else value

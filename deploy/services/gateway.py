@@ -13,7 +13,7 @@ from deploy.services.model import directory_of
 from deploy.services.spec import GatewayReady, GatewaySpec
 from deploy.services.thread import LoopService
 from engine.clock import Clock, MonotonicClock
-from engine.config import GatewayConfig
+from engine.config import GatewayConfig, GenerationDefaults, is_template
 from engine.errors import ConfigError
 from engine.net.trust import Secret
 from router.access.file import KeyFile
@@ -74,7 +74,11 @@ class GatewayService(LoopService[GatewayReady]):
                 clock=clock,
                 record_dir=None if config.record_dir is None else Path(config.record_dir),
             ),
-            load_text=lambda version: load_text_model(directory_of(version.model, Parts.TEXT)),
+            load_text=lambda version: load_text_model(
+                directory_of(version.model, Parts.TEXT),
+                chat_template=_template_of(config),
+                has_defaults=config.generation_config is GenerationDefaults.AUTO,
+            ),
         )
         keys = _open_keys(config, clock)
         settings = GatewaySettings(
@@ -173,6 +177,17 @@ class GatewayService(LoopService[GatewayReady]):
     def _cut(self) -> None:
         """Ends the answers that are left, each with an error."""
         log.warning("%d requests are ended before they are complete", self._routers.cut())
+
+
+def _template_of(config: GatewayConfig) -> str | None:
+    """The operator's chat template. Raises ConfigError if its file cannot be read."""
+    template = config.chat_template
+    if template is None or is_template(template):
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"gateway.chat_template: {template}: {error}") from error
 
 
 def _storage_of(config: GatewayConfig) -> Storage:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.api_errors import ApiError, context_exceeded, invalid_value, no_room
+from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from router.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
 from router.text.prompt_length import chars_per_token
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
@@ -50,6 +51,7 @@ class TextModel:
         eos_token_ids: tuple[int, ...] = (),
         vocab_size: int | None = None,  # of the model; None: the tokenizer's
         file: Path | None = None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         """`file` is the tokenizer's file, for which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
@@ -57,6 +59,7 @@ class TextModel:
         self.vocab_size = num_tokens if vocab_size is None else min(num_tokens, vocab_size)
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < self.vocab_size)
         self.file = file
+        self.defaults = defaults
         self._tokenizer = tokenizer
         self._template = template
         self._has_unknown_ids = self.vocab_size < num_tokens
@@ -184,11 +187,16 @@ class TextModel:
         return ByteDetokenizer(self._byte_table, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
 
 
-def load_text_model(directory: Path) -> TextModel:
-    """Reads a checkpoint's directory. Raises CheckpointError, naming the file."""
+def load_text_model(
+    directory: Path, *, chat_template: str | None = None, has_defaults: bool = True
+) -> TextModel:
+    """Reads a checkpoint's directory. Raises CheckpointError, naming the file.
+
+    `chat_template` replaces the checkpoint's. With `has_defaults`, so does its sampling the API's.
+    """
     tokenizer = _load_tokenizer(directory / "tokenizer.json")
     config = _load_json(directory / "tokenizer_config.json")
-    source = _template_source(directory, config)
+    source = chat_template or _template_source(directory, config)
     specials = dict(_special_tokens(config))
     return TextModel(
         tokenizer,
@@ -196,6 +204,7 @@ def load_text_model(directory: Path) -> TextModel:
         eos_token_ids=_eos_token_ids(directory, tokenizer, specials.get("eos_token")),
         vocab_size=_vocab_size(directory),
         file=directory / "tokenizer.json",
+        defaults=sampling_defaults(directory) if has_defaults else NO_DEFAULTS,
     )
 
 

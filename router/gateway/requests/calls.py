@@ -211,7 +211,7 @@ def parse(
         _check_steps(beams, prompts)
     sampling = sampling_of(
         body,
-        vocab_size=text.vocab_size,
+        text=text,
         random_seed=call.random_seed,
         grammar=token_grammar(body, text, structure) or structure.grammar,
     )

@@ -1,7 +1,7 @@
 """From the fields of a body to sampling, limits and priority, as the workers know them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,9 @@ from router.text.structured import Structure, check_combination, structure_of
 from router.text.tokenizer import TextModel
 
 MAX_ID_DIGITS = 10
+MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error names
+
+NumberT = TypeVar("NumberT", int, float)
 
 
 def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | None]) -> Structure:
@@ -34,23 +37,31 @@ def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | No
 
 
 def sampling_of(
-    body: Body, *, vocab_size: int, random_seed: int, grammar: Grammar | None = None
+    body: Body, *, text: TextModel, random_seed: int, grammar: Grammar | None = None
 ) -> Sampling:
     """The sampling parameters. `random_seed` is used if the client gave no seed."""
     seed = random_seed if body.seed is None else body.seed
+    model, vocab_size = text.defaults, text.vocab_size
     return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=min(max(body.top_k or 0, 0), vocab_size),
-        min_p=body.min_p or 0.0,
+        temperature=_first(body.temperature, model.temperature, 1.0),
+        top_p=_first(body.top_p, model.top_p, 1.0),
+        top_k=min(max(_first(body.top_k, model.top_k, 0), 0), vocab_size),
+        min_p=_first(body.min_p, model.min_p, 0.0),
         seed=seed & UINT64_MASK,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=_first(body.repetition_penalty, model.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         grammar=grammar,
         logprobs=_scored(body),
     )
+
+
+def _first(asked: NumberT | None, of_model: NumberT | None, otherwise: NumberT) -> NumberT:
+    """The client's value, else that of the model's authors, else the API's."""
+    if asked is not None:
+        return asked
+    return otherwise if of_model is None else of_model
 
 
 def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar | None:
@@ -158,14 +169,16 @@ def _scored(body: Body) -> int | None:
 
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    token_ids = [_token_id(key) for key in biases]
+    wrong = [key for key in biases if not _is_token_id(key)]
+    if wrong:
+        shown = ", ".join(repr(key[:40]) for key in wrong[:MAX_WRONG_SHOWN])
+        raise invalid_value(f"logit_bias: no token ids: {shown}", "logit_bias")
+    token_ids = list(map(int, biases))
     check_in_vocabulary(token_ids, vocab_size, "logit_bias")
     if len(set(token_ids)) < len(token_ids):
         raise invalid_value("logit_bias names a token id twice", "logit_bias")
     return tuple(zip(token_ids, biases.values(), strict=True))
 
 
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
-        raise invalid_value(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
-    return int(key)
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS

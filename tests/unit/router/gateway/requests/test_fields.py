@@ -8,10 +8,14 @@ from router.gateway.requests import field_table
 from router.gateway.requests.field_table import BOTH, HARMLESS, HONOURED, REFUSED
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
 from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody, shortened
+from router.gateway.requests.parameters import sampling_of
+from router.text.defaults import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
+from router.text.tokenizer import TextModel
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
     EOS,
+    TOKENIZER,
     FakeRouter,
     chat,
     complete,
@@ -288,3 +292,13 @@ def test_allowed_tokens_and_bad_words_are_rules_of_the_workers():
 def test_rules_that_cannot_be_followed_are_refused(fields, param):
     reply = complete(FakeRouter(), fields)
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_the_models_sampling_counts_where_the_client_says_nothing():
+    model = TextModel(TOKENIZER, defaults=SamplingDefaults(temperature=0.6, top_k=20))
+    for body, expected in (
+        (ChatBody(), (0.6, 20, 1.0)),
+        (ChatBody(temperature=0.0, top_k=0, top_p=0.5), (0.0, 0, 0.5)),
+    ):
+        sampling = sampling_of(body, text=model, random_seed=1)
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == expected

@@ -1,0 +1,22 @@
+"""Sampling where clients say nothing: that of the model's authors."""
+
+import json
+
+import pytest
+
+from engine.errors import CheckpointError
+from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
+
+
+def test_the_file_says_how_to_sample(tmp_path):
+    assert sampling_defaults(tmp_path) == NO_DEFAULTS
+    fields = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    assert sampling_defaults(tmp_path) == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
+
+
+@pytest.mark.parametrize("wrong", ['{"temperature": -1}', '{"top_p": "x"}', "[]", "{"])
+def test_a_wrong_file_is_named(tmp_path, wrong):
+    (tmp_path / "generation_config.json").write_text(wrong)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        sampling_defaults(tmp_path)
