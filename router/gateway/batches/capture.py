@@ -23,13 +23,14 @@ class CapturedAnswer:
 
     async def refuse(self, error: InvalidRequest) -> None:
         """Keeps an error."""
-        await send_invalid(self._send, error)
+        await send_invalid(self.send, error)
 
     def open(self, heading: Heading) -> AnswerWriter:
         """Returns the writer of the whole answer."""
-        return WholeAnswer(heading, self._send)
+        return WholeAnswer(heading, self.send)
 
-    async def _send(self, message: Message) -> None:
+    async def send(self, message: Message) -> None:
+        """Takes a part of the response, as ASGI sends it."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}

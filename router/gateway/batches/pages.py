@@ -122,7 +122,7 @@ class BatchPages:
             raise _too_large(bounds)
         file_id = f"file-{self._rng.getrandbits(96):024x}"
         now_s = unix_time_s()
-        record = FileRecord(file_id, tenant.name, FilePurpose.BATCH, "", 0, now_s, None)
+        record = FileRecord(file_id, tenant.owner, FilePurpose.BATCH, "", 0, now_s, None)
         if (caller := caller_of(request.scope)) is not None:
             caller.stream_body()
         await self._storage.run(partial(tables.begin_file, file=record))
@@ -176,7 +176,7 @@ class BatchPages:
         page = _page_of(request, "files")
         find = partial(
             tables.list_files,
-            tenant=tenant.name,
+            tenant=tenant.owner,
             purpose=request.query_params.get("purpose"),
             page=_with_one_more(page),
             now_s=unix_time_s(),
@@ -215,7 +215,7 @@ class BatchPages:
     async def _find(self, request: HttpRequest, tenant: Tenant) -> FileRecord:
         find = partial(
             tables.find_file,
-            tenant=tenant.name,
+            tenant=tenant.owner,
             file_id=request.path_params["file_id"],
             now_s=unix_time_s(),
         )
@@ -229,7 +229,7 @@ class BatchPages:
         now_s = unix_time_s()
         batch = BatchRecord(
             id=f"batch_{self._rng.getrandbits(96):024x}",
-            tenant=tenant.name,
+            tenant=tenant.owner,
             sharing=tenant.sharing,
             endpoint=body.endpoint,
             input_file_id=body.input_file_id,
@@ -277,20 +277,20 @@ class BatchPages:
     async def batches(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/batches."""
         page = _page_of(request, "batches")
-        find = partial(tables.list_batches, tenant=tenant.name, page=_with_one_more(page))
+        find = partial(tables.list_batches, tenant=tenant.owner, page=_with_one_more(page))
         return _listing([batch.shown() for batch in await self._storage.run(find)], page.limit)
 
     async def batch(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/batches/{batch_id}."""
         batch_id = request.path_params["batch_id"]
-        find = partial(tables.find_batch, tenant=tenant.name, batch_id=batch_id)
+        find = partial(tables.find_batch, tenant=tenant.owner, batch_id=batch_id)
         return json_reply(200, (await self._storage.run(find)).shown())
 
     async def cancel(self, request: HttpRequest, tenant: Tenant) -> Response:
         """POST /v1/batches/{batch_id}/cancel."""
         cancel = partial(
             tables.cancel_batch,
-            tenant=tenant.name,
+            tenant=tenant.owner,
             batch_id=request.path_params["batch_id"],
             now_s=unix_time_s(),
         )

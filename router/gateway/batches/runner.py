@@ -28,9 +28,10 @@ import msgspec
 from engine.clock import unix_time_s
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED
-from router.gateway.answering import AnswerService, GatewayParts
+from router.gateway.answering import GatewayParts
 from router.gateway.batches import tables
 from router.gateway.batches.capture import CapturedAnswer
+from router.gateway.batches.endpoints import BatchEndpoint
 from router.gateway.batches.idleness import Idleness, PoolsLoad, has_time
 from router.gateway.batches.lines import (
     answered_line,
@@ -91,14 +92,14 @@ class BatchRunner:
     def __init__(
         self,
         parts: GatewayParts,
-        services: Mapping[str, AnswerService],
+        endpoints: Mapping[str, BatchEndpoint],
         *,
         gate: BatchGate,
         idleness: Idleness,
         quiet: GatewayMetrics,
         unix_s: Callable[[], int] = unix_time_s,
     ) -> None:
-        """`services` answer by endpoint; `quiet` measures their requests.
+        """`quiet` measures the requests of the endpoints.
 
         Building needs no event loop.
         """
@@ -107,7 +108,7 @@ class BatchRunner:
         self._metrics = parts.metrics  # of requests that are no batch's
         self._clock = parts.clock
         self._max_line_bytes = parts.settings.max_body_bytes
-        self._services = services
+        self._endpoints = endpoints
         self._gate = gate
         self._idleness = idleness
         self._quiet = quiet
@@ -385,17 +386,16 @@ class BatchRunner:
 
     async def _ask(self, batch: BatchRecord, line: _WaitingLine, answer: CapturedAnswer) -> str:
         """Answers a line as a call of its endpoint. Returns the id of the call."""
-        service = self._services.get(batch.endpoint)
-        if service is None:
+        endpoint = self._endpoints.get(batch.endpoint)
+        if endpoint is None:
             message = f"this server has no {batch.endpoint}"
             await answer.refuse(ApiError(message, param="url", code="not_found", status=404))
             return ""
-        tenant = Tenant(batch.tenant, batch.sharing, UNLIMITED, may_debug=False)
-        call = service.call(line.body, tenant, {})
-        call = msgspec.structs.replace(call, random_seed=_seed(batch.id, line.number))
+        name = batch.tenant.removeprefix(f"{batch.sharing}/")
+        tenant = Tenant(name, batch.sharing, UNLIMITED, may_debug=False)
+        seed = _seed(batch.id, line.number)
         with self._quiet.request() as meter:
-            await service.answer(call, answer, meter)
-        return call.request_id
+            return await endpoint.answer(line.body, tenant, seed, answer, meter)
 
     async def _change(
         self, job: _Job, line: _WaitingLine, work: Callable[[sqlite3.Connection], object]

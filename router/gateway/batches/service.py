@@ -9,6 +9,11 @@ from starlette.routing import Route
 from router.access.limits import UNLIMITED, KeyAccounts
 from router.gateway.answering import AnswerService, GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
+from router.gateway.batches.endpoints import (
+    BatchEndpoint,
+    CompletionEndpoint,
+    ResponsesEndpoint,
+)
 from router.gateway.batches.idleness import Idleness
 from router.gateway.batches.pages import BatchPages
 from router.gateway.batches.runner import BatchRunner
@@ -16,6 +21,7 @@ from router.gateway.batches.stepping import BatchGate, SteppingPort
 from router.gateway.metrics.collectors import counter_of
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
+from router.gateway.responses.service import ResponseService
 from router.gateway.versions import ServedVersion
 
 
@@ -29,14 +35,17 @@ class Batches:
         # A batch's requests count towards no limit of a key, and not as latencies of clients.
         self._quiet = GatewayMetrics(parts.versions, version="")
         own = replace(parts, metrics=self._quiet, accounts=KeyAccounts(UNLIMITED))
-        services = {
-            "/v1/chat/completions": AnswerService(own, CHAT, ChatBody, self._port_of),
-            "/v1/completions": AnswerService(own, COMPLETION, CompletionBody, self._port_of),
+        chat = AnswerService(own, CHAT, ChatBody, self._port_of)
+        completions = AnswerService(own, COMPLETION, CompletionBody, self._port_of)
+        endpoints: dict[str, BatchEndpoint] = {
+            "/v1/chat/completions": CompletionEndpoint(chat),
+            "/v1/completions": CompletionEndpoint(completions),
+            "/v1/responses": ResponsesEndpoint(ResponseService(own, self._port_of)),
         }
         bounds = parts.settings.batches
         self._runner = BatchRunner(
             parts,
-            services,
+            endpoints,
             gate=self._gate,
             idleness=Idleness(share=bounds.share, idle_s=bounds.idle_s),
             quiet=self._quiet,
@@ -44,7 +53,7 @@ class Batches:
         self._pages = BatchPages(
             parts.storage,
             parts.settings,
-            endpoints=services,
+            endpoints=endpoints,
             rng=parts.rng,
             wake=self._runner.wake,
             needs_store=shares_port,

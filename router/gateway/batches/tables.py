@@ -104,7 +104,7 @@ CREATE TABLE IF NOT EXISTS batch_runner (
 ) STRICT;
 """
 
-LEASE_S = 10
+LEASE_S = 6
 MAX_LINES = 50_000
 MAX_FAULTS = 100
 MAX_FILES = 10_000  # of one tenant

@@ -11,6 +11,7 @@ The life of one response:
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from starlette.types import Send
@@ -39,6 +40,8 @@ from router.gateway.responses.run import BackgroundRun
 from router.gateway.responses.runs import BackgroundRuns
 from router.gateway.responses.store import Context, ResponseStore
 from router.gateway.responses.writers import ResponseKeeper, StreamedResponse, WholeResponse
+from router.gateway.versions import ServedVersion
+from router.port import RequestPort
 
 RESPONSE = replace(CHAT, id_prefix="resp_", object_name="response")
 
@@ -63,10 +66,15 @@ class Accepted(NamedTuple):
 class ResponseService:
     """Makes responses, in the foreground or in the background."""
 
-    def __init__(self, parts: GatewayParts) -> None:
+    def __init__(
+        self,
+        parts: GatewayParts,
+        port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
+    ) -> None:
+        """`port_of` gives the way to a version's router; by default the router itself."""
         self.store = ResponseStore(parts.storage, parts.settings.responses)
         self._parts = parts
-        self._answers = AnswerService(parts, RESPONSE, ChatBody)
+        self._answers = AnswerService(parts, RESPONSE, ChatBody, port_of)
         self.runs = BackgroundRuns(self._answers, self.store, parts.metrics)
         text = "Responses: faults of the store, and what was not kept because of them"
         parts.metrics.watch_counts("baton_responses", text, "event", self.store.counters)

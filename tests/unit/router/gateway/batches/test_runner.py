@@ -76,6 +76,27 @@ async def test_a_batch_answers_every_line_in_the_order_of_the_file() -> None:
         assert shown["purpose"] == "batch_output"
 
 
+async def test_batches_of_chats_and_of_responses_are_answered_too() -> None:
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "yo"}], "max_tokens": 4},
+        "/v1/responses": {"input": "yo", "max_output_tokens": 16},
+    }
+    async with batch_app(ComputingRouter()) as app:
+        for url, body in bodies.items():
+            lines = [
+                line_of("good") | {"url": url, "body": {"model": "tiny", **body}},
+                line_of("bad") | {"url": url, "body": {"model": "tiny", **body, "top_p": 7}},
+                line_of("later") | {"url": url, "body": {**body, "background": True}},
+            ]
+            batch = await run(app, *lines, endpoint=url)
+            good, *_ = await lines_in(app, batch["output_file_id"])
+            assert good["custom_id"] == "good"
+            assert good["response"]["request_id"] == good["response"]["body"]["id"]
+            errors = await lines_in(app, batch["error_file_id"])
+            params = [line["response"]["body"]["error"]["param"] for line in errors]
+            assert params == (["top_p", "background"] if "responses" in url else ["top_p"])
+
+
 async def test_a_request_of_a_client_gets_the_same_answer() -> None:
     async with batch_app(ComputingRouter()) as app:
         batch = await run(app, line_of("same", seed=5))
@@ -431,10 +452,10 @@ def test_leases_are_for_one_owner_and_end() -> None:
     connection = sqlite3.connect(":memory:")
     connection.executescript(tables.TABLES)
     assert tables.take_lease(connection, "a", 100)
-    assert not tables.take_lease(connection, "b", 109)
-    assert tables.take_lease(connection, "a", 109)
-    assert not tables.take_lease(connection, "b", 118)
-    assert tables.take_lease(connection, "b", 119)
+    assert not tables.take_lease(connection, "b", 105)
+    assert tables.take_lease(connection, "a", 105)
+    assert not tables.take_lease(connection, "b", 110)
+    assert tables.take_lease(connection, "b", 111)
     with pytest.raises(tables.LeaseLost):
         tables.check_lease(connection, "a")
     assert tables.take_lease(connection, "a", 50)  # the wall clock was set back

@@ -1,0 +1,64 @@
+"""The endpoints that batches may name: each answers a line as it would answer a client."""
+
+from typing import Protocol
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from router.access.keys import Tenant
+from router.gateway.answering import AnswerService
+from router.gateway.batches.capture import CapturedAnswer
+from router.gateway.metrics.meters import RequestMeter
+from router.gateway.responses.service import ResponseService
+from router.inbox.api_errors import ApiError
+
+
+class BatchEndpoint(Protocol):
+    """One endpoint."""
+
+    async def answer(
+        self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
+    ) -> str:
+        """Answers a request, with this seed if it has none. Returns the id of the call."""
+        ...
+
+
+class CompletionEndpoint:
+    """Chat completions or completions."""
+
+    def __init__(self, service: AnswerService) -> None:
+        self._service = service
+
+    async def answer(
+        self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
+    ) -> str:
+        """Answers a request, with this seed if it has none. Returns the id of the call."""
+        call = self._service.call(body, tenant, {})
+        call = msgspec.structs.replace(call, random_seed=seed)
+        await self._service.answer(call, answer, meter)
+        return call.request_id
+
+
+class ResponsesEndpoint:
+    """Responses, kept as usual if they say so."""
+
+    def __init__(self, service: ResponseService) -> None:
+        self._service = service
+
+    async def answer(
+        self, body: bytes, tenant: Tenant, seed: int, answer: CapturedAnswer, meter: RequestMeter
+    ) -> str:
+        """Answers a request, with this seed if it has none. Returns the id of the call."""
+        try:
+            prepared = await self._service.prepare(body, tenant)
+            if prepared.body.background:
+                message = "a request of a batch cannot run in the background"
+                raise ApiError(message, param="background", code="unsupported_parameter")
+            call = self._service.call(prepared, tenant, {})
+        except InvalidRequest as error:
+            meter.refuse()
+            await answer.refuse(error)
+            return ""
+        call = msgspec.structs.replace(call, random_seed=seed)
+        await self._service.answer(prepared, call, meter, answer.send, None)
+        return call.request_id

@@ -1,0 +1,83 @@
+"""Files and batches with real processes and the `openai` package, through a kill of everything."""
+
+import json
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from bench.processes.serving import kill_at_once, serving
+from deploy.commands.defaults import BUNDLED_MODEL
+from tests.kits.services.served import poll_until
+
+pytestmark = pytest.mark.torch
+
+NUM_LINES = 300
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line_of(index: int) -> str:
+    body = {"model": "baton-bundled", "prompt": f"a{index} =", "max_tokens": 4, "ignore_eos": True}
+    line = {"custom_id": f"r{index}", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line)
+
+
+def begun(client: openai.OpenAI, number: int) -> str:
+    data = "\n".join(line_of(index) for index in range(number)).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    assert client.files.content(file.id).content == data
+    assert [each.id for each in client.files.list(purpose="batch")] == [file.id]
+    return client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/completions",
+        completion_window="24h",
+        metadata={"of": "a test"},
+    ).id
+
+
+def test_a_batch_goes_on_after_kill_9_of_every_process(tmp_path: Path) -> None:
+    store = {"BATON_GATEWAY__STORE": str(tmp_path / "store.sqlite")}
+    options = {"--mixed": 1, "--threads": 1, "--kv-mib": 64}
+    with (
+        serving(BUNDLED_MODEL, options, store) as deployment,
+        openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none") as client,
+    ):
+        batch_id = begun(client, NUM_LINES)
+
+        def num_completed() -> int:
+            counts = client.batches.retrieve(batch_id).request_counts
+            assert counts is not None
+            return counts.completed
+
+        poll_until(lambda: num_completed() >= 20, "a part is answered", 30)
+        before = num_completed()
+        kill_at_once(deployment)
+    assert before < NUM_LINES
+    with (
+        serving(BUNDLED_MODEL, options, store) as deployment,
+        openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none") as client,
+    ):
+        assert client.batches.retrieve(batch_id).request_counts.completed >= before
+        poll_until(lambda: client.batches.retrieve(batch_id).status in ENDED, "it ends", 40)
+        batch = client.batches.retrieve(batch_id)
+        assert (batch.status, batch.error_file_id) == ("completed", None)
+        assert batch.metadata == {"of": "a test"}
+        lines = [
+            json.loads(line)
+            for line in client.files.content(batch.output_file_id).text.splitlines()
+        ]
+        assert [line["custom_id"] for line in lines] == [f"r{i}" for i in range(NUM_LINES)]
+        assert {line["response"]["status_code"] for line in lines} == {200}
+        assert [each.id for each in client.batches.list(limit=5)] == [batch_id]
+        other = client.batches.create(
+            input_file_id=batch.input_file_id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+        )
+        time.sleep(0.2)
+        assert client.batches.cancel(other.id).status == "cancelling"
+        poll_until(lambda: client.batches.retrieve(other.id).status == "cancelled", "it ends", 9)
+        assert client.files.delete(batch.input_file_id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(batch.input_file_id)
