@@ -210,8 +210,7 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._prompt_len = prompt_len
         self._limits = limits
-        self._end_ids = frozenset(limits.stop_token_ids)
-        self._hidden_end_ids = frozenset[int]() if shows_stop else self._end_ids
+        self._hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
         self._stop = StopFinder(stop, keeps=shows_stop)
         self._has_stop = bool(stop)
 
@@ -230,10 +229,10 @@ class AnswerText:
         """The number of characters held back because they may begin a stop string."""
         return self._stop.held_len
 
-    def ends_with(self, token_id: int) -> bool:
-        """True if this token, as the next one, would end the answer."""
+    def hides(self, token_id: int) -> bool:
+        """True if this token, as the next one, would end the answer and not be shown."""
         length = self._prompt_len + self.num_tokens + 1
-        return token_id in self._end_ids and length > self._limits.min_len
+        return token_id in self._hidden_end_ids and length > self._limits.min_len
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Returns text to show now. Tokens after a stop string are neither shown nor counted."""

@@ -41,7 +41,7 @@ class ScoredText:
             if self._text.stopped:
                 break
             start = self._shown_len + self._text.held_len
-            if not self._text.ends_with(token_id):
+            if not self._text.hides(token_id):
                 self._pending.append((start, (token_id, scores)))
             piece = self._text.push((token_id,))
             self._shown_len += len(piece)

@@ -167,6 +167,14 @@ def test_tokens_are_named_by_their_ids_when_asked_for(ask):
         assert choice["logprobs"]["top_logprobs"] == [{"token_id:120": -0.25, "token_id:104": -0.5}]
 
 
+def test_a_stop_token_that_is_shown_has_its_scores():
+    router = FakeRouter([say(("h", -0.5), ("!", -0.7), outcome=STOP)])
+    fields = {"logprobs": True, "stop_token_ids": [ord("!")], "include_stop_str_in_output": True}
+    reply = chat(router, fields)
+    assert reply.json()["choices"][0]["message"]["content"] == "h!"
+    assert chat_items(reply) == [("h", -0.5), ("!", -0.7)]
+
+
 def test_special_tokens_that_end_nothing_have_their_name():
     router = FakeRouter([say((258, -0.5), outcome=LENGTH)])
     assert chat_items(chat(router, {"logprobs": True})) == [("<|user|>", -0.5)]

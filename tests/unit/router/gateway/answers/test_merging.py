@@ -112,6 +112,8 @@ FIELDS = {
     "min_tokens": st.integers(0, 1),
     "stop": st.sampled_from([None, "ab", list(STOPS)]),
     "stop_token_ids": st.sampled_from([None, [ord("b")]]),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
     "return_token_ids": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(),
     "usage_in_chunks": st.booleans(),
