@@ -6,14 +6,15 @@ from pathlib import Path
 
 import openai
 import pytest
+from openai.types import Batch
 
 from bench.processes.serving import kill_at_once, serving
 from deploy.commands.defaults import BUNDLED_MODEL
-from tests.kits.services.served import poll_until
+from tests.kits.services.served import matching, metrics, poll_until
 
 pytestmark = pytest.mark.torch
 
-NUM_LINES = 300
+NUM_LINES = 200
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -34,6 +35,37 @@ def begun(client: openai.OpenAI, number: int) -> str:
         completion_window="24h",
         metadata={"of": "a test"},
     ).id
+
+
+def texts_of(client: openai.OpenAI, batch: Batch) -> list[str]:
+    lines = client.files.content(batch.output_file_id).text.splitlines()
+    return [json.loads(line)["response"]["body"]["choices"][0]["text"] for line in lines]
+
+
+def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
+    """Interrupts sampled answers many times, and compares them with those of plain requests."""
+    bodies = [
+        {"model": "baton-bundled", "prompt": f"def f{i}(", "max_tokens": 48, "seed": i}
+        for i in range(6)
+    ]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        for i, body in enumerate(bodies)
+    ]
+    data = "\n".join(json.dumps(line) for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    for _ in range(25):
+        client.completions.create(model="baton-bundled", prompt="x", max_tokens=1)
+        time.sleep(0.12)  # the pools are idle after 0.1 s
+        if client.batches.retrieve(batch.id).status in ENDED:
+            break
+    poll_until(lambda: client.batches.retrieve(batch.id).status in ENDED, "it ends", 20)
+    plain = [client.completions.create(**body).choices[0].text for body in bodies]
+    assert texts_of(client, client.batches.retrieve(batch.id)) == plain
+    assert sum(matching("baton_batch_pauses_total", metrics(url)).values()) > 0
 
 
 def test_a_batch_goes_on_after_kill_9_of_every_process(tmp_path: Path) -> None:
@@ -78,6 +110,7 @@ def test_a_batch_goes_on_after_kill_9_of_every_process(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert client.batches.cancel(other.id).status == "cancelling"
         poll_until(lambda: client.batches.retrieve(other.id).status == "cancelled", "it ends", 9)
+        pauses_do_not_change_answers(client, deployment.url)
         assert client.files.delete(batch.input_file_id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(batch.input_file_id)

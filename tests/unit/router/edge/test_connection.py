@@ -148,7 +148,7 @@ def request(body, *extra_headers):
     headers = b"".join(header + b"\r\n" for header in extra_headers)
     length = str(len(body)).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         b"content-length: " + length + b"\r\n" + headers + b"\r\n" + body
     )
 
@@ -284,3 +284,32 @@ async def test_a_body_that_is_too_long_is_refused_though_it_has_come():
     await until(lambda: written)
     assert written[0][1].startswith(b"HTTP/1.1 413 ")
     assert router.requests == []
+
+
+async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_for_each_piece():
+    received = []
+
+    async def app(scope, receive, send):
+        caller_of(scope).stream_body()
+        is_last = False
+        while not is_last:
+            message = await receive()
+            received.append(message["body"])
+            is_last = not message["more_body"]
+
+    connection, _ = connect("a", [], app)
+    book, pace = connection._book, connection._pace
+    whole = request(b"x" * 40)
+    head, body = whole[:-40], whole[-40:]
+    connection.data_received(head + body[:10])
+    assert book.bodies_bytes == 10  # the application has not run yet
+    await until(lambda: received)
+    pace.body_s = 0.0
+    connection.data_received(body[10:20])
+    assert book.bodies_bytes == 0
+    assert pace.body_s > 0.0
+    connection.data_received(body[20:])
+    await until(lambda: not connection.tasks)
+    assert book.bodies_bytes == 0
+    assert b"".join(received) == body
+    book.validate()
