@@ -50,12 +50,11 @@ _REFUSED: Refused = {
     "best_of": (1,),
     "prompt": (),
     "prompt_cache_options": ({},),
-    "prompt_cache_retention": ("in_memory",),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
+    "use_beam_search": (False,),
 }
 # Chat's names of what this API calls otherwise.
 _RENAMED = {

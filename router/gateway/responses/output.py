@@ -3,8 +3,8 @@
 Pure and incremental. Items follow each other: one is closed before the next begins. The events of a
 message are, in this order: `response.output_item.added`, `response.content_part.added`, a
 `response.output_text.delta` for each piece, `response.output_text.done`,
-`response.content_part.done`, `response.output_item.done`. A call has deltas of its arguments in
-place of parts.
+`response.content_part.done`, `response.output_item.done`. Reasoning has the same with
+`response.reasoning_text`. A call has deltas of its arguments in place of parts.
 
 Source: OpenAI API reference, streaming events of responses.
 """
@@ -53,6 +53,13 @@ class OutputItems:
     def take_text(self, text: str) -> list[Event]:
         """Adds text alone."""
         return self._text(text, [])
+
+    def take_reasoning(self, text: str) -> list[Event]:
+        """Adds text of the model's reasoning, which comes before what it says."""
+        events = [] if self._is_in("reasoning") else self._open_reasoning()
+        self._texts.append(text)
+        event = self._at("response.reasoning_text.delta")
+        return [*events, {**event, "content_index": 0, "delta": text}]
 
     def close(self, status: Status) -> list[Event]:
         """Ends the last item. An answer without any text has an empty message."""

@@ -8,12 +8,13 @@ The life of one response:
    written into the store, from which clients read it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import Send
 
 from engine.errors import InvalidRequest
@@ -78,6 +79,11 @@ class ResponseService:
         self.runs = BackgroundRuns(self._answers, self.store, parts.metrics)
         text = "Responses: faults of the store, and what was not kept because of them"
         parts.metrics.watch_counts("baton_responses", text, "event", self.store.counters)
+        parts.metrics.watch(self._families)
+
+    def _families(self) -> Iterator[Metric]:
+        text = "Responses that run in the background"
+        yield GaugeMetricFamily("baton_background_responses", text, len(self.runs))
 
     async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
         """Checks a body and reads what it builds on. Raises ApiError."""

@@ -1,5 +1,6 @@
 """Responses through the app, with OpenAI's own client."""
 
+import asyncio
 import itertools
 
 import msgspec
@@ -8,14 +9,18 @@ from openai import BadRequestError, NotFoundError, RateLimitError
 from pydantic import BaseModel
 
 from engine.messages import Logprobs
+from router.gateway.responses.limits import ResponseLimits
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.gateway import (
     EOS,
     LENGTH,
     STOP,
     TIMELINE,
+    Connection,
     FakeRouter,
+    Never,
     answer,
+    fetch,
     make_app,
     post,
     samples,
@@ -387,3 +392,43 @@ def test_wrong_queries_are_refused(query, param):
         assert answered.json()["error"]["param"] == param
 
     with_client(app_of(FakeRouter()), use)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_response(stream):
+    router = FakeRouter([tokens("a"), Never()])
+    app = app_of(router)
+
+    async def run():
+        body = msgspec.json.encode({"input": "yo", "stream": stream})
+        connection = Connection(app, "POST", PATH, {})
+        connection.put_body(body)
+        answering = asyncio.create_task(connection.run())
+        await router.waiting.wait()
+        connection.leave()
+        await answering
+        kept = await fetch(app, "GET", f"{PATH}/{router.requests[0].request_id}")
+        assert kept.status == 404
+
+    asyncio.run(run())
+    assert router.live == 0
+    assert samples(app)["baton_requests_total"][(("outcome", "cancelled"),)] == 1
+
+
+def test_an_answer_that_cannot_be_kept_is_given_all_the_same():
+    async def use(client):
+        made = await client.responses.create(input="yo")
+        assert (made.output_text, made.store) == ("hi", False)
+        stream = await client.responses.create(input="yo", stream=True)
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response.store) == ("response.completed", False)
+
+    app = app_of(FakeRouter(), responses=ResponseLimits(max_kept_bytes=10))
+    with_client(app, use)
+    assert samples(app)["baton_responses_total"][(("event", "not_kept"),)] == 2
+
+
+def test_fields_without_a_meaning_are_told():
+    reply = post(app_of(FakeRouter()), PATH, {"input": "yo", "nonsense": 1})
+    assert reply.status == 200
+    assert reply.headers["x-baton-ignored"] == "nonsense"
