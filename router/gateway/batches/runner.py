@@ -201,7 +201,7 @@ class BatchRunner:
             await self._clean()
             self._clean_at_s = now_s + CLEAN_EVERY_S
         for job in list(self._jobs.values()):
-            await self._advance(job)
+            await self._try_to_advance(job)
         load = self._load()
         self._num_beside = self._idleness.num_beside(load)
         self._gate.allow(self._idleness.num_allowed(load, self._clock.now_s()))
@@ -247,6 +247,15 @@ class BatchRunner:
             self.events["file removed"] += 1
 
     # ------------------------------------------------------------ one batch
+
+    async def _try_to_advance(self, job: _Job) -> None:
+        try:
+            await self._advance(job)
+        except (tables.LeaseLost, *_STORE_ERRORS):
+            raise
+        except Exception:  # a bug that this batch has met must not stop the others
+            self.events["bug"] += 1
+            log.exception("%s cannot go on", job.batch.id)
 
     async def _advance(self, job: _Job) -> None:
         """Validates, ends or writes a part of a batch."""

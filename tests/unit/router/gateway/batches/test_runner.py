@@ -285,6 +285,31 @@ async def test_a_bug_concerns_its_line_alone() -> None:
         assert await texts_in(app, batch["output_file_id"]) == [("b", "fine")]
 
 
+async def test_a_bug_that_one_batch_meets_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    validate = tables.validate_slice
+    stuck: list[str] = []
+
+    def broken(connection: sqlite3.Connection, *, batch_id: str, **rest: Any) -> Any:
+        if batch_id in stuck:
+            raise ValueError("a bug")
+        return validate(connection, batch_id=batch_id, **rest)
+
+    monkeypatch.setattr(tables, "validate_slice", broken)
+    async with batch_app(ComputingRouter()) as app:
+        with pytest.MonkeyPatch.context() as late:
+            late.setattr(tables, "validate_slice", lambda *_, **__: 1 / 0)
+            stuck.append((await create(app, await upload(app, file_of(*LINES))))["id"])
+        batch = await run(app, line_of("a"))
+        assert batch["status"] == "completed"
+        assert 'baton_batch_events_total{event="bug"}' in await shown_metrics(app)
+
+
+async def shown_metrics(app: Any) -> str:
+    return (await fetch(app, "GET", "/metrics")).body.decode()
+
+
 async def test_a_cancelled_batch_keeps_what_was_answered() -> None:
     router = FirstAnswers()
     async with batch_app(router) as app:
