@@ -65,5 +65,8 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
 
+proto: install
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. router/gateway/inference/inference.proto
+
 clean:
 	rm -rf .venv .venv-core

@@ -209,7 +209,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    processes: int = 1  # they share the port
+    # The Open Inference Protocol over gRPC, on this port of the same host. None: not served.
+    grpc_port: int | None = None
+    processes: int = 1  # they share the ports
     model_name: str | None = None  # None: the name of the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
     # Sampling where clients say nothing: that of generation_config.json, or none.
@@ -270,6 +272,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
+        _require(
+            self.grpc_port is None or 0 <= self.grpc_port < 2**16,
+            "gateway.grpc_port must be between 0 and 65535",
+        )
+        _require(
+            self.grpc_port in (None, 0) or self.grpc_port != self.port,
+            "gateway.grpc_port must not be gateway.port",
+        )
         _require(
             abs(self.min_priority) <= MAX_PRIORITY,
             f"gateway.min_priority must be within ±{MAX_PRIORITY}",

@@ -9,6 +9,7 @@ from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -45,6 +46,7 @@ _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 # Options that have the name of the setting that they change, by its section.
 _OPTIONS = {
     "gateway": (
+        "grpc_port",
         *("host", "port", "model_name", "tls_cert", "tls_key", "open_to_all", "keys_file"),
         *("chat_template", "generation_config"),
     ),
@@ -80,6 +82,9 @@ def serve(  # noqa: PLR0913 - a command's options
     ] = str(BUNDLED_MODEL),
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="also serve the Open Inference Protocol, over gRPC")
+    ] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers (default: 1)")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers (default: 1)")] = None,
     mixed: Annotated[int | None, typer.Option(help="workers that do both (default: 0)")] = None,
@@ -302,6 +307,9 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
                 f"[yellow]![/yellow] {worker_id}: the last bits of an answer, and so at times its"
                 " tokens, depend on the other sequences in its batch"
             )
+    if ready.grpc_port is not None:
+        host = urlsplit(ready.url).hostname
+        console.print(f"[green]✓[/green] serving gRPC at {host}:{ready.grpc_port}")
     console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
     body = (
         f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'

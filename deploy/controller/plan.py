@@ -59,11 +59,12 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     def gateway_spec(
         self, name: str, members: Members, others: Collection[GatewayReady]
     ) -> GatewaySpec:
-        """Returns the spec of a gateway, which shares the port of `others` if there are any."""
+        """Returns the spec of a gateway, which shares the ports of `others` if there are any."""
         gateway = self.config.gateway
         if others:
-            port = urlsplit(next(iter(others)).url).port
-            gateway = msgspec.structs.replace(gateway, port=port)
+            other = next(iter(others))
+            port = urlsplit(other.url).port
+            gateway = msgspec.structs.replace(gateway, port=port, grpc_port=other.grpc_port)
         return GatewaySpec(
             members=members,
             gateway=gateway,

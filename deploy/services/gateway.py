@@ -23,9 +23,12 @@ from router.access.limits import KeyLimits
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import BACKLOG, Listener
 from router.edge.tls import TlsFiles
-from router.gateway.app import create_app
+from router.gateway.answering import GatewayParts
+from router.gateway.app import app_of, parts_of, version_of_baton
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.settings import BatchSettings
+from router.gateway.inference.server import InferenceLimits, InferenceServer
+from router.gateway.inference.service import InferenceService
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarChecker
@@ -51,6 +54,7 @@ class GatewayService(LoopService[GatewayReady]):
         self.drain_timeout_s = spec.gateway.drain_timeout_s
         self._siblings: Siblings | None = None
         self._listener: Listener | None = None
+        self._inference: InferenceServer | None = None
 
     async def open(self) -> GatewayReady:
         """Binds the port and connects to the workers. Raises ConfigError."""
@@ -114,17 +118,17 @@ class GatewayService(LoopService[GatewayReady]):
         self._storage = _storage_of(config)
         await self._storage.open()
         self._background = BackgroundWork()
-        app = create_app(
+        parts = parts_of(
             self._routers.versions,
             settings=settings,
             clock=clock,
             rng=rng,
             grammars=self._grammars,
-            keys=keys,
             siblings=self._siblings,
-            edge=book,
             storage=self._storage,
-            background=self._background,
+        )
+        app = app_of(
+            parts, keys=keys, siblings=self._siblings, edge=book, background=self._background
         )
         if self._siblings is not None:
             await self._siblings.open()
@@ -141,6 +145,7 @@ class GatewayService(LoopService[GatewayReady]):
             host=spec.control_host,
         )
         control = await self._control.open()
+        grpc_port = await self._open_grpc(parts, keys, tls)
         _listen(sock)
         self._listener.open(sock)
         await self._background.open()
@@ -151,6 +156,32 @@ class GatewayService(LoopService[GatewayReady]):
             pid=os.getpid(),
             control=control,
             drain_timeout_s=self.drain_timeout_s,
+            grpc_port=grpc_port,
+        )
+
+    async def _open_grpc(
+        self, parts: GatewayParts, keys: KeyFinder | None, tls: TlsFiles | None
+    ) -> int | None:
+        """Listens for gRPC if the configuration has a port. Returns it. Raises ConfigError."""
+        config = self._spec.gateway
+        if config.grpc_port is None:
+            return None
+        self._inference = InferenceServer(
+            InferenceService(parts, keys, version_of_baton()),
+            parts.versions,
+            InferenceLimits(
+                max_body_bytes=config.max_body_bytes,
+                max_head_bytes=config.max_head_bytes,
+                max_connections=config.max_connections,
+                handshake_timeout_s=config.head_timeout_s,
+            ),
+            tls,
+        )
+        return await self._inference.open(
+            config.host,
+            config.grpc_port,
+            shares=config.processes > 1,
+            is_first=not self._spec.joins,
         )
 
     def hurry(self) -> None:
@@ -158,6 +189,8 @@ class GatewayService(LoopService[GatewayReady]):
         if self._listener is not None:
             self._listener.hurry()
             self._background.hurry()
+        if self._inference is not None:
+            self._inference.hurry()
 
     async def close(self) -> None:
         """Takes no more requests, waits for running answers, and ends all sessions."""
@@ -166,6 +199,7 @@ class GatewayService(LoopService[GatewayReady]):
         await asyncio.gather(
             self._background.close(self.drain_timeout_s),
             self._listener.close(self.drain_timeout_s, self._cut),
+            self._close_grpc(),
         )
         await self._control.close()
         await self._grammars.close()
@@ -173,6 +207,10 @@ class GatewayService(LoopService[GatewayReady]):
             await self._siblings.close()
         await self._routers.close()
         await self._storage.close()
+
+    async def _close_grpc(self) -> None:
+        if self._inference is not None:
+            await self._inference.close(self.drain_timeout_s)
 
     def _cut(self) -> None:
         """Ends the answers that are left, each with an error."""

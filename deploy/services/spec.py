@@ -63,6 +63,7 @@ class GatewayReady(msgspec.Struct, frozen=True):
     pid: int
     control: str = ""  # address for the controller
     drain_timeout_s: float = 0.0  # its stop may take this long
+    grpc_port: int | None = None  # None: it does not serve gRPC
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):

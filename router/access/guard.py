@@ -5,6 +5,7 @@ if it does not exist. `DEBUG_PATHS` reveal the load of all tenants: they need a 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -40,11 +41,12 @@ class KeyGuard:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        key = _bearer(scope)
-        tenant = None if key is None else self._keys.find(key)
-        error = _fault(tenant, scope["path"])
-        if error is not None:
-            self._keys.counters["refused"] += 1
+        try:
+            tenant = identify(self._keys, _authorization(scope))
+            if scope["path"] in DEBUG_PATHS and not tenant.may_debug:
+                self._keys.counters["refused"] += 1
+                raise ApiError("this key may not debug", code="permission_denied", status=403)
+        except ApiError as error:
             await send_invalid(send, error)
             return
         await self._app({**scope, _TENANT: tenant}, receive, send)
@@ -56,19 +58,22 @@ def tenant_of(scope: Scope) -> Tenant:
     return tenant
 
 
-def _fault(tenant: Tenant | None, path: str) -> ApiError | None:
-    """The error if the tenant may not use the path, else None."""
+def identify(keys: KeyFinder | None, authorization: bytes | None) -> Tenant:
+    """The holder of the key in an `authorization` field; without `keys`, the anonymous tenant.
+
+    Raises ApiError if the key is missing or wrong, and counts that.
+    """
+    if keys is None:
+        return ANONYMOUS
+    scheme, _, key = (authorization or b"").partition(b" ")
+    tenant = keys.find(key.strip()) if scheme.lower() == b"bearer" else None
     if tenant is None:
-        return ApiError("missing or wrong API key", code="invalid_api_key", status=401)
-    if path in DEBUG_PATHS and not tenant.may_debug:
-        return ApiError("this key may not debug", code="permission_denied", status=403)
-    return None
+        keys.counters["refused"] += 1
+        raise ApiError("missing or wrong API key", code="invalid_api_key", status=401)
+    return tenant
 
 
-def _bearer(scope: Scope) -> bytes | None:
-    """The key in the first `authorization` header, as raw bytes."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            return key.strip() if scheme.lower() == b"bearer" else None
-    return None
+def _authorization(scope: Scope) -> bytes | None:
+    """The first `authorization` header, as raw bytes."""
+    fields: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    return next((value for name, value in fields if name == b"authorization"), None)

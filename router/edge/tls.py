@@ -24,6 +24,7 @@ ACCEPTED_AT_ONCE = 64  # then other events have their turn
 SHUTDOWN_TIMEOUT_S = 5.0  # time to wait for a client's close message
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
 
+PemTriple = tuple[bytes, bytes, bytes | None]  # certificate, its key, the clients' authority
 _Signature = tuple[tuple[int, int, int], ...]
 
 
@@ -39,6 +40,7 @@ class TlsFiles:
         self._key = key
         self._client_ca = client_ca
         self._context: ssl.SSLContext | None = None
+        self._pem: PemTriple | None = None
         self._signature: _Signature | None = None
         self.counters: Counter[str] = Counter()
 
@@ -47,6 +49,12 @@ class TlsFiles:
         """The context of the next handshake."""
         assert self._context is not None, "not opened"
         return self._context
+
+    @property
+    def pem(self) -> "PemTriple":
+        """The texts of the files in use, for libraries with a TLS of their own."""
+        assert self._pem is not None, "not opened"
+        return self._pem
 
     def open(self) -> None:
         """Reads the files. Raises TlsError."""
@@ -87,9 +95,11 @@ class TlsFiles:
             if self._client_ca is not None:
                 context.load_verify_locations(self._client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+            certificate, key, *client_ca = (path.read_bytes() for path in self._paths)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             names = " and ".join(str(path) for path in self._paths)
             raise TlsError(f"{names} are no certificate with its key: {error}") from error
+        self._pem = (certificate, key, client_ca[0] if client_ca else None)
         return context
 
 

@@ -80,30 +80,63 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     listener, for /metrics. Without `keys` the application is open to all clients. Without `storage`
     what it keeps is in memory. Without `background` no batch runs.
     """
-    version = _version()
+    parts = parts_of(
+        versions,
+        settings=settings,
+        clock=clock,
+        rng=rng,
+        grammars=grammars,
+        siblings=siblings,
+        storage=storage,
+    )
+    return app_of(parts, keys=keys, siblings=siblings, edge=edge, background=background)
+
+
+def parts_of(  # noqa: PLR0913 - all that they are
+    versions: Versions,
+    *,
+    settings: GatewaySettings,
+    clock: Clock,
+    rng: random.Random,
+    grammars: GrammarCheck,
+    siblings: Siblings | None = None,
+    storage: Storage | None = None,
+) -> GatewayParts:
+    """Returns the parts that all ways to answer share."""
     process = None if siblings is None else siblings.process
-    metrics = GatewayMetrics(versions, version=version, process=process)
-    if keys is not None:
-        text = "Refused keys, reloads of the keys file"
-        metrics.watch_counts("baton_key_events", text, "event", keys.counters)
-    text = "Grammars compiled before workers get them"
-    metrics.watch_counts("baton_grammars", text, "verdict", grammars.counters)
-    if edge is not None:
-        metrics.watch(partial(edge_families, edge))
-    if siblings is not None:
-        siblings.own = metrics.own
-    accounts = KeyAccounts(settings.key_limits)
-    parts = GatewayParts(
+    return GatewayParts(
         versions=versions,
         settings=settings,
         clock=clock,
         rng=rng,
-        metrics=metrics,
+        metrics=GatewayMetrics(versions, version=version_of_baton(), process=process),
         grammars=grammars,
-        accounts=accounts,
+        accounts=KeyAccounts(settings.key_limits),
         lanes=Lanes(),
         storage=storage or Storage(None),
     )
+
+
+def app_of(
+    parts: GatewayParts,
+    *,
+    keys: KeyFinder | None = None,
+    siblings: Siblings | None = None,
+    edge: Book | None = None,
+    background: BackgroundWork | None = None,
+) -> ASGIApp:
+    """Returns the application over parts that others may use too."""
+    version = version_of_baton()
+    versions, metrics = parts.versions, parts.metrics
+    if keys is not None:
+        text = "Refused keys, reloads of the keys file"
+        metrics.watch_counts("baton_key_events", text, "event", keys.counters)
+    text = "Grammars compiled before workers get them"
+    metrics.watch_counts("baton_grammars", text, "verdict", parts.grammars.counters)
+    if edge is not None:
+        metrics.watch(partial(edge_families, edge))
+    if siblings is not None:
+        siblings.own = metrics.own
     responses = ResponsePages(parts)
     batches = Batches(parts, shares_port=siblings is not None)
     if background is not None:
@@ -145,8 +178,8 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     app: ASGIApp = _Front(answers, others)
     if keys is not None:
         app = KeyGuard(app, keys)
-    if settings.cors_origins:
-        app = _with_cors(app, settings.cors_origins)
+    if parts.settings.cors_origins:
+        app = _with_cors(app, parts.settings.cors_origins)
     return app
 
 
@@ -199,7 +232,8 @@ class _Front:
             raise
 
 
-def _version() -> str:
+def version_of_baton() -> str:
+    """Returns the version of Baton."""
     try:
         return importlib.metadata.version("baton-serve")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree

@@ -22,7 +22,8 @@ def _nursery() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     """A deployment of all tests that only ask: hands every prompt over, drafts where that pays."""
-    with serve("--launcher", "process", "--speculate", "auto", **HANDS_OVER) as running:
+    options = ("--launcher", "process", "--speculate", "auto", "--grpc-port", "0")
+    with serve(*options, **HANDS_OVER) as running:
         yield running
 
 

@@ -170,13 +170,18 @@ class AnswerWriter(Protocol):
 
 async def send_failure(send: Send, outcome: Outcome) -> None:
     """Answers a request that ended before anything of its answer was sent."""
+    status, headers = failure_head(outcome)
+    await send_json(send, status, failure_body(outcome), headers)
+
+
+def failure_head(outcome: Outcome) -> tuple[int, dict[str, str]]:
+    """The HTTP status and headers for an outcome other than Finished."""
     status, retry_after_s = 503, 1.0
     if isinstance(outcome, Rejected):
         status, retry_after_s = 429, outcome.retry_after_s
     elif isinstance(outcome, Failed) and outcome.code == TIMED_OUT:
         status = 504
-    headers = {"retry-after": str(max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S))))}
-    await send_json(send, status, failure_body(outcome), headers)
+    return status, {"retry-after": str(max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S))))}
 
 
 def failure_body(outcome: Outcome) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.kits.tree.documents import SHELLS, Block
 pytestmark = pytest.mark.torch
 
 WRITTEN = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
+WRITTEN_GRPC = re.compile(r"(127\.0\.0\.1|localhost):8001")
 LOOKS_ONLY = {"pools", "planner", "requests", "version", "versions", "workers"}
 BLOCKS = [block for page in documents.documents() for block in documents.blocks(page)]
 CURLS = [  # without a key: the others need a deployment of their own
@@ -23,14 +24,20 @@ CURLS = [  # without a key: the others need a deployment of their own
     if block.language in SHELLS and "curl " in block.text and WRITTEN.search(block.text)
     if "uthorization" not in block.text
 ]
-PROGRAMS = [block for block in BLOCKS if block.language == "python" and "OpenAI(" in block.text]
+PROGRAMS = [  # of clients
+    block
+    for block in BLOCKS
+    if block.language == "python"
+    if WRITTEN.search(block.text) or WRITTEN_GRPC.search(block.text)
+]
 
 
-def said(command: list[str], **environment: str) -> str:
-    """What a command prints; it must succeed."""
+def said(command: list[str], typed: str = "", **environment: str) -> str:
+    """What a command prints, given this input; it must succeed."""
     done = subprocess.run(
         command,
         env={**os.environ, "COLUMNS": "200", **environment},
+        input=typed,
         capture_output=True,
         text=True,
         timeout=60,
@@ -52,7 +59,21 @@ def test_curl_examples_get_answers(served, block):
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=titles(PROGRAMS))
 def test_python_examples_run(served, block):
-    said([sys.executable, "-c", WRITTEN.sub(served.url, block.text)])
+    program = WRITTEN_GRPC.sub(served.grpc, WRITTEN.sub(served.url, block.text))
+    said([sys.executable, "-c", program])
+
+
+def test_documents_have_examples_of_clients():
+    assert len(CURLS) > 1
+    assert {bool(WRITTEN_GRPC.search(block.text)) for block in PROGRAMS} == {True, False}
+
+
+def test_baton_chat_answers_what_is_typed(served):
+    options = ["--url", served.url, "--max-tokens", "8", "--temperature", "0"]
+    chat = [sys.executable, "-m", "deploy.commands.main", "chat", *options]
+    lines = said(chat, "def add(a, b):\n").splitlines()
+    assert lines[0].endswith(f"at {served.url}; Ctrl-D ends")
+    assert "".join(lines[1:]).replace("you>", "").strip()
 
 
 def test_operators_commands_that_only_look_work(served):

@@ -34,6 +34,7 @@ class Served:
     process: "subprocess.Popen[bytes]"
     mark: str
     num_blocks: int  # of all workers; to be set where there come to be others
+    grpc: str = ""  # its address, if it serves gRPC
 
 
 def marked_pids(mark: str) -> list[int]:
@@ -149,4 +150,6 @@ def _served(process, mark: str) -> Served:
         assert piece, f"baton serve did not start: {printed.decode()}"
         printed += piece
     num_blocks = sum(map(int, re.findall(rb"(\d+) KV blocks", printed)))
-    return Served(found[1].decode(), process, mark, num_blocks)
+    grpc = re.search(rb"serving gRPC at (\S+)", printed)
+    address = "" if grpc is None else grpc[1].decode()
+    return Served(found[1].decode(), process, mark, num_blocks, address)

@@ -1,0 +1,44 @@
+"""gRPC, loaded with Baton's settings. Other modules import it from here.
+
+gRPC is set to read its sockets in the thread that waits for the data. By default its own pool of
+threads reads and hands the data on. Measured on two cores, this takes 170 µs instead of 280 µs for
+a frame there and one back, and a third less of the CPU.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+@contextmanager
+def _experiments(choice: str) -> Generator[None]:
+    """Sets gRPC's variable while gRPC is loaded, so that child processes do not inherit it."""
+    before = os.environ.get(_EXPERIMENTS)
+    os.environ[_EXPERIMENTS] = choice if before is None else before
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_EXPERIMENTS]
+
+
+_EXPERIMENTS = "GRPC_EXPERIMENTS"
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs every peer that leaves
+with _experiments("-event_engine_client,-event_engine_listener"):
+    import grpc
+    import grpc.aio
+
+__all__ = ["grpc"]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Filters the traceback that gRPC logs for each call whose client leaves at the wrong
+    moment.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)

@@ -1,0 +1,209 @@
+"""Writes answers as ModelInferResponse: whole, or a response for each piece of a stream.
+
+Every tensor has one item for each choice. In a stream a response has the news of one choice; the
+others have empty texts in it. As with Triton, the parameter `triton_final_response` marks the last
+response of a stream.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.writing import Ending, Heading
+from router.gateway.inference import inference_pb2 as pb
+from router.gateway.inference.calls import OUTPUTS, TEXT_OUTPUT, AnswerForm
+from router.gateway.inference.tensors import Tensor, parameter, write_tensors
+from router.machine.requests import Finished, Outcome
+from router.text.logprobs import SMALLEST_LOGPROB, BytesOf, Entry
+
+FINAL = "triton_final_response"
+IGNORED = "baton_ignored"  # names of fields that mean nothing here
+_GOES_ON = b"None"  # the finish reason of a choice that goes on, as vLLM's backend writes it
+
+Send = Callable[[Any], Awaitable[None]]
+Fail = Callable[[Outcome], Awaitable[None]]
+
+
+class WholeInference:
+    """Sends one response when the answer is complete."""
+
+    def __init__(self, heading: Heading, form: AnswerForm, send: Send, fail: Fail) -> None:
+        self._heading = heading
+        self._form = form
+        self._send = send
+        self._fail = fail
+        self._pieces: list[list[AnswerPiece]] = [[] for _ in range(heading.num_choices)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Always true: pieces are only kept."""
+        return True
+
+    @property
+    def shows_text_alone(self) -> bool:
+        """Always true: text alone can be kept as a piece."""
+        return True
+
+    def write_at_once(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self._pieces[piece.choice].append(piece)
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Keeps the text."""
+        self._pieces[choice].append(AnswerPiece(choice, text, 0))
+
+    async def write(self, piece: AnswerPiece) -> None:
+        """Keeps the piece."""
+        self._pieces[piece.choice].append(piece)
+
+    async def end(self, ending: Ending) -> None:
+        """Sends everything, or the failure."""
+        if not isinstance(ending.outcome, Finished):
+            await self._fail(ending.outcome)
+            return
+        prompts = self._prompts() if self._form.has_prompt else None
+        num_each = len(ending.shown) // self._heading.call.num_prompts
+        choices = []
+        for place, index in enumerate(ending.shown):
+            choice = _joined(self._pieces[index])
+            if prompts is not None:
+                text = prompts[place // num_each] + choice.text
+                choice = msgspec.structs.replace(choice, text=text)
+            choices.append(choice)
+        sums = [_sum_of(choice.entries) for choice in choices]
+        await self._send(_response(self._heading, self._form, choices, sums))
+
+    def _prompts(self) -> Sequence[str]:
+        if self._form.prompts is not None:
+            return self._form.prompts
+        call = self._heading.call
+        return [call.served.text.decode_text(leader.token_ids) for leader in call.leaders]
+
+
+class StreamedInference:
+    """Sends a response for each piece."""
+
+    def __init__(self, heading: Heading, form: AnswerForm, send: Send, fail: Fail) -> None:
+        self._heading = heading
+        self._form = form
+        self._send = send
+        self._fail = fail
+        self._turn = asyncio.Lock()  # choices of one answer write one at a time
+        self._unfinished = heading.num_choices
+        self._counted = [0] * heading.num_choices  # tokens that were told
+        self._sums = [0.0] * heading.num_choices  # of log-probabilities so far
+        self._last: Any = None  # the response that ends the answer
+
+    @property
+    def is_ready(self) -> bool:
+        """Always false: a message is sent only when gRPC takes it."""
+        return False
+
+    @property
+    def shows_text_alone(self) -> bool:
+        """Always false: tokens are counted."""
+        return False
+
+    def write_at_once(self, piece: AnswerPiece) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    def write_text(self, choice: int, text: str) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    async def write(self, piece: AnswerPiece) -> None:
+        """Sends a response, unless there is nothing to show."""
+        if piece.is_empty and piece.finish is None:
+            return
+        async with self._turn:
+            response = self._response_to(piece)
+            self._unfinished -= piece.finish is not None
+            if self._unfinished:
+                response.parameters[FINAL].CopyFrom(parameter(False))  # noqa: FBT003
+                await self._send(response)
+            else:
+                self._last = response
+
+    async def end(self, ending: Ending) -> None:
+        """Sends the last response, or the failure."""
+        if not isinstance(ending.outcome, Finished):
+            await self._fail(ending.outcome)
+            return
+        self._last.parameters[FINAL].CopyFrom(parameter(True))  # noqa: FBT003
+        await self._send(self._last)
+
+    def _response_to(self, piece: AnswerPiece) -> Any:
+        choices = [AnswerPiece(index, "", 0) for index in range(self._heading.num_choices)]
+        news = piece.num_tokens - self._counted[piece.choice]
+        self._counted[piece.choice] = piece.num_tokens
+        self._sums[piece.choice] += _sum_of(piece.entries)
+        choices[piece.choice] = msgspec.structs.replace(piece, num_tokens=news)
+        return _response(self._heading, self._form, choices, self._sums)
+
+
+def _joined(pieces: Sequence[AnswerPiece]) -> AnswerPiece:
+    """All pieces of a choice as one."""
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        entries=tuple(entry for piece in pieces for entry in piece.entries),
+    )
+
+
+def _response(
+    heading: Heading, form: AnswerForm, choices: Sequence[AnswerPiece], sums: Sequence[float]
+) -> Any:
+    """A ModelInferResponse with the outputs that the client wants."""
+    call = heading.call
+    bytes_of = call.served.text.bytes_of
+    num_top = call.num_top or 0
+    values: dict[str, Sequence[Any]] = {
+        TEXT_OUTPUT: [choice.text.encode() for choice in choices],
+        "finish_reason": [(choice.finish or "").encode() or _GOES_ON for choice in choices],
+        "num_input_tokens": [call.prompt_len],
+        "num_output_tokens": [choice.num_tokens for choice in choices],
+        "cumulative_logprob": sums,
+    }
+    if "logprobs" in form.outputs:
+        values["logprobs"] = [_scores_of(each.entries, bytes_of, num_top) for each in choices]
+    tensors = {
+        name: Tensor(OUTPUTS[name], (len(values[name]),), tuple(values[name]))
+        for name in OUTPUTS
+        if name in form.outputs
+    }
+    response = pb.ModelInferResponse(
+        model_name=call.model, model_version=call.served.name, id=form.id
+    )
+    if call.ignored:
+        response.parameters[IGNORED].CopyFrom(parameter(", ".join(call.ignored)))
+    write_tensors(response, tensors, raw=form.is_raw)
+    return response
+
+
+def _sum_of(entries: Sequence[Entry]) -> float:
+    """The sum of log-probabilities of these tokens."""
+    return math.fsum(scores.logprob for _, scores in entries if scores is not None)
+
+
+def _scores_of(entries: Sequence[Entry], bytes_of: BytesOf, num_top: int) -> bytes:
+    """A JSON list with an object for each token: tokens by id, the chosen one and the likeliest."""
+    return msgspec.json.encode([_token_scores(*entry, bytes_of, num_top) for entry in entries])
+
+
+def _token_scores(token_id: int, scores: Any, bytes_of: BytesOf, num_top: int) -> dict[str, Any]:
+    ranked = [(token_id, scores.logprob, scores.rank)]
+    tops = zip(scores.top_ids[:num_top], scores.top_logprobs, strict=False)
+    ranked += [(each, logprob, rank) for rank, (each, logprob) in enumerate(tops, start=1)]
+    return {
+        str(each): {
+            "logprob": max(logprob, SMALLEST_LOGPROB),
+            "rank": rank,
+            "decoded_token": bytes_of(each).decode(errors="replace"),
+        }
+        for each, logprob, rank in ranked
+    }

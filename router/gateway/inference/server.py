@@ -1,0 +1,169 @@
+"""The gRPC server of a gateway: its port, TLS, health and reflection.
+
+Several gateway processes share the port: the kernel gives each connection to one of them. Health
+and reflection need no key, as the same pages of HTTP.
+"""
+
+import asyncio
+import contextlib
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from engine.errors import ConfigError
+from engine.net.grpc_library import grpc
+from router.edge.tls import TlsFiles
+from router.gateway.inference.service import SERVICE, InferenceService
+from router.gateway.versions import Versions
+
+MORE_MESSAGE_BYTES = 64 * 2**10  # of a message beside its tensors
+MAX_CALLS_PER_CONNECTION = 256
+KEEPALIVE_S = 30  # between pings to a silent client
+KEEPALIVE_TIMEOUT_S = 10
+CLIENT_PINGS_S = 10  # the least time between pings of a client
+LOOK_EVERY_S = 0.5  # how often health follows readiness
+_NO_COMPRESSION = 1  # a bit for each allowed algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceLimits:
+    """Bounds of one process."""
+
+    max_body_bytes: int
+    max_head_bytes: int
+    max_connections: int
+    handshake_timeout_s: float
+
+
+class InferenceServer:
+    """Serves from open to close. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        service: InferenceService,
+        versions: Versions,
+        limits: InferenceLimits,
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`tls` must be open."""
+        self._service = service
+        self._versions = versions
+        self._limits = limits
+        self._tls = tls
+        self._health = health_aio.HealthServicer()
+        self._closing = asyncio.Event()
+        self._hurried = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+
+    async def open(self, host: str, port: int, *, shares: bool, is_first: bool) -> int:
+        """Listens. Returns the port, which the system chooses for 0. Raises ConfigError.
+
+        `shares`: other processes of the deployment listen there too. The first one of them checks
+        that the port is free.
+        """
+        if is_first and port:
+            _check_free(host, port)
+        self._server = grpc.aio.server(
+            options=self._options(shares=shares),
+            maximum_concurrent_rpcs=self._limits.max_connections,
+        )
+        self._server.add_generic_rpc_handlers((self._service.handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        shown = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*shown, reflection.SERVICE_NAME), self._server)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, _credentials(self._tls))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address} for gRPC: {error}") from error
+        await self._follow_once()
+        await self._server.start()
+        self._following = asyncio.create_task(self._follow())
+        return port
+
+    def hurry(self) -> None:
+        """Makes `close` cancel running calls now."""
+        self._hurried.set()
+
+    async def close(self, timeout_s: float) -> None:
+        """Takes no more calls, waits for those that run, and cancels them after the timeout."""
+        if self._following is None:
+            return
+        self._closing.set()
+        await self._following
+        await self._health.enter_graceful_shutdown()
+        stopping = asyncio.create_task(self._server.stop(timeout_s))
+        hurried = asyncio.create_task(self._hurried.wait())
+        await asyncio.wait([stopping, hurried], return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not stopping.done():
+            await self._server.stop(0)
+        await stopping
+
+    async def _follow(self) -> None:
+        """Keeps the health in step with readiness until the server closes."""
+        while not self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._closing.wait()
+            await self._follow_once()
+
+    async def _follow_once(self) -> None:
+        states = health_pb2.HealthCheckResponse
+        is_ready = self._versions.readiness() is None
+        for name in ("", SERVICE):
+            await self._health.set(name, states.SERVING if is_ready else states.NOT_SERVING)
+
+    def _options(self, *, shares: bool) -> list[tuple[str, int]]:
+        limits = self._limits
+        return [
+            ("grpc.max_receive_message_length", limits.max_body_bytes + MORE_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", limits.max_head_bytes),
+            ("grpc.absolute_max_metadata_size", limits.max_head_bytes),
+            ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(limits.handshake_timeout_s * 1000)),
+            ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
+            ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PINGS_S * 1000),
+            ("grpc.so_reuseport", int(shares)),
+        ]
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises ConfigError if a port is not free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} for gRPC: {error.strerror}") from error
+
+
+def _credentials(tls: TlsFiles) -> Any:
+    """Credentials that follow the files' changes, as the files' owner reads them."""
+    used = tls.pem
+
+    def configuration() -> Any:
+        certificate, key, client_ca = used
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+    def changed() -> Any:
+        nonlocal used
+        if tls.pem is used:
+            return None
+        used = tls.pem
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), changed, require_client_authentication=used[2] is not None
+    )

@@ -1,0 +1,311 @@
+"""The methods of `inference.GRPCInferenceService`: keys, checks, answers, errors as gRPC has them.
+
+A request becomes the body of a completion and is answered by `router.gateway.answering`. If a
+client leaves, or its deadline passes, gRPC cancels the method. That cancels the requests on the
+workers.
+
+Errors are those of HTTP, under the status code that fits. As with Triton, an error in a stream is a
+response with `error_message`, and the stream goes on. If the client sends the metadata
+`triton_grpc_error: true`, it ends the stream with a status.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.net.grpc_library import grpc
+from router.access.guard import KeyFinder, identify
+from router.edge.responses import refusal_of
+from router.gateway.answering import AnswerService, GatewayParts
+from router.gateway.answers.dialects import COMPLETION
+from router.gateway.answers.writing import (
+    AnswerWriter,
+    Heading,
+    failure_body,
+    failure_head,
+)
+from router.gateway.inference import inference_pb2 as pb
+from router.gateway.inference.answers import StreamedInference, WholeInference
+from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
+from router.gateway.requests.calls import check_size
+from router.gateway.requests.openai_schema import CompletionBody
+from router.inbox.api_errors import ApiError, invalid_value
+from router.machine.requests import Outcome
+
+log = logging.getLogger(__name__)
+
+SERVICE = "inference.GRPCInferenceService"
+MAX_CALLS_IN_STREAM = 64  # that are answered at once; the next ones wait to be read
+LONG_REQUEST_BYTES = 65_536  # takes milliseconds to read
+_GRPC_ERRORS = "triton_grpc_error"
+_CODES = {
+    HTTPStatus.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
+    HTTPStatus.UNAUTHORIZED: grpc.StatusCode.UNAUTHENTICATED,
+    HTTPStatus.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
+    HTTPStatus.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    HTTPStatus.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
+    HTTPStatus.REQUEST_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    HTTPStatus.TOO_MANY_REQUESTS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    HTTPStatus.INTERNAL_SERVER_ERROR: grpc.StatusCode.INTERNAL,
+    HTTPStatus.SERVICE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceFailure:
+    """An error as HTTP has it."""
+
+    status: int
+    message: str
+    headers: dict[str, str]
+
+    @property
+    def code(self) -> Any:
+        """The status code of gRPC."""
+        return _CODES.get(HTTPStatus(self.status), grpc.StatusCode.INVALID_ARGUMENT)
+
+
+class _StreamEnds(Exception):
+    """A failure that ends a stream."""
+
+    def __init__(self, failure: InferenceFailure) -> None:
+        self.failure = failure
+
+
+@dataclass(slots=True)
+class _Replies:
+    """The way to the client of one request; implements `router.gateway.answering.Replies`."""
+
+    send: Callable[[Any], Awaitable[None]]
+    form: AnswerForm | None = None  # known once the request is read
+    failure: InferenceFailure | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    async def refuse(self, error: InvalidRequest) -> None:
+        """Keeps the error."""
+        _, headers = refusal_of(error)
+        headers.pop("connection", None)
+        self.failure = InferenceFailure(error.status, error.message, headers)
+
+    async def fail(self, outcome: Outcome) -> None:
+        """Keeps the error of an answer that did not finish."""
+        status, headers = failure_head(outcome)
+        message = str(failure_body(outcome)["error"]["message"])
+        self.failure = InferenceFailure(status, message, headers)
+
+    def open(self, heading: Heading) -> AnswerWriter:
+        """Returns the writer of a stream or of a whole answer, as the client asked."""
+        form = self.form
+        assert form is not None
+        writer = StreamedInference if form.streams else WholeInference
+
+        async def send(response: Any) -> None:
+            if not form.streams:  # its metadata follow the answer
+                self.headers = heading.headers
+            await self.send(response)
+
+        return writer(heading, form, send, self.fail)
+
+
+class InferenceService:
+    """The service over a gateway's parts. `version` is that of Baton."""
+
+    def __init__(self, parts: GatewayParts, keys: KeyFinder | None, version: str) -> None:
+        self._parts = parts
+        self._keys = keys
+        self._version = version
+        self._answers = AnswerService(parts, COMPLETION, CompletionBody)
+
+    def handler(self) -> Any:
+        """The generic handler that a gRPC server takes."""
+        one, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+        kinds = {
+            "ServerLive": (one, self.server_live),
+            "ServerReady": (one, self.server_ready),
+            "ServerMetadata": (one, self.server_metadata),
+            "ModelReady": (one, self.model_ready),
+            "ModelMetadata": (one, self.model_metadata),
+            "ModelInfer": (one, self.infer),
+            "ModelStreamInfer": (stream, self.infer_stream),
+        }
+        handlers = {}
+        for name, (kind, method) in kinds.items():
+            request = getattr(pb, methods[name].input_type.name)
+            response = getattr(pb, methods[name].output_type.name)
+            handlers[name] = kind(method, request.FromString, response.SerializeToString)
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    # ------------------------------------------------------------ states, without a key
+
+    async def server_live(self, _: Any, __: Any) -> Any:
+        """Says that the process is alive."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def server_ready(self, _: Any, __: Any) -> Any:
+        """Says whether requests can be served."""
+        return pb.ServerReadyResponse(ready=self._parts.versions.readiness() is None)
+
+    async def server_metadata(self, _: Any, __: Any) -> Any:
+        """Names the server."""
+        return pb.ServerMetadataResponse(name="baton", version=self._version)
+
+    # ------------------------------------------------------------ models
+
+    async def model_ready(self, request: Any, context: Any) -> Any:
+        """Says whether a model can be served. Unknown ones get NOT_FOUND."""
+        try:
+            identify(self._keys, _authorization(context))
+            served = self._chosen(request)
+        except InvalidRequest as error:
+            await _abort(context, _refusal(error))
+        return pb.ModelReadyResponse(ready=served.port.readiness() is None)
+
+    async def model_metadata(self, request: Any, context: Any) -> Any:
+        """Says which tensors a model takes and gives."""
+        try:
+            identify(self._keys, _authorization(context))
+            served = self._chosen(request)
+        except InvalidRequest as error:
+            await _abort(context, _refusal(error))
+        names = [each.name for each in self._parts.versions.table if not each.is_leaving]
+        shapes = {"text_input": (-1,), "input_ids": (1, -1)}
+        metadata = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=request.name or served.model_names[0],
+            versions=names,
+            platform="baton",
+            inputs=[
+                metadata(name=name, datatype=kind, shape=shapes.get(name, (1,)))
+                for name, kind in INPUTS.items()
+            ],
+            outputs=[
+                metadata(name=name, datatype=kind, shape=(-1,)) for name, kind in OUTPUTS.items()
+            ],
+        )
+
+    def _chosen(self, request: Any) -> Any:
+        return self._parts.versions.choose(
+            key="", model=request.name or None, version=request.version or None
+        )
+
+    # ------------------------------------------------------------ answers
+
+    async def infer(self, request: Any, context: Any) -> Any:
+        """Answers a request with one response."""
+        responses: list[Any] = []
+
+        async def send(response: Any) -> None:
+            responses.append(response)
+
+        replies = _Replies(send)
+        await self._answer(request, context, replies, may_stream=False)
+        if replies.failure is not None:
+            await _abort(context, replies.failure)
+        context.set_trailing_metadata(tuple(replies.headers.items()))
+        return responses[0]
+
+    async def infer_stream(self, requests: AsyncIterator[Any], context: Any) -> None:
+        """Answers requests as they come, each with one response or more, which say its id."""
+        try:
+            identify(self._keys, _authorization(context))
+        except InvalidRequest as error:
+            await _abort(context, _refusal(error))
+        ends_on_errors = _metadata(context).get(_GRPC_ERRORS) == "true"
+        turn = asyncio.Lock()  # gRPC takes one message at a time
+        slots = asyncio.Semaphore(MAX_CALLS_IN_STREAM)
+
+        async def send(response: Any, error: str = "") -> None:
+            async with turn:
+                await context.write(
+                    pb.ModelStreamInferResponse(error_message=error, infer_response=response)
+                )
+
+        async def answer(request: Any) -> None:
+            try:
+                replies = _Replies(send)
+                await self._answer(request, context, replies, may_stream=True)
+                if replies.failure is not None:
+                    if ends_on_errors:
+                        raise _StreamEnds(replies.failure)
+                    await send(pb.ModelInferResponse(id=request.id), replies.failure.message)
+            finally:
+                slots.release()
+
+        ended: InferenceFailure | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await slots.acquire()
+                    group.create_task(answer(request))
+        except* _StreamEnds as ends:
+            first = ends.exceptions[0]
+            assert isinstance(first, _StreamEnds)
+            ended = first.failure
+        if ended is not None:
+            await _abort(context, ended)
+
+    async def _answer(
+        self, request: Any, context: Any, replies: _Replies, *, may_stream: bool
+    ) -> None:
+        """Answers one request. A failure is left in `replies`, also that of a bug in Baton."""
+        try:
+            with self._parts.metrics.request() as meter:
+                try:
+                    tenant = identify(self._keys, _authorization(context))
+                    num_bytes = request.ByteSize()
+                    check_size(num_bytes, self._parts.settings)
+                    if num_bytes < LONG_REQUEST_BYTES:
+                        call = _read(request, may_stream=may_stream)
+                    else:
+                        call = await self._parts.lanes.run(
+                            tenant.name, num_bytes, lambda: _read(request, may_stream=may_stream)
+                        )
+                    replies.form = call.form
+                    headers = _metadata(context) | call.headers
+                    api_call = self._answers.call(call.data, tenant, headers)
+                except InvalidRequest as error:
+                    meter.refuse()
+                    await replies.refuse(error)
+                    return
+                await self._answers.answer(api_call, replies, meter)
+        except grpc.aio.BaseError:  # the client left
+            raise
+        except Exception:
+            log.exception("a request over gRPC failed")
+            replies.failure = InferenceFailure(500, "internal error", {})
+
+
+def _read(request: Any, *, may_stream: bool) -> InferenceCall:
+    call = read_call(request)
+    if call.form.streams and not may_stream:
+        message = "stream: ModelInfer has one response; use ModelStreamInfer"
+        raise invalid_value(message, "stream")
+    return call
+
+
+def _refusal(error: InvalidRequest) -> InferenceFailure:
+    headers = error.headers if isinstance(error, ApiError) else {}
+    return InferenceFailure(error.status, error.message, headers)
+
+
+def _metadata(context: Any) -> dict[str, str]:
+    """The metadata of a call, whose names are in lower case. Values of bytes are left out."""
+    given = context.invocation_metadata() or ()
+    return {name: value for name, value in given if isinstance(value, str)}
+
+
+def _authorization(context: Any) -> bytes | None:
+    value = _metadata(context).get("authorization")
+    return None if value is None else value.encode()
+
+
+async def _abort(context: Any, failure: InferenceFailure) -> None:
+    """Ends a call with an error. Does not return."""
+    await context.abort(failure.code, failure.message, tuple(failure.headers.items()))

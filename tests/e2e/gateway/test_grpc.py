@@ -1,0 +1,301 @@
+"""The gRPC service: stock calls, streams, errors by status, keys, health, reflection, leaving."""
+
+import asyncio
+import functools
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from engine.net.grpc_library import grpc
+from router.access.fixed import FixedKeys
+from router.access.keys import hash_of
+from router.gateway.inference import inference_pb2 as pb
+from router.gateway.inference.answers import FINAL, IGNORED
+from router.gateway.inference.service import SERVICE
+from router.machine.requests import Failed, Rejected, Update
+from tests.kits.router.gateway import FakeRouter, Never, answer, tokens
+from tests.kits.router.inference import InferenceClient, inference, outputs_of, request_of
+
+DEADLINE_S = 20.0
+KEYS = FixedKeys([hash_of(b"right")])
+CODES = grpc.StatusCode
+
+
+def in_time(test):
+    """Runs a test in a loop, within a deadline."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), DEADLINE_S))
+
+    return run
+
+
+def a_stream(**inputs):
+    return request_of("yo", stream=True, **inputs)
+
+
+async def responses_to(client, *requests, metadata=None):
+    call = client.ModelStreamInfer(metadata=metadata)
+    for request in requests:
+        await call.write(request)
+    await call.done_writing()
+    return [response async for response in call]
+
+
+async def status_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details()
+
+
+@in_time
+async def test_states_and_models_are_told():
+    router = FakeRouter()
+    async with inference(router) as client:
+        assert (await client.ServerLive(pb.ServerLiveRequest())).live
+        assert (await client.ServerReady(pb.ServerReadyRequest())).ready
+        assert (await client.ServerMetadata(pb.ServerMetadataRequest())).name == "baton"
+        assert (await client.ModelReady(pb.ModelReadyRequest(name="tiny"))).ready
+        metadata = await client.ModelMetadata(pb.ModelMetadataRequest(name="tiny"))
+        assert metadata.versions == ["v1"]
+        assert {"text_input", "stream"} < {each.name for each in metadata.inputs}
+        code, _ = await status_of(client.ModelReady(pb.ModelReadyRequest(name="other")))
+        assert code is CODES.NOT_FOUND
+        router.not_ready = "no worker"
+        assert not (await client.ServerReady(pb.ServerReadyRequest())).ready
+        assert not (await client.ModelReady(pb.ModelReadyRequest(name="tiny"))).ready
+
+
+@in_time
+async def test_a_whole_answer_has_the_prompt_and_the_wanted_outputs():
+    async with inference(FakeRouter(answer("hi"))) as client:
+        response = await client.ModelInfer(request_of("yo", id="mine"))
+        assert outputs_of(response) == {"text_output": [b"yohi"]}
+        assert (response.id, response.model_name, response.model_version) == ("mine", "tiny", "v1")
+        request = request_of(
+            "yo",
+            exclude_input_in_output=True,
+            return_finish_reason=True,
+            return_num_input_tokens=True,
+            return_num_output_tokens=True,
+        )
+        assert outputs_of(await client.ModelInfer(request)) == {
+            "text_output": [b"hi"],
+            "finish_reason": [b"stop"],
+            "num_input_tokens": [2],
+            "num_output_tokens": [3],
+        }
+
+
+@in_time
+async def test_a_raw_request_gets_a_raw_answer():
+    async with inference(FakeRouter(answer("hi"))) as client:
+        response = await client.ModelInfer(request_of("yo", raw=True))
+        assert list(response.raw_output_contents) == [b"\x04\0\0\0yohi"]
+
+
+@in_time
+async def test_a_stream_sends_pieces_and_marks_the_last_one():
+    async with inference(FakeRouter(answer("hi"))) as client:
+        request = a_stream(return_finish_reason=True, return_num_output_tokens=True)
+        responses = [each.infer_response for each in await responses_to(client, request)]
+        assert [outputs_of(each)["text_output"] for each in responses] == [[b"h"], [b"i"], [b""]]
+        reasons = [outputs_of(each)["finish_reason"] for each in responses]
+        assert reasons == [[b"None"], [b"None"], [b"stop"]]
+        assert [outputs_of(each)["num_output_tokens"] for each in responses] == [[1], [1], [1]]
+        assert [each.parameters[FINAL].bool_param for each in responses] == [False, False, True]
+
+
+@in_time
+async def test_choices_have_places_in_the_tensors():
+    async with inference(FakeRouter(answer("a"), answer("b"), answer("a"), answer("b"))) as client:
+        sampling = {"n": 2}
+        request = request_of("yo", exclude_input_in_output=True, sampling_parameters=sampling)
+        response = await client.ModelInfer(request)
+        assert outputs_of(response) == {"text_output": [b"a", b"b"]}
+        streamed = await responses_to(client, a_stream(sampling_parameters=sampling))
+        texts = [outputs_of(each.infer_response)["text_output"] for each in streamed]
+        assert b"".join(each[1] for each in texts) == b"b"
+
+
+@in_time
+async def test_requests_of_one_stream_are_answered_each_under_its_id():
+    async with inference(FakeRouter(answer("hi"))) as client:
+        bad = a_stream(id="bad", sampling_parameters={"temperature": -1})
+        responses = await responses_to(client, a_stream(id="a"), bad, a_stream(id="b"))
+        texts = {"a": b"", "b": b""}
+        for response in responses:
+            name = response.infer_response.id
+            if name == "bad":
+                assert "temperature" in response.error_message
+            else:
+                texts[name] += outputs_of(response.infer_response)["text_output"][0]
+        assert texts == {"a": b"hi", "b": b"hi"}
+
+
+@in_time
+async def test_an_error_ends_the_stream_of_a_client_that_wants_that():
+    async with inference(FakeRouter()) as client:
+        bad = a_stream(sampling_parameters={"temperature": -1})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await responses_to(client, bad, metadata=[("triton_grpc_error", "true")])
+        assert caught.value.code() is CODES.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Rejected("too many wait", 3.0), CODES.RESOURCE_EXHAUSTED),
+        (Failed("no worker could"), CODES.UNAVAILABLE),
+    ],
+)
+@in_time
+async def test_outcomes_have_their_status(outcome, code):
+    async with inference(FakeRouter([Update(token_ids=(), outcome=outcome)])) as client:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.ModelInfer(request_of())
+        assert (caught.value.code(), caught.value.details()) == (code, outcome.message)
+        assert "retry-after" in dict(caught.value.trailing_metadata())
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (request_of("y" * 99), CODES.INVALID_ARGUMENT, "maximum context length"),
+        (request_of(stream=True), CODES.INVALID_ARGUMENT, "use ModelStreamInfer"),
+        (request_of(sampling_parameters={"suffix": 3}), CODES.INVALID_ARGUMENT, "suffix"),
+        (pb.ModelInferRequest(model_name="x"), CODES.INVALID_ARGUMENT, "text_input"),
+    ],
+)
+@in_time
+async def test_refused_requests_say_why(request_, code, words):
+    async with inference(FakeRouter()) as client:
+        found, details = await status_of(client.ModelInfer(request_))
+        assert found is code
+        assert words in details
+
+
+@in_time
+async def test_ignored_fields_are_told():
+    async with inference(FakeRouter()) as client:
+        response = await client.ModelInfer(request_of(sampling_parameters={"colour": "red"}))
+        assert response.parameters[IGNORED].string_param == "colour"
+
+
+@in_time
+async def test_a_bug_is_an_internal_error_without_details():
+    async with inference(FakeRouter([ZeroDivisionError("secret")])) as client:
+        assert await status_of(client.ModelInfer(request_of())) == (
+            CODES.INTERNAL,
+            "internal error",
+        )
+
+
+@in_time
+async def test_a_long_message_is_refused():
+    async with inference(FakeRouter(), max_body_bytes=1000) as client:
+        code, words = await status_of(client.ModelInfer(request_of("y" * 2000)))
+        assert (code, words) == (CODES.INVALID_ARGUMENT, "the body is longer than 1000 bytes")
+        code, _ = await status_of(client.ModelInfer(request_of("y" * 100_000)))
+        assert code is CODES.RESOURCE_EXHAUSTED
+
+
+@in_time
+async def test_models_need_a_key_and_probes_do_not():
+    async with inference(FakeRouter(answer("hi")), keys=KEYS) as client:
+        assert (await client.ServerReady(pb.ServerReadyRequest())).ready
+        right = [("authorization", "Bearer right")]
+        for metadata in (None, [("authorization", "Bearer wrong")]):
+            code, _ = await status_of(client.ModelInfer(request_of(), metadata=metadata))
+            assert code is CODES.UNAUTHENTICATED
+            name = pb.ModelMetadataRequest(name="tiny")
+            code, _ = await status_of(client.ModelMetadata(name, metadata=metadata))
+            assert code is CODES.UNAUTHENTICATED
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+                await responses_to(client, a_stream(), metadata=metadata)
+        assert await client.ModelInfer(request_of(), metadata=right)
+        assert len(await responses_to(client, a_stream(), metadata=right)) == 3
+
+
+@pytest.mark.parametrize("ends", ["cancel", "deadline"])
+@pytest.mark.parametrize("streams", [False, True])
+@in_time
+async def test_a_client_that_leaves_or_is_late_cancels_on_the_workers(streams, ends):
+    router = FakeRouter([tokens("a"), Never()])
+    async with inference(router) as client:
+        timeout = 0.5 if ends == "deadline" else None
+        if streams:
+            call = client.ModelStreamInfer(timeout=timeout)
+            await call.write(a_stream())
+        else:
+            call = client.ModelInfer(request_of(), timeout=timeout)
+        await router.waiting.wait()
+        assert router.live == 1
+        if ends == "cancel":
+            call.cancel()
+        else:
+            assert await call.code() is CODES.DEADLINE_EXCEEDED
+        while router.live:
+            await asyncio.wait(
+                [asyncio.create_task(client.ServerLive(pb.ServerLiveRequest()).code())]
+            )
+        assert router.cancelled == [router.requests[0].request_id]
+
+
+@in_time
+async def test_health_follows_readiness():
+    router = FakeRouter()
+    async with inference(router) as client:
+        health = health_pb2_grpc.HealthStub(client.channel)
+        states = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE):
+            found = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert found.status == states.SERVING
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert (await watch.read()).status == states.SERVING
+        router.not_ready = "no worker"
+        assert (await watch.read()).status == states.NOT_SERVING
+        watch.cancel()
+
+
+@in_time
+async def test_reflection_describes_the_services():
+    async with inference(FakeRouter()) as client:
+        stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+        asked = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+        ]
+        listed, described = [each async for each in stub.ServerReflectionInfo(iter(asked))]
+        names = {each.name for each in listed.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} < names
+        files = described.file_descriptor_response.file_descriptor_proto
+        assert "GRPCInferenceService" in {
+            service.name
+            for data in files
+            for service in FileDescriptorProto.FromString(data).service
+        }
+
+
+@pytest.mark.torch
+@in_time
+async def test_a_served_model_answers_as_over_http(served, client):
+    prompt = "def add(a, b):\n"
+    wanted = client.completions.create(
+        model=client.models.list().data[0].id, prompt=prompt, max_tokens=8, temperature=0
+    )
+    sampling = {"max_tokens": "8", "temperature": "0"}
+    async with grpc.aio.insecure_channel(served.grpc) as channel:
+        own = InferenceClient(channel)
+        request = request_of(prompt, stream=True, sampling_parameters=sampling)
+        request.model_name = wanted.model
+        responses = await responses_to(own, request)
+        texts = [outputs_of(each.infer_response)["text_output"][0] for each in responses]
+        assert b"".join(texts).decode() == wanted.choices[0].text
+        endless = request_of(prompt, sampling_parameters={"max_tokens": 3000, "ignore_eos": True})
+        endless.model_name = wanted.model
+        call = own.ModelInfer(endless, timeout=0.3)
+        assert await call.code() is CODES.DEADLINE_EXCEEDED  # the workers hold nothing afterwards

@@ -1,0 +1,94 @@
+"""A gateway's gRPC service in this process, with a scripted router and a client of its protocol."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from engine.net.grpc_library import grpc
+from router.gateway.app import parts_of
+from router.gateway.inference import inference_pb2 as pb
+from router.gateway.inference.server import InferenceLimits, InferenceServer
+from router.gateway.inference.service import SERVICE, InferenceService
+from router.gateway.requests.calls import GatewaySettings
+from tests.kits.grammar_checks import CheckedAtOnce
+from tests.kits.router.gateway import SECRET, FakeRouter, versions_of
+
+
+class InferenceClient:
+    """The methods of the service, as generated clients have them."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+        for method in methods:
+            streams = method.client_streaming
+            kind = channel.stream_stream if streams else channel.unary_unary
+            call = kind(
+                f"/{SERVICE}/{method.name}",
+                request_serializer=getattr(pb, method.input_type.name).SerializeToString,
+                response_deserializer=getattr(pb, method.output_type.name).FromString,
+            )
+            setattr(self, method.name, call)
+
+
+@asynccontextmanager
+async def inference(
+    router: FakeRouter, *, keys: Any = None, max_body_bytes: int = 2**20, **settings: Any
+) -> AsyncIterator[InferenceClient]:
+    """A client of a server on a loopback port that the system chose."""
+    versions = versions_of(router, context_len=settings.pop("context_len", 64))
+    parts = parts_of(
+        versions,
+        settings=GatewaySettings(SECRET, max_body_bytes=max_body_bytes, **settings),
+        clock=router.clock,
+        rng=random.Random(1),
+        grammars=CheckedAtOnce(),
+    )
+    limits = InferenceLimits(max_body_bytes, 2**14, 64, 5.0)
+    server = InferenceServer(InferenceService(parts, keys, "1"), versions, limits)
+    port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield InferenceClient(channel)
+    finally:
+        await server.close(0.0)
+
+
+def request_of(text: str = "yo", *, raw: bool = False, id: str = "", **inputs: Any) -> Any:
+    """A request with a text and more inputs: truth values, texts, or fields of sampling."""
+    request = pb.ModelInferRequest(model_name="tiny", id=id)
+    for name, value in {"text_input": text, **inputs}.items():
+        add_input(request, name, value, raw=raw)
+    return request
+
+
+def add_input(request: Any, name: str, value: Any, *, raw: bool = False) -> None:
+    if isinstance(value, dict):
+        value = msgspec.json.encode(value).decode()
+    if isinstance(value, bool):
+        tensor = request.inputs.add(name=name, datatype="BOOL", shape=[1])
+        data = bytes([value])
+        tensor.contents.bool_contents.append(value)
+    elif isinstance(value, list):
+        tensor = request.inputs.add(name=name, datatype="INT64", shape=[1, len(value)])
+        data = b"".join(each.to_bytes(8, "little") for each in value)
+        tensor.contents.int64_contents.extend(value)
+    else:
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        data = len(value.encode()).to_bytes(4, "little") + value.encode()
+        tensor.contents.bytes_contents.append(value.encode())
+    if raw:
+        tensor.ClearField("contents")
+        request.raw_input_contents.append(data)
+
+
+def outputs_of(response: Any) -> dict[str, list[Any]]:
+    """The typed values of all outputs, by name."""
+    found = {}
+    for output in response.outputs:
+        fields = output.contents.ListFields()
+        found[output.name] = list(fields[0][1]) if fields else []
+    return found
