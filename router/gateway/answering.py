@@ -55,7 +55,7 @@ TIMELINE_HEADER = "x-baton-timeline"
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_LEN = 128  # characters
-MAX_TIMEOUT_S = 86_400.0
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +240,9 @@ def _timeout_s(text: str | None) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= MAX_TIMEOUT_S:
+    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
         message = (
-            f"{TIMEOUT_HEADER} is {text[:40]!r}; expected seconds above 0, "
+            f"{TIMEOUT_HEADER} is {text[:40]!r}; expected seconds from {MIN_TIMEOUT_S:g}, "
             f"at most {MAX_TIMEOUT_S:g}"
         )
         raise invalid_value(message, TIMEOUT_HEADER)

@@ -178,6 +178,8 @@ class _Calling:
 def _tools_of(fields: Fields) -> _Calling | None:
     """The tools that may be called; None if the answer calls no tools."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if tools is not None and not isinstance(tools, list):
+        raise InvalidRequest("tools must be a list", param="tools")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
@@ -222,6 +224,9 @@ def _functions(tools: Json) -> dict[str, Json]:
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or name in functions:
             message = f"{param}.function.name must be a new name of letters, digits, _, . and -"
             raise InvalidRequest(message, param=f"{param}.function.name")
+        if not isinstance(function.get("description"), str | None):
+            where = f"{param}.function.description"
+            raise InvalidRequest(f"{where} must be a text", param=where)
         functions[name] = _arguments(function, f"{param}.function.parameters")
     return functions
 

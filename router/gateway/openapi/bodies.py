@@ -28,7 +28,7 @@ _FUNCTION: Json = {
     "required": ["name"],
     "properties": {
         "name": {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"},
-        "description": {"type": "string"},
+        "description": {"type": ["string", "null"]},
         "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
     },
 }
@@ -83,9 +83,21 @@ _TOOLS: dict[str, Json] = {
             },
         ]
     },
-    "parallel_tool_calls": {"type": "boolean"},
 }
 
+_PROMPT_FIELDS = (
+    "model",
+    "messages",
+    "tools",
+    "documents",
+    "reasoning_effort",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "truncation_side",
+)
 _UPLOAD_FORM: Json = {
     "description": "An upload.",
     "type": "object",
@@ -122,7 +134,7 @@ def body_components() -> dict[str, Json]:
     del messages["default"]
     chat["required"], completion["required"] = ["messages"], ["prompt"]
     completion["properties"]["prompt"] = _prompt()
-    found[TOKENIZE_BODY] = _tokenize_body()
+    found[TOKENIZE_BODY] = _tokenize_body(chat, completion)
     found[UPLOAD_FORM] = _UPLOAD_FORM
     return found
 
@@ -159,19 +171,19 @@ def _prompt() -> Json:
     return {"anyOf": [{"type": "string", "minLength": 1}, ids, texts, batch]}
 
 
-def _tokenize_body() -> Json:
-    """A body of either endpoint, with the options of /tokenize."""
+def _tokenize_body(chat: Json, completion: Json) -> Json:
+    """The fields of requests that change their prompt, and the options of /tokenize."""
+    null = {"type": "null"}
+    fields = {name: chat["properties"][name] for name in _PROMPT_FIELDS}
+    fields["messages"] = {"anyOf": [fields["messages"], null]}
+    prompt = {"anyOf": [completion["properties"]["prompt"]["anyOf"][0], null]}
     options = components_of([TokenizeOptions])["TokenizeOptions"]["properties"]
-    text = {
-        "allOf": [
-            {"$ref": REF.format(name="CompletionBody")},
-            {"properties": {"prompt": {"type": "string", "minLength": 1}}},
-        ]
-    }
-    chat = {"$ref": REF.format(name="ChatBody")}
     return {
-        "description": "A body of a chat completion, or of a completion with one text.",
+        "description": (
+            "`prompt` or `messages`, and fields that change the prompt. Those of the answer may be "
+            "there as well."
+        ),
         "type": "object",
-        "properties": options,
-        "anyOf": [text, chat],
+        "properties": {"prompt": prompt, **fields, **options},
+        "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
     }

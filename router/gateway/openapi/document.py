@@ -6,6 +6,7 @@ from router.access.guard import DEBUG_PATHS, OPEN_PATHS
 from router.gateway.openapi.answers import ErrorReply
 from router.gateway.openapi.bodies import REF, body_components, components_of
 from router.gateway.openapi.errors import reasons_of
+from router.gateway.openapi.examples import EXAMPLES
 from router.gateway.openapi.operations import JSON, OPERATIONS, UPLOAD_FORM, Operation
 
 Json = dict[str, Any]
@@ -84,7 +85,11 @@ def _operation(each: Operation, *, needs_key: bool) -> Json:
         found["parameters"] = list(each.parameters)
     if each.body is not None:
         media_type = FORM if each.body == UPLOAD_FORM else JSON
-        found["requestBody"] = {"required": True, "content": _content(each.body, media_type)}
+        content = _content(each.body, media_type)
+        if examples := EXAMPLES.get(f"{each.method} {each.path}"):
+            shown = {name: {"value": value} for name, value in examples.items()}
+            content[media_type]["examples"] = shown
+        found["requestBody"] = {"required": True, "content": content}
     if needs_key and is_open:
         found["security"] = []
     return found
@@ -100,15 +105,28 @@ def _answer(each: Operation) -> Json:
     found = _reply(each.answer, each.summary)
     if each.events is not None:
         found["content"][EVENTS] = {
-            "schema": {
-                "type": "string",
-                "description": f"Events, each of which holds a `{each.events.__name__}`",
-            },
+            "schema": _event(each.events),
             "x-event-schema": {"$ref": REF.format(name=each.events.__name__)},
         }
     if each.method == "post" and each.body is not None:
         found["headers"] = _LIMITS | (_ID if each.events is not None else {})
     return found
+
+
+def _event(kind: type) -> Json:
+    """The schema of each server-sent event, as OpenAPI 3.2 has it. Its data is JSON in a text."""
+    data = [_json_text(kind.__name__), _json_text(ErrorReply.__name__), {"const": "[DONE]"}]
+    return {
+        "description": f"Each event holds a `{kind.__name__}`.",
+        "type": "object",
+        "required": ["data"],
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": data}},
+    }
+
+
+def _json_text(name: str) -> Json:
+    schema = {"$ref": REF.format(name=name)}
+    return {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
 
 
 def _reply(kind: type, description: str | None = None) -> Json:

@@ -8,6 +8,7 @@ from router.gateway.answering import (
     ID_HEADER,
     MAX_ID_LEN,
     MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
     TIMELINE_HEADER,
     TIMEOUT_HEADER,
 )
@@ -103,7 +104,7 @@ _OF_ANSWERS = (
     _header(
         TIMEOUT_HEADER,
         "seconds after which an incomplete answer ends with an error",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+        {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S},
     ),
     *_VERSION,
     _header(TIMELINE_HEADER, "`1` adds where the time of the request went", _TEXT),

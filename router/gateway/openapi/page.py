@@ -29,7 +29,7 @@ _BOUNDS = (
 def page_of(document: Json) -> str:
     """Returns the page."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"prose": prose, "type": type_text}
+    environment.filters |= {"prose": prose, "type": type_text, "json": json_text}
     source = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     operations = [
         {"method": method, "path": path, **operation}
@@ -47,6 +47,11 @@ def page_of(document: Json) -> str:
 def prose(text: str) -> Markup:
     """A text of Markdown with code in backticks, as HTML."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+
+def json_text(value: object) -> str:
+    """A value as JSON on several lines."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
 
 
 def type_text(schema: Json) -> Markup:

@@ -219,6 +219,7 @@ class ChatBody(Body, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_LEN)] | None = None
+    parallel_tool_calls: bool | None = None  # `router.text.structured` follows it
 
     def encode(
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()

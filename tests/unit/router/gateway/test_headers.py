@@ -64,7 +64,7 @@ def test_an_answer_within_its_timeout_is_unchanged() -> None:
     assert (reply.status, reply.json()["choices"][0]["message"]["content"]) == (200, "hi")
 
 
-@pytest.mark.parametrize("wrong", ["soon", "0", "-1", "nan", "inf", "86401"])
+@pytest.mark.parametrize("wrong", ["soon", "0", "0.0005", "-1", "nan", "inf", "86401"])
 def test_a_timeout_that_is_none_is_refused(wrong: str) -> None:
     reply = chat(FakeRouter(), x_request_timeout=wrong)
     assert (reply.status, reply.json()["error"]["param"]) == (400, "x-request-timeout")

@@ -191,6 +191,11 @@ def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
             "tool_choice",
         ),
         ({"tools": TOOLS * 100}, "tools"),
+        ({"tools": ""}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": {}}}]},
+            "tools[0].function.description",
+        ),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "x": NESTED}]}, "tools[0]"),

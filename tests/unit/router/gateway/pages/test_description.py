@@ -13,6 +13,7 @@ from referencing.jsonschema import DRAFT202012
 from engine.messages import Logprobs
 from router.gateway.openapi.document import document
 from router.gateway.openapi.errors import ERRORS
+from router.gateway.openapi.examples import EXAMPLES
 from router.machine.requests import Failed, Update
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import EOS, STOP, FakeRouter, answer, get, make_app, post
@@ -138,6 +139,19 @@ def test_a_call_of_a_tool_has_the_fields_described():
                 check("ChatStreamChunk", event)
         else:
             check("ChatAnswer", reply.json())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (operation.removeprefix("post "), body)
+        for operation, examples in EXAMPLES.items()
+        for body in examples.values()
+    ],
+)
+def test_the_examples_of_bodies_are_served(path, body):
+    app = make_app(FakeRouter(), context_len=4096)
+    assert post(app, path, body).status == 200
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""Schemathesis finds no answer of the gateway that /openapi.json does not describe.
+
+It sends what the description allows and what it forbids, with wrong methods, types and headers. The
+gateway is served by a real listener in front of a fake router. `positive_data_acceptance` is left
+out: fields that exclude each other, or that do not fit the model, are refused although a schema
+allows each of them.
+"""
+
+import itertools
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from engine.messages import Logprobs
+from router.machine.requests import Update
+from tests.kits.router.gateway import EOS, STOP, TIMELINE, FakeRouter, make_app_of, versions_of
+from tests.kits.router.served_app import served
+
+pytestmark = pytest.mark.skipif(find_spec("schemathesis") is None, reason="needs schemathesis")
+
+
+CONFIG = """
+[generation]
+allow-extra-parameters = false  # unknown headers, parameters and fields pass
+"""
+SCORES = Logprobs(-0.5, 1, (104, 105), (-0.5, -1.5))
+
+
+class ScoringRouter(FakeRouter):
+    """Answers `hi`, with log-probabilities if the request asks for them."""
+
+    def _script_of(self, number):
+        request = self.requests[number]
+        scores = () if request.sampling.logprobs is None else (SCORES,)
+        of_prompt = ()
+        if request.prompt_logprobs is not None:
+            of_prompt = (SCORES,) * (len(request.token_ids) - 1)
+        return [
+            Update((104,), logprobs=scores, prompt_logprobs=of_prompt),
+            Update((105,), logprobs=scores),
+            Update((EOS,), logprobs=scores, outcome=STOP, timeline=TIMELINE),
+        ]
+
+
+class RecedingClock:
+    """Each reading is an hour before the one before it, so that no `x-request-timeout` is over."""
+
+    def __init__(self):
+        self._hours = itertools.count()
+
+    def now_s(self):
+        return -3600.0 * next(self._hours)
+
+
+def versions():
+    """A table whose only version serves any model's name, since random names would all be 404."""
+    table = versions_of(ScoringRouter(), context_len=4096)
+    choose = table.choose
+    table.choose = lambda *, key, model=None, version=None: choose(key=key)
+    return table
+
+
+def check(tmp_path, *options, timeout_s):
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(CONFIG)
+    with served(make_app_of(versions(), RecedingClock())) as url:
+        found = subprocess.run(
+            [
+                *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
+                *options,
+                *("--exclude-checks", "positive_data_acceptance"),
+                "--generation-deterministic",
+                *("--continue-on-failure", "--no-color"),
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    assert found.returncode == 0, found.stdout[-20_000:] + found.stderr[-2000:]
+
+
+def test_no_answer_differs_from_the_description(tmp_path):
+    """Completions are left to the longer test: most of their fields are those of chats."""
+    options = ("--phases", "examples,coverage", "--exclude-path", "/v1/completions")
+    check(tmp_path, *options, timeout_s=100)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_no_answer_to_random_requests_differs_from_the_description(tmp_path):
+    options = ("--phases", "examples,coverage,fuzzing", "--max-examples", "200")
+    check(tmp_path, *options, timeout_s=800)

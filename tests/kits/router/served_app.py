@@ -1,0 +1,37 @@
+"""An app behind a real listener on loopback, in a thread of the test's process."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from router.edge.limits import Book, EdgeLimits
+from router.edge.listener import Listener
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Serves the app on a port that the system chooses. Yields its URL."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    host, port = sock.getsockname()[:2]
+    is_open, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        listener = Listener(app, Book(EdgeLimits()))
+        listener.open(sock)
+        is_open.set()
+        await stop.wait()
+        await listener.close(0.0, lambda: None)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert is_open.wait(10)
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        assert not thread.is_alive()
+        loop.close()
