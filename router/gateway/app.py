@@ -51,6 +51,7 @@ from router.inbox.lanes import Lanes
 EXPOSED_HEADERS = (  # that scripts of other origins may read
     "x-request-id",
     "x-baton-decision",
+    "x-baton-ignored",
     "x-ratelimit-limit-requests",
     "x-ratelimit-limit-tokens",
     "x-ratelimit-remaining-requests",

@@ -3,6 +3,8 @@
 from typing import Any
 
 from router.access.guard import DEBUG_PATHS, OPEN_PATHS
+from router.gateway.answering import ID_HEADER
+from router.gateway.answers.writing import IGNORED_HEADER
 from router.gateway.openapi.answers import ErrorReply
 from router.gateway.openapi.bodies import REF, body_components, components_of
 from router.gateway.openapi.errors import reasons_of
@@ -30,7 +32,13 @@ _LIMITS: Json = {
     )
     for of in ("requests", "tokens")
 }
-_ID: Json = {"x-request-id": {"description": "the id of the call", "schema": {"type": "string"}}}
+_OF_CALLS: Json = {
+    ID_HEADER: {"description": "the id of the call", "schema": {"type": "string"}},
+    IGNORED_HEADER: {
+        "description": "names of fields that are not known",
+        "schema": {"type": "string"},
+    },
+}
 
 
 def document(version: str, *, needs_key: bool) -> Json:
@@ -109,7 +117,7 @@ def _answer(each: Operation) -> Json:
             "x-event-schema": {"$ref": REF.format(name=each.events.__name__)},
         }
     if each.method == "post" and each.body is not None:
-        found["headers"] = _LIMITS | (_ID if each.events is not None else {})
+        found["headers"] = _LIMITS | (_OF_CALLS if each.events is not None else {})
     return found
 
 

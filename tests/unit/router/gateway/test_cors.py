@@ -64,6 +64,7 @@ def test_streams_and_errors_may_be_read_too():
         assert headers["access-control-allow-origin"] == PAGE
         assert "Origin" in headers["vary"]
         assert "x-request-id" in headers["access-control-expose-headers"]
+        assert "x-baton-ignored" in headers["access-control-expose-headers"]
         assert "x-ratelimit-remaining-tokens" in headers["access-control-expose-headers"]
 
 
