@@ -3,6 +3,8 @@
 | result                  | unit       |                                                   |
 |-------------------------|------------|---------------------------------------------------|
 | clients/ttft, itl, e2e  | ms         | percentiles over all windows with a batch         |
+| quiet/ttft, itl, e2e    | ms         | the same, of pairs of windows without other load  |
+| quiet/pairs             | 1          | these pairs; limit: all                           |
 | batches/answered_once   | requests   | with one result, which is no error; limit: all    |
 | batches/beside_clients  | requests/s | answered during windows                           |
 | batches/active          | %          | of the windows with a batch: it was not over      |
@@ -13,7 +15,8 @@
 | background/cpu          | %          | of all cores, used by other programs              |
 
 The peer of a percentile is the same one in the windows without a batch. A ratio near one says that
-batches cost clients nothing.
+batches cost clients nothing. A pair is quiet if other programs used at most 5 % of the CPU in it.
+On a shared machine these disturb a 99th percentile more than a batch could.
 """
 
 from collections import Counter
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 from bench.batches.plan import WITH, WITHOUT, BesidePlan
 from bench.client.answers import Answer
 from bench.client.load import LoadRun
-from bench.common.background import busy_results, busy_warning
+from bench.common.background import TOO_BUSY, busy_results, busy_warning
 from bench.common.report import Result, result_of
 from bench.common.stats import percentile
 
@@ -72,6 +75,7 @@ def results(plan: BesidePlan, measured: BatchesMeasured) -> tuple[Result, ...]:
         for name, of in _TIMES.items()
         for percent in PERCENTS
     ]
+    found += _quiet(plan, measured)
     beside = [window for window in measured.windows if window.which == WITH]
     number = plan.num_of_window * plan.num_pairs
     once = float(len(once_of(measured.texts)))
@@ -107,6 +111,21 @@ def warnings(plan: BesidePlan, measured: BatchesMeasured) -> list[str]:
         if result.of_limit is not None and result.of_limit < 1 and result.unit == "requests":
             lines.append(f"{result.name}: {result.value:.0f} of {result.limit:.0f}")
     return lines
+
+
+def _quiet(plan: BesidePlan, measured: BatchesMeasured) -> list[Result]:
+    """The percentiles over pairs of windows in which other programs used little of the CPU."""
+    quiet = {pair for pair, share in enumerate(measured.background) if share <= TOO_BUSY}
+    windows = [window for window in measured.windows if window.pair in quiet]
+    if not windows:
+        return []
+    found = [
+        _compared(f"quiet/{name}/p{percent}", windows, of, percent)
+        for name, of in _TIMES.items()
+        for percent in PERCENTS
+    ]
+    number = result_of("quiet/pairs", [float(len(quiet))], "1")
+    return [*found, number.limited(plan.num_pairs)]
 
 
 def _killed(plan: BesidePlan, killed: Killed) -> list[Result]:

@@ -18,11 +18,13 @@ PLAN = BesidePlan(num_requests=4, num_pairs=2, window_s=10.0, num_kills=1)
 TEXTS = [("a", "x"), ("b", "y"), ("c", "z"), ("d", "w")]
 
 
-def window(which: str, *ttfts_s: float, num_answered: int = 0, active_s: float = 0.0) -> Window:
+def window(
+    which: str, *ttfts_s: float, num_answered: int = 0, active_s: float = 0.0, pair: int = 0
+) -> Window:
     outcomes = tuple(
         RequestOutcome(0.0, None, answer_at([ttft_s, ttft_s + 0.01])) for ttft_s in ttfts_s
     )
-    return Window(which, 0, LoadRun(10.0, outcomes), num_answered, active_s)
+    return Window(which, pair, LoadRun(10.0, outcomes), num_answered, active_s)
 
 
 def measured(*windows: Window, texts=TEXTS, **rest) -> BatchesMeasured:
@@ -82,3 +84,11 @@ def test_a_killed_batch_is_compared_with_the_undisturbed_one():
     assert found["killed/equal"] == 3
     assert found["killed/answered_before"] == 2
     assert "killed/equal: 3 of 4" in warnings(PLAN, data)
+
+
+def test_pairs_with_other_load_are_left_out_of_the_quiet_ones():
+    pairs = [window(which, t, pair=p) for p, t in ((0, 0.1), (1, 0.9)) for which in (WITH, WITHOUT)]
+    found = found_in(measured(*pairs, background=(0.01, 0.4)))
+    assert found["quiet/ttft/p99"] == pytest.approx(100)
+    assert found["quiet/pairs"] == 1
+    assert "quiet/pairs" not in found_in(measured(*pairs, background=(0.2, 0.4)))

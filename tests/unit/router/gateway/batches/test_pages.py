@@ -1,12 +1,14 @@
 """The endpoints of files and batches: pages, tenants, quotas, and refusals that name the field."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from router.gateway.batches import pages, tables
+from router.gateway.storage import Storage
 from tests.kits.router.access import key_file
 from tests.kits.router.batches import (
     ComputingRouter,
@@ -265,3 +267,15 @@ async def test_one_tenant_sees_nothing_of_another(tmp_path: Path) -> None:
         ):
             assert (await send(app, method, path, **bob)).status == 404
         assert (await send(app, "GET", "/v1/files")).status == 401
+
+
+async def test_several_processes_need_a_file_for_what_they_keep(tmp_path: Path) -> None:
+    siblings = SimpleNamespace(process="0", own=None)
+    async with batch_app(ComputingRouter(), siblings=siblings, runs=False) as app:
+        for path in ("/v1/files", "/v1/batches"):
+            reply = await fetch(app, "GET", path)
+            assert (reply.status, reply.json()["error"]["code"]) == (501, "not_supported")
+            assert "gateway.store" in reply.json()["error"]["message"]
+    storage = Storage(tmp_path / "store")
+    async with batch_app(ComputingRouter(), storage, siblings=siblings, runs=False) as app:
+        assert (await fetch(app, "GET", "/v1/files")).status == 200
