@@ -226,6 +226,13 @@ class DeletedResponse(Struct):
     deleted: Literal[True]
 
 
+class InputTokens(Struct):
+    """The number of tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ItemList(Struct):
     """Items of a response's input."""
 

@@ -24,6 +24,7 @@ from router.gateway.openapi.answers import (
     DeletedResponse,
     FileList,
     Health,
+    InputTokens,
     ItemList,
     ModelList,
     Readiness,
@@ -169,6 +170,16 @@ OPERATIONS = (
             "Fields that are not of this API are taken as those of a chat completion. "
             "With `stream: true` the answer is a list of server-sent events with OpenAI's names."
         ),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "Responses",
+        "Count the tokens of a response's prompt",
+        InputTokens,
+        ResponseBody,
+        parameters=_VERSION,
+        errors=_READS,
     ),
     Operation(
         "get",

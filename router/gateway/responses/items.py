@@ -19,6 +19,7 @@ Item = dict[str, Any]
 NewId = Callable[[str], str]  # makes an id with this prefix
 Status = Literal["in_progress", "completed", "incomplete"]
 MAX_ITEM_ID_LEN = 256  # characters
+MAX_REFERENCES = 512  # each is looked up
 
 _PREFIXES = {
     "message": "msg_",
@@ -77,10 +78,14 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def references_in(input: str | Sequence[ItemBody]) -> list[str]:
-    """The ids of kept items that the input only names."""
+    """The ids of kept items that the input only names. Raises ApiError for too many."""
     if isinstance(input, str):
         return []
-    return [body.id for body in input if _is_reference(body) and body.id is not None]
+    named = [body.id for body in input if _is_reference(body) and body.id is not None]
+    if len(named) > MAX_REFERENCES:
+        message = f"input refers to {len(named)} items; at most {MAX_REFERENCES} are allowed"
+        raise invalid_value(message, "input")
+    return named
 
 
 def items_of(

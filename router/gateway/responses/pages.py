@@ -1,10 +1,12 @@
-"""The HTTP side of responses: make, read, follow, cancel and delete them, and list their input."""
+"""The HTTP side of responses: make, read, follow, cancel, delete, count, and list their input."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,6 +16,8 @@ from router.edge.extension import pipe_of
 from router.edge.responses import EVENT_STREAM, send_head, send_invalid, send_json
 from router.gateway.answering import ID_HEADER, GatewayParts
 from router.gateway.metrics.meters import RequestMeter
+from router.gateway.pages.replies import json_reply
+from router.gateway.requests.calls import read_body
 from router.gateway.responses.items import Item
 from router.gateway.responses.service import ResponseService
 from router.gateway.responses.writers import STREAM_HEADERS
@@ -41,6 +45,7 @@ class ResponsePages:
         """The routes of all endpoints but the one that makes responses."""
         one = f"{PATH}/{{response_id}}"
         return [
+            Route(f"{PATH}/input_tokens", self._input_tokens, methods=["POST"]),
             Route(one, _watched(self._get), methods=["GET"]),
             Route(one, _watched(self._delete), methods=["DELETE"]),
             Route(f"{one}/cancel", _watched(self._cancel), methods=["POST"]),
@@ -112,6 +117,17 @@ class ResponsePages:
         if kept.status == "cancelled":
             self._service.runs.tell(id)
         await send_json(send, 200, kept.body())
+
+    async def _input_tokens(self, request: HttpRequest) -> Response:
+        """POST /v1/responses/input_tokens. Counts as a request of its key."""
+        parts, tenant = self._parts, tenant_of(request.scope)
+        use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
+        try:
+            data = await read_body(request.receive, parts.settings)
+            num_tokens = await self._service.count(data, tenant, request.headers)
+        finally:
+            use.end(parts.clock.now_s())
+        return json_reply(200, {"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _input_items(self, scope: Scope, send: Send) -> None:
         """GET /v1/responses/{id}/input_items."""

@@ -25,6 +25,7 @@ from router.gateway.answering import ID_HEADER, LONG_BODY_BYTES, AnswerService, 
 from router.gateway.answers.dialects import CHAT
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
+from router.gateway.pages.tokens import tokenized
 from router.gateway.requests.calls import ApiCall
 from router.gateway.requests.openai_schema import ChatBody
 from router.gateway.responses.body import ResponseBody, decode_response_body
@@ -41,7 +42,7 @@ from router.gateway.responses.run import BackgroundRun
 from router.gateway.responses.runs import BackgroundRuns
 from router.gateway.responses.store import Context, ResponseStore
 from router.gateway.responses.writers import ResponseKeeper, StreamedResponse, WholeResponse
-from router.gateway.versions import ServedVersion
+from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion
 from router.port import RequestPort
 
 RESPONSE = replace(CHAT, id_prefix="resp_", object_name="response")
@@ -100,6 +101,19 @@ class ResponseService:
             return await lanes.run(name, len(data), converting)
         return converting()
 
+    async def count(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> int:
+        """The tokens of the prompt that a body asks for. Raises InvalidRequest."""
+        prepared = await self.prepare(data, tenant)
+        choose = partial(self._chosen, headers)
+        counting = partial(tokenized, prepared.form.data, choose)
+        num_bytes = len(prepared.form.data)
+        try:
+            if num_bytes < LONG_BODY_BYTES:
+                return counting().count
+            return (await self._parts.lanes.run(tenant.name, num_bytes, counting)).count
+        except InvalidRequest as error:
+            raise prepared.form.translated(error) from error
+
     def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
         """The call of a chat completion that makes the response. Raises ApiError."""
         return self._answers.call(prepared.form.data, tenant, headers)
@@ -150,6 +164,10 @@ class ResponseService:
         messages = messages_of(body.instructions, [*before, *own])
         form = chat_form(body, extras, messages)
         return Prepared(body, form, [placed.item for placed in own])
+
+    def _chosen(self, headers: Mapping[str, str], model: str | None) -> ServedVersion:
+        affinity, version = headers.get(AFFINITY_HEADER, ""), headers.get(VERSION_HEADER)
+        return self._parts.versions.choose(key=affinity, model=model, version=version)
 
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}{self._parts.rng.getrandbits(128):032x}"

@@ -231,7 +231,7 @@ def conversation(
     items: list[Item] = []
     num_bytes = 0
     for number in chain:
-        db.execute("UPDATE responses SET used_s = ? WHERE number = ?", (now_s, number))
+        db.execute("UPDATE responses SET used_s = MAX(used_s, ?) WHERE number = ?", (now_s, number))
         (size,) = db.execute(
             "SELECT TOTAL(LENGTH(item)) FROM response_items WHERE response = ?", (number,)
         ).fetchone()

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from router.gateway.responses.items import (
+    MAX_REFERENCES,
     ItemBody,
     items_of,
     messages_of,
@@ -117,3 +118,10 @@ def test_errors_name_the_place(item, param):
         messages({"role": "user", "content": "hello"}, item)
     assert caught.value.param == param
     assert caught.value.status == 400
+
+
+def test_references_are_bounded():
+    many = [{"type": "item_reference", "id": f"msg_{i}"} for i in range(MAX_REFERENCES + 1)]
+    with pytest.raises(ApiError) as caught:
+        references_in(msgspec.convert(many, list[ItemBody]))
+    assert caught.value.param == "input"

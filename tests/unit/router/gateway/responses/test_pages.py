@@ -432,3 +432,19 @@ def test_fields_without_a_meaning_are_told():
     reply = post(app_of(FakeRouter()), PATH, {"input": "yo", "nonsense": 1})
     assert reply.status == 200
     assert reply.headers["x-baton-ignored"] == "nonsense"
+
+
+def test_the_tokens_of_a_prompt_are_counted():
+    router = FakeRouter()
+
+    async def use(client):
+        made = await client.responses.create(input="yo", instructions="be")
+        asked = {"input": "more", "previous_response_id": made.id, "model": "tiny"}
+        counted = await client.responses.input_tokens.count(**asked)
+        answered = await client.responses.create(**asked)
+        assert counted.input_tokens == answered.usage.input_tokens
+        with pytest.raises(BadRequestError) as caught:
+            await client.responses.input_tokens.count(input=[{"role": "x", "content": "y"}])
+        assert caught.value.param == "input[0].role"
+
+    with_client(app_of(router), use)
