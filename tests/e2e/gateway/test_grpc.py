@@ -8,15 +8,25 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from engine.errors import ConfigError
 from engine.net.grpc_library import grpc
 from router.access.fixed import FixedKeys
 from router.access.keys import hash_of
+from router.access.limits import KeyLimits
+from router.edge.tls import TlsFiles
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.answers import FINAL, IGNORED
 from router.gateway.inference.service import SERVICE
 from router.machine.requests import Failed, Rejected, Update
+from tests.kits.certificates import make_certificate, needs_openssl
 from tests.kits.router.gateway import FakeRouter, Never, answer, tokens
-from tests.kits.router.inference import InferenceClient, inference, outputs_of, request_of
+from tests.kits.router.inference import (
+    InferenceClient,
+    inference,
+    outputs_of,
+    request_of,
+    server_of,
+)
 
 DEADLINE_S = 20.0
 KEYS = FixedKeys([hash_of(b"right")])
@@ -243,6 +253,73 @@ async def test_a_client_that_leaves_or_is_late_cancels_on_the_workers(streams, e
                 [asyncio.create_task(client.ServerLive(pb.ServerLiveRequest()).code())]
             )
         assert router.cancelled == [router.requests[0].request_id]
+
+
+@in_time
+async def test_a_key_at_its_limit_gets_a_status_and_a_time():
+    limits = KeyLimits(requests_per_s=0.001)
+    async with inference(FakeRouter(answer("hi")), key_limits=limits) as client:
+        assert await client.ModelInfer(request_of())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.ModelInfer(request_of())
+        assert caught.value.code() is CODES.RESOURCE_EXHAUSTED
+        assert int(dict(caught.value.trailing_metadata())["retry-after"]) > 1
+
+
+@needs_openssl
+@in_time
+async def test_tls_uses_the_certificate_and_follows_its_change(tmp_path):
+    files = make_certificate(tmp_path, "first")
+    tls = TlsFiles(*files)
+    tls.open()
+    server = server_of(FakeRouter(answer("hi")), tls=tls)
+    port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
+
+    async def ask():
+        roots = grpc.ssl_channel_credentials(files[0].read_bytes())
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", roots) as channel:
+            return await InferenceClient(channel).ModelInfer(request_of(), timeout=5)
+
+    try:
+        assert await ask()
+        make_certificate(tmp_path, "second")
+        tls.look()
+        assert await ask()
+        with pytest.raises(grpc.aio.AioRpcError):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                await InferenceClient(channel).ModelInfer(request_of(), timeout=5)
+    finally:
+        await server.close(0.0)
+
+
+@in_time
+async def test_only_processes_of_one_deployment_share_a_port():
+    first, second, stranger = (server_of(FakeRouter()) for _ in range(3))
+    try:
+        port = await first.open("127.0.0.1", 0, shares=True, is_first=True)
+        assert await second.open("127.0.0.1", port, shares=True, is_first=False) == port
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} for gRPC"):
+            await stranger.open("127.0.0.1", port, shares=True, is_first=True)
+    finally:
+        for server in (first, second, stranger):
+            await server.close(0.0)
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+@in_time
+async def test_a_server_that_closes_waits_for_answers_unless_it_is_hurried(hurries):
+    router = FakeRouter([tokens("a"), Never()])
+    server = server_of(router)
+    port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = InferenceClient(channel).ModelInfer(request_of())
+        await router.waiting.wait()
+        closing = asyncio.create_task(server.close(DEADLINE_S if hurries else 0.2))
+        if hurries:
+            server.hurry()
+        assert await call.code() in (CODES.UNAVAILABLE, CODES.CANCELLED)
+        await closing
+    assert router.live == 0
 
 
 @in_time

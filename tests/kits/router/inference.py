@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from engine.net.grpc_library import grpc
+from router.edge.tls import TlsFiles
 from router.gateway.app import parts_of
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.server import InferenceLimits, InferenceServer
@@ -34,12 +35,16 @@ class InferenceClient:
             setattr(self, method.name, call)
 
 
-@asynccontextmanager
-async def inference(
-    router: FakeRouter, *, keys: Any = None, max_body_bytes: int = 2**20, **settings: Any
-) -> AsyncIterator[InferenceClient]:
-    """A client of a server on a loopback port that the system chose."""
-    versions = versions_of(router, context_len=settings.pop("context_len", 64))
+def server_of(
+    router: FakeRouter,
+    *,
+    keys: Any = None,
+    tls: TlsFiles | None = None,
+    max_body_bytes: int = 2**20,
+    **settings: Any,
+) -> InferenceServer:
+    """A server that is not open yet."""
+    versions = versions_of(router)
     parts = parts_of(
         versions,
         settings=GatewaySettings(SECRET, max_body_bytes=max_body_bytes, **settings),
@@ -48,7 +53,13 @@ async def inference(
         grammars=CheckedAtOnce(),
     )
     limits = InferenceLimits(max_body_bytes, 2**14, 64, 5.0)
-    server = InferenceServer(InferenceService(parts, keys, "1"), versions, limits)
+    return InferenceServer(InferenceService(parts, keys, "1"), versions, limits, tls)
+
+
+@asynccontextmanager
+async def inference(router: FakeRouter, **settings: Any) -> AsyncIterator[InferenceClient]:
+    """A client of a server on a loopback port that the system chose."""
+    server = server_of(router, **settings)
     port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
