@@ -32,6 +32,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from tokenizers import Tokenizer
 
 from engine.errors import GrammarError
+from engine.grammar.ebnf import is_ebnf, lark_of
 from engine.grammar.json_schemas import followed, regex_fault
 from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
@@ -312,7 +313,7 @@ def to_lark(grammar: Grammar) -> str:
                 raise GrammarError(fault)
             return f"{_HEADER}start: /{regex_to_lark(source, use_ascii='')}/\n"
         case GrammarKind.LARK:
-            return _from_lark(source)
+            return _from_lark(lark_of(source) if is_ebnf(source) else source)
         case GrammarKind.TOKENS:
             raise GrammarError("rules for tokens are no text")
 
@@ -320,7 +321,7 @@ def to_lark(grammar: Grammar) -> str:
 def _from_lark(source: str) -> str:
     """Adds the options at the end, so that line numbers in errors are the client's."""
     if source.lstrip().startswith("{"):
-        raise GrammarError("a grammar must be written in Lark")
+        raise GrammarError("a grammar must be written in Lark or EBNF")
     for option in _rule_options(source):
         if option in _REFUSED_OPTIONS:
             raise GrammarError(f"the option {option} is not supported")

@@ -44,6 +44,8 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 _UPPER = ("maximum", "exclusiveMaximum")
 _LOWER = ("minimum", "exclusiveMinimum")
 _VALUES = ("const", "enum")
+_OPENING = {"additionalProperties", "unevaluatedProperties", "patternProperties"}
+_SUBSCHEMAS = {"$ref", "allOf", "anyOf", "oneOf"}
 _COMBINING = {"$ref", "anyOf", "oneOf", "multipleOf"}
 
 # The compiler's own formats accept 29 February in all years and second 60 in all minutes.
@@ -65,6 +67,60 @@ def followed(schema: Json) -> Schema:
         raise GrammarError("nothing satisfies the schema false")
     check_nesting(schema)
     return {} if schema is True else _Rewriting(schema).result
+
+
+def closed(schema: Json) -> Json:
+    """Returns the schema with `additionalProperties: false` in each object that does not say.
+
+    OpenAI demands this of strict schemas; here they get it. A schema that combines subschemas, by
+    `allOf` of several or beside `properties`, stays as it is: closing a part would contradict the
+    others. The same holds for what it refers to. The schema's nesting must have been checked.
+    """
+    open_ones: set[str] = set()
+    _find_combined(schema, open_ones)
+    return _closed(schema, "#", open_ones)
+
+
+def _closed(schema: Json, at: str, open_ones: set[str]) -> Json:
+    if not isinstance(schema, dict) or at in open_ones or _combines(schema):
+        return schema
+    result = dict(schema)
+    for keyword, value in schema.items():
+        place = f"{at}/{keyword}"
+        if keyword in _NAMED and isinstance(value, dict):
+            result[keyword] = {
+                name: _closed(part, f"{place}/{_escaped(name)}", open_ones)
+                for name, part in value.items()
+            }
+        elif keyword in _MANY and isinstance(value, list):
+            result[keyword] = [_closed(v, f"{place}/{i}", open_ones) for i, v in enumerate(value)]
+        elif keyword in _ONE:
+            result[keyword] = _closed(value, place, open_ones)
+    kinds = schema.get("type", "object" if "properties" in schema else ())
+    of_object = isinstance(kinds, str | list) and "object" in kinds
+    if of_object and not schema.keys() & _OPENING:
+        result["additionalProperties"] = False
+    return result
+
+
+def _combines(schema: Schema) -> bool:
+    """Tells whether several subschemas describe the keys of one object."""
+    parts = schema.get("allOf")
+    several = isinstance(parts, list) and len(parts) > 1
+    return several or ("properties" in schema and bool(schema.keys() & _SUBSCHEMAS))
+
+
+def _find_combined(schema: Json, found: set[str], *, combined: bool = False) -> None:
+    """Adds the places that combined subschemas refer to."""
+    if isinstance(schema, list):
+        for part in schema:
+            _find_combined(part, found, combined=combined)
+    elif isinstance(schema, dict):
+        combined |= _combines(schema)
+        if combined and isinstance(schema.get("$ref"), str):
+            found.add(_pointer(schema["$ref"]))
+        for part in schema.values():
+            _find_combined(part, found, combined=combined)
 
 
 def check_nesting(value: Json) -> None:

@@ -2,7 +2,7 @@
 
 Pure: fields of a body in, a `Structure` or an InvalidRequest that names the field out. A request
 may have one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
-fields, or tools that may be called.
+fields, SGLang's `regex`, `ebnf` and `json_schema`, or tools that may be called.
 
 Tool calls have the form of Hermes, which most chat templates use:
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import GrammarError, InvalidRequest
-from engine.grammar.json_schemas import check_nesting
+from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
@@ -35,13 +35,17 @@ MAX_CHOICES = 10_000
 Json = Any
 Fields = Mapping[str, Json]
 
-# vLLM's older fields, and the kind of grammar that each holds.
+# vLLM's older fields and SGLang's, and the kind of grammar that each holds.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
 }
+_ANY_JSON = "$$ANY$$"  # SGLang's word for any value
 FIELDS = ("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice")
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -82,6 +86,8 @@ def structure_of(
     if not asked:
         return Structure()
     name = asked[0]
+    if name == "json_schema" and fields[name] == _ANY_JSON:
+        return Structure(Grammar(GrammarKind.JSON_SCHEMA, "{}"), name)
     if name == "response_format":
         return _response_format(fields[name])
     if name == "structured_outputs":
@@ -110,25 +116,42 @@ def _response_format(value: Json) -> Structure:
         return Structure(_json_object(), param)
     if kind != "json_schema":
         raise InvalidRequest(f"{param}.type {kind!r} is not supported", param=f"{param}.type")
-    schema = _object(value.get("json_schema"), f"{param}.json_schema").get("schema")
+    named = _object(value.get("json_schema"), f"{param}.json_schema")
+    strict = named.get("strict")
+    if not isinstance(strict, bool | None):
+        where = f"{param}.json_schema.strict"
+        raise InvalidRequest(f"{where} must be true or false", param=where)
     where = f"{param}.json_schema.schema"
-    return Structure(_grammar("json", schema, where), where)
+    return Structure(_grammar("json", named.get("schema"), where, strict=bool(strict)), where)
 
 
 def _structured_outputs(value: Json) -> Structure:
     param = "structured_outputs"
     given = {k: v for k, v in _object(value, param).items() if v is not None and v is not False}
+    given.pop("disable_fallback", None)  # there is one backend, so no other to fall back on
+    strict = given.pop("disable_additional_properties", False)
+    if strict not in (True, False) or (strict and "json" not in given):
+        where = f"{param}.disable_additional_properties"
+        raise InvalidRequest(f"{where} must be true beside json, or false", param=where)
+    for name in given:
+        if name not in _EXPECTED:
+            raise InvalidRequest(f"{param}.{name} is not supported", param=f"{param}.{name}")
     if len(given) != 1:
         message = f"{param} needs exactly one of json, regex, choice, grammar, json_object"
         raise InvalidRequest(message, param=param)
     ((name, asked),) = given.items()
     where = f"{param}.{name}"
-    return Structure(_grammar(name, asked, where), where)
+    return Structure(_grammar(name, asked, where, strict=bool(strict)), where)
 
 
-def _grammar(kind: str, value: Json, param: str) -> Grammar:
-    """The grammar of one of vLLM's kinds."""
+def _grammar(kind: str, value: Json, param: str, *, strict: bool = False) -> Grammar:
+    """The grammar of one of vLLM's kinds. If `strict`, objects of a schema have no other keys."""
     match kind, value:
+        case "json", dict() if strict:
+            _check_nesting(value, param)
+            return Grammar(GrammarKind.JSON_SCHEMA, _dumped(closed(value)))
+        case "json", str() if strict:
+            return _grammar(kind, _loaded_json(value, param), param, strict=True)
         case "json", bool() | dict():
             return Grammar(GrammarKind.JSON_SCHEMA, _dumped_json(value, param))
         case "json", str():
@@ -153,7 +176,7 @@ _EXPECTED = {
     "json": "a JSON schema",
     "json_object": "true",
     "regex": "a regular expression",
-    "grammar": "a grammar in Lark's form",
+    "grammar": "a grammar in Lark or EBNF",
     "choice": "a list of strings",
 }
 
@@ -310,6 +333,16 @@ def _dumped_json(value: Json, param: str) -> str:
     """A client's value as JSON. Raises InvalidRequest if it is nested too deeply."""
     _check_nesting(value, param)
     return _dumped(value)
+
+
+def _loaded_json(text: str, param: str) -> Json:
+    try:
+        loaded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from error
+    if not isinstance(loaded, bool | dict):
+        raise InvalidRequest(f"{param} must be {_EXPECTED['json']}", param=param)
+    return loaded
 
 
 def _check_nesting(value: Json, param: str) -> None:

@@ -41,7 +41,10 @@ _STRUCTURED: dict[str, Json] = {
             "type": {"enum": ["text", "json_object", "json_schema"]},
             "json_schema": {
                 "type": "object",
-                "properties": {"schema": {"type": ["object", "boolean", "string"]}},
+                "properties": {
+                    "schema": {"type": ["object", "boolean", "string"]},
+                    "strict": {"type": ["boolean", "null"]},
+                },
             },
         },
     },
@@ -55,6 +58,9 @@ _STRUCTURED: dict[str, Json] = {
         "maxItems": MAX_CHOICES,
     },
     "guided_grammar": {"type": "string", "minLength": 1},
+    "regex": {"type": "string", "minLength": 1},
+    "ebnf": {"type": "string", "minLength": 1},
+    "json_schema": {"type": ["object", "boolean", "string"]},
 }
 _TOOLS: dict[str, Json] = {
     "tools": {

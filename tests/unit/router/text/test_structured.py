@@ -34,6 +34,7 @@ WEATHER = {
     "additionalProperties": False,
     "$defs": {"city": {"enum": ["Łódź", "Rome, Italy", "</tool_call>", 'quo"te', "%json {"]}},
 }
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "get", "description": "%json"}},
@@ -142,6 +143,40 @@ def test_fields_that_ask_for_nothing_give_no_grammar(fields):
         ({"guided_regex": r"\d{2}"}, "guided_regex", "12", "123"),
         ({"guided_choice": ["yes", 'n"o%json', "maybe\n"]}, "guided_choice", 'n"o%json', "maybe"),
         ({"guided_grammar": 'start: "a" b\nb: /[0-9]+/'}, "guided_grammar", "a12", "a"),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= [0-9]+'}, "guided_grammar", "a12", "a"),
+        (
+            {"structured_outputs": {"grammar": "root ::= [^a]", "disable_fallback": True}},
+            "structured_outputs.grammar",
+            "b",
+            "a",
+        ),
+        ({"ebnf": 'root ::= "a"{2}'}, "ebnf", "aa", "a"),
+        ({"regex": "a+b"}, "regex", "aab", "ab!"),
+        ({"json_schema": json.dumps(WEATHER)}, "json_schema", '{"city":"Łódź"}', "{}"),
+        ({"json_schema": WEATHER}, "json_schema", '{"city":"Łódź"}', "{}"),
+        ({"json_schema": "$$ANY$$"}, "json_schema", "[1]", "[1"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"strict": True, "schema": OPEN},
+                }
+            },
+            "response_format.json_schema.schema",
+            '{"a": 1}',
+            '{"a": 1, "b": 1}',
+        ),
+        (
+            {
+                "structured_outputs": {
+                    "json": json.dumps(OPEN),
+                    "disable_additional_properties": True,
+                }
+            },
+            "structured_outputs.json",
+            '{"a": 1}',
+            '{"a": 1, "b": 1}',
+        ),
     ],
 )
 def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
@@ -171,6 +206,22 @@ def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
         (
             {"structured_outputs": {"whitespace_pattern": " "}},
             "structured_outputs.whitespace_pattern",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+        (
+            {"structured_outputs": {"json": "{", "disable_additional_properties": True}},
+            "structured_outputs.json",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}},
+            "response_format.json_schema.strict",
         ),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": 3}, "guided_json"),
