@@ -38,7 +38,7 @@ from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 128 * 2**10  # characters
-MAX_MESSAGE_LEN = 300  # characters of the compiler's message
+MAX_MESSAGE_LEN = 300  # characters of an error
 MAX_LEXER_STATES = 16_000  # of about 2 kB each
 COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
 MASK_FUEL = 100_000  # expressions for one mask
@@ -428,10 +428,13 @@ def _deep(work: Callable[[], T]) -> T:
 
 
 def _translated(work: Callable[[], T]) -> T:
-    """Turns a panic of the library, which is no Exception in Python, into a GrammarError."""
+    """Turns a panic of the library, which is no Exception in Python, into a GrammarError.
+
+    All messages are shortened, since they may quote the client's text.
+    """
     try:
         return work()
-    except (GrammarError, MemoryError, KeyboardInterrupt, SystemExit):
+    except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         raise _refusal(str(error)) from error
@@ -442,7 +445,7 @@ def _refusal(message: str) -> GrammarError:
 
 
 def _shortened(message: str) -> str:
-    """llguidance's message without the positions in text that the client did not write."""
+    """A message without the positions in text that the client did not write."""
     message = _PLACE.sub("", message.replace("<non-verbose/>", "").strip())
     message = _QUOTED_LINES.split(message, maxsplit=1)[0].strip()
     return message if len(message) <= MAX_MESSAGE_LEN else message[:MAX_MESSAGE_LEN] + "…"

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 import engine.model
 from engine.errors import GrammarError
 from engine.grammar.ebnf import MAX_GROUPS, is_ebnf, lark_of
-from engine.grammar.guides import LlGuides
+from engine.grammar.guides import MAX_MESSAGE_LEN, LlGuides
 from engine.messages import Grammar, GrammarKind
 
 TOKENIZER = Path(engine.model.__path__[0]) / "bundled" / "target" / "tokenizer.json"
@@ -112,6 +112,12 @@ def test_an_error_names_the_clients_line(source, reason):
     with pytest.raises(GrammarError) as caught:
         lark_of(source)
     assert str(caught.value).startswith(reason)
+
+
+def test_an_error_that_quotes_the_client_is_short():
+    with pytest.raises(GrammarError) as caught:
+        guides().prepare(Grammar(GrammarKind.LARK, "root ::= " + "a" * 100_000))
+    assert len(str(caught.value)) <= MAX_MESSAGE_LEN + 1
 
 
 def test_lines_of_the_compiler_are_the_clients():
