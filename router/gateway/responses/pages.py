@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -32,6 +33,15 @@ _INCLUDES = frozenset({"message.output_text.logprobs", "reasoning.encrypted_cont
 Page = Callable[[Scope, Send], Awaitable[None]]
 
 
+class _ResponseIdConvertor(StringConvertor):
+    """An id in a path: any name that is not another page's, whose methods differ."""
+
+    regex = "(?!input_tokens$)[^/]+"
+
+
+register_url_convertor("response", _ResponseIdConvertor())
+
+
 class ResponsePages:
     """The endpoints of responses; a `BackgroundPart`."""
 
@@ -43,7 +53,7 @@ class ResponsePages:
 
     def routes(self) -> list[Route]:
         """The routes of all endpoints but the one that makes responses."""
-        one = f"{PATH}/{{response_id}}"
+        one = f"{PATH}/{{response_id:response}}"
         return [
             Route(f"{PATH}/input_tokens", self._input_tokens, methods=["POST"]),
             Route(one, _watched(self._get), methods=["GET"]),

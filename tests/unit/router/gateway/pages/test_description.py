@@ -27,7 +27,7 @@ SCORES = Logprobs(-0.5, 1, (104, 105), (-0.5, -1.5))
 def routes_of(app):
     """The method and path of each route, as the document writes them."""
     for route in app._others.routes:  # the front has no other use for them
-        path = re.sub(r":path}", "}", route.path)
+        path = re.sub(r":\w+}", "}", route.path)
         for method in route.methods - {"HEAD"}:
             yield method.lower(), path
 

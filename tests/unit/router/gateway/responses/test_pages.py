@@ -448,3 +448,11 @@ def test_the_tokens_of_a_prompt_are_counted():
         assert caught.value.param == "input[0].role"
 
     with_client(app_of(router), use)
+
+
+def test_a_page_has_only_its_own_methods():
+    app = app_of(FakeRouter())
+    for path, methods in (("input_tokens", "OPTIONS, POST"), ("x", "DELETE, GET, HEAD, OPTIONS")):
+        refused = asyncio.run(fetch(app, "PUT", f"{PATH}/{path}"))
+        assert refused.status == 405
+        assert refused.headers["allow"] == methods
