@@ -214,6 +214,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processes: int = 1  # they share the ports
     model_name: str | None = None  # None: the name of the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
+    # How the model writes tool calls and reasoning, by vLLM's names of parsers. auto: as its chat
+    # template shows. none: calls in Hermes' form; reasoning stays in the text.
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     # Sampling where clients say nothing: that of generation_config.json, or none.
     generation_config: GenerationDefaults = GenerationDefaults.AUTO
     keys_file: str | None = None  # of `baton keys`

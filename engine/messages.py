@@ -82,11 +82,23 @@ class GrammarKind(StrEnum):
     TOKENS = "tokens"  # JSON: see `engine.grammar.tokens`
 
 
+class ThinkingMarks(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens around reasoning, which comes before what a grammar holds for.
+
+    The answer `is_inside` if the prompt ends with the begin mark. See `engine.grammar.thinking`.
+    """
+
+    begin: TokenId
+    end: TokenId
+    is_inside: bool
+
+
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """The rules that an answer must follow."""
+    """The rules that an answer must follow, behind its reasoning if it may have one."""
 
     kind: GrammarKind
     source: str
+    thinking: ThinkingMarks | None = None
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):

@@ -48,7 +48,7 @@ _OPTIONS = {
     "gateway": (
         "grpc_port",
         *("host", "port", "model_name", "tls_cert", "tls_key", "open_to_all", "keys_file"),
-        *("chat_template", "generation_config"),
+        *("chat_template", "generation_config", "tool_call_parser", "reasoning_parser"),
     ),
     "router": ("policy",),
     "pools": ("prefill", "decode", "mixed", "max_workers"),
@@ -98,6 +98,12 @@ def serve(  # noqa: PLR0913 - a command's options
     model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="Jinja file, or the template itself (default: the model's)")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="how the model writes tool calls (default: auto)")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="how the model writes reasoning (default: auto)")
     ] = None,
     generation_config: Annotated[
         GenerationDefaults | None,

@@ -81,6 +81,7 @@ class GatewayService(LoopService[GatewayReady]):
             load_text=lambda version: load_text_model(
                 directory_of(version.model, Parts.TEXT),
                 chat_template=_template_of(config),
+                parsers=(config.tool_call_parser, config.reasoning_parser),
                 has_defaults=config.generation_config is GenerationDefaults.AUTO,
             ),
         )

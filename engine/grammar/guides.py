@@ -33,7 +33,9 @@ from tokenizers import Tokenizer
 
 from engine.errors import GrammarError
 from engine.grammar.ebnf import is_ebnf, lark_of
+from engine.grammar.guide import Guide
 from engine.grammar.json_schemas import followed, regex_fault
+from engine.grammar.thinking import ThinkingGuide
 from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
 
@@ -94,23 +96,33 @@ class LlGuides:
         """
         self._prototype((b"", grammar))
 
-    def open(
-        self, grammar: Grammar, answer: Sequence[int], salt: bytes = b""
-    ) -> "LlGuide | TokenGuide":
+    def open(self, grammar: Grammar, answer: Sequence[int], salt: bytes = b"") -> Guide:
         """Returns a guide that has consumed `answer`. Raises GrammarError, also if the answer
         strays.
         """
+        if grammar.thinking is not None:
+            guide = ThinkingGuide(
+                self.open(Grammar(grammar.kind, grammar.source), (), salt),
+                grammar.thinking,
+                vocab_size=self._vocab_size,
+                eos_token_ids=self._eos_token_ids,
+            )
+            for token_id in answer:
+                guide.consume(token_id)
+            if guide.fault is not None:
+                raise GrammarError(guide.fault)
+            return guide
         if grammar.kind is GrammarKind.TOKENS:
             by_tokens = TokenGuide(rules_of(grammar), self._vocab_size)
             by_tokens.replay(answer)
             return by_tokens
         kept = (salt, grammar)
         matcher = self._prototype(kept).deep_copy()
-        guide = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
-        guide.replay(answer)
-        if guide.fault is not None:
-            raise GrammarError(guide.fault)
-        return guide
+        by_text = LlGuide(matcher, self._loaded(), on_fault=lambda: self._forget(kept))
+        by_text.replay(answer)
+        if by_text.fault is not None:
+            raise GrammarError(by_text.fault)
+        return by_text
 
     def _prototype(self, kept: _Kept) -> LLMatcher:
         """Returns the compiled grammar. A second caller waits for the first one's result."""

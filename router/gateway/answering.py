@@ -48,7 +48,6 @@ from router.inbox.lanes import Lanes
 from router.machine.requests import Failed
 from router.port import RequestPort
 from router.text.tokenizer import TextModel
-from router.text.tool_calls import ToolCallParser
 
 LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
@@ -155,7 +154,7 @@ class AnswerService:
                 index,
                 call,
                 prompts[index // call.num_candidates],
-                parser=ToolCallParser(parts.rng) if call.structure.calls else None,
+                parser=None if call.reader is None else call.reader.parser(parts.rng),
                 meter=meter.choice(),
             )
             for index in range(len(call.requests))

@@ -4,15 +4,9 @@ Pure: fields of a body in, a `Structure` or an InvalidRequest that names the fie
 may have one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
 fields, SGLang's `regex`, `ebnf` and `json_schema`, or tools that may be called.
 
-Tool calls have the form of Hermes, which most chat templates use:
-
-    text <tool_call>
-    {"name": "f", "arguments": {…}}
-    </tool_call>
-
-The grammar allows no other form, and only arguments that fit the tool's schema. With `tool_choice`
-"auto" any text may come before the calls, or instead of them; nothing follows them.
-`router.text.tool_calls` parses such answers.
+Tool calls have the form of the model's family (`router.text.forms`). The grammar allows no other
+form, and only arguments that fit the tool's schema. With `tool_choice` "auto" any text may come
+instead of calls, and in most forms before them; nothing follows them.
 
 Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
 NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
@@ -27,8 +21,9 @@ from typing import Any
 from engine.errors import GrammarError, InvalidRequest
 from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
+from router.text.forms.calling import CallForm, Calling
+from router.text.forms.chosen import HERMES
 
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 MAX_TOOLS = 128
 MAX_CHOICES = 10_000
 
@@ -56,22 +51,26 @@ class Structure:
 
     `param` names the field of the grammar. `parts` are the fields and grammars that it is made of;
     if it cannot be followed, one of them is the reason. `tools` are for the chat template, as the
-    client wrote them. If `calls` is set, the answer may hold calls of them.
+    client wrote them. With `calling`, the answer may hold calls of them.
     """
 
     grammar: Grammar | None = None
     param: str | None = None
     tools: tuple[Mapping[str, Json], ...] = ()
-    calls: bool = False
+    calling: Calling | None = None
     parts: tuple[tuple[str, Grammar], ...] = ()
 
 
 def structure_of(
-    fields: Fields, *, token_of: Callable[[str], int | None] = lambda text: None
+    fields: Fields,
+    *,
+    token_of: Callable[[str], int | None] = lambda text: None,
+    form: CallForm = HERMES,
 ) -> Structure:
     """Returns the structure that the fields of a body ask for. Raises InvalidRequest.
 
-    `token_of` gives the id of an added token, which in some models is the mark around calls.
+    `token_of` gives the id of an added token, which in some models is the mark around calls, and
+    `form` the way in which the model writes them.
     The gateway's grammar checker decides whether the grammar can be followed.
     """
     asked = [name for name in _GUIDED if fields.get(name) is not None]
@@ -82,7 +81,7 @@ def structure_of(
     if len(asked) > 1:
         raise InvalidRequest(f"{asked[0]} and {asked[1]} cannot be combined", param=asked[1])
     if calling is not None:
-        return _calling(calling, fields, token_of)
+        return _calling(calling, fields, form, token_of)
     if not asked:
         return Structure()
     name = asked[0]
@@ -189,16 +188,14 @@ def _json_object() -> Grammar:
 
 
 @dataclass(frozen=True, slots=True)
-class _Calling:
-    """The tools that may be called, and how often."""
+class _Allowed:
+    """The tools of a request, and those that may be called."""
 
     tools: Sequence[Mapping[str, Json]]
-    functions: Mapping[str, Json]  # schemas of the arguments, by name
-    at_least_one: bool
-    at_most_one: bool
+    calling: Calling
 
 
-def _tools_of(fields: Fields) -> _Calling | None:
+def _tools_of(fields: Fields) -> _Allowed | None:
     """The tools that may be called; None if the answer calls no tools."""
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
@@ -218,7 +215,7 @@ def _tools_of(fields: Fields) -> _Calling | None:
         functions = {only: functions[only]}
     single = only is not None or fields.get("parallel_tool_calls") is False
     forced = only is not None or choice == "required"
-    return _Calling(tools, functions, at_least_one=forced, at_most_one=single)
+    return _Allowed(tools, Calling(functions, at_least_one=forced, at_most_one=single))
 
 
 def _chosen(choice: Json) -> str | None:
@@ -263,16 +260,16 @@ def _arguments(function: Mapping[str, Json], param: str) -> Json:
     return {"type": "object", **schema}
 
 
-def _calling(calling: _Calling, fields: Fields, token_of: Callable[[str], int | None]) -> Structure:
-    marks_are_tokens = all(token_of(mark) is not None for mark in (CALL_BEGIN, CALL_END))
-    places = {tool["function"]["name"]: i for i, tool in enumerate(calling.tools)}
+def _calling(
+    allowed: _Allowed, fields: Fields, form: CallForm, token_of: Callable[[str], int | None]
+) -> Structure:
+    places = {tool["function"]["name"]: i for i, tool in enumerate(allowed.tools)}
+    calling = allowed.calling
     return Structure(
-        grammar=Grammar(
-            GrammarKind.LARK, _calls_grammar(calling, marks_are_tokens=marks_are_tokens)
-        ),
+        grammar=Grammar(GrammarKind.LARK, form.grammar(calling, token_of)),
         param="tools",
         tools=tuple(fields["tools"]),
-        calls=True,
+        calling=calling,
         parts=tuple(
             (
                 f"tools[{places[name]}].function.parameters",
@@ -281,34 +278,6 @@ def _calling(calling: _Calling, fields: Fields, token_of: Callable[[str], int | 
             for name, schema in calling.functions.items()
         ),
     )
-
-
-def _calls_grammar(calling: _Calling, *, marks_are_tokens: bool) -> str:
-    """The grammar in Lark. A mark that is one token must be written as a token."""
-    begin = CALL_BEGIN if marks_are_tokens else _quoted(CALL_BEGIN)
-    end = CALL_END if marks_are_tokens else _quoted(CALL_END)
-    more = "" if calling.at_most_one else f" (BLANK {begin} body)*"
-    head = f"TEXT {CALL_BEGIN}" if marks_are_tokens else "lazy_head"
-    calls = f"body{more}"
-    start = f"{begin} {calls}" if calling.at_least_one else f"TEXT | {head} {calls}"
-    any_call = " | ".join(f"call_{i}" for i in range(len(calling.functions)))
-    lines = [
-        f"start: {start}",
-        f"body: BLANK ({any_call}) BLANK {end}",
-        r"TEXT: /(?s:.*)/",
-        r"BLANK: /[ \n]{0,2}/",
-    ]
-    if not marks_are_tokens:
-        lines.append(f"lazy_head[lazy]: /(?s:.*){CALL_BEGIN}/")
-    for i, (name, schema) in enumerate(calling.functions.items()):
-        lines.append(f"call_{i}: {_quoted(call_head(name))} arguments_{i} {_quoted('}')}")
-        lines.append(f"arguments_{i}: %json {_dumped(schema)}")
-    return "\n".join(lines)
-
-
-def call_head(name: str) -> str:
-    """The beginning of a call, up to its arguments."""
-    return f'{{"name": "{name}", "arguments": '
 
 
 # ---------------------------------------------------------------- text

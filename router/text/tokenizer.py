@@ -23,6 +23,7 @@ from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.api_errors import ApiError, context_exceeded, invalid_value, no_room
 from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from router.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
+from router.text.forms.chosen import AUTO, AnswerForms, forms_of
 from router.text.prompt_length import chars_per_token
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
@@ -43,7 +44,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 class TextModel:
     """Text to token ids and back. Safe to use from several threads."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first have defaults
         self,
         tokenizer: Tokenizer,
         *,
@@ -52,6 +53,7 @@ class TextModel:
         vocab_size: int | None = None,  # of the model; None: the tokenizer's
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
+        forms: AnswerForms | None = None,  # None: those that tokens alone show
     ) -> None:
         """`file` is the tokenizer's file, for which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
@@ -66,6 +68,7 @@ class TextModel:
         self._chars_per_token = chars_per_token(tokenizer)
         self._byte_table = byte_table(tokenizer)
         self._added_ids = {token.content: token_id for token_id, token in added}
+        self.forms = forms or forms_of(None, self.added_token_id)
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
     def encode_text(
@@ -188,11 +191,16 @@ class TextModel:
 
 
 def load_text_model(
-    directory: Path, *, chat_template: str | None = None, has_defaults: bool = True
+    directory: Path,
+    *,
+    chat_template: str | None = None,
+    has_defaults: bool = True,
+    parsers: tuple[str, str] = (AUTO, AUTO),
 ) -> TextModel:
     """Reads a checkpoint's directory. Raises CheckpointError, naming the file.
 
     `chat_template` replaces the checkpoint's. With `has_defaults`, so does its sampling the API's.
+    `parsers` are the names of the forms of calls and of reasoning; ConfigError if unknown.
     """
     tokenizer = _load_tokenizer(directory / "tokenizer.json")
     config = _load_json(directory / "tokenizer_config.json")
@@ -205,6 +213,7 @@ def load_text_model(
         vocab_size=_vocab_size(directory),
         file=directory / "tokenizer.json",
         defaults=sampling_defaults(directory) if has_defaults else NO_DEFAULTS,
+        forms=forms_of(source, tokenizer.token_to_id, calls=parsers[0], thinking=parsers[1]),
     )
 
 

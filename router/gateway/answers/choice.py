@@ -14,15 +14,15 @@ from router.gateway.requests.calls import CheckedCall
 from router.machine.requests import Finished, Outcome, Timeline, Update
 from router.policies.base import Decision
 from router.text.detokenizer import AnswerText
-from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
-from router.text.structured import CALL_BEGIN, CALL_END
-from router.text.tool_calls import (
+from router.text.forms.deltas import (
+    AnswerParser,
     CallArguments,
     CallBegun,
     Content,
     Delta,
-    ToolCallParser,
+    Reasoning,
 )
+from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
 
 CallDelta = CallBegun | CallArguments
 
@@ -39,11 +39,13 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     outcome: Outcome | None = None
     finish: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
+    reasoning: str = ""  # before the text
 
     @property
     def is_empty(self) -> bool:
         """True if the piece has nothing to show."""
-        return not (self.text or self.entries or self.calls or self.token_ids)
+        shown = self.text or self.entries or self.calls or self.token_ids or self.reasoning
+        return not shown
 
 
 class PromptScores:
@@ -69,7 +71,7 @@ class PromptScores:
 
 
 class AnswerChoice:
-    """The progress of one choice. A `parser` takes tool calls out of the text.
+    """The progress of one choice. A `parser` takes reasoning and tool calls out of the text.
 
     An echo of the prompt is a part of the first piece. With log-probabilities it needs those of the
     prompt, which only the first choice of a prompt gets: the others must wait for `prompt`.
@@ -81,7 +83,7 @@ class AnswerChoice:
         call: CheckedCall,
         prompt: PromptScores,
         *,
-        parser: ToolCallParser | None,
+        parser: AnswerParser | None,
         meter: ChoiceMeter,
     ) -> None:
         self.index = index
@@ -101,7 +103,9 @@ class AnswerChoice:
         self._return_token_ids = call.return_token_ids
         self._stop_token_ids = call.stop_token_ids
         self._last_id: int | None = None
-        marks = () if parser is None else (CALL_BEGIN, CALL_END)
+        self._shows_reasoning = call.shows_reasoning
+        self.num_reasoning_tokens = 0
+        marks = () if call.reader is None else call.reader.marks
         self._text = AnswerText(
             call.served.text.detokenizer(
                 request.token_ids, marks, shows_all=call.shows_special_tokens
@@ -139,11 +143,12 @@ class AnswerChoice:
         if update.timeline is not None:
             self.timeline = update.timeline
         num_before = self._text.num_tokens
-        entries: tuple[Entry, ...] = ()
-        if self._scored is None:
-            text = self._text.push(update.token_ids)
+        deltas: list[Delta] = []
+        if self._parser is not None:
+            text = ""
+            deltas, entries = self._parsed(self._parser, update)
         else:
-            text, entries = self._scored.push(update.token_ids, update.logprobs)
+            text, entries = self._pushed(update.token_ids, update.logprobs)
         token_ids = update.token_ids[: self._text.num_tokens - num_before]
         if self._scores_all_tokens:
             entries = tuple(zip(token_ids, update.logprobs, strict=False))
@@ -153,14 +158,18 @@ class AnswerChoice:
         ends = outcome is not None or self._text.stopped
         if ends:
             text, entries = self._end(text, entries, outcome, now_s)
-        calls: tuple[CallDelta, ...] = ()
+        reasoning, calls = "", tuple[CallDelta, ...]()
         if self._parser is not None:
-            deltas = self._parser.feed(text)
-            text, calls = _split([*deltas, *self._parser.finish()] if ends else deltas)
+            if ends:
+                is_cut = self.outcome != Finished(FinishReason.STOP)
+                deltas += [*self._parser.feed(text), *self._parser.finish(is_cut=is_cut)]
+            reasoning, text, calls = _split(deltas)
         if has_tokens and self._echo is not None:
             text, entries = self._take_echo(text, entries)
         shown_ids = token_ids if self._return_token_ids else ()
         piece = AnswerPiece(self.index, text, self._text.num_tokens, entries, calls, shown_ids)
+        if reasoning and self._shows_reasoning:
+            piece = msgspec.structs.replace(piece, reasoning=reasoning)
         if not ends:
             return piece
         return msgspec.structs.replace(
@@ -196,6 +205,30 @@ class AnswerChoice:
     def mean_logprob(self) -> float:
         """The mean over its tokens, including the one that ended it."""
         return mean_logprob(self._scores[: self.num_tokens])
+
+    def _pushed(
+        self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
+    ) -> tuple[str, tuple[Entry, ...]]:
+        """The text that tokens make ready, and the entries that belong to it."""
+        if self._scored is None:
+            return self._text.push(token_ids), ()
+        return self._scored.push(token_ids, logprobs)
+
+    def _parsed(
+        self, parser: AnswerParser, update: Update
+    ) -> tuple[list[Delta], tuple[Entry, ...]]:
+        """Parses tokens one by one, so that each counts as reasoning or not."""
+        deltas, entries = list[Delta](), list[Entry]()
+        for place, token_id in enumerate(update.token_ids):
+            if self._text.stopped:
+                break
+            text, more = self._pushed((token_id,), update.logprobs[place : place + 1])
+            entries += more
+            found = parser.feed(text) if text else []
+            deltas += found
+            has_reasoned = bool(found) and isinstance(found[0], Reasoning)
+            self.num_reasoning_tokens += has_reasoned or parser.is_reasoning
+        return deltas, tuple(entries)
 
     def _end(
         self, text: str, entries: tuple[Entry, ...], outcome: Outcome | None, now_s: float
@@ -254,7 +287,9 @@ def _without_answer(update: Update) -> Update:
     return msgspec.structs.replace(update, token_ids=(), logprobs=(), outcome=outcome)
 
 
-def _split(deltas: Sequence[Delta]) -> tuple[str, tuple[CallDelta, ...]]:
-    """Splits deltas into text for the user and tool calls."""
+def _split(deltas: Sequence[Delta]) -> tuple[str, str, tuple[CallDelta, ...]]:
+    """Splits deltas into reasoning, text for the user, and tool calls."""
+    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
     text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
-    return text, tuple(delta for delta in deltas if not isinstance(delta, Content))
+    calls = tuple(delta for delta in deltas if isinstance(delta, CallBegun | CallArguments))
+    return reasoning, text, calls

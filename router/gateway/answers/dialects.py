@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.gateway.answers.choice import CallDelta
+from router.text.forms.deltas import CallArguments, CallBegun
 from router.text.logprobs import (
     BytesOf,
     ChatLogprobs,
     CompletionLogprobs,
     LogprobsWriter,
 )
-from router.text.tool_calls import CallArguments, CallBegun
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Dialect:
         calls: Sequence[CallDelta],
         finish_reason: str,
         logprobs: Mapping[str, Any] | None,
+        reasoning: str = "",
     ) -> dict[str, Any]:
         """A choice of an answer that is not streamed, without its index."""
         choice: dict[str, Any] = {"logprobs": logprobs, "finish_reason": finish_reason}
@@ -43,6 +44,8 @@ class Dialect:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": _whole_calls(calls)}
+        if reasoning:
+            message |= reasoning_fields(reasoning)
         return choice | {"message": message}
 
     def logprobs_writer(
@@ -63,6 +66,11 @@ def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
         for call, text in zip(calls, arguments, strict=True)
     ]
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Reasoning under both names that clients read: DeepSeek's, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def call_delta(delta: CallDelta) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.types import Send
 from router.edge.extension import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.dialects import call_delta
+from router.gateway.answers.dialects import call_delta, reasoning_fields
 from router.gateway.answers.writing import (
     Ending,
     Heading,
@@ -179,6 +179,9 @@ class _ChunkEncoder:
     def of(self, piece: AnswerPiece) -> bytes:
         """The chunks of a piece; empty if there is nothing to show."""
         text = piece.text
+        if piece.reasoning:
+            rest = msgspec.structs.replace(piece, reasoning="")
+            return self._reasoning(piece) + self.of(rest)
         if self._is_plain and not piece.calls:
             return self.of_text(piece.choice, text) if text else b""
         has_chunk = text or piece.entries or piece.token_ids
@@ -187,6 +190,9 @@ class _ChunkEncoder:
 
     def finish(self, piece: AnswerPiece) -> bytes:
         """The chunks of the last piece of a choice. Text and reason share one, as with vLLM."""
+        if piece.reasoning:
+            rest = msgspec.structs.replace(piece, reasoning="")
+            return self._reasoning(piece) + self.finish(rest)
         reasons = b',"finish_reason":' + _encode(piece.finish)
         reasons += b',"stop_reason":' + _encode(piece.stop_reason)
         if not piece.calls:
@@ -217,6 +223,11 @@ class _ChunkEncoder:
         deltas = (_encode(call_delta(delta)) for delta in piece.calls)
         after += self._counted(piece.choice, piece.num_tokens)
         return b"".join(before + delta + after for delta in deltas)
+
+    def _reasoning(self, piece: AnswerPiece) -> bytes:
+        delta = b',"delta":' + _encode(reasoning_fields(piece.reasoning))
+        data = self._before_index[piece.choice] + delta + _UNSCORED + _GOES_ON
+        return data + b"}]" + self._counted(piece.choice, piece.num_tokens)
 
     def extra(self, name: bytes, value: object) -> bytes:
         """A chunk without choices."""

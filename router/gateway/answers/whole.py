@@ -91,7 +91,8 @@ class WholeAnswer:
             logprobs = writer.shape(entries)
         text = "".join(piece.text for piece in pieces)
         deltas = [delta for piece in pieces for delta in piece.calls]
-        choice = dialect.whole_choice(text, deltas, finish, logprobs)
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        choice = dialect.whole_choice(text, deltas, finish, logprobs, reasoning)
         token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
         choice["stop_reason"] = pieces[-1].stop_reason
         choice["token_ids"] = token_ids if call.return_token_ids else None

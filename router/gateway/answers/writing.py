@@ -82,6 +82,7 @@ class Ending(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_reasoning_tokens: int = 0
     prompt_entries: tuple[tuple[Entry, ...], ...] = ()
 
     def usage(self) -> dict[str, Any]:
@@ -91,11 +92,16 @@ class Ending(msgspec.Struct, frozen=True):
             details = {"cached_tokens": self.num_cached_tokens}
         counts = usage_of(self.prompt_tokens, self.completion_tokens)
         usage: dict[str, Any] = {**counts, "prompt_tokens_details": details}
+        of_answer: dict[str, int] = {}
         if self.num_drafted_tokens:
-            usage["completion_tokens_details"] = {
+            of_answer = {
                 "accepted_prediction_tokens": self.num_accepted_tokens,
                 "rejected_prediction_tokens": self.num_drafted_tokens - self.num_accepted_tokens,
             }
+        if self.num_reasoning_tokens:
+            of_answer["reasoning_tokens"] = self.num_reasoning_tokens
+        if of_answer:
+            usage["completion_tokens_details"] = of_answer
         return usage
 
 
@@ -114,6 +120,7 @@ def ending_of(call: CheckedCall, choices: Sequence[AnswerChoice], outcome: Outco
         ),
         num_drafted_tokens=sum(timeline.num_drafted_tokens for timeline in timelines),
         num_accepted_tokens=sum(timeline.num_accepted_tokens for timeline in timelines),
+        num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
         prompt_entries=tuple(leader.prompt.entries for leader in leaders),
     )
 

@@ -127,7 +127,7 @@ def _chat_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]
         raise invalid_value("prompt and messages cannot be combined", "prompt")
     body = body_of(fields, ChatBody)
     served = choose(body.model)
-    structure = checked_structure(fields, served.text.added_token_id)
+    structure = checked_structure(fields, served.text)
     return served, body.encode(served.text, MAX_TOKENS, structure.tools)
 
 

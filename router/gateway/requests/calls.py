@@ -20,6 +20,7 @@ from router.gateway.batches.settings import BatchSettings
 from router.gateway.requests.json_fields import decode_fields, ignored_names
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
+    behind_thinking,
     check_batch,
     check_num_choices,
     checked_structure,
@@ -33,6 +34,7 @@ from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Request
+from router.text.forms.chosen import AnswerParsing
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
 
@@ -124,6 +126,8 @@ class CheckedCall(msgspec.Struct, frozen=True):
     return_token_ids: bool
     ids_for_names: bool  # of tokens in log-probabilities
     beams: Beams | None  # if the choices are the best results of a search
+    reader: AnswerParsing | None = None  # what parses answers; None: they are text
+    shows_reasoning: bool = True
     ignored: tuple[str, ...] = ()  # names of fields that mean nothing here
 
     @property
@@ -201,7 +205,7 @@ def parse(
         key=call.affinity or call.request_id, model=body.model, version=call.version
     )
     text = served.text
-    structure = checked_structure(fields, text.added_token_id)
+    structure = checked_structure(fields, text)
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
     check_num_choices(body, settings.max_choices)
     check_batch(body, settings.max_batch_choices)
@@ -209,11 +213,12 @@ def parse(
     prompts = _prompts(body.singles(), served, structure, settings)
     if beams is not None:
         _check_steps(beams, prompts)
+    reader = body.reader(text, structure.calling, prompts[0].token_ids)
     sampling = sampling_of(
         body,
         text=text,
         random_seed=call.random_seed,
-        grammar=token_grammar(body, text, structure) or structure.grammar,
+        grammar=token_grammar(body, text, structure) or behind_thinking(structure, text, reader),
     )
     first = Request(
         call.request_id,
@@ -261,6 +266,8 @@ def parse(
         return_token_ids=bool(body.return_token_ids),
         ids_for_names=bool(body.return_tokens_as_token_ids),
         beams=beams,
+        reader=reader,
+        shows_reasoning=body.shows_reasoning,
         ignored=ignored_names(call.data, fields, body_type),
     )
 

@@ -95,6 +95,8 @@ HONOURED = (
     HonouredField("chat_template_kwargs", CHAT, VLLM, "variables of the chat template"),
     HonouredField("documents", CHAT, VLLM, "for a chat template that knows them"),
     HonouredField("reasoning_effort", CHAT, OPENAI, "for a chat template that knows it"),
+    HonouredField("include_reasoning", CHAT, VLLM, "`false` leaves reasoning out"),
+    HonouredField("separate_reasoning", CHAT, SGLANG, "`false` leaves reasoning in the text"),
     HonouredField("tools", CHAT, OPENAI, "functions; only valid arguments are generated"),
     HonouredField("tool_choice", CHAT, OPENAI, "`none`, `auto`, `required` or one function"),
     HonouredField("parallel_tool_calls", CHAT, OPENAI, "`false`: at most one call"),
@@ -175,6 +177,7 @@ HARMLESS = (
     HarmlessField("guided_decoding_backend", VLLM, "there is one"),
     HarmlessField("structured_outputs_backend", VLLM, "there is one"),
     HarmlessField("return_cached_tokens_details", SGLANG, "`usage` has the count"),
+    HarmlessField("stream_reasoning", SGLANG, "reasoning is sent as it comes"),
     HarmlessField("rid", SGLANG, "the header `x-request-id` names a call"),
     HarmlessField("extra_key", SGLANG, "`cache_salt` keeps prefixes apart"),
 )

@@ -34,6 +34,8 @@ class _Message(msgspec.Struct):
     name: str | None = None
     tool_calls: Raw = Raw(b"null")
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 def decode_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
@@ -126,4 +128,5 @@ def _message(index: int, raw: _Message) -> ChatMessage:
         calls = decode_value(bytes(raw.tool_calls), where, list[dict[str, Any]] | None)
     except msgspec.ValidationError as error:
         raise from_validation(error, where) from error
-    return ChatMessage(raw.role, raw.content, raw.name, calls, raw.tool_call_id)
+    thoughts = raw.reasoning_content, raw.reasoning
+    return ChatMessage(raw.role, raw.content, raw.name, calls, raw.tool_call_id, *thoughts)

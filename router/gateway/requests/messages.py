@@ -28,6 +28,8 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -39,6 +41,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "name": message.name,
         "tool_calls": _template_calls(message.tool_calls),
         "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
     }
     return {name: value for name, value in fields.items() if value is not None}
 

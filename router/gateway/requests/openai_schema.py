@@ -24,6 +24,8 @@ from router.gateway.requests.field_table import (
 )
 from router.gateway.requests.messages import ChatMessage, template_message
 from router.inbox.api_errors import ApiError, invalid_value
+from router.text.forms.calling import Calling
+from router.text.forms.chosen import AnswerParsing
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.tokenizer import TextModel
@@ -47,6 +49,7 @@ MAX_VARIABLES = 64  # of a chat template
 MAX_DOCUMENTS = 1024
 MAX_EFFORT_LEN = 32
 DEFAULT_COMPLETION_TOKENS = 16
+PROMPT_END_TOKENS = 16  # show whether the answer begins inside its reasoning
 NO_EFFORT = "none"
 MAX_SHOWN_LEN = 60  # characters of a client's value in an error message
 UINT64_MASK = 2**64 - 1
@@ -169,6 +172,17 @@ class Body(msgspec.Struct, kw_only=True):
         """True if what each choice begins with has log-probabilities."""
         return False
 
+    def reader(
+        self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
+    ) -> AnswerParsing | None:
+        """What parses answers to this prompt; None if they are text."""
+        return None
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """False if the answer's reasoning is left out."""
+        return True
+
     @property
     def is_only_prompt(self) -> bool:
         """True if no answer is wanted: only the prompt and its log-probabilities."""
@@ -218,6 +232,8 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=MAX_EFFORT_LEN)] | None = None
     parallel_tool_calls: bool | None = None  # `router.text.structured` follows it
 
@@ -240,6 +256,26 @@ class ChatBody(Body, kw_only=True):
             add_special_tokens=bool(self.add_special_tokens),
         )
         return self.cut(token_ids, context_len)
+
+    def reader(
+        self, text: TextModel, calling: Calling | None, token_ids: Sequence[int]
+    ) -> AnswerParsing | None:
+        """What parses answers to this prompt; None if they are text."""
+        forms = text.forms
+        splits = self.separate_reasoning is not False
+        thinking = forms.thinking if splits else None
+        if calling is None and thinking is None and not forms.is_harmony:
+            return None
+        is_thinking = None
+        if thinking is not None:
+            end = text.decode_all(list(token_ids[-PROMPT_END_TOKENS:]))
+            is_thinking = thinking.is_thinking(end)
+        return AnswerParsing(forms, calling, is_thinking, splits_reasoning=splits)
+
+    @property
+    def shows_reasoning(self) -> bool:
+        """False if the answer's reasoning is left out."""
+        return self.include_reasoning is not False
 
     @property
     def _has_options(self) -> bool:

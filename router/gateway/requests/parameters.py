@@ -1,19 +1,21 @@
 """From the fields of a body to sampling, limits and priority, as the workers know them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.errors import InvalidRequest
 from engine.grammar.tokens import TokenRules
-from engine.messages import Grammar, Limits, Sampling
+from engine.messages import Grammar, Limits, Sampling, ThinkingMarks
 from router.gateway.requests.openai_schema import (
     UINT64_MASK,
     Body,
     check_in_vocabulary,
 )
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
+from router.text.forms.chosen import AnswerParsing
+from router.text.forms.thinking import BEGIN, END
 from router.text.structured import Structure, check_combination, structure_of
 from router.text.tokenizer import TextModel
 
@@ -23,13 +25,13 @@ MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error names
 NumberT = TypeVar("NumberT", int, float)
 
 
-def checked_structure(fields: dict[str, Any], token_of: Callable[[str], int | None]) -> Structure:
+def checked_structure(fields: dict[str, Any], text: TextModel) -> Structure:
     """Returns the structure of the answer that the fields ask for. Raises ApiError.
 
     `router.gateway.requests.grammar_checker` decides whether its grammar can be followed.
     """
     try:
-        structure = structure_of(fields, token_of=token_of)
+        structure = structure_of(fields, token_of=text.added_token_id, form=text.forms.calls)
         check_combination(structure, fields)
     except InvalidRequest as error:
         raise invalid_value(error.message, error.param) from error
@@ -55,6 +57,20 @@ def sampling_of(
         grammar=grammar,
         logprobs=_scored(body),
     )
+
+
+def behind_thinking(
+    structure: Structure, text: TextModel, reader: AnswerParsing | None
+) -> Grammar | None:
+    """The grammar of the structure, for what follows the reasoning of an answer that has one."""
+    grammar = structure.grammar
+    if grammar is None or reader is None or reader.forms.thinking is None:
+        return grammar
+    begin, end = map(text.added_token_id, (BEGIN, END))
+    if begin is None or end is None or reader.is_thinking is False:
+        return grammar
+    marks = ThinkingMarks(begin, end, is_inside=bool(reader.is_thinking))
+    return msgspec.structs.replace(grammar, thinking=marks)
 
 
 def _first(asked: NumberT | None, of_model: NumberT | None, otherwise: NumberT) -> NumberT:

@@ -22,8 +22,8 @@ from router.gateway.responses.items import (
     new_reasoning,
     text_part,
 )
+from router.text.forms.deltas import CallBegun
 from router.text.logprobs import Entry
-from router.text.tool_calls import CallBegun
 
 Event = dict[str, Any]
 Scores = Callable[[Sequence[Entry]], list[dict[str, Any]]]

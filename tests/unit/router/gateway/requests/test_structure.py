@@ -146,13 +146,15 @@ def test_a_stream_tells_a_call_by_its_name_and_then_by_its_arguments():
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Hm"
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
-    assert [call["index"] for call in calls] == [0, 0, 1, 1]
+    assert sorted({call["index"] for call in calls}) == [0, 1]
     assert [sorted(call) for call in calls[:2]] == [
         ["function", "id", "index", "type"],
         ["function", "index"],
     ]
     assert calls[0]["function"] == {"name": "weather", "arguments": ""}
-    assert json.loads(calls[1]["function"]["arguments"]) == {"city": "Rome"}
+    pieces = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert len(pieces) > 1
+    assert json.loads("".join(pieces)) == {"city": "Rome"}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 

@@ -1,0 +1,79 @@
+"""A guide for answers that begin with reasoning: the grammar holds only for what follows it.
+
+Reasoning is all up to one token, the end mark. An answer that is not inside its reasoning already
+may begin one with the begin mark. No token that ends the answer is allowed inside.
+"""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from engine.grammar.guide import Guide
+from engine.messages import ThinkingMarks
+
+WORD_BITS = 32
+
+
+class ThinkingGuide:
+    """The place of one answer; implements `engine.grammar.guide.Guide`."""
+
+    def __init__(
+        self, inner: Guide, marks: ThinkingMarks, *, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        """`inner` is at the begin of what the grammar holds for."""
+        self._inner = inner
+        self._marks = marks
+        self._is_thinking: bool | None = True if marks.is_inside else None  # None: it may begin
+        bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=bool)
+        bits[:vocab_size] = True
+        bits[list(eos_token_ids)] = False
+        self._anything = np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @property
+    def fault(self) -> str | None:
+        """The grammar's fault."""
+        return self._inner.fault
+
+    def consume(self, token_id: int) -> None:
+        """Advances by the next token."""
+        before = self._is_thinking
+        self._is_thinking = self._after(before, token_id)
+        if self._is_thinking is False and before is not True:
+            self._inner.consume(token_id)
+
+    def num_allowed(self, ahead: Sequence[int]) -> int:
+        """Returns how many of these proposed tokens, from the first on, may follow one another."""
+        num, rest = self._num_thought(ahead)
+        return num if rest is None else num + self._inner.num_allowed(rest)
+
+    def masks(self, ahead: Sequence[int]) -> np.ndarray:
+        """Masks uint32 [len(ahead) + 1, words], as `engine.grammar.guide.Guide` defines them."""
+        num, rest = self._num_thought(ahead)
+        thought = [self._anything] * (num if rest is not None else num + 1)
+        if self._is_thinking is None:
+            begins = self._inner.masks([] if num > 0 else ahead)
+            begins[0, self._marks.begin // WORD_BITS] |= np.uint32(
+                1 << self._marks.begin % WORD_BITS
+            )
+            if num == 0:
+                return begins
+            thought[0] = begins[0]
+        if rest is not None:
+            thought += list(self._inner.masks(rest))
+        return np.array(thought)
+
+    def _num_thought(self, ahead: Sequence[int]) -> tuple[int, Sequence[int] | None]:
+        """How many of these tokens belong to the reasoning, and the others if it ends before."""
+        state = self._is_thinking
+        if state is False or (state is None and (not ahead or ahead[0] != self._marks.begin)):
+            return 0, ahead
+        for place, token_id in enumerate(ahead):
+            state = self._after(state, token_id)
+            if state is False:
+                return place + 1, ahead[place + 1 :]
+        return len(ahead), None
+
+    def _after(self, state: bool | None, token_id: int) -> bool | None:  # noqa: FBT001 - a state
+        if state is None:
+            return token_id == self._marks.begin
+        return state and token_id != self._marks.end

@@ -1,0 +1,137 @@
+"""Chooses the forms of a model: by the operator, or by what its chat template and tokens show."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from engine.errors import ConfigError
+from router.text.forms.calling import CallForm, Calling, TokenOf
+from router.text.forms.deltas import AnswerParser
+from router.text.forms.harmony import Harmony, HarmonyParser
+from router.text.forms.json_calls import (
+    DeepSeek,
+    DeepSeekFenced,
+    Hermes,
+    Llama,
+    Mistral,
+    MistralArgs,
+)
+from router.text.forms.thinking import BEGIN, END, PlainParser, ThinkingForm, ThinkingParser
+from router.text.forms.written_values import Pythonic, QwenCoder
+
+AUTO, NONE = "auto", "none"
+FormT = TypeVar("FormT")
+CALL_FORMS: dict[str, CallForm] = {
+    form.name: form
+    for form in (
+        Hermes(),
+        Llama(),
+        Mistral(),
+        MistralArgs(),
+        QwenCoder(),
+        DeepSeekFenced(),
+        DeepSeek(),
+        Pythonic(),
+        Harmony(),
+    )
+}
+HARMONY, HERMES = CALL_FORMS["openai"], CALL_FORMS["hermes"]
+THINKING_FORMS = {
+    form.name: form
+    for form in (ThinkingForm("deepseek_r1", always_thinks=True), ThinkingForm("qwen3"))
+}
+OTHER_NAMES = {"deepseek_v3.1": "deepseek_v31", "llama3": "llama3_json", "qwen25": "hermes"}
+OPENAI_GPT_OSS = "openai_gptoss"  # vLLM's name of gpt-oss's reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForms:
+    """The forms of one model. gpt-oss writes both in messages of its own."""
+
+    calls: CallForm
+    thinking: ThinkingForm | None = None
+
+    @property
+    def is_harmony(self) -> bool:
+        """True if every answer must be parsed, since it has marks around all of its text."""
+        return self.calls is HARMONY
+
+
+class AnswerParsing(NamedTuple):
+    """What parses the answers to one request."""
+
+    forms: AnswerForms
+    calling: Calling | None  # None: no tools are called
+    is_thinking: bool | None = False
+    splits_reasoning: bool = True  # else reasoning is part of the text
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Added tokens that the parser must see."""
+        marks: tuple[str, ...] = ()
+        if self.calling is not None or self.forms.is_harmony:
+            marks = tuple(self.forms.calls.marks)
+        if self.forms.thinking is not None and self.splits_reasoning:
+            marks = (*marks, BEGIN, END)
+        return marks
+
+    def parser(self, rng: random.Random) -> AnswerParser:
+        """Returns a parser of one answer."""
+        if self.forms.is_harmony:
+            return HarmonyParser(rng)
+        inner: AnswerParser = PlainParser()
+        if self.calling is not None:
+            inner = self.forms.calls.parser(self.calling, rng)
+        if self.forms.thinking is None or not self.splits_reasoning:
+            return inner
+        return ThinkingParser(inner, is_thinking=self.is_thinking)
+
+
+def forms_of(
+    template: str | None, token_of: TokenOf, *, calls: str = AUTO, thinking: str = AUTO
+) -> AnswerForms:
+    """The forms of a model with this chat template. Raises ConfigError for unknown names.
+
+    A model that shows no form gets Hermes', which the grammar makes any model write.
+    """
+    source = template or ""
+    form = HERMES
+    if calls == AUTO:
+        form = _found(source, token_of)
+    elif calls != NONE:
+        form = _named(OTHER_NAMES.get(calls, calls), CALL_FORMS, "gateway.tool_call_parser")
+    thinks = None
+    if thinking == AUTO:
+        if form is not HARMONY and (BEGIN in source or END in source):
+            thinks = THINKING_FORMS["qwen3"]
+    elif thinking not in (NONE, OPENAI_GPT_OSS):
+        name = thinking.replace("-", "_")
+        thinks = _named(name, THINKING_FORMS, "gateway.reasoning_parser")
+    return AnswerForms(form, thinks)
+
+
+def _named(name: str, forms: Mapping[str, FormT], setting: str) -> FormT:
+    if name not in forms:
+        known = ", ".join([AUTO, NONE, *forms])
+        raise ConfigError(f"{setting} is {name!r}; known are {known}")
+    return forms[name]
+
+
+def _found(source: str, token_of: TokenOf) -> CallForm:
+    """The call form that a chat template shows."""
+    if "<|channel|>" in source and "<|message|>" in source:
+        return HARMONY
+    if "<function=" in source and "<parameter=" in source:
+        return CALL_FORMS["qwen3_coder"]
+    if "<tool_call>" in source:
+        return CALL_FORMS["hermes"]
+    if "<｜tool▁calls▁begin｜>" in source:
+        return CALL_FORMS["deepseek_v3" if "```json" in source else "deepseek_v31"]
+    if "[TOOL_CALLS]" in source or token_of("[TOOL_CALLS]") is not None:
+        return CALL_FORMS["mistral_args" if token_of("[ARGS]") is not None else "mistral"]
+    if '"parameters": ' in source and ("<|python_tag|>" in source or "ipython" in source):
+        return CALL_FORMS["llama3_json"]
+    if "[func_name1(" in source:
+        return CALL_FORMS["pythonic"]
+    return CALL_FORMS["hermes"]
