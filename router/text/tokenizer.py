@@ -13,6 +13,7 @@ thread.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ from router.text.token_bytes import TokenBytes, byte_table
 
 Config = dict[str, Any]
 
-# Tokens of models that fill in text, by family: before the prefix, the suffix and the middle.
-FILL_IN_TOKENS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+PREFIX, SUFFIX = "prefix", "suffix"  # places of the two texts in a prompt
+# The prompts of models that fill in text, by family: tokens, and the places of the texts.
+FILL_IN_FORMS = (
+    # Qwen2.5-Coder, CodeGemma
+    ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),
+    ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite
+    ("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", PREFIX, "▁<SUF>", SUFFIX, "▁<MID>"),  # CodeLlama
+    ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),  # Codestral
 )
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -113,22 +117,36 @@ class TextModel:
 
         Raises InvalidRequest if the model was not trained for it.
         """
-        ids = self._fill_in_ids
-        if ids is None:
+        form = self._fill_in_form
+        if form is None:
             message = "suffix is not supported: this model has no tokens to fill in text with"
             raise ApiError(message, param="suffix", code="unsupported_parameter")
         behind = self._encode(suffix, context_len, "suffix", add_special_tokens=False)
-        begin, middle, end = ids
-        return [begin, *prefix, middle, *behind, end]
+        # What begins every text, such as <s>, comes before the form and not inside it.
+        lead = self._leading_ids
+        num_lead = len(lead) if list(prefix[: len(lead)]) == lead else 0
+        texts = {PREFIX: prefix[num_lead:], SUFFIX: behind}
+        token_ids = list(prefix[:num_lead])
+        for part in form:
+            token_ids += texts[part] if isinstance(part, str) else (part,)
+        return token_ids
 
     @cached_property
-    def _fill_in_ids(self) -> tuple[int, int, int] | None:
-        """The tokens before the prefix, before the suffix and before the middle."""
-        for names in FILL_IN_TOKENS:
-            begin, middle, end = map(self._tokenizer.token_to_id, names)
-            if begin is not None and middle is not None and end is not None:
-                return begin, middle, end
+    def _fill_in_form(self) -> tuple[int | str, ...] | None:
+        """The first form whose tokens the model has: token ids and places of texts."""
+        places = {PREFIX: PREFIX, SUFFIX: SUFFIX}
+        for form in FILL_IN_FORMS:
+            parts = [places.get(part, self._tokenizer.token_to_id(part)) for part in form]
+            if all(isinstance(p, str) or (p is not None and p < self.vocab_size) for p in parts):
+                return tuple(part for part in parts if part is not None)
         return None
+
+    @cached_property
+    def _leading_ids(self) -> list[int]:
+        """The special tokens that the tokenizer puts before every text."""
+        encoding = self._tokenizer.encode("x", add_special_tokens=True)
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return [token_id for token_id, _ in takewhile(lambda pair: pair[1], marked)]
 
     def _encode(
         self, text: str, context_len: int | None, param: str, *, add_special_tokens: bool

@@ -357,7 +357,9 @@ class CompletionBody(Body, kw_only=True):
         if not self.echo:
             return None
         (prompt,) = _prompts(self.prompt)
-        return prompt if isinstance(prompt, str) else text.decode_text(token_ids)
+        if isinstance(prompt, str) and self.truncate_prompt_tokens is None:
+            return prompt
+        return text.decode_text(token_ids)
 
     @property
     def num_prompts(self) -> int:
@@ -451,6 +453,9 @@ def body_of(fields: dict[str, Any], body_type: type[BodyT]) -> BodyT:
     _check_stream_options(body)
     _check_logprobs(body)
     _check_beam_search(body)
+    if body.truncate_prompt_tokens == 0:
+        message = "truncate_prompt_tokens is 0; at least 1, or -1 for the context, is allowed"
+        raise invalid_value(message, "truncate_prompt_tokens")
     if isinstance(body, CompletionBody):
         _check_completion(body)
     return body
@@ -523,6 +528,10 @@ def _check_beam_search(body: Body) -> None:
 
 
 def _check_completion(body: CompletionBody) -> None:
+    if body.suffix and body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", "with suffix")
+    if body.suffix and body.echo:
+        raise unsupported("echo", "with suffix")
     if body.logprobs is True:
         raise invalid_value("logprobs: expected an integer", "logprobs")
     if body.is_only_prompt and not body.echo:

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import processors
 
 from engine.errors import CheckpointError, InvalidRequest
-from router.text.tokenizer import load_text_model
+from router.text.tokenizer import PREFIX, SUFFIX, TextModel, load_text_model
 from tests.kits.router.gateway import EOS, TOKENIZER, byte_tokenizer
 
 USER = [{"role": "user", "content": "yo"}]
@@ -48,6 +48,45 @@ def test_only_plain_text_gets_the_tokenizers_special_tokens(tmp_path):
     # The file's truncation is not applied.
     assert model.encode_text("abcd", 4096) == [256, *b"abcd"]
     assert model.encode_chat(USER, 4096) == [*b"yo"]
+
+
+def model_with(*names, **options):
+    """A model whose tokenizer puts `<|eos|>` before every text and has these tokens too."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(names))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|eos|> $A", special_tokens=[("<|eos|>", EOS)]
+    )
+    return TextModel(tokenizer, **options)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),
+        ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),
+        ("<｜fim▁begin｜>", PREFIX, "<｜fim▁hole｜>", SUFFIX, "<｜fim▁end｜>"),
+        ("▁<PRE>", PREFIX, "▁<SUF>", SUFFIX, "▁<MID>"),
+        ("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX),
+    ],
+    ids=lambda form: form[0],
+)
+def test_a_text_between_two_has_the_form_of_its_family(form):
+    model = model_with(*(part for part in form if part not in (PREFIX, SUFFIX)))
+    texts = {PREFIX: [*b"ab"], SUFFIX: [*b"yz"]}
+    expected = [token_id for p in form for token_id in texts.get(p, [model.added_token_id(p)])]
+    for special, lead in ((True, [EOS]), (False, [])):
+        prefix = model.encode_text("ab", 100, add_special_tokens=special)
+        assert prefix == [*lead, *b"ab"]
+        assert model.encode_between(prefix, "yz", 100) == [*lead, *expected]
+
+
+def test_without_tokens_for_it_no_text_is_filled_in():
+    names = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    outside = model_with(*names, vocab_size=261)  # the model lacks two of them
+    for model in (model_with(), model_with(*names[:2]), outside):
+        with pytest.raises(InvalidRequest, match="suffix is not supported"):
+            model.encode_between([*b"ab"], "yz", 100)
 
 
 def test_tokens_that_end_an_answer_are_collected_from_all_files(tmp_path):
