@@ -5,7 +5,7 @@ refused by name, since an answer without the asked-for penalty or schema is a wr
 changes none passes. Names that are in no table are passed over too, and named in the header
 `x-baton-ignored` of the answer.
 
-`docs/api.md` shows these tables: `python -m router.gateway.requests.field_table` prints them.
+`python -m router.gateway.requests.field_table docs/api.md` writes these tables into that page.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/openai/*/protocol.py; SGLang,
 python/sglang/srt/entrypoints/openai/protocol.py; llm-d's endpoint picker for `slo_*`.
@@ -14,7 +14,10 @@ python/sglang/srt/entrypoints/openai/protocol.py; llm-d's endpoint picker for `s
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # around the tables in a document
 
 CHAT, COMPLETIONS, BOTH = "chat", "completions", "both"
 OPENAI, VLLM, SGLANG, BATON = "OpenAI", "vLLM", "SGLang", "Baton"
@@ -133,6 +136,8 @@ REFUSED = (
     RefusedField("audio", BOTH, OPENAI, (), _TEXT_ONLY),
     RefusedField("web_search_options", BOTH, OPENAI, (), "no search is built in"),
     RefusedField("verbosity", CHAT, OPENAI, ("medium",), "no template knows it"),
+    RefusedField("store", BOTH, OPENAI, (False,), "answers of these endpoints are not kept"),
+    RefusedField("service_tier", BOTH, OPENAI, ("auto", "default"), "there is one tier"),
     RefusedField("moderation", CHAT, OPENAI, (), "nothing is moderated"),
     RefusedField("early_stopping", BOTH, VLLM, (False,), "a beam search ends by itself"),
     RefusedField("chat_template", BOTH, VLLM, (), _OPERATOR),
@@ -140,6 +145,7 @@ REFUSED = (
     RefusedField("mm_processor_kwargs", CHAT, VLLM, ({},), _TEXT_ONLY),
     RefusedField("prompt_embeds", BOTH, VLLM, ([],), "prompts are text or token ids"),
     RefusedField("kv_transfer_params", BOTH, VLLM, ({},), "the router moves KV by itself"),
+    RefusedField("ec_transfer_params", BOTH, VLLM, ({},), _TEXT_ONLY),
     RefusedField("vllm_xargs", BOTH, VLLM, ({},), "they are for vLLM's plug-ins"),
     RefusedField("logits_processors", BOTH, VLLM, ([],), "clients' code is not run"),
     RefusedField("repetition_detection", BOTH, VLLM, (), "no answer is cut for repetition"),
@@ -147,6 +153,15 @@ REFUSED = (
     RefusedField("logprob_token_ids", BOTH, VLLM, ([],), "the likeliest tokens are reported"),
     RefusedField("structural_tag", BOTH, VLLM, (), "a field of `structured_outputs`"),
     RefusedField("guided_whitespace_pattern", BOTH, VLLM, (), "blanks between parts are fixed"),
+    RefusedField("watermarking", BOTH, VLLM, (False,), "answers carry no watermark"),
+    RefusedField("return_prompt_text", CHAT, VLLM, (False,), "`return_token_ids` shows the prompt"),
+    RefusedField("routed_experts_prompt_start", BOTH, VLLM, (0,), _NO_HIDDEN),
+    RefusedField("extra_key", BOTH, SGLANG, (), "`cache_salt` keeps prefixes apart"),
+    RefusedField("task", CHAT, SGLANG, (), "no template knows it"),
+    RefusedField("reasoning", CHAT, SGLANG, ({},), "`reasoning_effort` does it"),
+    RefusedField("images_config", BOTH, SGLANG, ({},), _TEXT_ONLY),
+    RefusedField("return_meta_info", CHAT, SGLANG, (False,), "`usage` and headers have it"),
+    RefusedField("return_prompt_token_ids", CHAT, SGLANG, (False,), "`return_token_ids` does it"),
     RefusedField("stop_regex", BOTH, SGLANG, ([], ""), "only strings and tokens end an answer"),
     RefusedField("no_stop_trim", BOTH, SGLANG, (False,), "`include_stop_str_in_output` does it"),
     RefusedField("lora_path", BOTH, SGLANG, (), _NO_LORA),
@@ -155,8 +170,11 @@ REFUSED = (
     RefusedField("custom_params", BOTH, SGLANG, ({},), "they are for custom logit processors"),
     RefusedField("return_hidden_states", BOTH, SGLANG, (False,), _NO_HIDDEN),
     RefusedField("return_routed_experts", BOTH, SGLANG, (False,), _NO_HIDDEN),
+    RefusedField("routed_experts_start_len", BOTH, SGLANG, (0,), _NO_HIDDEN),
     RefusedField("input_ids", BOTH, SGLANG, (), "`/v1/completions` takes token ids"),
     RefusedField("data_parallel_rank", BOTH, SGLANG, (), "the router chooses the worker"),
+    RefusedField("routed_dp_rank", BOTH, SGLANG, (), "the router chooses the worker"),
+    RefusedField("disagg_prefill_dp_rank", BOTH, SGLANG, (), "the router chooses the worker"),
     RefusedField("bootstrap_host", BOTH, SGLANG, (), "the router pairs workers"),
     RefusedField("bootstrap_port", BOTH, SGLANG, (), "the router pairs workers"),
     RefusedField("bootstrap_room", BOTH, SGLANG, (), "the router pairs workers"),
@@ -164,13 +182,14 @@ REFUSED = (
 
 HARMLESS = (
     HarmlessField("metadata", OPENAI, "for the provider's own records"),
-    HarmlessField("store", OPENAI, "answers of these endpoints are not kept"),
-    HarmlessField("service_tier", OPENAI, "there is one"),
     HarmlessField("safety_identifier", OPENAI, "names the end user"),
     HarmlessField("prompt_cache_key", OPENAI, "all prefixes are cached"),
     HarmlessField("prompt_cache_retention", OPENAI, "all prefixes are cached"),
     HarmlessField("prediction", OPENAI, "speeds an answer up and changes no token"),
     HarmlessField("request_id", VLLM, "the header `x-request-id` names a call"),
+    HarmlessField("session_id", VLLM, "names a conversation"),
+    HarmlessField("return_token_offsets", VLLM, "for a page that is not here"),
+    HarmlessField("return_mm_kwargs", VLLM, "for a page that is not here"),
     HarmlessField("spaces_between_special_tokens", VLLM, "for tokenizers that are not served"),
     HarmlessField("detokenize", VLLM, "answers are text"),
     HarmlessField("stream_interval", VLLM, "tokens are sent as they come"),
@@ -179,7 +198,11 @@ HARMLESS = (
     HarmlessField("return_cached_tokens_details", SGLANG, "`usage` has the count"),
     HarmlessField("stream_reasoning", SGLANG, "reasoning is sent as it comes"),
     HarmlessField("rid", SGLANG, "the header `x-request-id` names a call"),
-    HarmlessField("extra_key", SGLANG, "`cache_salt` keeps prefixes apart"),
+    HarmlessField("ngram_corpus_id", SGLANG, "for drafts, which change no token"),
+    HarmlessField("custom_labels", SGLANG, "for SGLang's metrics"),
+    HarmlessField("max_dynamic_patch", SGLANG, "for images, which are refused"),
+    HarmlessField("min_dynamic_patch", SGLANG, "for images, which are refused"),
+    HarmlessField("use_audio_in_video", SGLANG, "for videos, which are refused"),
 )
 
 
@@ -227,5 +250,15 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def fill_in(document: str) -> str:
+    """The document with the tables between its marks. Raises ValueError if it has no marks."""
+    before, begin, rest = document.partition(BEGIN_MARK)
+    _, end, after = rest.partition(END_MARK)
+    if not end:
+        raise ValueError(f"there are no marks {BEGIN_MARK} and {END_MARK}")
+    return f"{before}{begin}\n\n{tables()}\n{end}{after}"
+
+
 if __name__ == "__main__":
-    sys.stdout.write(tables())
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(fill_in(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -233,7 +233,7 @@ def test_fields_that_ask_for_nothing_are_accepted():
         "n": 1,
         "user": "u",
         "metadata": {"a": "b"},
-        "store": True,
+        "store": False,
         "service_tier": "auto",
         "parallel_tool_calls": True,
         "presence_penalty": 0,

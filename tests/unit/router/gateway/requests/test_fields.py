@@ -26,7 +26,6 @@ from tests.kits.router.gateway import (
 from tests.kits.tree.documents import ROOT
 
 ENDPOINTS = {ChatBody: "chat", CompletionBody: "completions"}
-BEGIN, END = "<!-- fields -->\n", "<!-- end -->"
 
 
 def asked(endpoint, fields):
@@ -41,13 +40,14 @@ def asked(endpoint, fields):
 
 def test_the_document_shows_the_table():
     text = (ROOT / "docs" / "api.md").read_text()
-    _, begin, rest = text.partition(BEGIN)
-    shown, end, _ = rest.partition(END)
-    assert begin
-    assert end
-    assert shown == "\n" + field_table.tables() + "\n", (
-        "write the output of `python -m router.gateway.requests.field_table` there"
+    assert field_table.fill_in(text) == text, (
+        "run `python -m router.gateway.requests.field_table docs/api.md`"
     )
+
+
+def test_a_document_without_marks_is_refused():
+    with pytest.raises(ValueError, match="no marks"):
+        field_table.fill_in("<!-- fields --> only")
 
 
 @pytest.mark.parametrize("body_type", ENDPOINTS)
@@ -178,6 +178,25 @@ def test_a_prompt_is_cut_to_what_the_context_allows():
     messages = [{"role": "user", "content": "x" * 500}]
     request = asked(chat, {"messages": messages, "truncate_prompt_tokens": 8, "max_tokens": 1})
     assert len(request.token_ids) == 8
+
+
+def test_an_echo_is_the_prompt_as_it_was_cut():
+    fields = {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True}
+    assert complete(FakeRouter(), fields).json()["choices"][0]["text"] == "efhi"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 5, "suffix": "x"}, "truncate_prompt_tokens"),
+        ({"echo": True, "suffix": "x"}, "echo"),
+        ({"suffix": "x"}, "suffix"),  # the tokenizer of the tests has no tokens for it
+    ],
+)
+def test_a_prompt_that_cannot_be_made_is_refused(fields, param):
+    reply = complete(FakeRouter(), fields)
+    assert (reply.status, reply.json()["error"]["param"]) == (400, param)
 
 
 def test_the_final_message_is_continued_and_may_come_first():
