@@ -25,7 +25,7 @@ from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.service import Batches
-from router.gateway.endpoint import AnswerEndpoint
+from router.gateway.endpoint import AnswerEndpoint, Invocations
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.siblings import Siblings
@@ -146,9 +146,12 @@ def app_of(
     status = StatusPages(versions, metrics, version, siblings)
     models, tokens = ModelPages(versions), TokenPages(parts)
     description = DescriptionPages(version, needs_key=keys is not None)
+    chat = AnswerEndpoint(parts, CHAT, ChatBody)
+    texts = AnswerEndpoint(parts, COMPLETION, CompletionBody)
     answers: dict[str, ASGIApp] = {
-        "/v1/chat/completions": AnswerEndpoint(parts, CHAT, ChatBody),
-        "/v1/completions": AnswerEndpoint(parts, COMPLETION, CompletionBody),
+        "/v1/chat/completions": chat,
+        "/v1/completions": texts,
+        "/invocations": Invocations(parts, chat, texts),
         "/v1/responses": responses.create,
     }
     others = Starlette(

@@ -18,6 +18,7 @@ from router.gateway.answers.whole import WholeAnswer
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ApiCall
+from router.gateway.requests.json_fields import has_messages
 from router.gateway.requests.openai_schema import Body
 from router.gateway.shell import CallShell
 
@@ -27,15 +28,33 @@ class AnswerEndpoint:
 
     def __init__(self, parts: GatewayParts, dialect: Dialect, body_type: type[Body]) -> None:
         self._service = AnswerService(parts, dialect, body_type)
+        self._shell = CallShell(parts, self.serve)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        await self._shell(scope, receive, send)
+
+    async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
+        """Answers a request that was read."""
+        call = self._service.call(body, tenant_of(scope), Headers(scope=scope))
+        await self._service.answer(call, _HttpReplies(call, scope, send), meter)
+
+
+class Invocations:
+    """POST /invocations, as SageMaker asks: the endpoint follows from the body."""
+
+    def __init__(self, parts: GatewayParts, chat: AnswerEndpoint, texts: AnswerEndpoint) -> None:
         self._shell = CallShell(parts, self._serve)
+        self._chat = chat
+        self._texts = texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         await self._shell(scope, receive, send)
 
     async def _serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        call = self._service.call(body, tenant_of(scope), Headers(scope=scope))
-        await self._service.answer(call, _HttpReplies(call, scope, send), meter)
+        endpoint = self._chat if has_messages(body) else self._texts
+        await endpoint.serve(body, scope, meter, send)
 
 
 class _HttpReplies:

@@ -247,7 +247,8 @@ def _functions(tools: Json) -> dict[str, Json]:
         if not isinstance(function.get("description"), str | None):
             where = f"{param}.function.description"
             raise InvalidRequest(f"{where} must be a text", param=where)
-        functions[name] = _arguments(function, f"{param}.function.parameters")
+        schema = _arguments(function, f"{param}.function.parameters")
+        functions[name] = closed(schema) if function.get("strict") is True else schema
     return functions
 
 

@@ -158,6 +158,18 @@ OPERATIONS = (
     ),
     Operation(
         "post",
+        "/invocations",
+        "Answers",
+        "Answer a chat or continue a text, by the body, as SageMaker asks",
+        CompletionAnswer,
+        CompletionBody,
+        CompletionStreamChunk,
+        _OF_ANSWERS,
+        _ANSWERS,
+        description="With `messages` it is `/v1/chat/completions`, else `/v1/completions`.",
+    ),
+    Operation(
+        "post",
         "/v1/responses",
         "Responses",
         "Make a response",

@@ -38,6 +38,10 @@ class _Message(msgspec.Struct):
     reasoning: str | None = None
 
 
+class _OnlyMessages(msgspec.Struct):
+    messages: Raw = Raw(b"null")
+
+
 def decode_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
     """Returns the fields of a body; of a long body, only the known fields. Raises ApiError."""
     try:
@@ -65,6 +69,15 @@ def _undecoded(body_type: type[Body], *, forbids: bool = False) -> type[msgspec.
     """A body type that leaves known fields undecoded and skips unknown ones, or `forbids` them."""
     fields = [(name, Raw, Raw()) for name in sorted(known_fields(body_type))]
     return msgspec.defstruct("UndecodedBody", fields, forbid_unknown_fields=forbids)
+
+
+def has_messages(data: bytes) -> bool:
+    """True for the body of a chat; a body that cannot be read is none."""
+    try:
+        messages = msgspec.json.decode(data, type=_OnlyMessages).messages
+    except (ValueError, RecursionError):
+        return False
+    return bytes(messages) != b"null"
 
 
 def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body]) -> tuple[str, ...]:

@@ -155,6 +155,6 @@ def usage_of_response(ending: Ending) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": ending.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": ending.num_reasoning_tokens},
         "total_tokens": ending.prompt_tokens + ending.completion_tokens,
     }

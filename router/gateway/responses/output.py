@@ -44,6 +44,8 @@ class OutputItems:
     def take(self, piece: AnswerPiece) -> list[Event]:
         """Adds a piece of the answer."""
         events: list[Event] = []
+        if piece.reasoning:
+            events += self.take_reasoning(piece.reasoning)
         if piece.text or piece.entries:
             events += self._text(piece.text, self._scores(piece.entries) if piece.entries else [])
         for delta in piece.calls:

@@ -4,10 +4,10 @@ import copy
 
 from hypothesis import given
 from hypothesis import strategies as st
-from router.text.tool_calls import CallArguments, CallBegun
 
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.responses.output import OutputItems
+from router.text.forms.deltas import CallArguments, CallBegun
 
 
 def new_output():
