@@ -29,7 +29,7 @@ check: install
 test: install .venv-core/.installed
 	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-parts test-core test-ray test-chaos
 
-test-services: install
+test-services: install .venv-clients/.installed
 	$(BIN)/python -m pytest -m 'not long and not ray' tests/e2e
 
 test-ray: install
@@ -60,6 +60,13 @@ fuzz: install
 	.venv-core/bin/pip install --quiet -c constraints.txt -e '.[bench,test]'
 	@touch $@
 
+# Public clients, which need other versions of packages. Without npm its client is left out.
+.venv-clients/.installed: tests/e2e/clients/constraints.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet -r tests/e2e/clients/constraints.txt
+	-npm install --silent --no-audit --no-fund --prefix .venv-clients openai@7.57.0
+	@touch $@
+
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -69,4 +76,4 @@ proto: install
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. router/gateway/inference/inference.proto
 
 clean:
-	rm -rf .venv .venv-core
+	rm -rf .venv .venv-core .venv-clients
