@@ -23,6 +23,7 @@ from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
 from router.text.forms.calling import CallForm, Calling
 from router.text.forms.chosen import HERMES
+from router.text.structural_tags import grammar_of_tag
 
 MAX_TOOLS = 128
 MAX_CHOICES = 10_000
@@ -113,6 +114,8 @@ def _response_format(value: Json) -> Structure:
     kind = _object(value, param).get("type")
     if kind == "json_object":
         return Structure(_json_object(), param)
+    if kind == "structural_tag":
+        return _structural_tag(value, param)
     if kind != "json_schema":
         raise InvalidRequest(f"{param}.type {kind!r} is not supported", param=f"{param}.type")
     named = _object(value.get("json_schema"), f"{param}.json_schema")
@@ -124,6 +127,15 @@ def _response_format(value: Json) -> Structure:
     return Structure(_grammar("json", named.get("schema"), where, strict=bool(strict)), where)
 
 
+def _structural_tag(value: Fields, param: str) -> Structure:
+    _check_nesting(value, param)
+    for name in value.keys() - {"type", "format"}:  # such as the older form's `triggers`
+        raise InvalidRequest(f"{param}.{name} is not supported", param=f"{param}.{name}")
+    where = f"{param}.format"
+    source = grammar_of_tag(value.get("format"), where)
+    return Structure(Grammar(GrammarKind.LARK, source), where)
+
+
 def _structured_outputs(value: Json) -> Structure:
     param = "structured_outputs"
     given = {k: v for k, v in _object(value, param).items() if v is not None and v is not False}
@@ -132,6 +144,11 @@ def _structured_outputs(value: Json) -> Structure:
     if strict not in (True, False) or (strict and "json" not in given):
         where = f"{param}.disable_additional_properties"
         raise InvalidRequest(f"{where} must be true beside json, or false", param=where)
+    if given.keys() == {"structural_tag"}:
+        where = f"{param}.structural_tag"
+        tag = given["structural_tag"]
+        tag = _loaded_json(tag, where) if isinstance(tag, str) else tag
+        return _structural_tag(_object(tag, where), where)
     for name in given:
         if name not in _EXPECTED:
             raise InvalidRequest(f"{param}.{name} is not supported", param=f"{param}.{name}")

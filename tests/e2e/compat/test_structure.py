@@ -142,6 +142,21 @@ def test_sglangs_json_schema(client):
         content(client, json_schema="INVALID")
 
 
+@like(
+    "sglang",
+    "openai_server/features/test_structural_tag.py",
+    "test_stag_constant_str_openai",
+    "test_stag_json_schema_openai",
+)
+def test_structural_tags(client):
+    saying = "The capital of France is Berlin."
+    form = {"type": "const_string", "value": saying}
+    assert content(client, response_format={"type": "structural_tag", "format": form}) == saying
+    form = {"type": "json_schema", "json_schema": SCHEMA}
+    text = content(client, response_format={"type": "structural_tag", "format": form})
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
 # ---------------------------------------------------------------- tools
 
 CALLS = "entrypoints/openai/chat_completion/test_completion_with_function_calling.py"

@@ -207,13 +207,6 @@ LEFT_OUT: tuple[Left, ...] = (
     ),
     Left(
         "sglang",
-        "openai_server/features/test_structural_tag.py",
-        ("test_stag_constant_str_openai", "test_stag_json_schema_openai"),
-        "structural tags are refused by name",
-        is_missed=True,
-    ),
-    Left(
-        "sglang",
         "openai_server/features/test_usage_tokens.py",
         ("test_generate_api_non_streaming", "test_generate_api_streaming"),
         _NATIVE,

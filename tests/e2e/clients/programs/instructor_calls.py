@@ -4,11 +4,13 @@ import sys
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Person(BaseModel):
     """Somebody."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=10)
     age: int = Field(ge=0, le=120)

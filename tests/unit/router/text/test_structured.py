@@ -193,7 +193,7 @@ def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
     ("fields", "param"),
     [
         ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
