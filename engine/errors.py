@@ -44,6 +44,7 @@ BatonError
 ├── PeerError                 a benchmark: another project's simulator failed
 ├── DeploymentFailed          a benchmark: workers did not join, or a request was not answered
 ├── OrderFailed               a benchmark: the controller did not take an order
+├── BatchNotCompleted         a benchmark: a batch ended in another way, or not at all
 ├── PaceUnknown               a benchmark: the deployment's speed could not be measured
 ├── NotFlipped                a benchmark: a worker did not take its new role
 ├── NotMovable                a benchmark: this machine lacks a way to move KV

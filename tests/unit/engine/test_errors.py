@@ -27,6 +27,8 @@ BUILT_IN = {
 }
 NO_ERRORS = {
     "StopAsked": "a signal that interrupts the start of a command",
+    "LeaseLost": "control flow of the batches: another process runs them now",
+    "VersionLeaves": "control flow of the batches: a paused request starts again elsewhere",
     "ClientLeft": "control flow of the gateway: the client closed its connection",
 }
 

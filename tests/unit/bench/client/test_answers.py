@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.client.answers import Answer, AnswerParsing, Endpoint, Failure, request_body
+from bench.client.answers import Answer, AnswerReader, Endpoint, Failure, request_body
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 
@@ -34,7 +34,7 @@ def usage(completion_tokens, prompt_tokens=9):
 
 def read(*pieces, sent_s=10.0):
     """Feeds the pieces one second apart, the first a second after sending."""
-    reader = AnswerParsing(sent_s)
+    reader = AnswerReader(sent_s)
     for second, piece in enumerate(pieces, start=1):
         reader.feed(piece, sent_s + second)
     return reader.finish()
