@@ -23,7 +23,7 @@ from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 from engine.net.trust import SALT_BYTES
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 # Reasons for which a worker gives a sequence back.
 PREEMPTED = "preempted"  # no memory is left for it
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
@@ -343,6 +343,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     finish: FinishReason | None
     logprobs: Logprobs | None = None  # of `token`, if requested
     prompt_logprobs: list[Logprobs] = []  # of the prompt from its second token on
+    embedding: bytes = b""  # fp32 [hidden], little-endian; of models that embed
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):

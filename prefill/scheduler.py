@@ -251,7 +251,9 @@ class PrefillScheduler:
         effects = self._grow_lease(prompt, len(seq.block_table))
         finish = seq.append(token)
         logprobs = result.logprobs[0] if result.logprobs else None
-        done = PrefillDone(row.seq_id, token, finish, logprobs, prompt.scored)
+        done = PrefillDone(
+            row.seq_id, token, finish, logprobs, prompt.scored, embedding=result.embedding
+        )
         effects.append(Emit(seq.gateway_id, done))
         return effects + self._leave(prompt, finish)
 

@@ -571,6 +571,7 @@ def _perform(
                 timeline=effect.timeline,
                 logprobs=effect.logprobs,
                 prompt_logprobs=effect.prompt_logprobs,
+                embedding=effect.embedding,
             )
         case SendTo(worker_id, message):
             frames.setdefault(worker_id, []).append(message)
@@ -588,6 +589,7 @@ def _merged(first: Update, second: Update) -> Update:
         timeline=second.timeline or first.timeline,
         logprobs=first.logprobs + second.logprobs,
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        embedding=first.embedding + second.embedding,
     )
 
 

@@ -33,7 +33,7 @@ from engine.model.loading.checkpoint import LoadedModel, load, load_draft
 from engine.model.sampling import verify
 from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
-from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
+from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockId
 
 WARM_UP_TOKENS = 32
@@ -61,6 +61,7 @@ class TorchRunner:
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
+    embeds: bool  # rows give hidden states, and the tokens that they choose mean nothing
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     weights: WeightFormat  # resolved: never `auto`
@@ -123,6 +124,8 @@ class TorchRunner:
         )
         models = [target]
         if self.draft_path is not None:
+            if target.embedding is not None:
+                raise ConfigError(f"{self.path} gives embeddings, which no draft model speeds up")
             models.append(
                 load_draft(self.draft_path, target=target, target_path=self.path, dtype=dtype)
             )
@@ -149,6 +152,7 @@ class TorchRunner:
         self.context_len = _limited(self._max_len, min(model.context_len for model in models))
         self.vocab_size = target.vocab_size
         self.eos_token_ids = target.eos_token_ids
+        self.embeds = target.embedding is not None
         self.fingerprint = "-".join([*(model.fingerprint for model in models), self.weights])
 
     def _needs(self, models: Sequence[LoadedModel]) -> KVNeeds:
@@ -203,6 +207,8 @@ class TorchRunner:
             proposals = [_proposed(row) for row in plan.rows]
             verified = self._drafted_and_verified(proposals)
             results = verify.results(proposals, verified.chosen, verified.logits)
+            if self.embeds:
+                results = _embedded(results, verified.logits)
         computed_s = verified.prepare_s + verified.forward_s + verified.draft_s
         self.last_times = StepTimes(
             prepare_s=verified.prepare_s,
@@ -215,6 +221,8 @@ class TorchRunner:
     def _drafted_and_verified(self, proposals: Sequence[DraftedRow]) -> Verified:
         """Runs the draft model over the rows that it sees, and the target over all rows."""
         draft, clock = self.draft_forward, self._clock
+        if self.embeds:
+            return verify.verify_by_parts(self._forward, proposals, self._masks, clock)
         seen = [proposal for proposal in proposals if proposal.row.draft_token_ids]
         if draft is None or not seen:
             return self._forward.verify(proposals, self._masks, clock)
@@ -302,6 +310,15 @@ def _proposed(row: Row) -> DraftedRow:
     assert row.num_to_draft == 0
     num_allowed = len(row.draft) if row.guide is None else row.guide.num_allowed(row.draft)
     return DraftedRow(row, list(row.draft[:num_allowed]))
+
+
+def _embedded(results: Sequence[RowResult], states: torch.Tensor) -> list[RowResult]:
+    """The results with the hidden states [num_choosing_rows, hidden] of rows that chose a token."""
+    found = iter(states.float().cpu().numpy())
+    return [
+        msgspec.structs.replace(each, embedding=next(found).tobytes()) if each.token_ids else each
+        for each in results
+    ]
 
 
 def _num_to_draft(proposal: DraftedRow) -> int:

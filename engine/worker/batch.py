@@ -83,6 +83,7 @@ class RowResult(msgspec.Struct, frozen=True):
     num_drafted: int = 0  # tokens that were verified
     logprobs: tuple[Logprobs, ...] = ()  # one a token, if the sampling asks for them
     scored: tuple[Logprobs, ...] = ()  # one for each of the row's `scored`
+    embedding: bytes = b""  # fp32 [hidden] of the last token, of models that embed
 
     @property
     def num_accepted(self) -> int:

@@ -22,7 +22,7 @@ from router.edge.content_types import check_content
 from router.edge.limits import Book
 from router.edge.responses import send_invalid, send_json
 from router.gateway.answering import GatewayParts
-from router.gateway.answers.dialects import CHAT, COMPLETION
+from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.service import Batches
 from router.gateway.endpoint import AnswerEndpoint, Invocations
@@ -41,6 +41,7 @@ from router.gateway.pages.replies import (
 from router.gateway.pages.status import StatusPages
 from router.gateway.pages.tokens import TokenPages
 from router.gateway.requests.calls import ClientLeft, GatewaySettings
+from router.gateway.requests.embedding_schema import EmbeddingBody
 from router.gateway.requests.grammar_checker import GrammarCheck
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.responses.pages import ResponsePages
@@ -148,10 +149,13 @@ def app_of(
     description = DescriptionPages(version, needs_key=keys is not None)
     chat = AnswerEndpoint(parts, CHAT, ChatBody)
     texts = AnswerEndpoint(parts, COMPLETION, CompletionBody)
+    numbers = AnswerEndpoint(parts, EMBEDDING, EmbeddingBody)
+    by_name = {ChatBody.endpoint: chat, CompletionBody.endpoint: texts}
     answers: dict[str, ASGIApp] = {
         "/v1/chat/completions": chat,
         "/v1/completions": texts,
-        "/invocations": Invocations(parts, chat, texts),
+        "/v1/embeddings": numbers,
+        "/invocations": Invocations(parts, by_name | {EmbeddingBody.endpoint: numbers}),
         "/v1/responses": responses.create,
     }
     others = Starlette(

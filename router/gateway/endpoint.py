@@ -4,6 +4,8 @@ Decides how the answer is sent. `router.gateway.shell` reads the body and watche
 `router.gateway.answering` does what is between. The response's head waits for the first token.
 """
 
+from collections.abc import Mapping
+
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -14,11 +16,11 @@ from router.edge.responses import send_invalid
 from router.gateway.answering import ID_HEADER, AnswerService, GatewayParts
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.stream import StreamedAnswer
-from router.gateway.answers.whole import WholeAnswer
+from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ApiCall
-from router.gateway.requests.json_fields import has_messages
+from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body
 from router.gateway.shell import CallShell
 
@@ -43,18 +45,17 @@ class AnswerEndpoint:
 class Invocations:
     """POST /invocations, as SageMaker asks: the endpoint follows from the body."""
 
-    def __init__(self, parts: GatewayParts, chat: AnswerEndpoint, texts: AnswerEndpoint) -> None:
+    def __init__(self, parts: GatewayParts, endpoints: Mapping[str, AnswerEndpoint]) -> None:
+        """`endpoints` are by their names in the table of fields."""
         self._shell = CallShell(parts, self._serve)
-        self._chat = chat
-        self._texts = texts
+        self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         await self._shell(scope, receive, send)
 
     async def _serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        endpoint = self._chat if has_messages(body) else self._texts
-        await endpoint.serve(body, scope, meter, send)
+        await self._endpoints[endpoint_of(body)].serve(body, scope, meter, send)
 
 
 class _HttpReplies:
@@ -73,4 +74,4 @@ class _HttpReplies:
         """Returns the writer of a stream or of a whole answer, as the client asked."""
         if heading.call.stream:
             return StreamedAnswer(heading, self._send, pipe_of(self._scope))
-        return WholeAnswer(heading, self._send)
+        return whole_answer(heading, self._send)

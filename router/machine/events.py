@@ -116,11 +116,13 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
     timeline: Timeline | None = None
     logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    embedding: bytes = b""  # as in `engine.messages.PrefillDone`
 
     @property
     def is_plain(self) -> bool:
         """True if it brings only tokens."""
-        return self.timeline is None and not self.logprobs and not self.prompt_logprobs
+        scores = self.logprobs or self.prompt_logprobs or self.embedding
+        return self.timeline is None and not scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,14 @@ class Progress:
         logprobs = () if message.logprobs is None else (message.logprobs,)
         prompt_logprobs = tuple(message.prompt_logprobs)
         effects.append(
-            self._deliver(flight, [message.token], logprobs, now_s, prompt_logprobs=prompt_logprobs)
+            self._deliver(
+                flight,
+                [message.token],
+                logprobs,
+                now_s,
+                prompt_logprobs=prompt_logprobs,
+                embedding=message.embedding,
+            )
         )
         if message.finish is not None:
             return effects + self._ends.end(flight, Finished(message.finish), now_s)
@@ -244,6 +251,7 @@ class Progress:
         now_s: float,
         *,
         prompt_logprobs: tuple[Logprobs, ...] = (),
+        embedding: bytes = b"",
     ) -> Deliver:
         num_before = len(flight.tokens)
         flight.tokens += tokens
@@ -256,7 +264,7 @@ class Progress:
                 flight.stamps.second_token_s = now_s
             shown = timeline(flight, now_s)
         request_id = flight.request.request_id
-        return Deliver(request_id, tuple(tokens), shown, logprobs, prompt_logprobs)
+        return Deliver(request_id, tuple(tokens), shown, logprobs, prompt_logprobs, embedding)
 
     def _grow(self, flight: Flight, num_tokens: int) -> None:
         """Grows the claim at the decode worker, which is predicted anew if it is outgrown."""

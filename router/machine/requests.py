@@ -141,6 +141,7 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     timeline: Timeline | None = None
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    embedding: bytes = b""  # with the first token, from a model that embeds
 
 
 @dataclass(frozen=True, slots=True)

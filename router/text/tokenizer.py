@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from engine.embedding import Embedding, embedding_of
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.api_errors import ApiError, context_exceeded, invalid_value, no_room
 from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
@@ -58,6 +59,7 @@ class TextModel:
         file: Path | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
         forms: AnswerForms | None = None,  # None: those that tokens alone show
+        embedding: Embedding | None = None,  # of a model that gives no text
     ) -> None:
         """`file` is the tokenizer's file, for which another process compiles grammars."""
         added = tokenizer.get_added_tokens_decoder().items()
@@ -66,6 +68,7 @@ class TextModel:
         self.eos_token_ids = tuple(i for i in eos_token_ids if i < self.vocab_size)
         self.file = file
         self.defaults = defaults
+        self.embedding = embedding
         self._tokenizer = tokenizer
         self._template = template
         self._has_unknown_ids = self.vocab_size < num_tokens
@@ -76,13 +79,18 @@ class TextModel:
         self._hidden_ids = frozenset(token_id for token_id, token in added if token.special)
 
     def encode_text(
-        self, text: str, context_len: int | None, *, add_special_tokens: bool = True
+        self,
+        text: str,
+        context_len: int | None,
+        param: str = "prompt",
+        *,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
 
         Raises ApiError if it does not fit the context; None: it will be cut to fit.
         """
-        return self._encode(text, context_len, "prompt", add_special_tokens=add_special_tokens)
+        return self._encode(text, context_len, param, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -232,6 +240,7 @@ def load_text_model(
         file=directory / "tokenizer.json",
         defaults=sampling_defaults(directory) if has_defaults else NO_DEFAULTS,
         forms=forms_of(source, tokenizer.token_to_id, calls=parsers[0], thinking=parsers[1]),
+        embedding=embedding_of(directory),
     )
 
 

@@ -174,6 +174,21 @@ def randomise_vectors(model: torch.nn.Module) -> None:
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
+def make_embedding(path: Path, **of_config: object) -> None:
+    """Makes a saved checkpoint one of embeddings, as sentence-transformers saves it."""
+    types = ("Transformer", "Pooling", "Normalize")
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"models.{name}"}
+        for i, name in enumerate(types)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    config = json.loads((path / "config.json").read_text()) | of_config
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def save_tokenizer(path: Path) -> None:
     """Saves tokenizer.json and tokenizer_config.json: byte b is token b."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -41,6 +41,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from engine.embedding import Embedding, embedding_of
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
@@ -61,6 +62,7 @@ PROBE_TOLERANCE = {  # of the spread of the logits
 }
 QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 CHANGING_ROPE = "longrope"  # "dynamic" changes beyond max_position_embeddings, which is not served
 
 
@@ -79,6 +81,7 @@ class LoadedModel:
     quant_method: str | None  # how the checkpoint's weights are quantised
     probe: Probe | None = None  # repeated after changes; None: the model was built, not loaded
     read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
+    embedding: Embedding | None = None  # of a model whose logits are hidden states
 
 
 def load(
@@ -114,6 +117,9 @@ def load(
     else:
         model = _load_weights(path, config, dtype, device)
         computed_in = model.dtype
+    embedding = embedding_of(path)
+    if embedding is not None:
+        _give_hidden_states(model)
     context = ForwardContext()
     attach(model, context)
     context_len, limit = _context_len(model.config.get_text_config(decoder=True))
@@ -138,13 +144,38 @@ def load(
         layout=_layout(section, kv_format, block_size),
         device=torch.device(device),
         context_len=context_len,
-        vocab_size=tried.expected.shape[-1],
+        vocab_size=_vocab_size(model, tried, embedding),
         eos_token_ids=_eos_token_ids(model),
         fingerprint=fingerprint(path, dtype=str(dtype)),
         quant_method=method,
         probe=tried,
         read_outside=read_outside,
+        embedding=embedding,
     )
+
+
+def _give_hidden_states(model: PreTrainedModel) -> None:
+    """Makes the model's logits its last hidden states, [num_tokens, hidden].
+
+    All else stays as it is: packing, paged attention, the trial. Raises CheckpointError if
+    something besides the head changes logits.
+    """
+    text = model.config.get_text_config(decoder=True)
+    changing = next(
+        (n for n in CHANGE_LOGITS if getattr(text, n, None) not in (None, 1, 1.0)), None
+    )
+    if changing is not None:
+        raise CheckpointError(f"config.json: {changing} changes hidden states of embeddings")
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    model.set_submodule(name, torch.nn.Identity())
+
+
+def _vocab_size(model: PreTrainedModel, tried: Probe, embedding: Embedding | None) -> int:
+    """The number of tokens that prompts may hold."""
+    if embedding is None:
+        return tried.expected.shape[-1]
+    return model.get_input_embeddings().num_embeddings
 
 
 def load_draft(
@@ -242,8 +273,11 @@ def _load_weights(
         model = model.to(device)
     except Exception as error:  # a model's code or a quantiser may raise anything: refuse the model
         raise CheckpointError(f"{path}: {_first_line(error)}") from error
-    if info["missing_keys"]:
-        raise CheckpointError(f"{path}: weights lack {min(info['missing_keys'])}")
+    missing = set(info["missing_keys"])
+    if embedding_of(path) is not None:
+        missing -= _names_of_head(model)  # such checkpoints have none
+    if missing:
+        raise CheckpointError(f"{path}: weights lack {min(missing)}")
     if info["mismatched_keys"]:
         name, found, wanted = min(info["mismatched_keys"])
         raise CheckpointError(
@@ -252,6 +286,17 @@ def _load_weights(
     if not gguf:
         check_left_over(path, info["unexpected_keys"], config.get_text_config(decoder=True))
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def _names_of_head(model: PreTrainedModel) -> set[str]:
+    """The names of the weights that make logits of hidden states."""
+    head = model.get_output_embeddings()
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if module is head
+        for name, _ in module.named_parameters()
+    }
 
 
 @torch.inference_mode()

@@ -1,14 +1,14 @@
-"""Checks that a checkpoint answers with text, by its own description and the contents of its files.
+"""Checks that a checkpoint answers with text or embeddings, by its description and its files.
 
-A classifier, a reward model or an embedding model with tied embeddings loads as a decoder of text
-without a missing weight, and answers nonsense. Its `architectures` show this, or weights that a
-decoder has no place for. Such weights are refused unless they are known to do nothing for the next
-token. Otherwise the model would not be the one that was trained.
+A classifier or a reward model with tied embeddings loads as a decoder of text without a missing
+weight, and answers nonsense. Its `architectures` show this, or weights that a decoder has no place
+for. Such weights are refused unless they are known to do nothing for the next token. Otherwise the
+model would not be the one that was trained. `engine.embedding` recognises models of embeddings.
 """
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedConfig
@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from engine.embedding import MODULES, embedding_of
 from engine.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -26,9 +27,8 @@ log = logging.getLogger(__name__)
 TEXT_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "WithLMHead")
 OTHER_FILES = {  # files of other kinds of checkpoints, and their meaning
     "adapter_config.json": "an adapter beside its base; merge them into one checkpoint",
-    "modules.json": "a model of embeddings (sentence-transformers), not of text",
-    "config_sentence_transformers.json": "a model of embeddings, not of text",
 }
+EMBEDS = "config_sentence_transformers.json"
 LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 MAKES_NO_TOKEN = re.compile(
     r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"  # causal masks of old checkpoints
@@ -44,15 +44,32 @@ def check_purpose(path: Path, config: PreTrainedConfig) -> None:
     for name, meaning in OTHER_FILES.items():
         if (path / name).exists():
             raise CheckpointError(f"{path / name}: {meaning}")
+    embedding = embedding_of(path)
+    if (path / EMBEDS).exists() and embedding is None:
+        raise CheckpointError(f"{path / EMBEDS}: a model of embeddings, and {MODULES} is missing")
     if not is_known(config) or config.is_encoder_decoder:
         raise CheckpointError(
             f"config.json: model_type {config.model_type!r} is not a decoder of text"
         )
     named = config.architectures or ()
-    if named and not any(_answers_with_text(name, config.model_type) for name in named):
+    if embedding is not None:
+        _check_embeds(named, config)
+    elif named and not any(_answers_with_text(name, config.model_type) for name in named):
         raise CheckpointError(
             f"config.json: architectures has {named[0]}, which is not a decoder of text"
         )
+
+
+def _check_embeds(named: Sequence[str], config: PreTrainedConfig) -> None:
+    """Raises CheckpointError unless a model of embeddings is a decoder, with or without a head."""
+    heads = ("Model", *TEXT_ENDINGS)
+    if named and not any(name.endswith(heads) for name in named):
+        raise CheckpointError(f"config.json: architectures has {named[0]}, which is not a decoder")
+    text = config.get_text_config(decoder=True)
+    sees_ahead = getattr(text, "use_bidirectional_attention", None)
+    if sees_ahead or getattr(text, "is_causal", True) is False:
+        message = "its attention is not causal, so no prefix can be cached"
+        raise CheckpointError(f"config.json: {message}")
 
 
 def is_known(config: PreTrainedConfig) -> bool:

@@ -40,6 +40,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     finish: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended the choice
     reasoning: str = ""  # before the text
+    embedding: bytes = b""  # as in `engine.messages.PrefillDone`
 
     @property
     def is_empty(self) -> bool:
@@ -167,7 +168,15 @@ class AnswerChoice:
         if has_tokens and self._echo is not None:
             text, entries = self._take_echo(text, entries)
         shown_ids = token_ids if self._return_token_ids else ()
-        piece = AnswerPiece(self.index, text, self._text.num_tokens, entries, calls, shown_ids)
+        piece = AnswerPiece(
+            self.index,
+            text,
+            self._text.num_tokens,
+            entries,
+            calls,
+            shown_ids,
+            embedding=update.embedding,
+        )
         if reasoning and self._shows_reasoning:
             piece = msgspec.structs.replace(piece, reasoning=reasoning)
         if not ends:

@@ -81,6 +81,15 @@ def call_delta(delta: CallDelta) -> dict[str, Any]:
     return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
 
 
+EMBEDDING = Dialect(
+    id_prefix="embd-",
+    object_name="list",
+    chunk_name="",  # it has no streams
+    is_chat=False,
+    text_start=b"",
+    text_end=b"",
+    no_text=b"",
+)
 CHAT = Dialect(
     id_prefix="chatcmpl-",
     object_name="chat.completion",

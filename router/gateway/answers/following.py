@@ -10,6 +10,8 @@ from router.gateway.answers.writing import AnswerWriter
 from router.machine.requests import Update
 from router.port import RequestPort
 
+MAX_OPEN = 128  # requests of one call that the router has at once
+
 
 async def follow(
     port: RequestPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
@@ -35,11 +37,13 @@ async def _follow_all(
     client that reads slowly gets larger pieces.
     """
     num_open = len(takers)
+    room = asyncio.Semaphore(MAX_OPEN)  # first come, first served: leaders come before followers
     end: asyncio.Future[AnswerPiece] = asyncio.get_running_loop().create_future()
 
     async def follow_one(taker: _UpdateTaker) -> None:
         nonlocal num_open
-        last = await taker.follow(port)
+        async with room:
+            last = await taker.follow(port)
         num_open -= 1
         if num_open and last.finish is not None:
             await writer.write(last)

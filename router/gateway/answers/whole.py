@@ -9,7 +9,9 @@ from starlette.types import Send
 
 from router.edge.responses import send_data
 from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.embedded import EmbeddingAnswer
 from router.gateway.answers.writing import (
+    AnswerWriter,
     Ending,
     Heading,
     send_failure,
@@ -25,6 +27,14 @@ from router.text.logprobs import (
 LONG_PROMPT_TOKENS = 256  # with twenty alternatives each, more take milliseconds to encode
 
 _encode = msgspec.json.Encoder().encode
+
+
+def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
+    """Returns the writer of an answer that is not streamed."""
+    form = heading.call.embeddings
+    if form is not None:
+        return EmbeddingAnswer(heading, form, send)
+    return WholeAnswer(heading, send)
 
 
 class WholeAnswer:

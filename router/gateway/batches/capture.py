@@ -4,7 +4,7 @@ from starlette.types import Message
 
 from engine.errors import InvalidRequest
 from router.edge.responses import send_invalid
-from router.gateway.answers.whole import WholeAnswer
+from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Heading
 
 
@@ -27,7 +27,7 @@ class CapturedAnswer:
 
     def open(self, heading: Heading) -> AnswerWriter:
         """Returns the writer of the whole answer."""
-        return WholeAnswer(heading, self.send)
+        return whole_answer(heading, self.send)
 
     async def send(self, message: Message) -> None:
         """Takes a part of the response, as ASGI sends it."""

@@ -24,7 +24,7 @@ class BatchEndpoint(Protocol):
 
 
 class CompletionEndpoint:
-    """Chat completions or completions."""
+    """Chat completions, completions or embeddings."""
 
     def __init__(self, service: AnswerService) -> None:
         self._service = service

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from router.access.limits import UNLIMITED, KeyAccounts
 from router.gateway.answering import AnswerService, GatewayParts
-from router.gateway.answers.dialects import CHAT, COMPLETION
+from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
 from router.gateway.batches.endpoints import (
     BatchEndpoint,
     CompletionEndpoint,
@@ -20,6 +20,7 @@ from router.gateway.batches.runner import BatchRunner
 from router.gateway.batches.stepping import BatchGate, SteppingPort
 from router.gateway.metrics.collectors import counter_of
 from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.requests.embedding_schema import EmbeddingBody
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.responses.service import ResponseService
 from router.gateway.versions import ServedVersion
@@ -37,9 +38,11 @@ class Batches:
         own = replace(parts, metrics=self._quiet, accounts=KeyAccounts(UNLIMITED))
         chat = AnswerService(own, CHAT, ChatBody, self._port_of)
         completions = AnswerService(own, COMPLETION, CompletionBody, self._port_of)
+        embeddings = AnswerService(own, EMBEDDING, EmbeddingBody, self._port_of)
         endpoints: dict[str, BatchEndpoint] = {
             "/v1/chat/completions": CompletionEndpoint(chat),
             "/v1/completions": CompletionEndpoint(completions),
+            "/v1/embeddings": CompletionEndpoint(embeddings),
             "/v1/responses": ResponsesEndpoint(ResponseService(own, self._port_of)),
         }
         bounds = parts.settings.batches

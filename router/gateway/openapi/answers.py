@@ -197,6 +197,30 @@ class CompletionStreamChunk(_AnyAnswer, kw_only=True):
     usage: TokenUsage | UnsetType | None = UNSET
 
 
+class ShownEmbedding(Struct, kw_only=True):
+    """The embedding of one input: numbers, or base64 of fp32 numbers."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Struct, kw_only=True):
+    """Token counts of embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct, kw_only=True):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[ShownEmbedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ResponseAnswer(Struct, kw_only=True):
     """A response, as in OpenAI's API; fields of its request are repeated."""
 

@@ -10,7 +10,8 @@ import msgspec
 from router.gateway.batches.pages import MAX_EXPIRY_S, MIN_EXPIRY_S
 from router.gateway.openapi.operations import TOKENIZE_BODY, UPLOAD_FORM
 from router.gateway.pages.tokens import TokenizeOptions
-from router.gateway.requests.field_table import BOTH, HARMLESS, HONOURED, refused_by
+from router.gateway.requests.embedding_schema import EmbeddingBody
+from router.gateway.requests.field_table import HARMLESS, HONOURED, PLACES, refused_by
 from router.gateway.requests.openai_schema import (
     MAX_MESSAGES,
     Body,
@@ -131,10 +132,13 @@ def components_of(types: Iterable[type]) -> dict[str, Json]:
 
 def body_components() -> dict[str, Json]:
     """The schemas of requests for answers and of /tokenize, by name."""
-    found = components_of([ChatBody, CompletionBody])
+    found = components_of([ChatBody, CompletionBody, EmbeddingBody])
     chat, completion = found["ChatBody"], found["CompletionBody"]
     _complete(chat, ChatBody, _STRUCTURED | _TOOLS)
     _complete(completion, CompletionBody, _STRUCTURED)
+    embedding = found["EmbeddingBody"]
+    _complete(embedding, EmbeddingBody, {})
+    embedding["required"], embedding["properties"]["input"] = ["input"], _prompt()
     messages = chat["properties"]["messages"]
     messages |= {"minItems": 1, "maxItems": MAX_MESSAGES}
     del messages["default"]
@@ -151,7 +155,7 @@ def _complete(schema: Json, body_type: type[Body], more: dict[str, Json]) -> Non
     for name, field in more.items():
         properties[name] = {"anyOf": [field, {"type": "null"}]}
     for honoured in HONOURED:
-        if honoured.endpoint in (body_type.endpoint, BOTH):
+        if honoured.endpoint in PLACES[body_type.endpoint]:
             properties[honoured.name]["description"] = honoured.meaning
     for refused in refused_by(body_type.endpoint).values():
         reason = f"Refused, unless the value asks for nothing: {refused.reason}"

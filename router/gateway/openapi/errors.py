@@ -42,6 +42,11 @@ ERRORS = (
         ),
         "unknown path, model, version, file or batch",
     ),
+    KnownError(
+        404,
+        ("model_not_supported",),
+        "the model gives embeddings and no text, or text and no embeddings",
+    ),
     KnownError(405, ("method_not_allowed",), "wrong method"),
     KnownError(408, ("request_timeout",), "the head or the body took too long"),
     KnownError(409, ("invalid_value",), "a batch has ended and cannot be cancelled"),

@@ -49,6 +49,10 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "a text": {"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0},
         "token ids": {"prompt": [72, 101, 108, 108, 111], "max_tokens": 8, "stream": True},
     },
+    "post /v1/embeddings": {
+        "texts": {"input": ["Hello", "Good day"]},
+        "numbers in base64": {"input": "Hello", "encoding_format": "base64"},
+    },
     "post /v1/responses": {
         "a text": {"input": "Hello", "instructions": "Answer briefly.", "max_output_tokens": 32},
         "a stream": {"input": "Hello", "stream": True, "store": False},

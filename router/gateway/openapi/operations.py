@@ -22,6 +22,7 @@ from router.gateway.openapi.answers import (
     CompletionStreamChunk,
     DeletedFile,
     DeletedResponse,
+    EmbeddingList,
     FileList,
     Health,
     InputTokens,
@@ -37,6 +38,7 @@ from router.gateway.openapi.answers import (
     ShownModel,
 )
 from router.gateway.pages.tokens import DetokenizeBody, Detokenized, Tokenized
+from router.gateway.requests.embedding_schema import EmbeddingBody
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.responses.body import ResponseBody
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER
@@ -158,15 +160,29 @@ OPERATIONS = (
     ),
     Operation(
         "post",
+        "/v1/embeddings",
+        "Answers",
+        "Turn texts or token ids into embeddings",
+        EmbeddingList,
+        EmbeddingBody,
+        parameters=_OF_ANSWERS,
+        errors=_ANSWERS,
+        description="Of models of embeddings, which answer nothing else; of others it is a 404.",
+    ),
+    Operation(
+        "post",
         "/invocations",
         "Answers",
-        "Answer a chat or continue a text, by the body, as SageMaker asks",
+        "Answer a chat, continue a text or embed one, by the body, as SageMaker asks",
         CompletionAnswer,
         CompletionBody,
         CompletionStreamChunk,
         _OF_ANSWERS,
         _ANSWERS,
-        description="With `messages` it is `/v1/chat/completions`, else `/v1/completions`.",
+        description=(
+            "With `messages` it is `/v1/chat/completions`, with `input` `/v1/embeddings`, "
+            "else `/v1/completions`."
+        ),
     ),
     Operation(
         "post",

@@ -34,6 +34,7 @@ from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Request
+from router.text.embeddings import EmbeddingForm
 from router.text.forms.chosen import AnswerParsing
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
@@ -126,6 +127,7 @@ class CheckedCall(msgspec.Struct, frozen=True):
     return_token_ids: bool
     ids_for_names: bool  # of tokens in log-probabilities
     beams: Beams | None  # if the choices are the best results of a search
+    embeddings: EmbeddingForm | None = None  # if they are wanted, and no text
     reader: AnswerParsing | None = None  # what parses answers; None: they are text
     shows_reasoning: bool = True
     ignored: tuple[str, ...] = ()  # names of fields that mean nothing here
@@ -205,6 +207,7 @@ def parse(
         key=call.affinity or call.request_id, model=body.model, version=call.version
     )
     text = served.text
+    body.check_model(text)
     structure = checked_structure(fields, text)
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
     check_num_choices(body, settings.max_choices)
@@ -266,6 +269,7 @@ def parse(
         return_token_ids=bool(body.return_token_ids),
         ids_for_names=bool(body.return_tokens_as_token_ids),
         beams=beams,
+        embeddings=body.embedding_form(text),
         reader=reader,
         shows_reasoning=body.shows_reasoning,
         ignored=ignored_names(call.data, fields, body_type),

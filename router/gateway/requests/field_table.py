@@ -19,7 +19,12 @@ from typing import NamedTuple
 
 BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # around the tables in a document
 
-CHAT, COMPLETIONS, BOTH = "chat", "completions", "both"
+CHAT, COMPLETIONS, BOTH, EMBEDDINGS, ALL = "chat", "completions", "both", "embeddings", "all"
+PLACES = {  # the endpoints that a field of the tables is of, by the name of an endpoint
+    CHAT: (CHAT, BOTH, ALL),
+    COMPLETIONS: (COMPLETIONS, BOTH, ALL),
+    EMBEDDINGS: (EMBEDDINGS, ALL),
+}
 OPENAI, VLLM, SGLANG, BATON = "OpenAI", "vLLM", "SGLang", "Baton"
 
 
@@ -51,9 +56,14 @@ class HarmlessField(NamedTuple):
 
 
 HONOURED = (
-    HonouredField("model", BOTH, OPENAI, "a name of `/v1/models`; absent: any version answers"),
+    HonouredField("model", ALL, OPENAI, "a name of `/v1/models`; absent: any version answers"),
     HonouredField("messages", CHAT, OPENAI, "at most 4,096, of text; roles beyond OpenAI's pass"),
     HonouredField("prompt", COMPLETIONS, OPENAI, "a text, token ids, or a list of either"),
+    HonouredField("input", EMBEDDINGS, OPENAI, "a text, token ids, or a list of either"),
+    HonouredField("encoding_format", EMBEDDINGS, OPENAI, "`float`, or `base64` of fp32 numbers"),
+    HonouredField("dimensions", EMBEDDINGS, OPENAI, "so many numbers, for models trained so"),
+    HonouredField("normalize", EMBEDDINGS, VLLM, "scaled to length 1; absent: as the model says"),
+    HonouredField("use_activation", EMBEDDINGS, VLLM, "the newer name of `normalize`"),
     HonouredField("suffix", COMPLETIONS, OPENAI, "text behind the answer, for models trained so"),
     HonouredField(
         "max_tokens", BOTH, OPENAI, "longest answer; absent: 16 (completions), the context (chat)"
@@ -88,11 +98,11 @@ HONOURED = (
     HonouredField("echo", BOTH, OPENAI, "the prompt, or the message to go on from, comes first"),
     HonouredField("return_token_ids", BOTH, VLLM, "`prompt_token_ids` and `token_ids`"),
     HonouredField("return_tokens_as_token_ids", BOTH, VLLM, "names tokens `token_id:N`"),
-    HonouredField("add_special_tokens", BOTH, VLLM, "those that the tokenizer adds to a text"),
+    HonouredField("add_special_tokens", ALL, VLLM, "those that the tokenizer adds to a text"),
     HonouredField(
-        "truncate_prompt_tokens", BOTH, VLLM, "keeps this many; -1: as the context allows"
+        "truncate_prompt_tokens", ALL, VLLM, "keeps this many; -1: as the context allows"
     ),
-    HonouredField("truncation_side", BOTH, VLLM, "the side that `truncate_prompt_tokens` cuts"),
+    HonouredField("truncation_side", ALL, VLLM, "the side that `truncate_prompt_tokens` cuts"),
     HonouredField("add_generation_prompt", CHAT, VLLM, "`false`: no begin of an answer"),
     HonouredField("continue_final_message", CHAT, VLLM, "the answer goes on with the last message"),
     HonouredField("chat_template_kwargs", CHAT, VLLM, "variables of the chat template"),
@@ -112,13 +122,14 @@ HONOURED = (
     HonouredField("regex", BOTH, SGLANG, "the same as `structured_outputs.regex`"),
     HonouredField("ebnf", BOTH, SGLANG, "the same as `structured_outputs.grammar`"),
     HonouredField("json_schema", BOTH, SGLANG, "a schema, as an object or a text, or `$$ANY$$`"),
-    HonouredField("user", BOTH, OPENAI, "without keys, each has its own turn in the queue"),
-    HonouredField("cache_salt", BOTH, VLLM, "prefixes are shared only among equal salts"),
-    HonouredField("priority", BOTH, VLLM, "lower is served earlier, down to the operator's bound"),
-    HonouredField("slo_ttft_ms", BOTH, BATON, "bound on the first token"),
+    HonouredField("user", ALL, OPENAI, "without keys, each has its own turn in the queue"),
+    HonouredField("cache_salt", ALL, VLLM, "prefixes are shared only among equal salts"),
+    HonouredField("priority", ALL, VLLM, "lower is served earlier, down to the operator's bound"),
+    HonouredField("slo_ttft_ms", ALL, BATON, "bound on the first token"),
     HonouredField("slo_tpot_ms", BOTH, BATON, "bound on each further token"),
 )
 
+_SHOWN = {CHAT: CHAT, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS, BOTH: "other endpoints"}
 _NOTHING: tuple[object, ...] = (False, "", [], {})  # values that ask for nothing
 _NO_LORA = "adapters are not served"
 _TEXT_ONLY = "only text is served"
@@ -126,6 +137,8 @@ _NO_HIDDEN = "hidden states are not given out"
 _OPERATOR = "the operator chooses it"
 
 REFUSED = (
+    RefusedField("embed_dtype", EMBEDDINGS, VLLM, ("float32",), "numbers are fp32"),
+    RefusedField("endianness", EMBEDDINGS, VLLM, ("native", "little"), "bytes are little-endian"),
     RefusedField("best_of", CHAT, OPENAI, (1,), "`n` gives several choices"),
     RefusedField("top_logprobs", COMPLETIONS, OPENAI, (0,), "`logprobs` is the number here"),
     RefusedField("tools", COMPLETIONS, OPENAI, ([],), "only chats have tools"),
@@ -207,18 +220,19 @@ HARMLESS = (
 
 
 def refused_by(endpoint: str) -> Mapping[str, RefusedField]:
-    """The fields that an endpoint refuses, by name; those of the other endpoint are among them."""
+    """The fields that an endpoint refuses, by name; those of other endpoints are among them."""
+    here = PLACES[endpoint]
     refused = {
-        name: RefusedField(name, endpoint, origin, _NOTHING, f"it is a field of {other}")
+        name: RefusedField(name, endpoint, origin, _NOTHING, f"it is a field of {_SHOWN[other]}")
         for name, other, origin, _ in HONOURED
-        if other not in (endpoint, BOTH)
+        if other not in here
     }
-    return refused | {each.name: each for each in REFUSED if each.endpoint in (endpoint, BOTH)}
+    return refused | {each.name: each for each in REFUSED if each.endpoint in here}
 
 
 def known_by(endpoint: str) -> frozenset[str]:
     """All names that an endpoint knows, refused ones included."""
-    names = {each.name for each in HONOURED if each.endpoint in (endpoint, BOTH)}
+    names = {each.name for each in HONOURED if each.endpoint in PLACES[endpoint]}
     names |= refused_by(endpoint).keys()
     return frozenset(names | {each.name for each in HARMLESS})
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from router.gateway.requests.field_table import CHAT, COMPLETIONS, EMBEDDINGS
 from router.gateway.requests.messages import ChatMessage, ContentPart, Speaker
 from router.gateway.requests.openai_schema import Body, from_validation, known_fields
 from router.inbox.api_errors import invalid_value
@@ -38,8 +39,9 @@ class _Message(msgspec.Struct):
     reasoning: str | None = None
 
 
-class _OnlyMessages(msgspec.Struct):
+class _OnlyPrompts(msgspec.Struct):
     messages: Raw = Raw(b"null")
+    input: Raw = Raw(b"null")
 
 
 def decode_fields(data: bytes, body_type: type[Body]) -> dict[str, Any]:
@@ -71,13 +73,15 @@ def _undecoded(body_type: type[Body], *, forbids: bool = False) -> type[msgspec.
     return msgspec.defstruct("UndecodedBody", fields, forbid_unknown_fields=forbids)
 
 
-def has_messages(data: bytes) -> bool:
-    """True for the body of a chat; a body that cannot be read is none."""
+def endpoint_of(data: bytes) -> str:
+    """Returns which endpoint a body is for; completions if it cannot be read."""
     try:
-        messages = msgspec.json.decode(data, type=_OnlyMessages).messages
+        found = msgspec.json.decode(data, type=_OnlyPrompts)
     except (ValueError, RecursionError):
-        return False
-    return bytes(messages) != b"null"
+        return COMPLETIONS
+    if bytes(found.messages) != b"null":
+        return CHAT
+    return COMPLETIONS if bytes(found.input) == b"null" else EMBEDDINGS
 
 
 def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body]) -> tuple[str, ...]:
@@ -106,8 +110,8 @@ def _printable(name: str) -> str:
 
 def _decode(name: str, data: bytes) -> Any:
     try:
-        if name == "prompt":
-            return _prompt(data)
+        if name in ("prompt", "input"):
+            return _prompt(data, name)
         if name == "messages":
             return _messages(data)
     except msgspec.ValidationError as error:
@@ -115,7 +119,7 @@ def _decode(name: str, data: bytes) -> Any:
     return decode_value(data, name)
 
 
-def _prompt(data: bytes) -> Any:
+def _prompt(data: bytes, name: str) -> Any:
     """Decodes a text, token ids, or a list of texts or of lists of token ids."""
     if not data.startswith(b"["):
         return msgspec.json.decode(data, type=str | None)
@@ -123,11 +127,11 @@ def _prompt(data: bytes) -> Any:
     # The quotes of a text's begin all count; those of its end count unless a backslash is before.
     quotes = data.count(b'"') - data.count(b'\\"') if first == b'"' else 0
     if max(data.count(b"[") - 1 if first == b"[" else 0, quotes // 2) > MAX_PROMPTS:
-        raise invalid_value(f"prompt holds more than {MAX_PROMPTS} prompts", "prompt")
+        raise invalid_value(f"{name} holds more than {MAX_PROMPTS} prompts", name)
     if first == b'"':
         return msgspec.json.decode(data, type=list[str])
     if data.count(b",") >= MAX_PROMPT_IDS:
-        raise invalid_value(f"prompt holds more than {MAX_PROMPT_IDS} token ids", "prompt")
+        raise invalid_value(f"{name} holds more than {MAX_PROMPT_IDS} token ids", name)
     return msgspec.json.decode(data, type=list[list[int]] if first == b"[" else list[int])
 
 

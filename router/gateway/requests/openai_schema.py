@@ -24,6 +24,7 @@ from router.gateway.requests.field_table import (
 )
 from router.gateway.requests.messages import ChatMessage, template_message
 from router.inbox.api_errors import ApiError, invalid_value
+from router.text.embeddings import EmbeddingForm
 from router.text.forms.calling import Calling
 from router.text.forms.chosen import AnswerParsing
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
@@ -122,6 +123,20 @@ class Body(msgspec.Struct, kw_only=True):
     ) -> list[int]:
         """The prompt's token ids. Raises InvalidRequest."""
         raise NotImplementedError
+
+    def check_model(self, text: TextModel) -> None:
+        """Raises ApiError if a model does not answer such bodies."""
+        if text.embedding is not None:
+            message = "this model gives embeddings (POST /v1/embeddings), and no text"
+            raise ApiError(message, param="model", code="model_not_supported", status=404)
+
+    def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
+        """The form of embeddings, if they are asked for. Raises ApiError."""
+        return None
+
+    def most_candidates(self, of_operator: int) -> int:
+        """The most candidates of all prompts together, of which the operator allows so many."""
+        return of_operator
 
     @property
     def num_prompts(self) -> int:
@@ -338,7 +353,7 @@ class CompletionBody(Body, kw_only=True):
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """The token ids of the prompt, which is text or token ids. Not for a batch."""
-        (prompt,) = _prompts(self.prompt)
+        (prompt,) = prompts_of(self.prompt)
         if not prompt:
             raise invalid_value("prompt must not be empty", "prompt")
         special = self.add_special_tokens is not False
@@ -356,7 +371,7 @@ class CompletionBody(Body, kw_only=True):
         """The prompt's text if each choice begins with it."""
         if not self.echo:
             return None
-        (prompt,) = _prompts(self.prompt)
+        (prompt,) = prompts_of(self.prompt)
         if isinstance(prompt, str) and self.truncate_prompt_tokens is None:
             return prompt
         return text.decode_text(token_ids)
@@ -364,11 +379,11 @@ class CompletionBody(Body, kw_only=True):
     @property
     def num_prompts(self) -> int:
         """The number of prompts. Raises ApiError."""
-        return len(_prompts(self.prompt))
+        return len(prompts_of(self.prompt))
 
     def singles(self) -> "Sequence[Body]":
         """One body for each prompt of a batch."""
-        prompts = _prompts(self.prompt)
+        prompts = prompts_of(self.prompt)
         if len(prompts) == 1:
             return (self,)
         return [msgspec.structs.replace(self, prompt=prompt) for prompt in prompts]
@@ -542,14 +557,16 @@ def _check_completion(body: CompletionBody) -> None:
         raise unsupported("best_of", "in a stream")
 
 
-def _prompts(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
-    """The prompts of a body, each text or token ids. Raises ApiError if they are mixed."""
+def prompts_of(
+    prompt: str | list[str | int | list[int]] | None, field: str = "prompt"
+) -> list[str | list[int]]:
+    """The prompts of a body's field, each text or token ids. Raises ApiError if they are mixed."""
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
     kinds = set(map(type, prompt))  # a prompt may have a million ids
     if len(kinds) > 1:
-        message = "prompt must hold only texts, only token ids, or only lists of token ids"
-        raise invalid_value(message, "prompt")
+        message = f"{field} must hold only texts, only token ids, or only lists of token ids"
+        raise invalid_value(message, field)
     if kinds <= {int}:
         return [cast("list[int]", prompt)]
     return cast("list[str | list[int]]", prompt)
@@ -576,7 +593,7 @@ def from_validation(
     param = (field + path).lstrip(".") or None
     text = re.sub("^E", "e", text)
     # Prompts are long, and long ones are decoded separately.
-    found = None if path.startswith((".messages", ".prompt")) else _at(value, path)
+    found = None if path.startswith((".messages", ".prompt", ".input")) else _at(value, path)
     if found is not None:
         text = f"{text}; it is {shortened(found)}"
     return invalid_value(text if param is None else f"{param}: {text}", param)

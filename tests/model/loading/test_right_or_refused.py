@@ -165,7 +165,10 @@ def test_an_unused_head_is_refused(llama):
     ("name", "reason"),
     [
         ("adapter_config.json", "an adapter beside its base; merge them into one checkpoint"),
-        ("modules.json", "a model of embeddings (sentence-transformers), not of text"),
+        (
+            "config_sentence_transformers.json",
+            "a model of embeddings, and modules.json is missing",
+        ),
     ],
 )
 def test_a_directory_of_another_purpose_is_refused(llama, name, reason):

@@ -91,6 +91,7 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
         int: st.integers(-(2**63), 2**64 - 1),
         float: st.floats(allow_nan=False),
         str: st.text(max_size=6),
+        bytes: st.binary(max_size=6),
         NoneType: st.none(),
     }[kind]
 

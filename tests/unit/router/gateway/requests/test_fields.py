@@ -5,13 +5,21 @@ import pytest
 
 from engine.grammar.tokens import TokenRules, rules_of
 from router.gateway.requests import field_table
-from router.gateway.requests.field_table import BOTH, HARMLESS, HONOURED, REFUSED
+from router.gateway.requests.embedding_schema import EmbeddingBody
+from router.gateway.requests.field_table import (
+    HARMLESS,
+    HONOURED,
+    PLACES,
+    REFUSED,
+    refused_by,
+)
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
 from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody, shortened
 from router.gateway.requests.parameters import sampling_of
 from router.text.defaults import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.tokenizer import TextModel
+from tests.kits.router.embeddings import ask, served
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
     EOS,
@@ -25,7 +33,11 @@ from tests.kits.router.gateway import (
 )
 from tests.kits.tree.documents import ROOT
 
-ENDPOINTS = {ChatBody: "chat", CompletionBody: "completions"}
+ENDPOINTS = {ChatBody: "chat", CompletionBody: "completions", EmbeddingBody: "embeddings"}
+
+
+def embed(_, fields):
+    return ask(served(), **{"input": "a", **fields})
 
 
 def asked(endpoint, fields):
@@ -56,20 +68,27 @@ def test_the_table_has_the_fields_of_the_bodies(body_type):
     if body_type is CompletionBody:
         fields -= {"tools", "tool_choice", "parallel_tool_calls"}
     endpoint = ENDPOINTS[body_type]
-    assert {f.name for f in HONOURED if f.endpoint in (endpoint, BOTH)} == fields
+    if body_type is EmbeddingBody:  # it inherits fields of answers, all of which are refused
+        fields -= refused_by(endpoint).keys()
+    assert {f.name for f in HONOURED if f.endpoint in PLACES[endpoint]} == fields
 
 
 def test_no_field_has_two_fates():
     for endpoint in ENDPOINTS.values():
-        honoured = [f.name for f in HONOURED if f.endpoint in (endpoint, BOTH)]
-        refused = [f.name for f in REFUSED if f.endpoint in (endpoint, BOTH)]
+        honoured = [f.name for f in HONOURED if f.endpoint in PLACES[endpoint]]
+        refused = [f.name for f in REFUSED if f.endpoint in PLACES[endpoint]]
         names = [*honoured, *refused, *(f.name for f in HARMLESS)]
         assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("field", REFUSED, ids=lambda field: f"{field.endpoint}-{field.name}")
 def test_a_refused_field_is_named_with_its_value_and_harmless_values_pass(field):
-    endpoints = {"chat": [chat], "completions": [complete], "both": [chat, complete]}
+    endpoints = {
+        "chat": [chat],
+        "completions": [complete],
+        "both": [chat, complete],
+        "embeddings": [embed],
+    }
     for endpoint in endpoints[field.endpoint]:
         reply = endpoint(FakeRouter(), {field.name: "a value"})
         error = reply.json()["error"]

@@ -1,0 +1,109 @@
+"""The body of OpenAI's embeddings: a completion of no tokens, whose prompts are wanted as numbers.
+
+Sources: OpenAI API reference; vLLM, vllm/entrypoints/pooling/embed/protocol.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine.embedding import Embedding
+from router.gateway.requests.field_table import EMBEDDINGS
+from router.gateway.requests.openai_schema import Body, Count, check_in_vocabulary, prompts_of
+from router.inbox.api_errors import ApiError, invalid_value
+from router.text.embeddings import EmbeddingForm
+from router.text.tokenizer import TextModel
+
+MAX_INPUTS = 2048  # of one request, as OpenAI allows
+
+
+class EmbeddingBody(Body, kw_only=True):
+    """POST /v1/embeddings."""
+
+    endpoint = EMBEDDINGS
+    prompt_field = "input"
+
+    input: str | list[str | int | list[int]] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+
+    def encode(
+        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """The token ids of the only input, which is text or token ids."""
+        (prompt,) = prompts_of(self.input, self.prompt_field)
+        if not prompt:
+            raise invalid_value("input must not be empty", "input")
+        if isinstance(prompt, str):
+            longest = context_len if self.truncate_prompt_tokens is None else None
+            special = self.add_special_tokens is not False
+            token_ids = text.encode_text(prompt, longest, "input", add_special_tokens=special)
+        else:
+            check_in_vocabulary(prompt, text.vocab_size, "input")
+            token_ids = prompt
+        return self.cut(token_ids, context_len)
+
+    def check_model(self, text: TextModel) -> None:
+        """Raises ApiError if a model gives no embeddings."""
+        if text.embedding is None:
+            message = "this model gives no embeddings: it was trained to go on with text"
+            raise ApiError(message, param="model", code="model_not_supported", status=404)
+
+    def embedding_form(self, text: TextModel) -> EmbeddingForm | None:
+        """The form asked for. Raises ApiError if the model cannot give it."""
+        embedding = text.embedding
+        assert embedding is not None
+        size = embedding.size if self.dimensions is None else self.dimensions
+        if not embedding.takes(size):
+            raise invalid_value(_why_not(size, embedding), "dimensions")
+        asked = (self.use_activation, self.normalize, embedding.is_normalized)
+        return EmbeddingForm(
+            size=size,
+            is_normalized=next(each for each in asked if each is not None),
+            is_base64=self.encoding_format == "base64",
+        )
+
+    def most_candidates(self, of_operator: int) -> int:
+        """The most inputs, whatever the operator says of answers, which are longer."""
+        return max(MAX_INPUTS, of_operator)
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of inputs. Raises ApiError."""
+        return len(prompts_of(self.input, self.prompt_field))
+
+    def singles(self) -> "Sequence[Body]":
+        """One body for each input."""
+        inputs = prompts_of(self.input, self.prompt_field)
+        if len(inputs) == 1:
+            return (self,)
+        return [msgspec.structs.replace(self, input=each) for each in inputs]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Always one: workers choose a token with each last hidden state."""
+        return 1
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Always None."""
+        return None
+
+    @property
+    def is_only_prompt(self) -> bool:
+        """Always true."""
+        return True
+
+
+def _why_not(size: int, embedding: Embedding) -> str:
+    """Why a model gives no embeddings of this size."""
+    if not embedding.is_matryoshka:
+        return (
+            f"dimensions is {size}; this model's config.json does not say that a part of its "
+            f"{embedding.size} numbers is an embedding (is_matryoshka)"
+        )
+    sizes = ", ".join(map(str, embedding.matryoshka_sizes)) or f"1 to {embedding.size}"
+    return f"dimensions is {size}; this model allows {sizes}"

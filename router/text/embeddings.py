@@ -1,0 +1,37 @@
+"""Embeddings in the form that a client asked for.
+
+Source: OpenAI API reference, "Create embeddings".
+"""
+
+from base64 import b64encode
+
+import msgspec
+import numpy as np
+
+MIN_LENGTH = 1e-12  # zeros stay zeros, as with torch's `normalize`
+_FP32 = np.dtype("<f4")
+
+
+class EmbeddingForm(msgspec.Struct, frozen=True):
+    """The form of the embeddings that a client wants: their first `size` numbers."""
+
+    size: int
+    is_normalized: bool  # to length 1, of what is left
+    is_base64: bool  # of fp32 numbers, little-endian
+
+
+def shaped(data: bytes, form: EmbeddingForm) -> list[float] | str:
+    """Returns an embedding in this form; `data` is fp32 [hidden], little-endian.
+
+    Raises ValueError if the model's numbers are no numbers.
+    """
+    numbers = np.frombuffer(data, _FP32)[: form.size]
+    if form.is_normalized:
+        wide = numbers.astype(np.float64)  # squares of fp32 may overflow
+        numbers = (wide / max(float(np.linalg.norm(wide)), MIN_LENGTH)).astype(_FP32)
+    if not np.isfinite(numbers).all():
+        raise ValueError("the model gave values that are no numbers")
+    if form.is_base64:
+        return b64encode(numbers.tobytes()).decode()
+    found: list[float] = numbers.tolist()
+    return found
