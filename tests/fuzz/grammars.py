@@ -1,6 +1,6 @@
 """Hostile grammars through the child that compiles them: `python -m tests.fuzz.grammars`.
 
-Each must end in a verdict on the grammar in bounded time, and the child's memory must stay flat. A
+Each must end in a verdict in bounded time, which on a busy machine may be that there is no time, and the child's memory must stay flat. A
 finding ends the run with status 1 and prints the grammar's seed; `--first` starts with that seed.
 Some of the valid grammars are also followed.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import GrammarError
-from engine.grammar.child import GrammarToCompile, GrammarVerdict, Vocabulary
+from engine.grammar.child import MAX_WALL_S, GrammarToCompile, GrammarVerdict, Vocabulary
 from engine.grammar.guides import MAX_SOURCE_LEN, MAX_TOKEN_S
 from engine.messages import Grammar
 from router.gateway.requests.grammar_checker import GrammarChild
@@ -25,7 +25,7 @@ from tests.kits.grammar_checks import EOS, TOKENIZER, VOCAB_SIZE, bundled_guides
 from tests.kits.schemas import allowed_ids
 
 VOCABULARY = Vocabulary(str(TOKENIZER), VOCAB_SIZE, EOS)
-MAX_WALL_S = 8.0  # on a machine that is busy with other things, too
+SLACK_S = 4.0  # beyond the time in which the child ends a fork
 MAX_GROWTH_BYTES = 64 * 2**20
 FOLLOWED_SHARE = 0.1
 NUM_TOKENS = 60
@@ -48,9 +48,9 @@ def fuzz(first: int, runs: int) -> Counter[str]:
             begin_s = time.monotonic()
             verdict = child.ask(GrammarToCompile(VOCABULARY, grammar)).verdict
             counts[verdict] += 1
-            if verdict in (GrammarVerdict.CRASHED, GrammarVerdict.BUSY):
+            if verdict is GrammarVerdict.CRASHED:
                 raise Finding(f"seed {seed}: {verdict}")
-            if time.monotonic() - begin_s > MAX_WALL_S:
+            if time.monotonic() - begin_s > MAX_WALL_S + SLACK_S:
                 raise Finding(f"seed {seed} took {time.monotonic() - begin_s:.1f} s")
             if verdict is GrammarVerdict.FOLLOWED and rng.random() < FOLLOWED_SHARE:
                 follow(grammar, seed)
