@@ -16,6 +16,7 @@ baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
 baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
+baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
 baton bench report --write
 """
 
@@ -35,6 +36,7 @@ from bench.moves.cli import moves
 from bench.published.cli import report
 from bench.quality.cli import quality
 from bench.router.cli import router
+from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
 from bench.validation.cli import validation
@@ -56,6 +58,7 @@ app.command()(chaos)
 app.command()(moves)
 app.command()(hostile)
 app.command()(batches)
+app.command()(schemas)
 app.command()(report)
 
 

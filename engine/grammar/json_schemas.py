@@ -3,6 +3,7 @@
 llguidance compiles most of JSON Schema, and refuses by name most of what it does not know. This
 module closes the rest of the gap, so that every answer that the compiler lets through validates. It
 refuses keywords that would be followed wrongly, and tightens formats that are followed too loosely.
+`engine.grammar.positive` has rewritten alternatives, negations and conditions before.
 It handles schemas as decoded JSON, and knows neither tokens nor the compiler.
 
 It refuses, for these reasons:
@@ -26,6 +27,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from engine.errors import GrammarError
+from engine.grammar.positive import positive
 
 MAX_NESTING = 64  # subschemas inside one another
 MAX_DEPTH = 200  # the same, through references too
@@ -66,6 +68,7 @@ def followed(schema: Json) -> Schema:
     if schema is False:
         raise GrammarError("nothing satisfies the schema false")
     check_nesting(schema)
+    schema = positive(schema)
     return {} if schema is True else _Rewriting(schema).result
 
 

@@ -1,6 +1,6 @@
 """Hostile grammars through the child that compiles them: `python -m tests.fuzz.grammars`.
 
-Each must end in a verdict in bounded time, which on a busy machine may be that there is no time, and the child's memory must stay flat. A
+Each must end in a verdict in bounded time, be it that a busy machine has none. And
 finding ends the run with status 1 and prints the grammar's seed; `--first` starts with that seed.
 Some of the valid grammars are also followed.
 """

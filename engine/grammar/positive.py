@@ -1,0 +1,266 @@
+"""Rewrites what the compiler of schemas does not know into what it knows.
+
+The compiler follows unions and intersections. It knows no negation, and `oneOf` is one: exactly one
+alternative, so none of the others. Here these become positive:
+
+    oneOf              anyOf, if the alternatives are apart, or are made so by forbidding a key
+    not                what remains: other types, an absent key, other texts
+    if, then, else     (if and then) or (not if, and else)
+    dependencies       for each key: it is absent, or what depends on it holds
+    format             one that the compiler knows and that allows no more; else a note
+
+The result allows nothing that the schema forbids. It may allow less, where a part of a negation has
+no positive form. If nothing of it has one, the schema is refused by name.
+
+Source: JSON Schema 2020-12, core and validation. That an unknown `format` is a note is in §7.2.1.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+from engine.errors import GrammarError
+from engine.grammar.disjoint import Disjointness, types_of
+from engine.grammar.negation import Negation, NoPositiveForm, forbidding, type_names
+
+MAX_INSIDE = 64  # schemas inside one another; `engine.grammar.json_schemas` bounds them as well
+
+Json = Any
+Schema = dict[str, Any]
+
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+MANY = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+ONE = ("items", "additionalItems", "additionalProperties")
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email"),
+        *("hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"),
+    }
+)
+# Formats of the standard, and what allows no more.
+NARROWER: dict[str, Schema] = {
+    "idn-email": {"format": "email"},
+    "idn-hostname": {"format": "hostname"},
+    "iri": {"format": "uri"},
+    "iri-reference": {"format": "uri"},
+    "uri-reference": {"format": "uri"},
+    "uri-template": {"format": "uri"},
+    "json-pointer": {"pattern": "^(/([^/~]|~[01])*)*$"},
+    "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},
+}
+_BRANCHING = ("if", "then", "else")
+_DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
+
+
+def positive(schema: Json) -> Json:
+    """Returns a schema that the compiler knows and that allows nothing that `schema` forbids.
+
+    Its nesting must have been checked. Raises GrammarError, which names keyword and place.
+    """
+    return _Positive(schema).result
+
+
+class _Positive:
+    """One document while it is being rewritten."""
+
+    def __init__(self, root: Json) -> None:
+        self._known = Disjointness(root)
+        self._negation = Negation(self._known)
+        self._moved: dict[str, str] = {}  # names of definitions, by the places they come from
+        self.result: Json = self.rewritten(root, "#")
+        self._define_moved()
+
+    def _define_moved(self) -> None:
+        """Adds definitions for what is referred to and is not where the compiler looks."""
+        found: Schema = {}
+        while len(found) < len(self._moved):
+            reference, name = list(self._moved.items())[len(found)]
+            found[name] = self.rewritten(self._known.target(reference), reference)
+        if found:
+            defined = self.result.get("$defs", {})
+            self.result["$defs"] = {**(defined if isinstance(defined, dict) else {}), **found}
+
+    def rewritten(self, schema: Json, at: str, inside: int = 0) -> Json:
+        if not isinstance(schema, dict) or inside > MAX_INSIDE:
+            return schema
+        schema = dict(schema)
+        self._place_reference(schema)
+        if at != "#" and "$id" in schema and not _refers(schema):
+            del schema["$id"]  # it names the base of references, of which there are none
+        together: list[Json] = []  # what must hold besides
+        if "if" in schema:
+            together.append(self._branched(schema, at))
+        for keyword in _BRANCHING:
+            schema.pop(keyword, None)
+        for keyword in _DEPENDENT:
+            together += self._dependent(schema.pop(keyword, None), at)
+        if "not" in schema:
+            together.append(self._negated(schema.pop("not"), at))
+        if isinstance(schema.get("oneOf"), list):
+            branches = self._separated(schema.pop("oneOf"), types_of(schema), at)
+            together.append({"anyOf": branches})
+        self._note_format(schema)
+        if not schema.get("uniqueItems") or _holds_one(schema):
+            schema.pop("uniqueItems", None)
+        schema = _with_all(schema, together)
+        return {k: self._below(k, value, at, inside) for k, value in schema.items()}
+
+    def _below(self, keyword: str, value: Json, at: str, inside: int) -> Json:
+        place = f"{at}/{keyword}"
+        if keyword in NAMED and isinstance(value, dict):
+            return {
+                name: self.rewritten(part, f"{place}/{name}", inside + 1)
+                for name, part in value.items()
+            }
+        if keyword in MANY and isinstance(value, list):
+            return [self.rewritten(v, f"{place}/{i}", inside + 1) for i, v in enumerate(value)]
+        return self.rewritten(value, place, inside + 1) if keyword in ONE else value
+
+    def _place_reference(self, schema: Schema) -> None:
+        """Leads a reference to a definition if its place is none that schemas are at."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            return
+        target = self._known.target(reference)
+        if not isinstance(target, dict | bool) or _is_at_schema(reference):
+            return
+        name = self._moved.setdefault(reference, f"moved {len(self._moved)}")
+        schema["$ref"] = f"#/$defs/{name}"
+
+    def _note_format(self, schema: Schema) -> None:
+        """Leaves only formats that the compiler knows."""
+        name = schema.get("format")
+        if not isinstance(name, str) or name in FORMATS:
+            return
+        del schema["format"]
+        narrower = NARROWER.get(name)
+        if narrower is not None and "string" in types_of(schema):
+            schema["allOf"] = [*_list(schema.get("allOf")), narrower]
+
+    # ------------------------------------------------------------ oneOf
+
+    def _separated(self, branches: list[Json], around: frozenset[str], at: str) -> list[Json]:
+        """Alternatives, each without the values that another one allows. Raises GrammarError.
+
+        `around` are the types that a value may have besides.
+        """
+        branches = [branch for branch in branches if branch is not False]
+        narrower: list[list[Json]] = [[] for _ in branches]
+        for i, j in combinations(range(len(branches)), 2):
+            if self._known.apart(branches[i], branches[j]):
+                continue
+            for this, that in ((i, j), (j, i)):
+                more = self._what_excludes(branches[that], branches[this], around)
+                if more is None:
+                    why = f"oneOf: a value may satisfy both alternative {i} and alternative {j}"
+                    raise GrammarError(f"{why} (at {at})")
+                if more and more not in narrower[this]:
+                    narrower[this].append(more)
+        return [
+            {"allOf": [branch, *more]} if more else branch
+            for branch, more in zip(branches, narrower, strict=True)
+        ]
+
+    def _what_excludes(self, other: Json, one: Json, around: frozenset[str]) -> Schema | None:
+        """What a value of `one` must satisfy besides, so that it is none of `other`.
+
+        Objects lack a key or have it, arrays have an item, and of other types both have no value.
+        None if nothing would be left.
+        """
+        allowed = self._known.facts(one).types & around
+        common = allowed & self._known.facts(other).types
+        more: Schema = {}
+        left = allowed - common
+        if "object" in common and (of_keys := self._of_keys(other, one)) is not None:
+            more |= of_keys
+            left |= {"object"}
+        if "array" in common and self._known.items_apart(one, other):
+            more["minItems"] = 1
+            left |= {"array"}
+        if left == allowed:
+            return more
+        names = type_names(left)
+        return more | {"type": names} if names else None
+
+    def _of_keys(self, other: Json, one: Json) -> Schema | None:
+        """The same for objects. A key that `one` does not speak of is missed least."""
+        left, right = self._known.facts(one), self._known.facts(other)
+        absent = sorted(right.required - left.required, key=lambda name: (left.names(name), name))
+        if absent and not left.names(absent[0]):
+            return forbidding(absent[0])
+        if (needed := self._known.key_apart(one, other)) is not None:
+            return {"required": [needed]}
+        return forbidding(absent[0]) if absent else None
+
+    # ------------------------------------------------------------ not, if, dependencies
+
+    def _negated(self, schema: Json, at: str) -> Json:
+        try:
+            return self._negation.of(schema)
+        except NoPositiveForm as error:
+            raise GrammarError(f"not: {error} (at {at})") from error
+
+    def _branched(self, schema: Schema, at: str) -> Json:
+        condition, then, otherwise = (schema.get(name, True) for name in _BRANCHING)
+        if then is True and otherwise is True:
+            return True
+        try:
+            no = self._negation.of(condition)
+        except NoPositiveForm as error:
+            raise GrammarError(f"if: {error} (at {at})") from error
+        return {"anyOf": [_both(condition, then), _both(no, otherwise)]}
+
+    def _dependent(self, needed: Json, at: str) -> Iterator[Json]:
+        """For each key: it is absent, or what depends on it holds."""
+        for name, needs in needed.items() if isinstance(needed, dict) else ():
+            if isinstance(needs, list):
+                needs = {"required": needs}
+            yield {"anyOf": [forbidding(name), needs]}
+
+
+def _is_at_schema(reference: str) -> bool:
+    """True if a reference leads along keywords that stay where they are."""
+    parts = iter(reference.split("/")[1:])
+    for part in parts:
+        if part in NAMED or (part in MANY and part not in ("items", "oneOf")):
+            next(parts, None)
+        elif part not in ONE:
+            return False
+    return True
+
+
+def _refers(schema: Json) -> bool:
+    """True if there is a reference in a schema, at any depth."""
+    pending = [schema]
+    while pending:
+        match pending.pop():
+            case dict() as entries:
+                if "$ref" in entries or "$dynamicRef" in entries:
+                    return True
+                pending += entries.values()
+            case list() as items:
+                pending += items
+    return False
+
+
+def _both(one: Json, other: Json) -> Json:
+    parts = [part for part in (one, other) if part is not True]
+    return parts[0] if len(parts) == 1 else {"allOf": parts}
+
+
+def _with_all(schema: Schema, together: Sequence[Json]) -> Schema:
+    """The schema with more that must hold."""
+    parts = [part for part in together if part is not True]
+    if len(parts) == 1 and isinstance(parts[0], dict) and not parts[0].keys() & schema.keys():
+        return {**schema, **parts[0]}
+    return {**schema, "allOf": [*_list(schema.get("allOf")), *parts]} if parts else schema
+
+
+def _holds_one(schema: Schema) -> bool:
+    """True if an array has at most one item."""
+    most = schema.get("maxItems")
+    return isinstance(most, int) and most <= 1
+
+
+def _list(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
