@@ -242,7 +242,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Batches run while no other request does. Beside others they get this share of the places in
     # decode workers. After others they wait for `batch_idle_s` before they take all places.
     batch_share: float = 0.0
-    batch_idle_s: float = 0.1
+    batch_idle_s: float = 0.5
     # Kept responses, of all keys and of each. What was not used for longest goes first.
     max_responses: int = 20_000
     max_responses_bytes: int = 256 * 2**20

@@ -5,6 +5,7 @@
 | clients/ttft, itl, e2e  | ms         | percentiles over all windows with a batch         |
 | quiet/ttft, itl, e2e    | ms         | the same, of pairs of windows without other load  |
 | quiet/pairs             | 1          | these pairs; limit: all                           |
+| noise/ttft, itl, e2e    | ms         | p99 of the windows without a batch in every other pair |
 | batches/answered_once   | requests   | with one result, which is no error; limit: all    |
 | batches/beside_clients  | requests/s | answered during windows                           |
 | batches/active          | %          | of the windows with a batch: it was not over      |
@@ -16,11 +17,12 @@
 
 The peer of a percentile is the same one in the windows without a batch. A ratio near one says that
 batches cost clients nothing. A pair is quiet if other programs used at most 5 % of the CPU in it.
-On a shared machine these disturb a 99th percentile more than a batch could.
+On a shared machine these disturb a 99th percentile more than a batch could. The peer of the noise is
+the same percentile in the other pairs: their ratio is what the machine does to it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.batches.plan import WITH, WITHOUT, BesidePlan
@@ -32,6 +34,7 @@ from bench.common.stats import percentile
 
 PERCENTS = (50, 99)
 GOAL = 1.05  # of the 99th percentiles
+NOISE = "noise/"
 ENOUGH_ACTIVE = 0.9
 
 Texts = Sequence[tuple[str, str]]  # custom ids and answers of an output file
@@ -76,6 +79,7 @@ def results(plan: BesidePlan, measured: BatchesMeasured) -> tuple[Result, ...]:
         for percent in PERCENTS
     ]
     found += _quiet(plan, measured)
+    found += _noise(measured)
     beside = [window for window in measured.windows if window.which == WITH]
     number = plan.num_of_window * plan.num_pairs
     once = float(len(once_of(measured.texts)))
@@ -104,7 +108,7 @@ def warnings(plan: BesidePlan, measured: BatchesMeasured) -> list[str]:
         lines.append(f"{failures} requests of clients failed")
     for result in results(plan, measured):
         ratio = max((peer.ratio for peer in result.peers.values()), default=0.0)
-        if result.name.endswith("/p99") and ratio > GOAL:
+        if result.name.endswith("/p99") and ratio > GOAL and not result.name.startswith(NOISE):
             lines.append(f"{result.name} is {ratio:.2f} times that without batches")
         if result.name == "batches/active" and result.value < 100 * ENOUGH_ACTIVE:
             lines.append("batches were over before their windows: give more --requests")
@@ -128,6 +132,29 @@ def _quiet(plan: BesidePlan, measured: BatchesMeasured) -> list[Result]:
     return [*found, number.limited(plan.num_pairs)]
 
 
+def _noise(measured: BatchesMeasured) -> list[Result]:
+    """The 99th percentiles without a batch, of half of the windows beside the other half."""
+    halves: tuple[list[Window], list[Window]] = ([], [])
+    for window in measured.windows:
+        if window.which == WITHOUT:
+            halves[window.pair % 2].append(window)
+    if not all(halves):
+        return []
+    found: list[Result] = []
+    for name, times_of in _TIMES.items():
+        ours, theirs = (percentile(_pooled(half, times_of) or [0.0], 99) for half in halves)
+        result = result_of(f"{NOISE}{name}/p99", [ours], "ms")
+        found.append(result.beside({"other_half": theirs}) if theirs else result)
+    return found
+
+
+def _pooled(
+    windows: Sequence[Window], times_of: Callable[[Answer], Sequence[float]]
+) -> list[float]:
+    """Milliseconds of all answers of some windows."""
+    return [1e3 * s for window in windows for each in window.load.answers for s in times_of(each)]
+
+
 def _killed(plan: BesidePlan, killed: Killed) -> list[Result]:
     undisturbed, disturbed = once_of(killed.undisturbed), once_of(killed.disturbed)
     equal = sum(undisturbed.get(name) == text for name, text in disturbed.items())
@@ -147,10 +174,12 @@ def _compared(
     times_of: Callable[[Answer], Sequence[float]],
     percent: int,
 ) -> Result:
-    pooled: Mapping[str, list[float]] = {WITH: [], WITHOUT: []}
-    for window in windows:
-        pooled[window.which].extend(1e3 * s for each in window.load.answers for s in times_of(each))
-    ours, theirs = (percentile(pooled[which] or [0.0], percent) for which in (WITH, WITHOUT))
+    ours, theirs = (
+        percentile(
+            _pooled([each for each in windows if each.which == which], times_of) or [0.0], percent
+        )
+        for which in (WITH, WITHOUT)
+    )
     result = result_of(name, [ours], "ms")
     return result.beside({WITHOUT: theirs}) if theirs else result
 

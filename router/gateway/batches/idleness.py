@@ -17,7 +17,7 @@ from math import floor, inf
 
 from router.port import WorkerStatus
 
-STRETCH = 2.0
+STRETCH = 1.25
 LEAST_STEP_S = 0.002  # of prompts that a worker may have at once; it always may have one
 
 

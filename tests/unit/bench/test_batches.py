@@ -92,3 +92,15 @@ def test_pairs_with_other_load_are_left_out_of_the_quiet_ones():
     assert found["quiet/ttft/p99"] == pytest.approx(100)
     assert found["quiet/pairs"] == 1
     assert "quiet/pairs" not in found_in(measured(*pairs, background=(0.2, 0.4)))
+
+
+def test_the_noise_is_that_of_windows_without_batches():
+    def pair(number, ttft_s):
+        return window(WITHOUT, ttft_s, pair=number), window(WITH, 9.0, num_answered=1, pair=number)
+
+    data = measured(*pair(0, 0.1), *pair(1, 0.2))
+    [noise] = [each for each in results(PLAN, data) if each.name == "noise/ttft/p99"]
+    assert noise.value == pytest.approx(100.0)
+    assert noise.peers["other_half"].ratio == pytest.approx(0.5)
+    assert not any(line.startswith("noise") for line in warnings(PLAN, data))
+    assert not any(name.startswith("noise") for name in found_in(measured()))
