@@ -5,7 +5,7 @@ functions and their outputs, and reasoning.
 
 An answer may be several items: reasoning, a message, calls. Chat templates write all of these as
 one message of the assistant, so neighbours of these types become one. Then the prompt of the next
-turn begins with the tokens of this one.
+turn begins with the tokens of this one. Templates decide which reasoning of earlier turns is shown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -111,11 +111,12 @@ def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messag
         made.places.append("instructions")
     calls: set[str] = set()
     answer: dict[str, Any] | None = None  # a message that more items of an answer may go to
+    reasoning = ""  # before the next item
     for placed in items:
         item, kind = placed.item, placed.item["type"]
         if kind == "reasoning":
-            answer = None
-            continue  # chat templates leave out the reasoning of earlier turns
+            reasoning, answer = reasoning + _reasoning_text(item), None
+            continue
         if kind == "function_call" and answer is not None:
             message = answer
         else:
@@ -123,6 +124,9 @@ def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messag
             made.messages.append(message)
             made.places.append(placed.place)
             answer = message if message["role"] == "assistant" else None
+            if reasoning and answer is not None:
+                message["reasoning_content"] = reasoning
+            reasoning = ""
         if kind == "function_call":
             calls.add(item["call_id"])
             message.setdefault("tool_calls", []).append(_chat_call(item))
@@ -130,6 +134,10 @@ def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messag
             text = f"no function call with the call_id {item['call_id'][:64]!r} comes before"
             raise invalid_value(text, f"{placed.place}.call_id")
     return made
+
+
+def _reasoning_text(item: Item) -> str:
+    return "".join(part["text"] for part in item.get("content") or ())
 
 
 def new_message(id: str, status: Status = "in_progress") -> Item:

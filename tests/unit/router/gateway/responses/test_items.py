@@ -68,13 +68,18 @@ def test_a_message_after_calls_is_another_one():
     assert [message["role"] for message in made] == ["assistant", "tool", "assistant"]
 
 
-def test_reasoning_of_earlier_turns_is_kept_but_not_shown_to_the_model():
+def test_reasoning_goes_to_the_template_with_the_answer_behind_it():
     reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     [placed] = items(reasoning)
     assert placed.item["content"] == [{"type": "reasoning_text", "text": "hm"}]
-    assert messages(reasoning, {"role": "assistant", "content": "x"}) == [
-        {"role": "assistant", "content": "x"}
-    ]
+    said = {"role": "assistant", "content": "x"}
+    asked = {"role": "user", "content": "y"}
+    thought = said | {"reasoning_content": "hm"}
+    assert messages(reasoning, said, asked) == [thought, asked]
+    assert messages(reasoning, asked, said) == [asked, said]  # its answer is missing
+    [called] = messages(reasoning, reasoning, CALL)
+    assert called["reasoning_content"] == "hmhm"
+    assert messages(said, reasoning, said) == [said, thought]
 
 
 def test_items_come_back_in_the_form_in_which_they_were_given_out():
