@@ -17,7 +17,7 @@
 
 The peer of a percentile is the same one in the windows without a batch. A ratio near one says that
 batches cost clients nothing. A pair is quiet if other programs used at most 5 % of the CPU in it.
-On a shared machine these disturb a 99th percentile more than a batch could. The peer of the noise is
+On a shared machine these disturb a 99th percentile more than a batch could. The peer of noise is
 the same percentile in the other pairs: their ratio is what the machine does to it.
 """
 

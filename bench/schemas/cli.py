@@ -43,6 +43,9 @@ def schemas(  # noqa: PLR0913 (one parameter for each option is how typer declar
     num_schemas: Annotated[
         int, typer.Option("--schemas", min=0, help="Drawn from the suite; 0: all.")
     ] = 1000,
+    deadline_s: Annotated[
+        float, typer.Option(min=0.1, help="For one schema and one engine; longer is a failure.")
+    ] = 5.0,
     peer: Annotated[list[str], peer_option(*PEERS)] = [],  # noqa: B006 - as typer wants it
     seed: SeedOption = 0,
     quick: Annotated[bool, quick_option(f"At most {QUICK_SCHEMAS} schemas.")] = False,
@@ -56,6 +59,7 @@ def schemas(  # noqa: PLR0913 (one parameter for each option is how typer declar
             tokenizer=tokenizer,
             eos=_eos_of(tokenizer),
             num_schemas=min(num_schemas or QUICK_SCHEMAS, QUICK_SCHEMAS) if quick else num_schemas,
+            deadline_s=deadline_s,
             seed=seed,
         )
         measured = measure(plan, peers_named(peer, PEERS), say_on_stderr())

@@ -50,7 +50,7 @@ class SchemasPlan:
     eos: int
     num_schemas: int = 1000  # drawn from the suite; 0: all
     num_walks: int = 2  # random texts for each schema
-    deadline_s: float = 20.0  # for one schema and one engine
+    deadline_s: float = 5.0  # for one schema and one engine
     seed: int = 0
 
 
