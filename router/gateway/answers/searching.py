@@ -3,12 +3,13 @@
 Each step asks for one token after each open hypothesis. These are requests like all others: the
 router queues, places and repeats them, and workers find the blocks of the tokens before in their
 prefix caches. So hypotheses share the blocks of what they have in common, and a step computes at
-most one block of tokens for each.
+most one block of tokens for each. A later step that the router has no room for waits and is asked
+again, since what was computed before would be lost.
 """
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import reduce
 
@@ -20,9 +21,12 @@ from router.gateway.answers.beams import BeamRules, BeamSearch, Hypothesis
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.writing import AnswerWriter
 from router.gateway.requests.calls import CheckedCall
-from router.machine.requests import Finished, Outcome, Request, Update
+from router.machine.requests import Finished, Outcome, Rejected, Request, Update
 from router.port import RequestPort
 from router.prefixes.map import PrefixHashes
+
+MAX_TRIES = 30  # of a step that the router has no room for
+MAX_PAUSE_S = 1.0  # between two of them
 
 
 class Searches:
@@ -103,21 +107,40 @@ class Searches:
         if step:
             requests = [_later(request, self._clock.now_s()) for request in requests]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._next_token(request)) for request in requests]
+            tasks = [
+                group.create_task(self._next_token(request, waits=step > 0)) for request in requests
+            ]
         self.num_tokens += len(tasks)
         return [task.result() for task in tasks]
 
-    async def _next_token(self, request: Request) -> Update:
-        """Returns all updates of a request as one. Raises _StepFailed."""
+    async def _next_token(self, request: Request, *, waits: bool) -> Update:
+        """Returns all updates of a request as one, perhaps after a wait. Raises _StepFailed."""
+        asked, num_tries = request, 0
+        while True:
+            joint = await self._joint(asked)
+            outcome = joint.outcome
+            assert outcome is not None
+            if isinstance(outcome, Finished):
+                return joint
+            num_tries += 1
+            if not isinstance(outcome, Rejected) or num_tries >= (MAX_TRIES if waits else 1):
+                raise _StepFailed(outcome)
+            await _pause(min(outcome.retry_after_s, MAX_PAUSE_S))
+            again = RequestId(f"{request.request_id}-again{num_tries}")
+            asked = _later(replace(request, request_id=again), self._clock.now_s())
+
+    async def _joint(self, request: Request) -> Update:
         found: list[Update] = []
         async with aclosing(self._port.submit(request)) as updates:
             async for update in updates:
                 found.append(update)
-        joint = reduce(_joined, found)
-        assert joint.outcome is not None
-        if not isinstance(joint.outcome, Finished):
-            raise _StepFailed(joint.outcome)
-        return joint
+        return reduce(_joined, found)
+
+
+async def _pause(duration_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(duration_s):
+            await asyncio.Event().wait()
 
 
 class _StepFailed(Exception):

@@ -9,6 +9,7 @@ import pytest
 
 from engine.messages import Logprobs, Sampling
 from router.access.limits import KeyLimits
+from router.gateway.answers import searching
 from router.gateway.requests import calls
 from router.gateway.requests.openai_schema import MAX_BEAM_TOKENS
 from router.machine.requests import Failed, Rejected, Update
@@ -163,6 +164,38 @@ def test_a_step_that_fails_fails_the_answer(outcome):
         outcome.message,
     )
     assert fake.live == 0
+
+
+class FullRouter(ScoringRouter):
+    """Has no room for every third request."""
+
+    def _script_of(self, number: int) -> list[Update | Never | Exception]:
+        if number % 3 == 2:
+            return [Update(outcome=Rejected("full", 0.001))]
+        return super()._script_of(number)
+
+
+def test_a_later_step_waits_for_room():
+    found = complete(FullRouter([]), {"prompt": "ab", **BEAMS})
+    assert (
+        found.json()["choices"] == complete(router(), {"prompt": "ab", **BEAMS}).json()["choices"]
+    )
+    waiting = FullRouter([])
+    complete(waiting, {"prompt": "ab", **BEAMS})
+    ids = [request.request_id for request in waiting.requests]
+    assert len(set(ids)) == len(ids)
+    assert any("again" in each for each in ids)
+
+
+def test_a_step_waits_only_so_often(monkeypatch):
+    monkeypatch.setattr(searching, "MAX_TRIES", 3)
+
+    class FirstOnly(ScoringRouter):
+        def _script_of(self, number):
+            full = [Update(outcome=Rejected("full", 0.001))]
+            return full if number else super()._script_of(number)
+
+    assert complete(FirstOnly([]), {"prompt": "ab", **BEAMS}).status == 429
 
 
 async def test_a_client_that_leaves_ends_the_search():
