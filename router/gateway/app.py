@@ -183,7 +183,7 @@ def app_of(
             Exception: internal_error,
         },
     )
-    app: ASGIApp = _Front(answers, others)
+    app: ASGIApp = _Front(answers, others, metrics)
     if keys is not None:
         app = KeyGuard(app, keys)
     if parts.settings.cors_origins:
@@ -208,20 +208,25 @@ def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
 class _Front:
     """Calls answer endpoints directly, without the middleware that all other pages go through."""
 
-    def __init__(self, answers: Mapping[str, ASGIApp], others: ASGIApp) -> None:
+    def __init__(
+        self, answers: Mapping[str, ASGIApp], others: ASGIApp, metrics: GatewayMetrics
+    ) -> None:
         self._answers = answers
         self._others = others
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("method") != "POST":
             await self._others(scope, receive, send)
             return
+        endpoint = self._answers.get(scope["path"])
         try:
             check_content(scope)
         except InvalidRequest as error:
+            if endpoint is not None:
+                self._metrics.note_invalid()
             await send_invalid(send, error)
             return
-        endpoint = self._answers.get(scope["path"])
         if endpoint is None:
             await self._others(scope, receive, send)
             return

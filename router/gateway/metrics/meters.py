@@ -143,6 +143,10 @@ class GatewayMetrics:
             if not meter.is_detached:
                 self._count(meter)
 
+    def note_invalid(self) -> None:
+        """Counts a request that is refused by its head alone."""
+        self.num_by_outcome["invalid"] += 1
+
     @contextmanager
     def detached(self, meter: "RequestMeter") -> Iterator[None]:
         """Counts a detached request to its end."""

@@ -67,3 +67,12 @@ def test_uploads_are_forms():
     assert "multipart/form-data" in reply.json()["error"]["message"]
     form = {"content-type": "multipart/form-data; boundary=x"}
     assert send(form, "/v1/files").status != 415
+
+
+def test_requests_that_are_refused_by_their_heads_are_counted():
+    app = make_app(FakeRouter())
+    for path in ("/v1/completions", "/tokenize"):
+        named = {"content-length": str(len(BODY)), "content-type": "text/plain"}
+        assert asyncio.run(fetch(app, "POST", path, BODY, named)).status == 415
+    metrics = asyncio.run(fetch(app, "GET", "/metrics")).body
+    assert b'baton_requests_total{outcome="invalid"} 1.0' in metrics
