@@ -20,6 +20,7 @@ from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ApiCall
+from router.gateway.requests.field_table import EMBEDDINGS
 from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body
 from router.gateway.shell import CallShell
@@ -49,13 +50,17 @@ class Invocations:
         """`endpoints` are by their names in the table of fields."""
         self._shell = CallShell(parts, self._serve)
         self._endpoints = endpoints
+        self._versions = parts.versions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         await self._shell(scope, receive, send)
 
     async def _serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        await self._endpoints[endpoint_of(body)].serve(body, scope, meter, send)
+        name = endpoint_of(body)
+        if all(served.text.embedding is not None for served in self._versions.table):
+            name = EMBEDDINGS  # also of messages
+        await self._endpoints[name].serve(body, scope, meter, send)
 
 
 class _HttpReplies:

@@ -17,7 +17,8 @@ class EmbeddingForm(msgspec.Struct, frozen=True):
 
     size: int
     is_normalized: bool  # to length 1, of what is left
-    is_base64: bool  # of fp32 numbers, little-endian
+    is_base64: bool
+    dtype: str = "<f4"  # of the bytes in base64, in numpy's words
 
 
 def shaped(data: bytes, form: EmbeddingForm) -> list[float] | str:
@@ -32,6 +33,6 @@ def shaped(data: bytes, form: EmbeddingForm) -> list[float] | str:
     if not np.isfinite(numbers).all():
         raise ValueError("the model gave values that are no numbers")
     if form.is_base64:
-        return b64encode(numbers.tobytes()).decode()
+        return b64encode(numbers.astype(form.dtype).tobytes()).decode()
     found: list[float] = numbers.tolist()
     return found

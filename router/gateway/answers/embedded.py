@@ -8,7 +8,7 @@ from starlette.types import Send
 
 from router.edge.responses import send_data
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.writing import Ending, Heading, send_failure
+from router.gateway.answers.writing import Ending, Heading, send_failure, usage_of
 from router.machine.requests import Failed, Finished
 from router.text.embeddings import EmbeddingForm, shaped
 
@@ -65,16 +65,13 @@ class EmbeddingAnswer:
 
     def _body(self, ending: Ending) -> bytes:
         """The whole answer, JSON. Raises ValueError."""
-        usage = {"prompt_tokens": ending.prompt_tokens, "total_tokens": ending.prompt_tokens}
-        body: dict[str, Any] = {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": shaped(data, self._form)}
-                for index, data in enumerate(self._found)
-            ],
-            "model": self._heading.call.model,
-            "usage": usage,
-        }
-        if self._heading.call.timeline:
+        heading = self._heading
+        body: dict[str, Any] = heading.fields(heading.dialect.object_name)
+        body["data"] = [
+            {"object": "embedding", "index": index, "embedding": shaped(data, self._form)}
+            for index, data in enumerate(self._found)
+        ]
+        body["usage"] = usage_of(ending.prompt_tokens, 0)
+        if heading.call.timeline:
             body["baton_timeline"] = ending.timeline
         return _encode(body)

@@ -205,20 +205,12 @@ class ShownEmbedding(Struct, kw_only=True):
     embedding: list[float] | str
 
 
-class EmbeddingUsage(Struct, kw_only=True):
-    """Token counts of embeddings."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingList(Struct, kw_only=True):
+class EmbeddingList(_AnyAnswer, kw_only=True):
     """The answer of /v1/embeddings."""
 
     object: Literal["list"]
     data: list[ShownEmbedding]
-    model: str
-    usage: EmbeddingUsage
+    usage: TokenUsage
 
 
 class ResponseAnswer(Struct, kw_only=True):

@@ -138,7 +138,8 @@ def body_components() -> dict[str, Json]:
     _complete(completion, CompletionBody, _STRUCTURED)
     embedding = found["EmbeddingBody"]
     _complete(embedding, EmbeddingBody, {})
-    embedding["required"], embedding["properties"]["input"] = ["input"], _prompt()
+    embedding["anyOf"] = [{"required": ["input"]}, {"required": ["messages"]}]
+    embedding["properties"]["input"] = _prompt()
     messages = chat["properties"]["messages"]
     messages |= {"minItems": 1, "maxItems": MAX_MESSAGES}
     del messages["default"]

@@ -4,18 +4,28 @@ Sources: OpenAI API reference; vLLM, vllm/entrypoints/pooling/embed/protocol.py.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from engine.embedding import Embedding
 from router.gateway.requests.field_table import EMBEDDINGS
-from router.gateway.requests.openai_schema import Body, Count, check_in_vocabulary, prompts_of
+from router.gateway.requests.messages import ChatMessage
+from router.gateway.requests.openai_schema import (
+    MAX_VARIABLES,
+    Body,
+    ChatBody,
+    Count,
+    check_in_vocabulary,
+    prompts_of,
+)
 from router.inbox.api_errors import ApiError, invalid_value
 from router.text.embeddings import EmbeddingForm
 from router.text.tokenizer import TextModel
 
 MAX_INPUTS = 2048  # of one request, as OpenAI allows
+_DTYPES = {None: "f4", "float32": "f4", "float16": "f2"}
 
 
 class EmbeddingBody(Body, kw_only=True):
@@ -25,7 +35,13 @@ class EmbeddingBody(Body, kw_only=True):
     prompt_field = "input"
 
     input: str | list[str | int | list[int]] | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_VARIABLES)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: Literal["float32", "float16"] | None = None
+    endianness: Literal["native", "little", "big"] | None = None
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
@@ -33,7 +49,9 @@ class EmbeddingBody(Body, kw_only=True):
     def encode(
         self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """The token ids of the only input, which is text or token ids."""
+        """The token ids of the messages, or of the only input, which is text or token ids."""
+        if self.messages is not None:
+            return self._chat().encode(text, context_len)
         (prompt,) = prompts_of(self.input, self.prompt_field)
         if not prompt:
             raise invalid_value("input must not be empty", "input")
@@ -64,6 +82,21 @@ class EmbeddingBody(Body, kw_only=True):
             size=size,
             is_normalized=next(each for each in asked if each is not None),
             is_base64=self.encoding_format == "base64",
+            dtype=("<" if self.endianness != "big" else ">") + _DTYPES[self.embed_dtype],
+        )
+
+    def _chat(self) -> ChatBody:
+        """The chat whose prompt is wanted."""
+        if self.input is not None:
+            raise invalid_value("input and messages cannot be combined", "input")
+        return ChatBody(
+            messages=self.messages or [],
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
     def most_candidates(self, of_operator: int) -> int:
@@ -73,10 +106,12 @@ class EmbeddingBody(Body, kw_only=True):
     @property
     def num_prompts(self) -> int:
         """The number of inputs. Raises ApiError."""
-        return len(prompts_of(self.input, self.prompt_field))
+        return 1 if self.messages is not None else len(prompts_of(self.input, self.prompt_field))
 
     def singles(self) -> "Sequence[Body]":
         """One body for each input."""
+        if self.messages is not None:
+            return (self,)
         inputs = prompts_of(self.input, self.prompt_field)
         if len(inputs) == 1:
             return (self,)

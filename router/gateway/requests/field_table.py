@@ -20,10 +20,11 @@ from typing import NamedTuple
 BEGIN_MARK, END_MARK = "<!-- fields -->", "<!-- end -->"  # around the tables in a document
 
 CHAT, COMPLETIONS, BOTH, EMBEDDINGS, ALL = "chat", "completions", "both", "embeddings", "all"
+MESSAGES = "chat, embeddings"
 PLACES = {  # the endpoints that a field of the tables is of, by the name of an endpoint
-    CHAT: (CHAT, BOTH, ALL),
+    CHAT: (CHAT, BOTH, MESSAGES, ALL),
     COMPLETIONS: (COMPLETIONS, BOTH, ALL),
-    EMBEDDINGS: (EMBEDDINGS, ALL),
+    EMBEDDINGS: (EMBEDDINGS, MESSAGES, ALL),
 }
 OPENAI, VLLM, SGLANG, BATON = "OpenAI", "vLLM", "SGLang", "Baton"
 
@@ -57,10 +58,14 @@ class HarmlessField(NamedTuple):
 
 HONOURED = (
     HonouredField("model", ALL, OPENAI, "a name of `/v1/models`; absent: any version answers"),
-    HonouredField("messages", CHAT, OPENAI, "at most 4,096, of text; roles beyond OpenAI's pass"),
+    HonouredField(
+        "messages", MESSAGES, OPENAI, "at most 4,096, of text; roles beyond OpenAI's pass"
+    ),
     HonouredField("prompt", COMPLETIONS, OPENAI, "a text, token ids, or a list of either"),
     HonouredField("input", EMBEDDINGS, OPENAI, "a text, token ids, or a list of either"),
-    HonouredField("encoding_format", EMBEDDINGS, OPENAI, "`float`, or `base64` of fp32 numbers"),
+    HonouredField("encoding_format", EMBEDDINGS, OPENAI, "`float`, or `base64` of bytes"),
+    HonouredField("embed_dtype", EMBEDDINGS, VLLM, "of the bytes: `float32` or `float16`"),
+    HonouredField("endianness", EMBEDDINGS, VLLM, "of the bytes: `native`, `little` or `big`"),
     HonouredField("dimensions", EMBEDDINGS, OPENAI, "so many numbers, for models trained so"),
     HonouredField("normalize", EMBEDDINGS, VLLM, "scaled to length 1; absent: as the model says"),
     HonouredField("use_activation", EMBEDDINGS, VLLM, "the newer name of `normalize`"),
@@ -103,9 +108,11 @@ HONOURED = (
         "truncate_prompt_tokens", ALL, VLLM, "keeps this many; -1: as the context allows"
     ),
     HonouredField("truncation_side", ALL, VLLM, "the side that `truncate_prompt_tokens` cuts"),
-    HonouredField("add_generation_prompt", CHAT, VLLM, "`false`: no begin of an answer"),
-    HonouredField("continue_final_message", CHAT, VLLM, "the answer goes on with the last message"),
-    HonouredField("chat_template_kwargs", CHAT, VLLM, "variables of the chat template"),
+    HonouredField("add_generation_prompt", MESSAGES, VLLM, "`false`: no begin of an answer"),
+    HonouredField(
+        "continue_final_message", MESSAGES, VLLM, "the answer goes on with the last message"
+    ),
+    HonouredField("chat_template_kwargs", MESSAGES, VLLM, "variables of the chat template"),
     HonouredField("documents", CHAT, VLLM, "for a chat template that knows them"),
     HonouredField("reasoning_effort", CHAT, OPENAI, "for a chat template that knows it"),
     HonouredField("include_reasoning", CHAT, VLLM, "`false` leaves reasoning out"),
@@ -129,7 +136,10 @@ HONOURED = (
     HonouredField("slo_tpot_ms", BOTH, BATON, "bound on each further token"),
 )
 
-_SHOWN = {CHAT: CHAT, COMPLETIONS: COMPLETIONS, EMBEDDINGS: EMBEDDINGS, BOTH: "other endpoints"}
+_SHOWN = {
+    **{name: name for name in (CHAT, COMPLETIONS, EMBEDDINGS)},
+    **dict.fromkeys((BOTH, MESSAGES), "other endpoints"),
+}
 _NOTHING: tuple[object, ...] = (False, "", [], {})  # values that ask for nothing
 _NO_LORA = "adapters are not served"
 _TEXT_ONLY = "only text is served"
@@ -137,8 +147,6 @@ _NO_HIDDEN = "hidden states are not given out"
 _OPERATOR = "the operator chooses it"
 
 REFUSED = (
-    RefusedField("embed_dtype", EMBEDDINGS, VLLM, ("float32",), "numbers are fp32"),
-    RefusedField("endianness", EMBEDDINGS, VLLM, ("native", "little"), "bytes are little-endian"),
     RefusedField("best_of", CHAT, OPENAI, (1,), "`n` gives several choices"),
     RefusedField("top_logprobs", COMPLETIONS, OPENAI, (0,), "`logprobs` is the number here"),
     RefusedField("tools", COMPLETIONS, OPENAI, ([],), "only chats have tools"),

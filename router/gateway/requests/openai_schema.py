@@ -152,6 +152,9 @@ class Body(msgspec.Struct, kw_only=True):
         most = self.truncate_prompt_tokens
         if most is None:
             return token_ids
+        if most > context_len:
+            message = f"truncate_prompt_tokens is {most}; the model's context has {context_len}"
+            raise invalid_value(message, "truncate_prompt_tokens")
         if most < 0:
             most = max(context_len - (self.wanted_tokens or 1), 1)
         if self.truncation_side == "right":

@@ -5,11 +5,13 @@ import struct
 from engine.embedding import Embedding
 from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Update
+from router.text.templates import ChatTemplate
 from router.text.tokenizer import TextModel
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
     EOS,
     LENGTH,
+    TEMPLATE,
     TOKENIZER,
     FakeRouter,
     make_app_of,
@@ -26,7 +28,8 @@ def embedded(numbers=NUMBERS, **rest):
 
 
 def app_of(router, embedding=NESTED):
-    text = TextModel(TOKENIZER, eos_token_ids=(EOS,), embedding=embedding)
+    template = ChatTemplate(TEMPLATE, {})
+    text = TextModel(TOKENIZER, template=template, eos_token_ids=(EOS,), embedding=embedding)
     versions = Versions(ServedVersion("v1", router, text, ("tiny",), CONTEXT_LEN))
     return make_app_of(versions, router.clock)
 

@@ -12,16 +12,18 @@ from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.embeddings import NUMBERS, app_of, ask, embedded, served
 from tests.kits.router.gateway import LENGTH, FakeRouter, make_app, post
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+
 
 def test_an_input_becomes_the_numbers_of_its_last_token():
     router = FakeRouter([embedded(), Update(outcome=LENGTH)])
-    reply = ask(app_of(router), input="abc", model="tiny")
-    assert reply.json() == {
-        "object": "list",
-        "data": [{"object": "embedding", "index": 0, "embedding": [3.0, 4.0, 12.0]}],
-        "model": "tiny",
-        "usage": {"prompt_tokens": 3, "total_tokens": 3},
-    }
+    answer = ask(app_of(router), input="abc", model="tiny").json()
+    shown = [{"object": "embedding", "index": 0, "embedding": [3.0, 4.0, 12.0]}]
+    usage = {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert (answer["object"], answer["model"], answer["data"]) == ("list", "tiny", shown)
+    assert answer["usage"] == usage
+    assert answer["id"].startswith("embd-")
+    assert answer["created"] > 0
     [request] = router.requests
     assert request.token_ids == tuple(b"abc")
     assert request.limits.max_len == 4
@@ -50,6 +52,32 @@ def test_inputs_are_texts_or_token_ids_one_or_several(inputs, prompts):
 def test_numbers_come_as_base64_if_asked():
     [shown] = ask(served(), input="a", encoding_format="base64").json()["data"]
     assert struct.unpack("<3f", base64.b64decode(shown["embedding"])) == NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"embed_dtype": "float16"}, "<3e"),
+        ({"endianness": "big"}, ">3f"),
+        ({"embed_dtype": "float16", "endianness": "big"}, ">3e"),
+        ({"embed_dtype": "float32", "endianness": "native"}, "<3f"),
+    ],
+)
+def test_the_bytes_are_as_asked(fields, form):
+    [shown] = ask(served(), input="a", encoding_format="base64", **fields).json()["data"]
+    assert struct.unpack(form, base64.b64decode(shown["embedding"])) == NUMBERS
+
+
+def test_messages_are_embedded_as_the_template_writes_them():
+    router = FakeRouter([embedded(outcome=LENGTH)])
+    said = [*MESSAGES, {"role": "assistant", "content": "yo"}]
+    ask(app_of(router), messages=MESSAGES)
+    ask(app_of(router), messages=said, continue_final_message=True)
+    user, assistant = 258, 259
+    assert [request.token_ids for request in router.requests] == [
+        (user, *b"hi", assistant),
+        (user, *b"hi", assistant, *b"yo"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["normalize", "use_activation"])
@@ -99,9 +127,12 @@ def test_numbers_that_are_none_are_an_error():
         ({"input": "a", "dimensions": 4}, "dimensions", "invalid_value"),
         ({"input": "a", "stream": True}, "stream", "unsupported_parameter"),
         ({"input": "a", "temperature": 1.0}, "temperature", "unsupported_parameter"),
-        ({"input": "a", "messages": [{}]}, "messages", "unsupported_parameter"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype", "unsupported_parameter"),
-        ({"input": "a", "endianness": "big"}, "endianness", "unsupported_parameter"),
+        ({"input": "a", "messages": MESSAGES}, "input", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"input": "a", "tools": [1]}, "tools", "unsupported_parameter"),
+        ({"input": "a", "embed_dtype": "bfloat16"}, "embed_dtype", "invalid_value"),
+        ({"input": "a", "endianness": "odd"}, "endianness", "invalid_value"),
+        ({"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "invalid_value"),
     ],
 )
 def test_a_wrong_field_is_named(fields, param, code):
@@ -169,7 +200,8 @@ def test_a_model_of_text_gives_no_embeddings():
 
 
 def test_invocations_find_the_endpoint_by_the_body():
-    assert post(served(), "/invocations", {"input": "a"}).json()["object"] == "list"
+    for body in ({"input": "a"}, {"messages": MESSAGES}):
+        assert post(served(), "/invocations", body).json()["object"] == "list"
 
 
 def test_a_model_of_embeddings_counts_tokens():
