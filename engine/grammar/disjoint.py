@@ -10,9 +10,9 @@ Source: JSON Schema 2020-12, core and validation.
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from engine.errors import GrammarError
+from engine.grammar.references import References
 
 MAX_STEPS = 10_000  # schemas looked at for one document: up to 0.5 s
 MAX_INSIDE = 8  # schemas inside one another, and references that follow one another
@@ -73,7 +73,7 @@ class Disjointness:
     """Compares the schemas of one document."""
 
     def __init__(self, root: Json) -> None:
-        self._root = root
+        self.references = References(root)
         self._num_steps = 0
         self._facts: dict[int, tuple[Json, Facts]] = {}  # by identity; each keeps its schema alive
 
@@ -108,18 +108,7 @@ class Disjointness:
 
     def target(self, reference: Json) -> Json:
         """What a reference leads to; None if it is not in the document."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return None
-        found = self._root
-        for name in unquote(reference[1:]).split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                return None
-        return found
+        return self.references.target(reference)
 
     def _collect(self, schema: Json, parts: list[Schema], inside: int) -> None:
         """Adds the parts of a schema that can be read: facts may be too few, never wrong."""
@@ -272,8 +261,8 @@ _MAY_BE_SLOW = re.compile(r"[*+}?]\)|\)[*+{]|\\[1-9]|\\[pP]|\[\[|\(\?")
 
 
 def _ranges_apart(parts: tuple[Schema, ...]) -> bool:
-    least = [(part[name], name) for part in parts for name in _LEAST if _is_number(part.get(name))]
-    most = [(part[name], name) for part in parts for name in _MOST if _is_number(part.get(name))]
+    least = [(part[name], name) for part in parts for name in _LEAST if is_number(part.get(name))]
+    most = [(part[name], name) for part in parts for name in _MOST if is_number(part.get(name))]
     return any(
         low > high or (low == high and (name in _STRICT or other in _STRICT))
         for low, name in least
@@ -291,7 +280,8 @@ def _counts_apart(parts: tuple[Schema, ...], least: str, most: str) -> bool:
     return high is not None and low > high
 
 
-def _is_number(value: Json) -> bool:
+def is_number(value: Json) -> bool:
+    """True for a number, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

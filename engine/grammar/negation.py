@@ -14,13 +14,24 @@ Source: JSON Schema 2020-12, core and validation.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from engine.errors import GrammarError
-from engine.grammar.disjoint import TYPES, Disjointness, is_among, names_in, types_of
+from engine.grammar.disjoint import (
+    FRACTION,
+    TYPES,
+    Disjointness,
+    is_among,
+    is_number,
+    names_in,
+    type_of,
+    types_of,
+)
 
 MAX_TEXTS = 64  # that a negation may exclude
+MAX_NUMBERS = 64  # the same for numbers
 MAX_TEXTS_LEN = 2048  # characters of all of them
 MAX_INSIDE = 8  # negations inside one another, references included
 MAX_NEGATIONS = 1000  # of one document: each may repeat a part of it
@@ -74,9 +85,12 @@ class Negation:
         texts = [value for value in excluded if isinstance(value, str)]
         if texts and len(texts) <= MAX_TEXTS and sum(map(len, texts)) <= MAX_TEXTS_LEN:
             found.append({"type": "string", "pattern": f"^({other_texts(texts)})$"})
+        numbers = sorted({value for value in excluded if type_of(value) in ("integer", FRACTION)})
+        if numbers and len(numbers) <= MAX_NUMBERS:
+            found += ({"type": "number", **bounds} for bounds in _beside(numbers))
         flags = [flag for flag in (True, False) if not is_among(flag, excluded)]
         if len(flags) == 1:
-            found.append({"const": flags[0]})
+            found.append({"enum": flags})  # draft 4 has no const
         return found
 
     def _no_type_of(self, values: list[Json]) -> list[Json]:
@@ -137,6 +151,12 @@ class Negation:
     def _no_maximum(self, bound: Json, _: int) -> list[Json]:
         return [{"type": "number", "exclusiveMinimum": bound}]
 
+    def _no_exclusive_minimum(self, bound: Json, _: int) -> list[Json]:
+        return [{"type": "number", "maximum": bound}] if is_number(bound) else []
+
+    def _no_exclusive_maximum(self, bound: Json, _: int) -> list[Json]:
+        return [{"type": "number", "minimum": bound}] if is_number(bound) else []
+
     # Of other keywords nothing is known: what does not satisfy them is left out of the result.
     _COMPLEMENTS: ClassVar[dict[str, Callable[..., list[Json]]]] = {
         "type": _no_type,
@@ -155,7 +175,17 @@ class Negation:
         "maxItems": _no_most_items,
         "minimum": _no_minimum,
         "maximum": _no_maximum,
+        "exclusiveMinimum": _no_exclusive_minimum,
+        "exclusiveMaximum": _no_exclusive_maximum,
     }
+
+
+def _beside(numbers: Sequence[Json]) -> Iterator[Schema]:
+    """What lies before, between and behind ascending numbers."""
+    yield {"exclusiveMaximum": numbers[0]}
+    for low, high in pairwise(numbers):
+        yield {"exclusiveMinimum": low, "exclusiveMaximum": high}
+    yield {"exclusiveMinimum": numbers[-1]}
 
 
 def other_texts(texts: Sequence[str]) -> str:

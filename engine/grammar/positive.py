@@ -8,6 +8,9 @@ alternative, so none of the others. Here these become positive:
     if, then, else     (if and then) or (not if, and else)
     dependencies       for each key: it is absent, or what depends on it holds
     format             one that the compiler knows and that allows no more; else a note
+    $ref               to a place by its pointer, also where an anchor or the own $id names it
+
+`engine.grammar.keywords` has rewritten those that only have other names.
 
 The result allows nothing that the schema forbids. It may allow less, where a part of a negation has
 no positive form. If nothing of it has one, the schema is refused by name.
@@ -18,12 +21,16 @@ Source: JSON Schema 2020-12, core and validation. That an unknown `format` is a 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
+from urllib.parse import quote
 
 from engine.errors import GrammarError
 from engine.grammar.disjoint import Disjointness, types_of
+from engine.grammar.keywords import in_known_keywords
 from engine.grammar.negation import Negation, NoPositiveForm, forbidding, type_names
+from engine.grammar.references import escaped
 
 MAX_INSIDE = 64  # schemas inside one another; `engine.grammar.json_schemas` bounds them as well
+MAX_DEPENDENT = 8  # keys of one object: the compiler tries each combination
 
 Json = Any
 Schema = dict[str, Any]
@@ -83,7 +90,7 @@ class _Positive:
     def rewritten(self, schema: Json, at: str, inside: int = 0) -> Json:
         if not isinstance(schema, dict) or inside > MAX_INSIDE:
             return schema
-        schema = dict(schema)
+        schema = in_known_keywords(schema, at)
         self._place_reference(schema)
         if at != "#" and "$id" in schema and not _refers(schema):
             del schema["$id"]  # it names the base of references, of which there are none
@@ -94,14 +101,14 @@ class _Positive:
             schema.pop(keyword, None)
         for keyword in _DEPENDENT:
             together += self._dependent(schema.pop(keyword, None), at)
+        if len(together) > MAX_DEPENDENT:
+            raise GrammarError(f"more than {MAX_DEPENDENT} keys have dependencies (at {at})")
         if "not" in schema:
             together.append(self._negated(schema.pop("not"), at))
         if isinstance(schema.get("oneOf"), list):
             branches = self._separated(schema.pop("oneOf"), types_of(schema), at)
             together.append({"anyOf": branches})
         self._note_format(schema)
-        if not schema.get("uniqueItems") or _holds_one(schema):
-            schema.pop("uniqueItems", None)
         schema = _with_all(schema, together)
         return {k: self._below(k, value, at, inside) for k, value in schema.items()}
 
@@ -109,7 +116,7 @@ class _Positive:
         place = f"{at}/{keyword}"
         if keyword in NAMED and isinstance(value, dict):
             return {
-                name: self.rewritten(part, f"{place}/{name}", inside + 1)
+                name: self.rewritten(part, f"{place}/{escaped(name)}", inside + 1)
                 for name, part in value.items()
             }
         if keyword in MANY and isinstance(value, list):
@@ -119,8 +126,10 @@ class _Positive:
     def _place_reference(self, schema: Schema) -> None:
         """Leads a reference to a definition if its place is none that schemas are at."""
         reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
+        pointer = self._known.references.pointer(reference)
+        if pointer is None or pointer == "#":
             return
+        schema["$ref"] = reference = quote(pointer, safe="#/~")
         target = self._known.target(reference)
         if not isinstance(target, dict | bool) or _is_at_schema(reference):
             return
@@ -254,12 +263,6 @@ def _with_all(schema: Schema, together: Sequence[Json]) -> Schema:
     if len(parts) == 1 and isinstance(parts[0], dict) and not parts[0].keys() & schema.keys():
         return {**schema, **parts[0]}
     return {**schema, "allOf": [*_list(schema.get("allOf")), *parts]} if parts else schema
-
-
-def _holds_one(schema: Schema) -> bool:
-    """True if an array has at most one item."""
-    most = schema.get("maxItems")
-    return isinstance(most, int) and most <= 1
 
 
 def _list(value: Json) -> list[Json]:
