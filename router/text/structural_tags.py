@@ -8,6 +8,11 @@ Pure. A format is one of these; others are refused by name:
     {"type": "sequence", "elements": [format, …]}
     {"type": "or", "elements": [format, …]}
     {"type": "tag", "begin": "…", "content": format, "end": "…"}
+    {"type": "tags_with_separator", "tags": [tag, …], "separator": "…"}
+    {"type": "triggered_tags", "triggers": ["…", …], "tags": [tag, …]}
+
+The last two may have `at_least_one` and `stop_after_first`. Triggered tags stand in free text. It
+ends where a trigger comes: then a tag must follow that begins so. They come last.
 
 Source: xgrammar, structural tags.
 """
@@ -15,11 +20,27 @@ Source: xgrammar, structural tags.
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from engine.errors import InvalidRequest
 from router.text.forms.calling import literal
 
 MAX_PARTS = 1000
+
+
+def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """The format that an older structural tag, with `structures` and `triggers`, stands for."""
+    structures = value.get("structures")
+    if not isinstance(structures, list):
+        raise InvalidRequest(f"{param}.structures must be a list", param=f"{param}.structures")
+    tags = [
+        {
+            **_tag(each, f"{param}.structures[{i}]"),
+            "content": {"type": "json_schema", "json_schema": each.get("schema")},
+        }
+        for i, each in enumerate(structures)
+    ]
+    return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
 
 
 def grammar_of_tag(form: object, param: str) -> str:
@@ -60,15 +81,91 @@ def _expression(form: object, param: str, rules: list[str], *, is_last: bool) ->
             return f"({' | '.join(parts)})"
         case {"type": "tag", "begin": str(begin), "content": content, "end": str(end)} if end:
             return f"({literal(begin)} {_content(content, end, param, rules)})"
+        case {"type": "tags_with_separator", "tags": list(tags), "separator": str(separator)} if (
+            tags
+        ):
+            return _separated(tags, separator, form, param, rules)
+        case {"type": "triggered_tags", "triggers": list(triggers), "tags": list(tags)} if is_last:
+            return _triggered(triggers, tags, form, param, rules)
     kind = form.get("type")
     raise InvalidRequest(f"{param}.type {kind!r} is not supported so", param=f"{param}.type")
+
+
+def _separated(
+    tags: list[object], separator: str, form: Mapping[str, object], param: str, rules: list[str]
+) -> str:
+    """Tags with a text between them."""
+    parts = [
+        _expression(_tag(each, f"{param}.tags[{i}]"), f"{param}.tags[{i}]", rules, is_last=False)
+        for i, each in enumerate(tags)
+    ]
+    one = _rule(rules, " | ".join(parts))
+    between = f"{literal(separator)} " if separator else ""
+    some = one if _flag(form, "stop_after_first", param) else f"{one} ({between}{one})*"
+    return f"({some})" if _flag(form, "at_least_one", param) else f"({some})?"
+
+
+def _triggered(
+    triggers: list[object],
+    tags: list[object],
+    form: Mapping[str, object],
+    param: str,
+    rules: list[str],
+) -> str:
+    """Free text, in which a trigger leads to the rest of a tag that begins with it."""
+    ways: dict[str, list[str]] = {}
+    for i, trigger in enumerate(triggers):
+        if not isinstance(trigger, str) or not trigger:
+            where = f"{param}.triggers[{i}]"
+            raise InvalidRequest(f"{where} must be a text", param=where)
+        ways[trigger] = []
+    for i, each in enumerate(tags):
+        where = f"{param}.tags[{i}]"
+        tag = _tag(each, where)
+        begin = tag["begin"]
+        found = [trigger for trigger in ways if begin.startswith(trigger)]
+        if len(found) != 1:
+            message = f"{where}.begin begins with {len(found)} triggers; it must be one"
+            raise InvalidRequest(message, param=f"{where}.begin")
+        rest = {**tag, "begin": begin.removeprefix(found[0])}
+        ways[found[0]].append(_expression(rest, where, rules, is_last=False))
+    leads = [
+        f"{_lead(trigger, rules)} ({' | '.join(rests)})" for trigger, rests in ways.items() if rests
+    ]
+    if not leads:
+        raise InvalidRequest(f"{param}.tags must not be empty", param=f"{param}.tags")
+    one = _rule(rules, " | ".join(leads))
+    text = _terminal(rules, "/(?s:.*)/")
+    needs_one = _flag(form, "at_least_one", param)
+    if _flag(form, "stop_after_first", param):
+        return one if needs_one else f"({text} | {one})"
+    return f"({one} ({one})* {text}?)" if needs_one else f"(({one})* {text}?)"
+
+
+def _tag(form: object, param: str) -> dict[str, Any]:
+    """A tag of a list, whose `type` may be missing. Raises InvalidRequest."""
+    if not isinstance(form, dict) or not isinstance(form.get("begin"), str):
+        raise InvalidRequest(f"{param} must be a tag", param=param)
+    return {"type": "tag", **form}
+
+
+def _flag(form: Mapping[str, object], name: str, param: str) -> bool:
+    value = form.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{param}.{name} must be true or false", param=f"{param}.{name}")
+    return value
+
+
+def _lead(end: str, rules: list[str]) -> str:
+    """A rule for text up to the first end mark, the mark included."""
+    escaped = re.escape(end).replace("/", "\\/").replace("\\\n", "\\n")
+    return _rule(rules, f"/(?s:.*){escaped}/", attributes="[lazy]")
 
 
 def _content(content: object, end: str, param: str, rules: list[str]) -> str:
     """The content of a tag up to its end; free text ends at the first end mark."""
     if isinstance(content, Mapping) and content.get("type") == "any_text":
-        escaped = re.escape(end).replace("/", "\\/").replace("\\\n", "\\n")
-        return _rule(rules, f"/(?s:.*){escaped}/", attributes="[lazy]")
+        return _lead(end, rules)
     where = f"{param}.content"
     return f"{_expression(content, where, rules, is_last=False)} {literal(end)}"
 

@@ -23,7 +23,7 @@ from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
 from router.text.forms.calling import CallForm, Calling
 from router.text.forms.chosen import HERMES
-from router.text.structural_tags import grammar_of_tag
+from router.text.structural_tags import grammar_of_tag, newer_form
 
 MAX_TOOLS = 128
 MAX_CHOICES = 10_000
@@ -129,10 +129,13 @@ def _response_format(value: Json) -> Structure:
 
 def _structural_tag(value: Fields, param: str) -> Structure:
     _check_nesting(value, param)
-    for name in value.keys() - {"type", "format"}:  # such as the older form's `triggers`
+    is_older = "structures" in value
+    known = {"type", "structures", "triggers"} if is_older else {"type", "format"}
+    for name in value.keys() - known:
         raise InvalidRequest(f"{param}.{name} is not supported", param=f"{param}.{name}")
-    where = f"{param}.format"
-    source = grammar_of_tag(value.get("format"), where)
+    where = param if is_older else f"{param}.format"
+    form = newer_form(value, param) if is_older else value.get("format")
+    source = grammar_of_tag(form, where)
     return Structure(Grammar(GrammarKind.LARK, source), where)
 
 

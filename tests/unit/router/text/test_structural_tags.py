@@ -9,7 +9,7 @@ import engine.model
 from engine.errors import GrammarError, InvalidRequest
 from engine.grammar.guides import LlGuides
 from engine.messages import Grammar, GrammarKind
-from router.text.structural_tags import grammar_of_tag
+from router.text.structural_tags import grammar_of_tag, newer_form
 
 TOKENIZER = Path(engine.model.__path__[0]) / "bundled" / "target" / "tokenizer.json"
 GUIDES = LlGuides(TOKENIZER, vocab_size=4096, eos_token_ids=[0])
@@ -32,6 +32,22 @@ def tag(content, end="</a>"):
     return {"type": "tag", "begin": "<a>", "content": content, "end": end}
 
 
+FIRST = {"at_least_one": True, "stop_after_first": True}
+OBJECT = {"type": "json_schema", "json_schema": {"type": "object", "maxProperties": 0}}
+TRIGGERED = {
+    "type": "triggered_tags",
+    "triggers": ["<a>", "<b "],
+    "tags": [tag(SCHEMA), {"begin": "<b n>", "content": OBJECT, "end": "</b>"}],
+}
+OLDER = newer_form(
+    {
+        "structures": [{"begin": "<a>", "schema": SCHEMA["json_schema"], "end": "</a>"}],
+        "triggers": ["<a"],
+    },
+    "format",
+)
+
+
 @pytest.mark.parametrize(
     ("form", "allowed", "refused"),
     [
@@ -47,6 +63,24 @@ def tag(content, end="</a>"):
             ["<a>x</a><a>1</a>", "<a>x</a><a>1</a> and more"],
             ["<a>x</a>", "<a>x</a><a>3</a>"],
         ),
+        (
+            {"type": "tags_with_separator", "tags": [tag(SCHEMA)], "separator": ", "},
+            ["", "<a>1</a>", "<a>1</a>, <a>1</a>"],
+            ["<a>1</a><a>1</a>", "<a>1</a>, ", "x"],
+        ),
+        (
+            {"type": "tags_with_separator", "tags": [tag(SCHEMA)], "separator": "", **FIRST},
+            ["<a>1</a>"],
+            ["", "<a>1</a><a>1</a>"],
+        ),
+        (
+            TRIGGERED,
+            ["", "text", "x<a>1</a>", "x<a>1</a>y<b n>{}</b>z", "<a>1</a><a>1</a>"],
+            ["x<a>", "x<a>2</a>", "x<a>1</a>y<b n>1</b>", "<b >"],
+        ),
+        (TRIGGERED | FIRST, ["x<a>1</a>"], ["x", "", "<a>1</a>y"]),
+        (TRIGGERED | {"stop_after_first": True}, ["x", "x<a>1</a>"], ["<a>1</a>y", "<a>2</a>"]),
+        (OLDER, ["", "x<a>1</a>y"], ["x<a>2</a>"]),
     ],
 )
 def test_an_answer_is_made_of_the_parts(form, allowed, refused):
@@ -59,6 +93,13 @@ def test_an_answer_is_made_of_the_parts(form, allowed, refused):
     [
         (None, "format"),
         ({"type": "triggered_tags"}, "format.type"),
+        (TRIGGERED | {"triggers": ["<", "<a"]}, "format.tags[0].begin"),
+        (TRIGGERED | {"triggers": [""]}, "format.triggers[0]"),
+        (TRIGGERED | {"triggers": ["<c"]}, "format.tags[0].begin"),
+        (TRIGGERED | {"tags": [3]}, "format.tags[0]"),
+        (TRIGGERED | {"tags": []}, "format.tags"),
+        (TRIGGERED | {"at_least_one": 1}, "format.at_least_one"),
+        ({"type": "sequence", "elements": [TRIGGERED, CONST]}, "format.elements[0].type"),
         ({"type": "const_string", "value": 3}, "format.type"),
         ({"type": "sequence", "elements": []}, "format.type"),
         ({"type": "sequence", "elements": [ANY, CONST]}, "format.elements[0]"),
