@@ -3,7 +3,8 @@
 The compiler follows unions and intersections. It knows no negation, and `oneOf` is one: exactly one
 alternative, so none of the others. Here these become positive:
 
-    oneOf              anyOf, if the alternatives are apart, or are made so by forbidding a key
+    oneOf              anyOf, if the alternatives are apart, or are made so by forbidding a key or
+                       by the negation of the other one
     not                what remains: other types, an absent key, other texts
     if, then, else     (if and then) or (not if, and else)
     dependencies       for each key: it is absent, or what depends on it holds
@@ -161,6 +162,8 @@ class _Positive:
             for this, that in ((i, j), (j, i)):
                 more = self._what_excludes(branches[that], branches[this], around)
                 if more is None:
+                    more = self._opposite(branches[that], branches[this], around)
+                if more is None:
                     why = f"oneOf: a value may satisfy both alternative {i} and alternative {j}"
                     raise GrammarError(f"{why} (at {at})")
                 if more and more not in narrower[this]:
@@ -190,6 +193,24 @@ class _Positive:
             return more
         names = type_names(left)
         return more | {"type": names} if names else None
+
+    def _opposite(self, other: Json, one: Json, around: frozenset[str]) -> Schema | None:
+        """The negation of `other`, as far as values of `one` have its types; None if none has."""
+        try:
+            negated = self._negation.of(other)
+        except NoPositiveForm:
+            return None
+        is_union = isinstance(negated, dict) and negated.keys() == {"anyOf"}
+        parts = negated["anyOf"] if is_union else [negated]
+        allowed = self._known.facts(one).types & around
+        left = [
+            part for part in parts if part is not False and self._known.facts(part).types & allowed
+        ]
+        if True in left:
+            return {}
+        if not left:
+            return None
+        return left[0] if len(left) == 1 else {"anyOf": left}
 
     def _of_keys(self, other: Json, one: Json) -> Schema | None:
         """The same for objects. A key that `one` does not speak of is missed least."""

@@ -191,7 +191,7 @@ def test_a_key_has_one_spelling():
         ({"type": "string", "pattern": "(?=a)"}, "look-around"),
         ({"type": "string", "pattern": "[a-z&&[^b]]"}, "character class"),
         ({"type": "object", "patternProperties": {"[a--z]": {}}}, "character class"),
-        ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf"),
+        ({"oneOf": [{"type": "string"}, {"pattern": "a"}]}, "oneOf"),
         ({"$ref": "https://example.com/schema"}, "$ref"),
         ({"$ref": "#/$defs/absent"}, "$ref"),
         ({"$ref": "#/components/y", "components": {"x": {"type": "string"}}}, "$ref"),
