@@ -26,6 +26,19 @@ from engine.errors import InvalidRequest
 from router.text.forms.calling import literal
 
 MAX_PARTS = 1000
+_OF_TAG = frozenset({"type", "begin", "content", "end"})
+_OF_TAGS = frozenset({"type", "tags", "at_least_one", "stop_after_first"})
+_NAMES: Mapping[str, frozenset[str]] = {  # of the fields of a format, by its type
+    "const_string": frozenset({"type", "value"}),
+    "json_schema": frozenset({"type", "json_schema"}),
+    "any_text": frozenset({"type"}),
+    "sequence": frozenset({"type", "elements"}),
+    "or": frozenset({"type", "elements"}),
+    "tag": _OF_TAG,
+    "tags_with_separator": _OF_TAGS | {"separator"},
+    "triggered_tags": _OF_TAGS | {"triggers"},
+}
+_OF_STRUCTURE = frozenset({"begin", "schema", "end"})
 
 
 def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
@@ -33,13 +46,13 @@ def newer_form(value: Mapping[str, Any], param: str) -> dict[str, Any]:
     structures = value.get("structures")
     if not isinstance(structures, list):
         raise InvalidRequest(f"{param}.structures must be a list", param=f"{param}.structures")
-    tags = [
-        {
-            **_tag(each, f"{param}.structures[{i}]"),
-            "content": {"type": "json_schema", "json_schema": each.get("schema")},
-        }
-        for i, each in enumerate(structures)
-    ]
+    tags: list[dict[str, Any]] = []
+    for i, each in enumerate(structures):
+        where = f"{param}.structures[{i}]"
+        tag = _tag(each, where)
+        _check_names(each, _OF_STRUCTURE, where)
+        content = {"type": "json_schema", "json_schema": tag.pop("schema", None)}
+        tags.append({**tag, "content": content})
     return {"type": "triggered_tags", "triggers": value.get("triggers"), "tags": tags}
 
 
@@ -56,6 +69,7 @@ def _expression(form: object, param: str, rules: list[str], *, is_last: bool) ->
         raise InvalidRequest(f"{param}: more than {MAX_PARTS} parts", param=param)
     if not isinstance(form, dict):
         raise InvalidRequest(f"{param} must be an object", param=param)
+    _check_names(form, _NAMES.get(str(form.get("type")), frozenset(form)), param)
     match form:
         case {"type": "const_string", "value": str(value)}:
             return literal(value) if value else '""'
@@ -149,6 +163,14 @@ def _tag(form: object, param: str) -> dict[str, Any]:
     return {"type": "tag", **form}
 
 
+def _check_names(form: Mapping[str, object], known: frozenset[str], param: str) -> None:
+    """Raises InvalidRequest, which names the first field that means nothing here."""
+    unknown = next((name for name in form if name not in known), None)
+    if unknown is not None:
+        where = f"{param}.{unknown}"
+        raise InvalidRequest(f"{where} is not supported", param=where)
+
+
 def _flag(form: Mapping[str, object], name: str, param: str) -> bool:
     value = form.get(name, False)
     if not isinstance(value, bool):
@@ -165,6 +187,7 @@ def _lead(end: str, rules: list[str]) -> str:
 def _content(content: object, end: str, param: str, rules: list[str]) -> str:
     """The content of a tag up to its end; free text ends at the first end mark."""
     if isinstance(content, Mapping) and content.get("type") == "any_text":
+        _check_names(content, _NAMES["any_text"], f"{param}.content")
         return _lead(end, rules)
     where = f"{param}.content"
     return f"{_expression(content, where, rules, is_last=False)} {literal(end)}"

@@ -100,6 +100,12 @@ def test_an_answer_is_made_of_the_parts(form, allowed, refused):
         (TRIGGERED | {"tags": []}, "format.tags"),
         (TRIGGERED | {"at_least_one": 1}, "format.at_least_one"),
         ({"type": "sequence", "elements": [TRIGGERED, CONST]}, "format.elements[0].type"),
+        (ANY | {"excludes": ["x"]}, "format.excludes"),
+        (CONST | {"whim": 1}, "format.whim"),
+        (SCHEMA | {"style": "xml"}, "format.style"),
+        ({"type": "sequence", "elements": [tag(ANY | {"a": 1})]}, "format.elements[0].content.a"),
+        (TRIGGERED | {"excludes": ["x"]}, "format.excludes"),
+        (TRIGGERED | {"tags": [{"begin": "<a>", "x": 1}]}, "format.tags[0].x"),
         ({"type": "const_string", "value": 3}, "format.type"),
         ({"type": "sequence", "elements": []}, "format.type"),
         ({"type": "sequence", "elements": [ANY, CONST]}, "format.elements[0]"),
@@ -111,4 +117,18 @@ def test_an_answer_is_made_of_the_parts(form, allowed, refused):
 def test_a_part_that_cannot_be_followed_is_named(form, param):
     with pytest.raises(InvalidRequest) as caught:
         grammar_of_tag(form, "format")
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"structures": 3}, "tag.structures"),
+        ({"structures": [{"begin": "<a>", "end": ">", "style": 1}]}, "tag.structures[0].style"),
+        ({"structures": [{}]}, "tag.structures[0]"),
+    ],
+)
+def test_an_older_form_that_is_wrong_is_named(value, param):
+    with pytest.raises(InvalidRequest) as caught:
+        newer_form(value, "tag")
     assert caught.value.param == param
