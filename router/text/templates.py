@@ -20,6 +20,7 @@ from engine.errors import CheckpointError, InvalidRequest
 
 # Variables that a client cannot set in another way than by their fields.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+THINKING = "message.thinking"  # in the source of a template of gpt-oss
 # Exceptions that a template may raise for unexpected messages.
 _TEMPLATE_FAULTS = (
     TemplateError,
@@ -58,6 +59,7 @@ class ChatTemplate:
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except TemplateError as error:
             raise CheckpointError(f"the chat template does not compile: {error}") from error
+        self._reads_thinking = THINKING in source
         self._own_names = {*RESERVED, *self._special_tokens, *environment.globals}
 
     def check_variables(self, names: Iterable[str]) -> None:
@@ -74,6 +76,8 @@ class ChatTemplate:
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> str:
         """Renders the prompt, up to the assistant's answer or into it. Raises InvalidRequest."""
+        if self._reads_thinking:
+            messages = [_with_thinking(message) for message in messages]
         try:
             text = self._template.render(
                 **{**options.variables, **self._special_tokens},
@@ -85,6 +89,17 @@ class ChatTemplate:
             message = f"the chat template refused the messages: {error}"
             raise InvalidRequest(message, param="messages") from error
         return _without_end(text, messages[-1]) if options.continue_final_message else text
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under the name that gpt-oss's template reads.
+
+    Beside tool calls that template takes either reasoning or a text, which it writes alike.
+    """
+    reasoning = message.get("reasoning_content")
+    if not reasoning or (message.get("tool_calls") and message.get("content")):
+        return message
+    return {**message, "thinking": reasoning}
 
 
 def _without_end(text: str, final: Mapping[str, Any]) -> str:
