@@ -116,11 +116,11 @@ class ScriptedWorker:
         (hello,) = decode_to_worker(await anext(frames))
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
+        session = Session(send)
+        self.sessions.append(session)  # first: a test goes on as soon as the router has joined
         greeting = [self.welcome] if self.greeting is None else self.greeting
         if greeting:
-            await send(encode_frame(greeting))
-        session = Session(send)
-        self.sessions.append(session)
+            await session.say(*greeting)
         reader = asyncio.create_task(self._read(frames, session))
         broken = asyncio.create_task(session.broken.wait())
         try:
