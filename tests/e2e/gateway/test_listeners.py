@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 
+from engine.net.grpc_library import grpc
 from tests.kits.services.served import Served, command_line, marked_pids, serve
 from tests.kits.services.sockets import Listener, listeners, tree
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import patch
 
-import grpc
 import pytest
 
 from engine.net import rpc
+from engine.net.grpc_library import grpc
 from engine.net.rpc import PeerSilent, Send, SessionClient, SessionServer
 from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo, with_grpc
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from engine.errors import Untrusted
 from engine.net import rpc
 from engine.net.challenge import CHALLENGE_BYTES, CLAIM_BYTES, Claimant
+from engine.net.grpc_library import grpc
 from engine.net.rpc import SessionClient, SessionServer
 from engine.net.trust import Secret
 from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo, with_grpc

@@ -1,8 +1,10 @@
-"""Neither the core nor its tests need torch, transformers or Ray."""
+"""What modules load: the core no torch, transformers or Ray; nobody gRPC without its settings."""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("engine", "prefill", "decode", "router", "kvtransfer", "tests/unit")
@@ -21,6 +23,18 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
 
+SETTINGS_OF_GRPC = """
+import importlib, os, sys
+
+class Watch:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "grpc":
+            print(os.environ.get("GRPC_EXPERIMENTS"))
+
+sys.meta_path.insert(0, Watch())
+importlib.import_module(sys.argv[1])
+"""
+
 
 def module_names() -> list[str]:
     """Every module of the core and of the unit tests."""
@@ -33,8 +47,20 @@ def module_names() -> list[str]:
 
 
 def test_core_and_unit_tests_import_without_torch_or_ray():
-    command = [sys.executable, "-c", IMPORT_ALL, *module_names()]
+    imported(IMPORT_ALL, *module_names())
+
+
+@pytest.mark.parametrize("name", ["deploy.services.gateway", "deploy.services.worker"])
+def test_services_load_grpc_with_its_settings(name: str):
+    """A library that loads it first costs the gateway a tenth of its throughput."""
+    assert "-event_engine_client" in imported(SETTINGS_OF_GRPC, name)
+
+
+def imported(program: str, *names: str) -> str:
+    """Runs a program that imports modules in a fresh process. Returns what it prints."""
+    command = [sys.executable, "-c", program, *names]
     result = subprocess.run(
         command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
