@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 import uvloop
 
-from bench.peers.driver import drive
+from bench.peers.driver import drive, stdout_for_answers
 
 EVENT = b"data: {"
 LAST_CHUNK = b"0\r\n\r\n"
@@ -132,4 +132,4 @@ def _request(body: dict[str, Any], seed: int) -> bytes:
 
 
 if __name__ == "__main__":
-    drive(StreamClient, sys.stdin, sys.stdout)
+    drive(StreamClient, sys.stdin, stdout_for_answers())

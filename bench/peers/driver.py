@@ -100,7 +100,11 @@ def drive(load: Callable[[], Engine], commands: Iterable[str], out: TextIO) -> N
 
 
 def stdout_for_answers() -> TextIO:
-    """Returns a stdout to which only the caller can write from now on."""
+    """Returns a stdout to which only the caller can write from now on.
+
+    It has a buffer, and so writes long answers whole. With PYTHONUNBUFFERED, `sys.stdout` loses the
+    rest of an answer if the pipe takes only a part.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return out
