@@ -15,6 +15,7 @@ from tests.kits.services.served import matching, metrics, poll_until
 pytestmark = pytest.mark.torch
 
 NUM_LINES = 200
+IDLE_S = 0.06
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -59,7 +60,7 @@ def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
     )
     for _ in range(25):
         client.completions.create(model="baton-bundled", prompt="x", max_tokens=1)
-        time.sleep(0.12)  # the pools are idle after 0.1 s
+        time.sleep(2 * IDLE_S)
         if client.batches.retrieve(batch.id).status in ENDED:
             break
     poll_until(lambda: client.batches.retrieve(batch.id).status in ENDED, "it ends", 20)
@@ -69,7 +70,10 @@ def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
 
 
 def test_a_batch_goes_on_after_kill_9_of_every_process(tmp_path: Path) -> None:
-    store = {"BATON_GATEWAY__STORE": str(tmp_path / "store.sqlite")}
+    store = {
+        "BATON_GATEWAY__STORE": str(tmp_path / "store.sqlite"),
+        "BATON_GATEWAY__BATCH_IDLE_S": str(IDLE_S),
+    }
     options = {"--mixed": 1, "--threads": 1, "--kv-mib": 64}
     with (
         serving(BUNDLED_MODEL, options, store) as deployment,
