@@ -15,7 +15,9 @@ from tests.kits.services.served import matching, metrics, poll_until
 pytestmark = pytest.mark.torch
 
 NUM_LINES = 200
-IDLE_S = 0.06
+IDLE_S = 0.05
+LONG = {"ignore_eos": True}
+RUNNING = 'baton_batch_requests{state="running"}'
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -45,12 +47,10 @@ def texts_of(client: openai.OpenAI, batch: Batch) -> list[str]:
 
 def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
     """Interrupts sampled answers many times, and compares them with those of plain requests."""
-    bodies = [
-        {"model": "baton-bundled", "prompt": f"def f{i}(", "max_tokens": 48, "seed": i}
-        for i in range(6)
-    ]
+    body = {"model": "baton-bundled", "max_tokens": 300}
+    bodies = [{**body, "prompt": f"def f{i}(", "seed": i} for i in range(6)]
     lines = [
-        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body}
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body | LONG}
         for i, body in enumerate(bodies)
     ]
     data = "\n".join(json.dumps(line) for line in lines).encode()
@@ -58,13 +58,15 @@ def pauses_do_not_change_answers(client: openai.OpenAI, url: str) -> None:
     batch = client.batches.create(
         input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
     )
-    for _ in range(25):
+
+    def has_ended() -> bool:
+        return client.batches.retrieve(batch.id).status in ENDED
+
+    while not has_ended():
+        poll_until(lambda: metrics(url)[RUNNING] > 0 or has_ended(), "it goes on", 20)
         client.completions.create(model="baton-bundled", prompt="x", max_tokens=1)
-        time.sleep(2 * IDLE_S)
-        if client.batches.retrieve(batch.id).status in ENDED:
-            break
-    poll_until(lambda: client.batches.retrieve(batch.id).status in ENDED, "it ends", 20)
-    plain = [client.completions.create(**body).choices[0].text for body in bodies]
+    asked = [client.completions.create(**body, extra_body=LONG) for body in bodies]
+    plain = [answer.choices[0].text for answer in asked]
     assert texts_of(client, client.batches.retrieve(batch.id)) == plain
     assert sum(matching("baton_batch_pauses_total", metrics(url)).values()) > 0
 
