@@ -3,9 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 CPP := $(wildcard */native/src/*.cpp */native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h)
 
-.PHONY: install serve test check format test-core test-parts test-services test-ray test-chaos test-long fuzz clean
+.PHONY: install environments serve test check format test-core test-parts test-services test-ray test-chaos test-long fuzz clean
 
 install: .venv/.installed
+
+# All that tests need. With --jobs they are made side by side.
+environments: .venv/.installed .venv-core/.installed .venv-clients/.installed
 
 # torch comes first, so that no later package pulls in another build of it.
 .venv/.installed: pyproject.toml constraints.txt
@@ -55,7 +58,8 @@ fuzz: install
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000
 	$(BIN)/python -m tests.fuzz.grammars --runs 20000
 
-.venv-core/.installed: pyproject.toml constraints.txt
+# Not beside the other one: both write the package's metadata into this folder.
+.venv-core/.installed: pyproject.toml constraints.txt | .venv/.installed
 	$(PYTHON) -m venv .venv-core
 	.venv-core/bin/pip install --quiet -c constraints.txt -e '.[bench,test]'
 	@touch $@
