@@ -23,3 +23,8 @@ class MonotonicClock:
 def unix_time_s() -> int:
     """Wall-clock seconds since 1970, for `created` fields; never used to measure."""
     return int(time.time())
+
+
+def unix_time_ns() -> int:
+    """Wall-clock nanoseconds since 1970, to place spans in time; never used to measure."""
+    return time.time_ns()

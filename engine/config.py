@@ -2,18 +2,22 @@
 
 Unknown keys and values of the wrong type are errors that name them. Environment variables are
 `BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
+The text "none" unsets a key whose type allows None, as TOML and variables have no null.
 Defaults run on a laptop. Each part of a process gets only its part of the tree, and none writes to
-it. docs/tuning.md explains the settings that affect performance.
+it. docs/tuning.md explains the settings that affect performance. The comments at the keys are their
+meanings in `baton config reference` and docs/configuration.md: see `engine.config_reference`.
 """
 
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from enum import StrEnum
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -22,9 +26,12 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 ENVIRONMENT_PREFIX = "BATON_"
+UNSET = "none"  # the value that unsets a key
 MAX_KEY_BYTES = 256  # of an API key
+MAX_MODELS = 16  # beside the main one
 MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
 _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_BYTES}}}")  # of characters that a header may have
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY_HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:_\[\]-]+")  # as browsers write it
 
@@ -67,6 +74,14 @@ class GenerationDefaults(StrEnum):
     NONE = "none"  # those of the API
 
 
+class DashboardMode(StrEnum):
+    """The pages for people that a gateway serves at `/`, `/dashboard` and `/play`."""
+
+    ON = "on"  # orders need the admin key
+    READ_ONLY = "read-only"  # without orders
+    OFF = "off"
+
+
 class RouterPolicy(StrEnum):
     """The policies by which the router chooses workers for a request."""
 
@@ -83,6 +98,22 @@ class Spread(StrEnum):
 
     PACK = "pack"  # over as few as possible: KV moves through shared memory
     SPREAD = "spread"  # each role over as many as possible: a dying node takes few workers along
+
+
+class LogFormat(StrEnum):
+    """How processes write their log."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    """The least level of log lines."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 class PlannerMode(StrEnum):
@@ -130,10 +161,10 @@ def _require_not_negative(section: str, config: msgspec.Struct, names: Iterable[
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of every worker."""
 
-    block_size: int = 16  # tokens
-    weights: WeightFormat = WeightFormat.AUTO
-    kv_dtype: KVFormat = KVFormat.FP32
-    decode_kv_dtype: KVFormat | None = None  # of decode workers; None: kv_dtype
+    block_size: int = 16  # tokens of one block of KV
+    weights: WeightFormat = WeightFormat.AUTO  # format of the linear layers
+    kv_dtype: KVFormat = KVFormat.FP32  # format of KV in the pools
+    decode_kv_dtype: KVFormat | None = None  # the same, of decode workers; None: kv_dtype
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
     # Decode workers may compute short prompts themselves if that is predicted to be quicker than a
     # hand-over. Never if prefill workers store KV in another format, or send it in one: answers
@@ -144,14 +175,19 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: int = 512  # tokens of one step
     chunk_tokens: int = 256  # tokens of one prompt in one step
     max_running: int = 64  # sequences that decode at once
-    kv_transport: Transport = Transport.AUTO
+    kv_transport: Transport = Transport.AUTO  # the way of KV between workers
     threads: int | None = None  # torch threads; None: the cores divided among the workers
-    speculate: Speculate = Speculate.OFF
-    draft_model: str | None = None  # directory
-    max_draft_tokens: int = 8  # of one sequence in one step
-    publish_token_ids: bool = False  # in block events, where every subscriber can read them
+    speculate: Speculate = Speculate.OFF  # the source of tokens that the model verifies
+    draft_model: str | None = None  # directory of the model that `speculate` uses
+    max_draft_tokens: int = 8  # guessed tokens of one sequence in one step
+    publish_token_ids: bool = False  # in block events, which every subscriber can read
     # A worker whose step takes longer ends, so that another one starts. None: no limit.
     step_timeout_s: float | None = 60.0
+    # Peak of the hardware of one worker, for /metrics: 10¹² flops a second, in the format that it
+    # computes in. None: its use is not shown as a share.
+    peak_tflops: float | None = None
+    # The same, of the memory that holds the weights: 10⁹ bytes a second.
+    peak_gb_per_s: float | None = None
 
     @property
     def draft_path(self) -> Path | None:
@@ -163,7 +199,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running")
         optional = ("kv_mib", "max_model_len", "threads", "step_timeout_s")
-        _require_positive("worker", self, (*sizes, *optional, "max_draft_tokens"))
+        peaks = ("peak_tflops", "peak_gb_per_s")
+        _require_positive("worker", self, (*sizes, *optional, *peaks, "max_draft_tokens"))
         _require(
             self.speculate is not Speculate.DRAFT or self.draft_model is not None,
             "worker.speculate = draft needs worker.draft_model",
@@ -177,62 +214,68 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of admission and placement of requests."""
 
-    policy: RouterPolicy = RouterPolicy.SLO
+    policy: RouterPolicy = RouterPolicy.SLO  # the choice of workers for a request
     seed: int | None = None  # of the generator that breaks ties; None: each gateway its own
     max_queue: int = 1024  # requests waiting for a worker
-    queue_timeout_s: float = 60.0
+    queue_timeout_s: float = 60.0  # a request that waits longer is refused
     # A key that holds less than another key waits this long for room. Then the youngest sequences
     # of the other are put back. None: it waits until they end.
     turn_after_s: float | None = 1.0
     silence_s: float = 3.0  # a worker that sends nothing for this long counts as lost
-    stuck_step_s: float = 5.0  # so does a worker whose step is longer, and far above its prediction
+    stuck_step_s: float = 5.0  # so counts a step that is longer, and far above its prediction
     # A prompt that takes this many times its predicted time is computed on a second worker as well;
     # the first one to finish goes on. None: no second worker.
     hedge_after: float | None = 3.0
     progress_timeout_s: float = 60.0  # a worker without news of a request for this long loses it
-    slowest_prefill_tokens_per_s: float = 100.0  # extends that time by the prompt's tokens / this
+    slowest_prefill_tokens_per_s: float = 100.0  # progress_timeout_s grows by prompt tokens / this
     max_attempts: int = 5  # placements of one request
     prefill_backlog_s: float = 0.05  # a prefill worker with more to do gets no further prompt
     prefill_backlog_tokens: int = 1024  # the same, while the worker's speed is unknown
     offer_timeout_s: float = 1.0  # longest wait of a prompt for the offer of a cached prefix
     move_timeout_s: float = 10.0  # longest wait if only a worker that cannot pull its KV has room
+    # Running sequences move from a full decode worker to one that was started, flipped or paused
+    # meanwhile. False: each stays where it is, unless its worker is to stop decoding.
+    balance: bool = True
+    balance_gain: float = 0.2  # the least difference of their predicted steps, as a share
     slo_ttft_s: float | None = None  # requests predicted to exceed it are refused; None: no bound
     slo_tpot_s: float | None = None  # decode workers are filled only as far as they keep it
 
     def __post_init__(self) -> None:
-        amounts = set(self.__struct_fields__) - {"policy", "seed"}
+        amounts = set(self.__struct_fields__) - {"policy", "seed", "balance"}
         _require_positive("router", self, sorted(amounts))
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP side."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = "127.0.0.1"  # the address to listen on
+    port: int = 8000  # of HTTP; 0: the system chooses
     # The Open Inference Protocol over gRPC, on this port of the same host. None: not served.
     grpc_port: int | None = None
-    processes: int = 1  # they share the ports
-    model_name: str | None = None  # None: the name of the model's directory
+    # Of gateways; they share the ports. None: 2 for `baton serve` with at least 4 cores and without
+    # limits of keys, which each process counts by itself; else 1.
+    processes: int | None = None
+    model_name: str | None = None  # in the API; None: the name of the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
-    # How the model writes tool calls and reasoning, by vLLM's names of parsers. auto: as its chat
-    # template shows. none: calls in Hermes' form; reasoning stays in the text.
+    # How the model writes tool calls, by vLLM's names of parsers. auto: as its chat template shows.
+    # none: calls in Hermes' form; reasoning stays in the text.
     tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
+    reasoning_parser: str = "auto"  # the same, of reasoning
     # Sampling where clients say nothing: that of generation_config.json, or none.
     generation_config: GenerationDefaults = GenerationDefaults.AUTO
-    keys_file: str | None = None  # of `baton keys`
+    keys_file: str | None = None  # API keys: the file of `baton keys`
     # Keys of the operator's own, instead of a keys file: a key or a list. `load_config` puts hashes
     # in their place, "sha256:" and 64 hex digits, which an operator may write too.
     api_key: tuple[str, ...] = ()
-    # Limits of each key without limits of its own, in each process. Without keys, they hold for all
-    # clients together. None: no limit.
+    # Requests of each key without limits of its own, in each process. Without keys, this holds for
+    # all clients together. None: no limit.
     requests_per_s: float | None = None
-    tokens_per_min: int | None = None  # of prompts and answers
-    max_streams: int | None = None  # requests in flight
+    tokens_per_min: int | None = None  # the same, of prompts and answers
+    max_streams: int | None = None  # the same, of requests in flight
     min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
-    max_body_bytes: int = 8 * 2**20
-    max_choices: int = 16  # of one prompt: `n`, `best_of`
-    max_batch_choices: int = 128  # of all prompts of one request
+    max_body_bytes: int = 8 * 2**20  # of a request, files aside
+    max_choices: int = 16  # answers to one prompt: `n`, `best_of`
+    max_batch_choices: int = 128  # answers to all prompts of one request
     # File (SQLite) of kept responses, files and batches, which all processes of a machine share.
     # None: in the memory of each process, so that they end with it.
     store: str | None = None
@@ -242,32 +285,40 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Batches run while no other request does. Beside others they get this share of the places in
     # decode workers. After others they wait for `batch_idle_s` before they take all places.
     batch_share: float = 0.0
-    batch_idle_s: float = 0.5
-    # Kept responses, of all keys and of each. What was not used for longest goes first.
+    batch_idle_s: float = 0.5  # without other requests, before batches take all places
+    # Kept responses, of all keys. What was not used for longest goes first.
     max_responses: int = 20_000
-    max_responses_bytes: int = 256 * 2**20
-    max_key_responses: int = 5_000
-    max_key_responses_bytes: int = 64 * 2**20
-    response_days: float = 30.0  # after its last use
+    max_responses_bytes: int = 256 * 2**20  # of kept responses, of all keys
+    max_key_responses: int = 5_000  # kept responses of one key
+    max_key_responses_bytes: int = 64 * 2**20  # of kept responses of one key
+    response_days: float = 30.0  # a kept response goes this long after its last use
     max_background_responses: int = 256  # that run at once, in each process
     record_dir: str | None = None  # each process writes its router's events and effects there
-    # Limits of each process. A proxy counts as one address.
-    max_connections: int = 8192
-    max_connections_per_address: int = 2048
+    max_connections: int = 8192  # of each process
+    max_connections_per_address: int = 2048  # the same; a proxy counts as one address
     max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
-    head_timeout_s: float = 10.0  # from the first byte of a request, or from the connection's start
+    head_timeout_s: float = 10.0  # of a head, from its first byte or the connection's start
+    dashboard: DashboardMode = DashboardMode.ON  # landing page, dashboard, playground
     open_to_all: bool = False  # needed to listen beyond this machine without keys
     # Origins, as https://chat.example.com, of pages whose scripts may use the API. "*": all.
     cors_origins: tuple[str, ...] = ()
     tls_cert: str | None = None  # PEM; with `tls_key` the gateway serves HTTPS, and no HTTP
-    tls_key: str | None = None  # new files are read without a restart
-    tls_client_ca: str | None = None  # clients need a certificate that one of these signed
+    tls_key: str | None = None  # PEM; new files are read without a restart
+    tls_client_ca: str | None = None  # PEM; clients need a certificate that one of these signed
+    # OpenTelemetry: the URL of a collector, as http://127.0.0.1:4318/v1/traces. None: no traces.
+    trace_endpoint: str | None = None
+    trace_share: float = 1.0  # of requests that come without a trace, for which spans are made
     drain_timeout_s: float = 30.0  # when the gateway stops, running answers may take this long
 
     @property
     def needs_key(self) -> bool:
         """True if clients need a key."""
         return self.keys_file is not None or bool(self.api_key)
+
+    @property
+    def shares_port(self) -> bool:
+        """True if several processes listen on the port."""
+        return self.processes is not None and self.processes > 1
 
     @property
     def key_hashes(self) -> tuple[str, ...]:
@@ -307,6 +358,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         _require_positive("gateway", self, (*counts, *bounds, *files, *kept))
         _require_not_negative("gateway", self, ("drain_timeout_s", "batch_idle_s"))
+        _require(0 <= self.trace_share <= 1, "gateway.trace_share must be between 0 and 1")
+        _require(
+            self.trace_endpoint is None or self.trace_endpoint.startswith(("http://", "https://")),
+            "gateway.trace_endpoint must be the URL of a collector: http://HOST:4318/v1/traces",
+        )
         _require(0 <= self.batch_share <= 1, "gateway.batch_share must be between 0 and 1")
         _require(
             is_loopback(self.host) or self.needs_key or self.open_to_all,
@@ -348,26 +404,57 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of workers, and where Ray may put them."""
 
-    prefill: int | None = None  # None: 1, or 0 if there are mixed ones
-    decode: int | None = None
+    prefill: int | None = None  # workers at the start; None: 1, or 0 if there are mixed ones
+    decode: int | None = None  # as `prefill`
     mixed: int = 0  # workers that do both
-    max_workers: int | None = None  # None: as GPUs allow, or cores, and at least 4
-    drain_timeout_s: float = 60.0  # a worker that still holds sequences is then stopped
+    max_workers: int | None = None  # of all pools; None: as GPUs allow, or cores, and at least 4
+    spares: int = 0  # workers with the model loaded that wait to take the place of a dead one
+    drain_timeout_s: float = 60.0  # a drained worker that still holds sequences then stops
     steady_s: float = 60.0  # a worker that ran longer restarts at once, others ever later
     update_timeout_s: float = 900.0  # an update without progress for this long is given up
+    # All workers of a pool with a KV format of its own have been dead for this long: a worker with
+    # the other format stands in for them. Answers go on, but their tokens may differ.
+    inexact_after_s: float = 5.0
     num_gpus: float = 0.0  # of one worker: whole GPUs, or a part of one
     prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
     decode_resource: str | None = None  # where decode and mixed workers start
     placement: Spread = Spread.PACK  # over the nodes of a cluster
+    price_per_hour: float | None = None  # of one worker, in any currency; for /metrics
 
     def __post_init__(self) -> None:
-        _require_not_negative("pools", self, ("prefill", "decode", "mixed", "num_gpus"))
+        _require_not_negative("pools", self, ("prefill", "decode", "mixed", "spares", "num_gpus"))
         _require(
             self.num_gpus <= 1 or float(self.num_gpus).is_integer(),
             "pools.num_gpus must be whole, or less than 1",
         )
-        times = ("drain_timeout_s", "steady_s", "update_timeout_s")
+        times = ("drain_timeout_s", "steady_s", "update_timeout_s", "inexact_after_s")
         _require_positive("pools", self, ("max_workers", *times))
+        _require_not_negative("pools", self, ("price_per_hour",))
+
+
+class UpdateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How `baton update` shifts requests to a version that takes over, and when it is given up."""
+
+    canary: tuple[int, ...] = ()  # shares of new requests that come first, one by one, per cent
+    hold_s: float = 60.0  # each of these shares lasts at least this long
+    min_requests: int = 20  # that the new version must have ended before it is judged
+    max_failed: float = 0.02  # share of its requests; it is given up if more fail
+    # Of its answers that are beyond `router.slo_*`, refused or hang, above the share of the others.
+    max_late: float = 0.1
+
+    def __post_init__(self) -> None:
+        _require_positive("update", self, ("min_requests",))
+        _require_not_negative("update", self, ("hold_s", "max_failed", "max_late"))
+        check_canary(self.canary)
+
+
+def check_canary(shares: Sequence[int]) -> None:
+    """Raises ConfigError unless the shares rise from above 0 to below 100."""
+    rising = all(a < b for a, b in pairwise(shares))
+    _require(
+        rising and all(0 < share < 100 for share in shares),
+        f"update.canary must rise between 1 and 99, not {list(shares)}",
+    )
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -377,10 +464,10 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     mode: PlannerMode = PlannerMode.OFF  # at the start; `baton planner` changes it
-    min_prefill: int = 1
-    max_prefill: int | None = None
-    min_decode: int = 1
-    max_decode: int | None = None
+    min_prefill: int = 1  # workers
+    max_prefill: int | None = None  # workers; None: no bound
+    min_decode: int = 1  # workers
+    max_decode: int | None = None  # workers; None: no bound
     min_workers: int = 2  # of both pools
     max_workers: int | None = None  # None: the number of workers stays as ordered
     cool_down_s: float = 15.0  # a pool that grew gives no worker back for this long
@@ -403,16 +490,49 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require_not_negative("planner", self, times)
 
 
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that is served beside the main one. NAME is its name in requests."""
+
+    model: str  # directory, hf://org/name@revision, s3://… or gs://…
+    prefill: int | None = None  # workers of its own; None: 1, or 0 if there are mixed ones
+    decode: int | None = None  # as `prefill`
+    mixed: int = 0  # workers that do both
+    # After this long without a request its workers end, and the next request starts them again.
+    # It gives way sooner if another model needs the room. None: it keeps its workers.
+    idle_s: float | None = None
+    # Settings of its workers: those of `[worker]` hold where `[models.NAME.worker]` has none.
+    worker: WorkerConfig = WorkerConfig()
+
+    def __post_init__(self) -> None:
+        _require_not_negative("models", self, ("prefill", "decode", "mixed"))
+        _require_positive("models", self, ("idle_s",))
+
+
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The operator's API, by default on loopback."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # the address to listen on
     port: int = 0  # 0: the system chooses; `baton pools` finds it on the same machine
-    key: str | None = None  # None: a new one at every start, readable by this user alone
+    name: str | None = None  # of the deployment, for `--deployment`; None: its ports name it
+    key: str | None = None  # of orders; None: a new one at every start, readable by this user alone
 
     def __post_init__(self) -> None:
         _require(0 <= self.port < 2**16, "admin.port must be between 0 and 65535")
         _require(self.key != "", "admin.key must not be empty")
+
+
+class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The logs of all processes."""
+
+    level: LogLevel = LogLevel.WARNING  # the least that is logged
+    format: LogFormat = LogFormat.TEXT  # of each line
+    # One line for each request to a gateway. "-": with the other log lines. None: not written.
+    access: str | None = None
+    audit: str | None = None  # a file to append operators' orders to, beside the log
+
+    def __post_init__(self) -> None:
+        _require(self.access != "", 'logs.access must be a file, or "-" for the log')
+        _require(self.audit != "", "logs.audit must be a file")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -422,10 +542,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
     pools: PoolsConfig = PoolsConfig()
+    update: UpdateConfig = UpdateConfig()
     planner: PlannerConfig = PlannerConfig()
     admin: AdminConfig = AdminConfig()
+    logs: LogsConfig = LogsConfig()
+    models: dict[str, ModelConfig] = {}
 
     def __post_init__(self) -> None:
+        _require(len(self.models) <= MAX_MODELS, f"there can be at most {MAX_MODELS} models")
+        for name in self.models:
+            _require(
+                _MODEL_NAME.fullmatch(name) is not None,
+                f"models: {name!r} must have 1 to 64 letters, digits, dots, dashes, underscores",
+            )
         _require(
             self.planner.mode is PlannerMode.OFF
             or self.worker.decode_kv_dtype in (None, self.worker.kv_dtype),
@@ -460,10 +589,32 @@ def config_of(tree: dict[str, Any], *, source: str, is_text: bool = False) -> Co
     section = tree.get("gateway")
     if isinstance(section, dict) and "api_key" in section:
         tree = {**tree, "gateway": {**section, "api_key": _hashed(section["api_key"])}}
+    if isinstance(models := tree.get("models"), dict):
+        worker = tree.get("worker", {})
+        tree = {**tree, "models": {name: _with_worker(own, worker) for name, own in models.items()}}
     try:
-        return msgspec.convert(tree, Config, strict=not is_text)
+        return msgspec.convert(_unset(tree, Config), Config, strict=not is_text)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {error}{hint_of(error, Config)}") from error
+
+
+def _unset(tree: Any, kind: Any) -> Any:
+    """Returns the tree with None in place of UNSET, at keys that may be None."""
+    if isinstance(tree, dict) and get_origin(kind) is dict:
+        return {key: _unset(value, get_args(kind)[1]) for key, value in tree.items()}
+    if not (isinstance(tree, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        may_be_none = NoneType in get_args(kind)
+        return None if may_be_none and tree == UNSET else tree
+    types = get_type_hints(kind)
+    return {key: _unset(value, types.get(key)) for key, value in tree.items()}
+
+
+def _with_worker(model: Any, worker: Any) -> Any:
+    """Adds the settings of all workers that a model does not set itself."""
+    own = model.get("worker", {}) if isinstance(model, dict) else None
+    if not isinstance(own, dict) or not isinstance(worker, dict):
+        return model  # an error of its type follows
+    return {**model, "worker": {**worker, **own}}
 
 
 def _hashed(keys: Any) -> Any:

@@ -4,20 +4,21 @@ import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-_UNKNOWN_KEY = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([\w.]*)`)?")
-_UNKNOWN_VALUE = re.compile(r"Invalid enum value '([^']*)' - at `\$\.?([\w.]*)`")
+_UNKNOWN_KEY = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([\w.\[\]]*)`)?")
+_ANY = "[...]"  # a key that the operator chooses, as msgspec writes it
+_UNKNOWN_VALUE = re.compile(r"Invalid enum value '([^']*)' - at `\$\.?([\w.\[\]]*)`")
 
 
 def hint_of(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> str:
     """Returns "; did you mean …?" for an error of a tree of this type, or nothing."""
     if found := _UNKNOWN_KEY.search(str(error)):
-        meant = list(_keys_near(found[1], found[2] or "", root))
+        meant = list(_keys_near(found[1], _path_of(found[2] or ""), root))
     elif found := _UNKNOWN_VALUE.search(str(error)):
-        meant = get_close_matches(found[1], _values_of(_type_at(found[2], root)))
+        meant = get_close_matches(found[1], _values_of(_type_at(_path_of(found[2]), root)))
     else:
         return ""
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
@@ -30,13 +31,18 @@ def _keys_near(name: str, section: str, root: type[msgspec.Struct]) -> Iterator[
     for key in get_close_matches(name, get_type_hints(here)):
         yield f"{prefix}{key}"
     for other, kind in get_type_hints(root).items():
-        if other != section and name in get_type_hints(kind):
+        is_section = isinstance(kind, type) and not get_args(kind)
+        if other != section and is_section and name in get_type_hints(kind):
             yield f"{other}.{name}"
+
+
+def _path_of(found: str) -> str:
+    return found.replace(_ANY, ".NAME")
 
 
 def _type_at(path: str, root: Any) -> Any:
     for name in filter(None, path.split(".")):
-        root = get_type_hints(root)[name]
+        root = get_args(root)[1] if get_origin(root) is dict else get_type_hints(root)[name]
     return root
 
 

@@ -6,23 +6,26 @@ got, also while no controller runs. They include the operator's intent, so a new
 learns it from any gateway and goes on with a higher number.
 
 A *version* is a model and how workers serve it. Mostly there is one. During an update or a
-comparison there are several, each with its own workers.
+comparison there are several, each with its own workers. Versions that replace each other make a
+*line*: one for each model that the deployment serves.
 """
 
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
-from engine.config import PlannerMode, WorkerConfig
+from engine.config import PlannerConfig, PlannerMode, PoolsConfig, UpdateConfig, WorkerConfig
 from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
-CONTROL_VERSION = 4
+CONTROL_VERSION = 6
 MAX_LISTED = 1000  # requests in one answer
 FIRST_VERSION = "v1"  # the name of the version that a deployment starts with
 FULL_WEIGHT = 100
+MAIN_LINE = ""  # of the model that the deployment was started with
 
 
 class Pools(msgspec.Struct, frozen=True):
@@ -55,13 +58,40 @@ class Pools(msgspec.Struct, frozen=True):
 
 
 SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
+NO_WORKERS = Pools(0, 0, 0)
+_ROLES = (*SERVING_ROLES, Role.DRAINED, None)
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,9})", re.DOTALL)
+
+
+def by_number(name: str) -> tuple[str, int, str]:
+    """Key that sorts names by the number at their end: `worker-2` before `worker-10`."""
+    found = _NUMBERED.fullmatch(name)
+    return (name, -1, name) if found is None else (found[1], int(found[2]), name)
+
+
+def by_role(role: Role | None, name: str) -> tuple[int, tuple[str, int, str]]:
+    """Key that sorts workers for people: by role, then by number."""
+    return _ROLES.index(role), by_number(name)
+
+
+def with_role(name: str, role: Role | None) -> str:
+    """Returns a worker's name with its role beside it: names do not say the role."""
+    return name if role is None else f"{name} ({role})"
+
+
+class Asleep(msgspec.Struct, frozen=True):
+    """What a version without workers needs to wake: its pools, and the length of its context."""
+
+    pools: Pools
+    context_len: int
 
 
 class Version(msgspec.Struct, frozen=True):
     """A model, how workers serve it, and its share of the load.
 
-    Requests are shared in proportion to the weights. A version that is leaving takes no new
-    requests. After its last request its pools become empty; it is removed with its last worker.
+    Requests are shared in proportion to the weights, within a line. A version that is leaving takes
+    no new requests. After its last request its pools become empty; it is removed with its last
+    worker. A version that is asleep has no workers, until a request comes.
     """
 
     name: str = FIRST_VERSION
@@ -71,11 +101,18 @@ class Version(msgspec.Struct, frozen=True):
     pools: Pools = Pools()
     weight: int = FULL_WEIGHT
     is_leaving: bool = False
+    line: str = MAIN_LINE
+    asleep: Asleep | None = None
 
     @property
     def is_over(self) -> bool:
         """True if its workers are not needed any more."""
-        return self.pools.total == 0
+        return self.is_leaving and not self.has_workers
+
+    @property
+    def has_workers(self) -> bool:
+        """True if it wants workers."""
+        return self.pools.total > 0
 
     def serves_like(self, other: "Version") -> bool:
         """True if both give the same answers: they differ at most in size, weight and leaving."""
@@ -83,30 +120,78 @@ class Version(msgspec.Struct, frozen=True):
         return ours == theirs
 
 
-_AMOUNTS = {"pools": Pools(), "weight": 0, "is_leaving": False}
+_AMOUNTS = {"pools": Pools(), "weight": 0, "is_leaving": False, "asleep": None}
+
+
+def first_name(line: str) -> str:
+    """Returns the name of a line's first version."""
+    return f"{line}-{FIRST_VERSION}" if line else FIRST_VERSION
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """A version takes over, worker by worker, from all others but those in `stay`."""
+    """A version takes over, worker by worker, from all others of its line but those in `stay`."""
 
     to: str
     pools: Pools  # the final ones of `to`
-    before: tuple[Version, ...]  # the versions at the start, restored by an abort
+    before: tuple[Version, ...]  # the line's versions at the start, restored by an abort
     stay: tuple[str, ...] = ()  # after an abort: those beside the current version
+    canary: tuple[int, ...] = ()  # shares of new requests that come first, per cent
+    hold_s: float = 0.0  # of each of them
+    allows_shorter: bool = False  # sequences than other versions have served
+
+
+class LiveSettings(msgspec.Struct, frozen=True):
+    """Sections of the configuration as an operator changed them while the deployment runs.
+
+    The controller alone uses them. Settings that need a restart are as at the start.
+    """
+
+    pools: PoolsConfig
+    update: UpdateConfig
+    planner: PlannerConfig
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """The operator's intent. The first version is the current one."""
+    """The operator's intent. Versions of a line are neighbours, and its first one is current.
+
+    The first line is the main one. It serves requests that name no model.
+    """
 
     versions: tuple[Version, ...] = (Version(),)
     planner: PlannerMode = PlannerMode.OFF
     drained: tuple[WorkerId, ...] = ()  # workers that keep running without work
     rollout: Rollout | None = None
+    former: tuple[Version, ...] = ()  # versions that were replaced, the latest last
+    live: LiveSettings | None = None  # None: as configured at the start
 
     @property
     def current(self) -> Version:
-        """The version that is served by default."""
+        """The main line's current version, which is served by default."""
         return self.versions[0]
+
+    @property
+    def most_workers(self) -> int:
+        """The number of workers that are wanted when no version sleeps."""
+        asleep = (v.asleep.pools.total for v in self.versions if v.asleep is not None)
+        return self.num_wanted + sum(asleep)
+
+    @property
+    def num_wanted(self) -> int:
+        """The number of workers that all versions want now."""
+        return sum(version.pools.total for version in self.versions)
+
+    @property
+    def all_pools(self) -> Pools:
+        """The workers that all versions want now, by role."""
+        return Pools(*(sum(v.pools.of(role) for v in self.versions) for role in SERVING_ROLES))
+
+    def of_line(self, line: str) -> tuple[Version, ...]:
+        """Returns the versions of a line, the current one first."""
+        return tuple(version for version in self.versions if version.line == line)
+
+    def is_current(self, version: Version) -> bool:
+        """True if it is the current version of its line."""
+        return self.of_line(version.line)[0] is version
 
     @property
     def pools(self) -> Pools:
@@ -156,11 +241,151 @@ class Members(msgspec.Struct, frozen=True, tag=True):
         return tuple(member for member in self.workers if member.version == name)
 
 
+class PoolNews(msgspec.Struct, frozen=True, tag=True):
+    """What only the controller knows and gateways show. Sent once a second.
+
+    `metrics` are families of samples, as `router.gateway.metrics.families` encodes them. `gateways`
+    are the URLs of all gateways.
+    """
+
+    metrics: bytes
+    gateways: tuple[str, ...] = ()
+
+
 class ListRequests(msgspec.Struct, frozen=True, tag=True):
     """Asks for the requests that are served; at most `limit` are listed, oldest first."""
 
     question: int
     limit: int = MAX_LISTED
+
+
+class WorkerNews(msgspec.Struct, frozen=True):
+    """A worker as the controller knows it, also before gateways can reach it."""
+
+    worker_id: WorkerId
+    version: str
+    role: Role | None
+    target: Role | None  # the wanted role
+    state: str
+    since_s: float  # Unix time of this state
+    is_connected: bool
+    is_leaving: bool
+    failures: int  # ends and failed starts in a row
+    is_crash_looping: bool
+    num_blocks: int  # 0 while it does not run
+    leaving_seqs: int  # sequences that move away
+    kernels: str = ""  # what computes there
+    why: str = ""  # it ended or did not start, while it does not run
+
+
+class VersionNews(msgspec.Struct, frozen=True):
+    """A version: its wanted workers, those that serve, and its share of requests."""
+
+    name: str
+    model_name: str
+    wanted: Pools
+    serving: Pools
+    weight: int
+    is_current: bool  # of its line
+    is_leaving: bool
+    is_asleep: bool = False
+    line: str = MAIN_LINE
+
+
+class EndedCounts(msgspec.Struct, frozen=True):
+    """Requests that ended, those that failed, and those whose answer was late."""
+
+    ended: int = 0
+    failed: int = 0
+    late: int = 0
+
+    def since(self, before: "EndedCounts") -> "EndedCounts":
+        """Returns the difference; all of it if the gateway has begun to count anew."""
+        if self.ended < before.ended or self.failed < before.failed or self.late < before.late:
+            return self
+        return EndedCounts(
+            self.ended - before.ended, self.failed - before.failed, self.late - before.late
+        )
+
+
+class CanaryVerdict(StrEnum):
+    """What the controller thinks of a version that takes over. A bad one is given up at once."""
+
+    NOT_PROBED = "not probed yet"
+    TOO_FEW = "too few requests to judge"
+    GOOD = "good so far"
+
+
+class CanaryNews(msgspec.Struct, frozen=True):
+    """How a version that takes over serves in the present step of its rollout.
+
+    Counts are of requests that ended since `since_s`, in Unix time; 0 before the first step. It has
+    `shares` of new requests before it may have more, per cent, and each lasts at least `hold_s`.
+    """
+
+    name: str
+    verdict: str
+    weight: int
+    since_s: float
+    hold_s: float
+    shares: tuple[int, ...]
+    min_requests: int
+    own: EndedCounts
+    others: EndedCounts
+
+
+class GatewayNews(msgspec.Struct, frozen=True):
+    """A gateway process."""
+
+    name: str
+    url: str
+    state: str
+
+
+class StepNews(msgspec.Struct, frozen=True):
+    """A line of the history of the pools, with its Unix time."""
+
+    number: int
+    at_s: float
+    subject: str
+    what: str
+    why: str
+    role: Role | None = None  # the worker's, where the text does not say it
+
+
+class DecisionNews(msgspec.Struct, frozen=True):
+    """A decision of the planner, with its Unix time."""
+
+    number: int
+    at_s: float
+    mode: str
+    outcome: str
+    summary: str
+    reasons: tuple[str, ...]
+
+
+class ClusterNews(msgspec.Struct, frozen=True, tag=True):
+    """What the controller knows beside members, for people who look at a gateway's dashboard.
+
+    Sent when it has changed, at most once a second. `admin_url` is where orders go; it may be
+    reachable from the controller's machine only. `troubles` say, a sentence each, what is broken
+    or limited while requests are served: a dead part of Ray, for example.
+    """
+
+    admin_url: str
+    settled: bool
+    troubles: tuple[str, ...]
+    max_workers: int
+    planner: str
+    planner_reasons: tuple[str, ...]
+    taking_over: str | None
+    versions: list[VersionNews]
+    workers: list[WorkerNews]
+    gateways: list[GatewayNews]
+    counters: dict[str, int]
+    steps: list[StepNews]  # the latest, oldest first
+    decisions: list[DecisionNews]  # the latest, oldest first
+    canary: CanaryNews | None = None  # while a version takes over and may still be given up
 
 
 # ---------------------------------------------------------------- gateway to controller
@@ -181,18 +406,29 @@ class ControllerRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class VersionReport(msgspec.Struct, frozen=True):
-    """A gateway's state of a version. `missing` is the reason why it cannot serve, or None."""
+    """A gateway's state of a version. `missing` is the reason why it cannot serve, or None.
+
+    The counts of ended requests are those of the gateway's process. `longest_len` is the longest
+    sequence that runs, or ended in the last minutes. `probe` is None before a version that takes
+    over was probed; then it says what was wrong, or nothing.
+    """
 
     missing: str | None
     num_requests: int  # accepted and not ended
     fingerprint: str
+    num_ended: int = 0
+    num_failed: int = 0  # of these
+    num_late: int = 0  # of these, beyond the service level objective, refused, or hung
+    longest_len: int = 0  # tokens, prompt and answer
+    probe: str | None = None
+    num_hung: int = 0  # answers that run, without a token for far longer than the objective
 
 
 class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     """A gateway's state, sent once a second. `missing` is why it cannot serve, or None.
 
-    `seen` is the planner's input. It is None while the planner is off, and in the first second
-    after it is switched on.
+    `seen` is the planner's input by line. It is empty while the planner is off, and in the first
+    second after it is switched on.
     """
 
     missing: str | None
@@ -201,7 +437,7 @@ class GatewayReport(msgspec.Struct, frozen=True, tag=True):
     num_requests: int  # accepted and not ended
     num_waiting: int  # of these, requests that wait for a worker
     queued_s: float  # predicted time of one prefill worker for what waits
-    seen: Observation | None = None
+    seen: dict[str, Observation] = {}
     versions: dict[str, VersionReport] = {}  # by name
 
 
@@ -236,7 +472,7 @@ class RequestList(msgspec.Struct, frozen=True, tag=True):
     requests: list[RequestInfo]
 
 
-ToGateway = ControllerHello | Members | ListRequests
+ToGateway = ControllerHello | Members | PoolNews | ClusterNews | ListRequests
 ToController = GatewayWelcome | ControllerRefused | GatewayReport | RequestList
 
 _BAD_FRAME = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

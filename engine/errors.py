@@ -36,11 +36,14 @@ BatonError
 ├── NoChild                   the nursery has not started a process
 ├── UnsafeFork                a fork that would copy threads or a CUDA context
 ├── AdminError                the controller cannot be asked, or refuses
+├── BadIntents                a store of orders that cannot be read
+├── ChatRefused               a command of `baton chat` that cannot be carried out
 ├── ServerError               the server that `baton chat` talks to refuses or breaks off
 ├── ServerFailed              a benchmark: `baton serve` did not start
 ├── ServerUnreachable         a benchmark: no OpenAI-compatible server answers
 ├── RequestsFailed            a benchmark: too many requests failed for a result
 ├── DrivenFailed              a benchmark: a process that it drives failed
+├── ClientFailed              a benchmark: another load harness failed, or its report is unusable
 ├── PeerError                 a benchmark: another project's simulator failed
 ├── DeploymentFailed          a benchmark: workers did not join, or a request was not answered
 ├── OrderFailed               a benchmark: the controller did not take an order

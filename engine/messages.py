@@ -219,6 +219,7 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     prefix: LeaseRef | None = None
     prompt_logprobs: int | None = None
     salt: Salt = b""
+    client_id: str = ""  # the client's own id of the request, for log lines
 
 
 class Prefill(ComputePrompt, frozen=True, tag=True):
@@ -249,6 +250,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     is_copy: bool = False
     is_moved: bool = False
     salt: Salt = b""
+    client_id: str = ""  # as of a prompt
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -314,6 +316,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     events: EventsAddress | None = None  # None: it does not publish which blocks it caches
     prefills_locally: bool = False  # only decode workers set this
     step: "StillStepping | None" = None  # the step that runs now, if it is long
+    kernels: str = ""  # what computes: workers of other kernels may choose other tokens
 
     @property
     def generates(self) -> bool:
@@ -461,6 +464,13 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     decode_blocks: int = 0
     context_tokens: int = 0
     steps: list[StepReport] = []
+    gauges: dict[str, float] = {}  # of the process, by the name of the metric
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks of the pool."""
+        held = self.owned_blocks + self.leased_blocks + self.in_flight_blocks
+        return self.free_blocks + self.cached_blocks + held
 
 
 class StillStepping(msgspec.Struct, frozen=True, tag=True):

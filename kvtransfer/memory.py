@@ -149,7 +149,11 @@ class SharedPool:
             self._map = self._take(_in_huge_pages(num_bytes), os.MFD_HUGETLB)
             self.page_bytes = HUGE_PAGE_BYTES
         except OSError:  # the usual case: none are set aside
-            self._map = self._take(num_bytes, 0)
+            try:
+                self._map = self._take(num_bytes, 0)
+            except OSError as error:
+                what = f"the KV memory of {num_bytes / 2**20:.0f} MiB"
+                raise OSError(error.errno, error.strerror, what) from error
             self._map.madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
 
     def _take(self, num_bytes: int, flags: int) -> mmap.mmap:

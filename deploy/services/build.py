@@ -2,6 +2,8 @@
 
 import msgspec
 
+from deploy.local.run_dir import log_folder
+from deploy.logs.lines import LogSource
 from deploy.services.gateway import GatewayService
 from deploy.services.spec import GatewaySpec, WorkerSpec
 from deploy.services.thread import LoopService
@@ -9,18 +11,20 @@ from deploy.services.worker import WorkerService
 
 
 def service_of(
-    kind: str, spec: bytes, *, host: str | None = None
-) -> tuple[LoopService[object], str]:
-    """Returns the service of an encoded spec, and its log level.
+    kind: str, spec: bytes, *, host: str | None = None, node: str = ""
+) -> tuple[LoopService[object], LogSource]:
+    """Returns the service of an encoded spec, and what its log lines say of it.
 
-    `host` is this node's address in its cluster; None outside of a cluster.
+    `host` is this node's address in its cluster; None outside of a cluster. `node` is its name.
     """
     if kind == "worker":
         worker = msgspec.json.decode(spec, type=WorkerSpec)
         if host is not None:
             worker = msgspec.structs.replace(worker, host=host)
-        return WorkerService(worker), worker.log_level
+        folder = log_folder(worker.log_folder, node)
+        return WorkerService(worker), LogSource(worker.worker_id, worker.logs, folder)
     gateway = msgspec.json.decode(spec, type=GatewaySpec)
     if host is not None:
         gateway = msgspec.structs.replace(gateway, control_host=host)
-    return GatewayService(gateway), gateway.log_level
+    folder = log_folder(gateway.log_folder, node)
+    return GatewayService(gateway), LogSource(gateway.name, gateway.logs, folder)

@@ -7,9 +7,11 @@ import random
 import resource
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
+from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on, take_or_listen
 from deploy.services.spec import GatewayReady, GatewaySpec
 from deploy.services.thread import LoopService
 from engine.clock import Clock, MonotonicClock
@@ -21,7 +23,7 @@ from router.access.fixed import FixedKeys
 from router.access.guard import KeyFinder
 from router.access.limits import KeyLimits
 from router.edge.limits import Book, EdgeLimits
-from router.edge.listener import BACKLOG, Listener
+from router.edge.listener import Listener
 from router.edge.tls import TlsFiles
 from router.gateway.answering import GatewayParts
 from router.gateway.app import app_of, parts_of, version_of_baton
@@ -29,16 +31,22 @@ from router.gateway.background import BackgroundWork
 from router.gateway.batches.settings import BatchSettings
 from router.gateway.inference.server import InferenceLimits, InferenceServer
 from router.gateway.inference.service import InferenceService
+from router.gateway.metrics.pools import PoolBoard
+from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarChecker
 from router.gateway.responses.limits import ResponseLimits
 from router.gateway.storage import Storage
+from router.gateway.stream_probe import StreamProbe
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
 from router.text.tokenizer import load_text_model
 from router.version_routers import VersionRouters
+
+if TYPE_CHECKING:
+    from router.gateway.tracing.otel import OtelTracing
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +63,17 @@ class GatewayService(LoopService[GatewayReady]):
         self._siblings: Siblings | None = None
         self._listener: Listener | None = None
         self._inference: InferenceServer | None = None
+        self._folder: int | None = None
+        self._holders: list[PortHolder] = []
 
     async def open(self) -> GatewayReady:
-        """Binds the port and connects to the workers. Raises ConfigError."""
-        sock = _bind(self._spec.gateway, is_first=not self._spec.joins)
+        """Listens and connects to the workers. Raises ConfigError."""
+        sock = await asyncio.to_thread(self._listening, HTTP, self._spec.gateway.port)
         try:
             return await self._open(sock)
         except BaseException:
             sock.close()
+            self._close_ports()
             raise
 
     async def _open(self, sock: socket.socket) -> GatewayReady:
@@ -71,6 +82,7 @@ class GatewayService(LoopService[GatewayReady]):
         clock, secret = MonotonicClock(), Secret(spec.token)
         await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
         self._routers = VersionRouters(
+            clock=clock,
             new_router=lambda: Router(
                 [],
                 config=spec.router,
@@ -94,6 +106,9 @@ class GatewayService(LoopService[GatewayReady]):
             max_batch_choices=config.max_batch_choices,
             min_priority=config.min_priority,
             cors_origins=config.cors_origins,
+            slo_ttft_s=spec.router.slo_ttft_s,
+            slo_tpot_s=spec.router.slo_tpot_s,
+            dashboard=config.dashboard,
             batches=BatchSettings(
                 max_file_bytes=config.max_file_bytes,
                 max_tenant_bytes=config.max_tenant_file_bytes,
@@ -119,6 +134,7 @@ class GatewayService(LoopService[GatewayReady]):
         self._storage = _storage_of(config)
         await self._storage.open()
         self._background = BackgroundWork()
+        self._tracing = _open_tracing(spec, clock)
         parts = parts_of(
             self._routers.versions,
             settings=settings,
@@ -127,9 +143,21 @@ class GatewayService(LoopService[GatewayReady]):
             grammars=self._grammars,
             siblings=self._siblings,
             storage=self._storage,
+            tracing=self._tracing,
         )
+        self._routers.more_probes = StreamProbe(parts).fault_of
+        board = PoolBoard(self._routers.versions, clock)
+        self._process = ProcessMeter(clock)
+        self._process.open()
         app = app_of(
-            parts, keys=keys, siblings=self._siblings, edge=book, background=self._background
+            parts,
+            keys=keys,
+            siblings=self._siblings,
+            edge=book,
+            background=self._background,
+            board=board,
+            process=self._process,
+            logs_requests=spec.logs.access is not None,
         )
         if self._siblings is not None:
             await self._siblings.open()
@@ -143,11 +171,11 @@ class GatewayService(LoopService[GatewayReady]):
             secret=secret,
             clock=clock,
             members=spec.members,
+            board=board,
             host=spec.control_host,
         )
         control = await self._control.open()
         grpc_port = await self._open_grpc(parts, keys, tls)
-        _listen(sock)
         self._listener.open(sock)
         await self._background.open()
         host, port = sock.getsockname()[:2]
@@ -178,12 +206,34 @@ class GatewayService(LoopService[GatewayReady]):
             ),
             tls,
         )
-        return await self._inference.open(
-            config.host,
-            config.grpc_port,
-            shares=config.processes > 1,
-            is_first=not self._spec.joins,
-        )
+        if self._spec.ports is None or not config.shares_port:
+            return await self._inference.open(config.host, config.grpc_port)
+        sock = await asyncio.to_thread(self._listening, GRPC, config.grpc_port)
+        return await self._inference.open_on(sock, Path(self._spec.ports), self._spec.name)
+
+    def _listening(self, port_name: str, port: int) -> socket.socket:
+        """Returns the socket of a port, which it has from another process or made. May block.
+
+        Raises ConfigError.
+        """
+        address = (self._spec.gateway.host, port)
+        if self._spec.ports is None:
+            return listen_on(*address)
+        folder = Path(self._spec.ports)
+        if self._folder is None:
+            # The next deployment finds and ends this process by it: should it be stopped when its
+            # deployment dies, it cannot end by itself, and keeps the port.
+            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        sock, holder = take_or_listen(folder, port_name, self._spec.name, address)
+        self._holders.append(holder)
+        return sock
+
+    def _close_ports(self) -> None:
+        for holder in self._holders:
+            holder.close()
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
     def hurry(self) -> None:
         """Ends running answers now."""
@@ -197,6 +247,7 @@ class GatewayService(LoopService[GatewayReady]):
         """Takes no more requests, waits for running answers, and ends all sessions."""
         assert self._listener is not None
         self._routers.versions.stop()
+        await asyncio.to_thread(self._close_ports)
         await asyncio.gather(
             self._background.close(self.drain_timeout_s),
             self._listener.close(self.drain_timeout_s, self._cut),
@@ -208,6 +259,9 @@ class GatewayService(LoopService[GatewayReady]):
             await self._siblings.close()
         await self._routers.close()
         await self._storage.close()
+        await self._process.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _close_grpc(self) -> None:
         if self._inference is not None:
@@ -231,6 +285,26 @@ def _template_of(config: GatewayConfig) -> str | None:
 
 def _storage_of(config: GatewayConfig) -> Storage:
     return Storage(None if config.store is None else Path(config.store).expanduser())
+
+
+def _open_tracing(spec: GatewaySpec, clock: Clock) -> "OtelTracing | None":
+    """Returns what sends traces, if the configuration says where to. Raises ConfigError."""
+    endpoint = spec.gateway.trace_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from router.gateway.tracing.otel import OtelTracing, exporting
+    except ImportError as error:
+        raise ConfigError(
+            f"gateway.trace_endpoint needs the extra baton-serve[otel]: {error}"
+        ) from error
+    return OtelTracing(
+        exporting(endpoint),
+        clock=clock,
+        share=spec.gateway.trace_share,
+        process=spec.name,
+        version=version_of_baton(),
+    )
 
 
 def _open_tls(config: GatewayConfig) -> TlsFiles | None:
@@ -273,45 +347,3 @@ def _limits_of(config: GatewayConfig) -> EdgeLimits:
         max_connections_per_address=config.max_connections_per_address,
         head_timeout_s=config.head_timeout_s,
     )
-
-
-def _bind(config: GatewayConfig, *, is_first: bool) -> socket.socket:
-    """Binds the port, shared with other processes of this user if there are several.
-
-    The kernel spreads connections over all listening processes, including an unrelated one. So the
-    first process checks that the port is free, and listens at once, which later checks then see.
-    The others listen only when they can answer; until then the kernel sends them no connections.
-    """
-    host, port, shares = config.host, config.port, config.processes > 1
-    try:
-        if shares and is_first:
-            with socket.create_server((host, port)) as alone:
-                port = alone.getsockname()[1]
-        if is_first:
-            return socket.create_server((host, port), backlog=BACKLOG, reuse_port=shares)
-        return _bound(host, port, shares=shares)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def _bound(host: str, port: int, *, shares: bool) -> socket.socket:
-    """Binds like `socket.create_server`, without listening. Raises OSError."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shares:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((host, port))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _listen(sock: socket.socket) -> None:
-    """Lets connections queue from now on. Raises ConfigError."""
-    try:
-        sock.listen(BACKLOG)
-    except OSError as error:
-        host, port = sock.getsockname()[:2]
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.config import GatewayConfig, LogsConfig, RouterConfig, WorkerConfig
 from engine.control import FIRST_VERSION, Members
 from engine.messages import Role, WorkerId
 
@@ -21,7 +21,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
     num_workers: int = 1  # workers that share this memory
     host: str = "127.0.0.1"
-    log_level: str = "warning"
+    logs: LogsConfig = LogsConfig()
+    log_folder: str | None = None  # as `run_dir.log_folder` takes it; None: no lines are kept
     version: str = FIRST_VERSION
 
 
@@ -47,11 +48,12 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     gateway: GatewayConfig
     router: RouterConfig
     token: str
-    log_level: str = "warning"
+    logs: LogsConfig = LogsConfig()
+    log_folder: str | None = None  # as of a worker
     name: str = "gateway"
     process: int = 0  # its number among the processes that share the port
-    joins: bool = False  # another process has the port; if not, the port must be free
     siblings: str | None = None  # a directory, if several processes share the port
+    ports: str | None = None  # a directory where listening sockets are handed on; None: it listens
     control_host: str = "127.0.0.1"  # where the controller reaches it
 
 

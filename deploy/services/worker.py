@@ -62,7 +62,12 @@ class WorkerService(LoopService[WorkerReady]):
         await asyncio.to_thread(runner.warm_up)
         await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
-            spec.worker_id, spec.role, runner.fingerprint, Secret(spec.token), spec.host
+            spec.worker_id,
+            spec.role,
+            runner.fingerprint,
+            Secret(spec.token),
+            spec.host,
+            kernels=runner.kernels,
         )
         self._runner = runner
         self._host = WorkerHost(
@@ -78,6 +83,7 @@ class WorkerService(LoopService[WorkerReady]):
                     vocab_size=runner.vocab_size,
                     eos_token_ids=runner.eos_token_ids,
                 ),
+                sizes=runner.sizes,
             ),
             memory=pools[0],
             clock=clock,

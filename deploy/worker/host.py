@@ -26,6 +26,8 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
 from deploy.worker.guide_opening import GuideOpening
+from deploy.worker.process_facts import cpu_s, process_gauges
+from deploy.worker.request_ids import RequestIds
 from deploy.worker.step_watch import StepWatch
 from engine import native_build
 from engine.clock import Clock
@@ -35,9 +37,12 @@ from engine.grammar.guides import LlGuides
 from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
+    Decode,
     GatewayId,
+    Generate,
     Hello,
     Incarnation,
+    Prefill,
     Refused,
     Role,
     RoleChanged,
@@ -56,10 +61,12 @@ from engine.worker.batch import Runner
 from engine.worker.block_events import EventLog
 from engine.worker.blocks import BlockPool
 from engine.worker.core import Duties, WorkerCore
-from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost
+from engine.worker.effort import ModelSizes, StepEffort
+from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost, PullFailed
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.lease.sink import ABORTED
 from kvtransfer.memory import Pool
 from kvtransfer.messages import Identity
 from prefill.scheduler import PrefillScheduler
@@ -81,6 +88,7 @@ class WorkerIdentity:
     fingerprint: str
     secret: Secret
     host: str = "127.0.0.1"
+    kernels: str = ""  # what computes, for gateways and the controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class ModelFacts:
     context_len: int
     has_draft_model: bool
     guides: LlGuides
+    sizes: ModelSizes | None = None  # None: its work is not estimated
 
 
 class WorkerHost:
@@ -125,6 +134,9 @@ class WorkerHost:
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
         self._long_step: StillStepping | None = None  # the present step, if it is long
+        self._effort = StepEffort(model.sizes)
+        self._request_ids = RequestIds()
+        self._loop_lag_s = 0.0  # the longest delay of the asyncio thread since the last report
 
     async def open(self) -> str:
         """Starts the threads; returns the address of the gRPC server."""
@@ -144,7 +156,7 @@ class WorkerHost:
             ),
             pool=self._memory,
             clock=self._clock,
-            on_event=self._inbox.put,
+            on_event=self._on_transfer,
             on_crash=self._on_crash,
         )
         address = self._endpoint.open()
@@ -279,6 +291,7 @@ class WorkerHost:
             events=self._events,
             prefills_locally=self._duties.is_local,
             step=self._long_step,
+            kernels=self._identity.kernels,
         )
 
     async def _watch_steps(self) -> None:
@@ -286,7 +299,9 @@ class WorkerHost:
         never = self._loop.create_future()
         try:
             while True:
+                due_s = self._clock.now_s() + REPORT_EVERY_S
                 await asyncio.wait([never], timeout=REPORT_EVERY_S)
+                self._loop_lag_s = max(self._loop_lag_s, self._clock.now_s() - due_s)
                 self._long_step = self._watch.look(self._clock.now_s())
                 if self._long_step is not None:
                     self._post_all(encode_frame([self._long_step]))
@@ -307,7 +322,25 @@ class WorkerHost:
                     continue  # a second Hello has no meaning
                 if isinstance(message, SetRole) and message.role not in self._duties.possible:
                     log.warning("this worker cannot become a %s worker: %s", message.role, _WHY_NOT)
-                opening.take(message)
+                if isinstance(message, Prefill | Generate | Decode):
+                    self._take_request(message, opening)
+                else:
+                    opening.take(message)
+
+    def _take_request(self, message: Prefill | Generate | Decode, opening: GuideOpening) -> None:
+        """Takes a sequence. All lines about it have the ids of its request."""
+        self._request_ids.note(message.seq_id, message.client_id)
+        with self._request_ids.logged(message.seq_id):
+            kind = type(message).__name__.lower()
+            log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))
+            opening.take(message)
+
+    def _on_transfer(self, event: Event) -> None:
+        """Passes on what the transfer thread reports. A failure is logged with its request."""
+        if isinstance(event, PullFailed) and event.reason != ABORTED:
+            with self._request_ids.logged(event.seq_id):
+                log.warning("a pull of KV failed: %s", event.reason)
+        self._inbox.put(event)
 
     # ------------------------------------------------------------ steps (step thread)
 
@@ -361,6 +394,7 @@ class WorkerHost:
             return False
         self._watch.begin(plan)
         result = self._runner.run(plan)
+        self._effort.note(plan.rows, 0.0 if result.times is None else result.times.total_s)
         self._perform(self._core.finish(result, self._clock.now_s()))
         return True
 
@@ -392,10 +426,23 @@ class WorkerHost:
         counters = Counter(self._endpoint.counters())
         for more in (self._publisher.counters, native_build.counters, self._refused):
             counters.update(more)
-        load = self._core.load(self._endpoint.source.num_leases, counters)
-        load = msgspec.structs.replace(load, num_event_batches=self._publisher.num_batches)
+        measured = {**counters, **self._effort.counters(), "cpu_seconds": cpu_s()}
+        load = self._core.load(self._endpoint.source.num_leases, measured)
+        load = msgspec.structs.replace(
+            load, num_event_batches=self._publisher.num_batches, gauges=self._gauges()
+        )
         frame = encode_frame([load])
         self._loop.call_soon_threadsafe(self._post_all, frame)
+
+    def _gauges(self) -> dict[str, float]:
+        lag_s, self._loop_lag_s = self._loop_lag_s, 0.0
+        found = {**process_gauges(), "loop_lag_seconds": max(lag_s, 0.0)}
+        config = self._config
+        if config.peak_tflops is not None:
+            found["peak_flops_per_second"] = config.peak_tflops * 1e12
+        if config.peak_gb_per_s is not None:
+            found["peak_bytes_per_second"] = config.peak_gb_per_s * 1e9
+        return found
 
     def _change_role(self, message: RoleChanged) -> None:
         """Sends a new role to all connected gateways. Later ones learn it from Welcome."""

@@ -131,6 +131,17 @@ class CpuForward:
         self._team = self._products = None
 
     @property
+    def kernels(self) -> str:
+        """What computes. Compilers agree on the bits of a vector width (`engine.native_build`)."""
+        library = kernels()
+        if library is None:
+            return (
+                f"cpu torch-{torch.__version__} {torch.backends.cpu.get_cpu_capability().lower()}"
+            )
+        width = "avx512" if library.baton_is_avx512() else "avx2"
+        return f"cpu {width} {'fused' if self.is_fused else 'by-layer'}"
+
+    @property
     def is_fused(self) -> bool:
         """True if a pass is one call into the kernels."""
         return self._decoder is not None

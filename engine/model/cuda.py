@@ -184,6 +184,14 @@ class CudaForward:
         self._loaded.context.cache = self._loaded.context.batch = None
 
     @property
+    def kernels(self) -> str:
+        """What computes: the kind of GPU, and if decode steps are captured."""
+        device = self._device
+        name = torch.cuda.get_device_name(device) if self._is_cuda else device.type
+        steps = "captured" if self.is_fused else "eager"
+        return f"{name.lower().replace(' ', '-')} torch-{torch.__version__} {steps}"
+
+    @property
     def is_fused(self) -> bool:
         """True if a decode step is one call into captured work."""
         return bool(self._graphs)

@@ -35,10 +35,13 @@ from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockId
+from engine.worker.effort import ModelSizes
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
 PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # of a weight
+
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
 
@@ -66,6 +69,7 @@ class TorchRunner:
     fingerprint: str
     weights: WeightFormat  # resolved: never `auto`
     weights_bytes: int  # of linear layers, the draft's too
+    sizes: ModelSizes  # of the target, to estimate the work of steps
     last_times: StepTimes | None = None
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
     draft_forward: CpuForward | CudaForward | None = None  # its cache covers the target's tokens
@@ -167,9 +171,11 @@ class TorchRunner:
 
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
+        sizes = _sizes(models[0])  # before the weights are packed
         self._forward = _forward(models[0], self.weights)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
+        self.sizes = msgspec.structs.replace(sizes, weights_bytes=self.weights_bytes)
         if len(models) == 2:
             self.draft_forward = _forward(models[1], self.weights, beside=self._forward)
             self.draft_forward.open(KVCache(self.layout, buffer, section=1))
@@ -191,6 +197,11 @@ class TorchRunner:
         return self._forward.is_fused and (
             self.draft_forward is None or self.draft_forward.is_fused
         )
+
+    @property
+    def kernels(self) -> str:
+        """What computes: two runners of one text choose the same tokens for the same model."""
+        return self._forward.kernels
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -282,6 +293,36 @@ def _forward(
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
+
+
+def _sizes(model: LoadedModel) -> ModelSizes:
+    """The sizes of a model, without the bytes of its weights.
+
+    Of experts, a token meets as many as the model chooses. Without the number of attention heads in
+    its configuration, attention counts as nothing.
+    """
+    config, module = model.model.config, model.model
+    num_chosen = getattr(config, "num_experts_per_tok", None) or 1
+    num_experts = next((n for key in _EXPERT_KEYS if (n := getattr(config, key, None))), num_chosen)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // heads if heads and hasattr(config, "hidden_size") else 0
+    )
+    tables = (module.get_input_embeddings(), module.get_output_embeddings())
+    # A model of embeddings has an identity for a head.
+    embedding, head = (getattr(table, "weight", None) for table in tables)
+    layers = sum(
+        parameter.numel() * (num_chosen / num_experts if ".experts." in name else 1.0)
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1 and parameter is not embedding and parameter is not head
+    )
+    return ModelSizes(
+        layer_weights=layers,
+        head_weights=0 if head is None else head.numel(),
+        attention_size=heads * head_dim * sum(s.num_layers for s in model.layout.sections),
+        weights_bytes=0.0,
+        kv_token_bytes=model.layout.block_bytes / model.layout.block_size,
+    )
 
 
 def _limited(max_len: int | None, context_len: int) -> int:

@@ -66,6 +66,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.wire import Disagreement, agree
 
+ABORTED = "aborted"  # why a pull failed that its worker gave up
 MAX_DAMAGED = 3  # messages of one pull; more are no accident
 
 
@@ -129,7 +130,7 @@ class SinkMachine:
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
         """Gives a lease up. The PullFailed says that nothing of the pull writes any more."""
         pull = self._pulls.get(seq_id)
-        return [] if pull is None or pull.done else self._give_up(pull, "aborted", now_s)
+        return [] if pull is None or pull.done else self._give_up(pull, ABORTED, now_s)
 
     # ------------------------------------------------------------ messages of sources
 

@@ -2,6 +2,8 @@
 
 import re
 from hashlib import sha256
+from types import NoneType
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -134,6 +136,78 @@ def test_a_flag_that_is_not_given_changes_nothing():
     assert load(environment=environment, flags={"worker.kv_mib": None}).worker.kv_mib == 64
 
 
+def _settings(*, may_be_none: bool) -> list[tuple[str, str]]:
+    return [
+        (section, name)
+        for section, part in get_type_hints(Config).items()
+        if section != "models"
+        for name, kind in get_type_hints(part).items()
+        if (NoneType in get_args(kind)) is may_be_none
+    ]
+
+
+@pytest.mark.parametrize(("section", "name"), _settings(may_be_none=True))
+def test_none_unsets_every_key_that_may_be_unset(write, section, name):
+    path = write(f'[{section}]\n{name} = "none"\n')
+    for config in (load(path), load(environment={f"BATON_{section}__{name}".upper(): "none"})):
+        assert getattr(getattr(config, section), name) is None
+
+
+@pytest.mark.parametrize(("section", "name"), _settings(may_be_none=False))
+def test_none_unsets_no_key_that_needs_a_value(section, name):
+    try:
+        config = load(flags={f"{section}.{name}": "none"})
+    except ConfigError:
+        return
+    assert getattr(getattr(config, section), name) is not None
+
+
+MODELS = """
+[worker]
+kv_mib = 64
+threads = 2
+
+[models.small]
+model = "a/small"
+idle_s = 5
+
+[models.small.worker]
+kv_mib = 32
+threads = "none"
+"""
+
+
+def test_a_models_workers_have_the_settings_of_all_workers_but_their_own(write):
+    config = load(write(MODELS), environment={"BATON_WORKER__MAX_RUNNING": "8"})
+    small = config.models["small"]
+    assert (small.model, small.idle_s, small.mixed) == ("a/small", 5.0, 0)
+    assert (small.worker.kv_mib, small.worker.threads, small.worker.max_running) == (32, None, 8)
+    assert (config.worker.kv_mib, config.worker.threads) == (64, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[models.small]", "missing required field `model`"),
+        ('[models.small]\nmodel = "a"\nidel_s = 1', "did you mean models.NAME.idle_s"),
+        ('[models.small]\nmodel = "a"\nidle_s = 0', "models.idle_s must be positive"),
+        ('[models."a b"]\nmodel = "a"', "'a b' must have 1 to 64 letters"),
+        ("[models]\nsmall = 1", "Expected `object`"),
+        ('[models.small]\nmodel = "a"\nworker = 1', "Expected `object`"),
+        ("".join(f'[models.m{n}]\nmodel = "a"\n' for n in range(17)), "at most 16 models"),
+    ],
+)
+def test_wrong_models_are_refused(write, text, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        load(write(text))
+
+
+@pytest.mark.parametrize("value", ["", "None", 0, False])
+def test_only_none_switches_off(value):
+    with pytest.raises(ConfigError, match="step_timeout_s"):
+        load(flags={"worker.step_timeout_s": value})
+
+
 def test_flags_may_have_the_type_of_the_setting():
     config = load(flags={"worker.kv_dtype": KVFormat.BF16, "gateway.port": 0})
     assert (config.worker.kv_dtype, config.gateway.port) == (KVFormat.BF16, 0)
@@ -162,7 +236,7 @@ def test_an_unknown_key_is_named_for_every_source(name, write):
         ("worker.kv_mib", [1]),
         ("worker.kv_dtype", "fp64"),
         ("worker.decode_kv_dtype", "fp64"),
-        ("worker.kv_wire_dtype", "none"),
+        ("worker.kv_wire_dtype", "fp13"),
         ("worker.kv_transport", "carrier pigeon"),
         ("worker.threads", "all"),
         ("router.queue_timeout_s", "soon"),

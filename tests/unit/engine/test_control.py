@@ -10,9 +10,12 @@ from engine.control import (
     ControllerHello,
     Members,
     Pools,
+    by_number,
+    by_role,
     decode_from_controller,
     decode_from_gateway,
     encode_control,
+    with_role,
 )
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError, ProtocolError
@@ -73,7 +76,7 @@ to_controller = st.one_of(
         ints,
         ints,
         seconds,
-        st.none() | seen,
+        st.dictionaries(texts, seen, max_size=2),
         st.dictionaries(texts, reports, max_size=2),
     ),
     st.builds(control.RequestList, ints, ints, st.lists(requests, max_size=2)),
@@ -131,3 +134,23 @@ def test_pools_that_could_serve_nothing_are_refused(pools):
 def test_members_of_two_versions_differ():
     first = Members(1, (), control.Intent())
     assert first != Members(2, (), control.Intent())
+
+
+def test_names_are_sorted_by_number_and_workers_by_role_before():
+    names = ["worker-10", "worker-2", "gateway", "prefill-3", "worker-x", "worker-1"]
+    assert sorted(names, key=by_number) == [
+        *("gateway", "prefill-3", "worker-1", "worker-2", "worker-10", "worker-x")
+    ]
+    workers = [(None, "a"), (Role.DRAINED, "b-1"), (Role.DECODE, "c-0"), (Role.PREFILL, "d-9")]
+    assert sorted(workers, key=lambda each: by_role(*each)) == workers[::-1]
+
+
+@given(st.lists(texts | st.integers(0, 5000).map(lambda n: "worker-" + n * "1"), max_size=5))
+def test_any_names_can_be_sorted(names):
+    backwards = names[::-1]
+    assert sorted(names, key=by_number) == sorted(backwards, key=by_number)
+
+
+def test_a_role_stands_beside_a_name():
+    assert with_role("worker-0", Role.DECODE) == "worker-0 (decode)"
+    assert with_role("gateway", None) == "gateway"

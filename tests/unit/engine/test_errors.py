@@ -3,7 +3,6 @@
 import ast
 import builtins
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,8 @@ from engine.errors import (
     OutOfBlocks,
     ProtocolError,
 )
+from tests.kits.tree import house
 
-ROOT = Path(__file__).parents[3]
-FOLDERS = ("engine", "kvtransfer", "prefill", "decode", "router", "bench", "deploy")
 BUILT_IN = {
     name
     for name, value in vars(builtins).items()
@@ -36,12 +34,9 @@ NO_ERRORS = {
 
 def classes_of_the_source() -> list[tuple[str, list[str]]]:
     """Each class with the names of its bases."""
-    trees = [ast.parse(p.read_text()) for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return [
         (node.name, [ast.unparse(base).rpartition(".")[2] for base in node.bases])
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        for _, node in house.product_classes(house.texts())
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config
+from engine.config import UNSET, Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "tuning.md"
 ROW = re.compile(r"^\| `(\w+)\.(\w+)` \| `([^`]*)` \|", re.MULTILINE)
@@ -14,6 +14,8 @@ WHOLE_SECTIONS = ("worker", "router", "planner")  # whose settings all stand on 
 
 
 def text_of(value: object) -> str:
+    if value is None:
+        return UNSET
     if isinstance(value, StrEnum):
         return value.value
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,10 +2,11 @@
 
 import io
 import logging
+from select import PIPE_BUF
 
 import pytest
 
-from deploy.logs import (
+from deploy.logs.lines import (
     MAX_KINDS,
     MAX_MESSAGE_CHARS,
     MOST_OF_A_KIND,
@@ -13,6 +14,7 @@ from deploy.logs import (
     BoundedHandler,
     LogBound,
     escaped,
+    pieces_of,
 )
 
 
@@ -53,6 +55,17 @@ def test_dropped_lines_are_counted_at_the_end(log):
         log.error("again")
     log.handler.close()
     assert log.lines()[-1].endswith("E here: 7 more records were left out: again")
+
+
+def test_a_pipe_takes_each_piece_whole():
+    lines = [f"{number} {'é' * number}\n" for number in range(500)]
+    pieces = list(pieces_of("".join(lines)))
+    assert "".join(pieces) == "".join(lines)
+    assert all(piece.endswith("\n") and len(piece.encode()) <= PIPE_BUF for piece in pieces)
+    assert len(pieces) < 100
+    long = "x" * (PIPE_BUF + 1) + "\n"
+    assert list(pieces_of(f"a\n{long}b\n")) == ["a\n", long, "b\n"]
+    assert list(pieces_of("a\n\ud800")) == ["a\n\ud800"]
 
 
 def test_errors_with_tracebacks_are_bounded_too(log):

@@ -1,0 +1,173 @@
+"""Reads the latest log lines of services from their rings, and what has come since.
+
+`read_pieces` reads bytes where the rings are, which may be another node. `merged` makes lines of
+them, in order of time. A *cursor* says for each ring how far it has been read. A caller gets it
+with an answer and gives it back for what came after. Each answer is bounded; so is each ring.
+"""
+
+import base64
+import binascii
+import contextlib
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from deploy.logs.ring import MAX_LINE_BYTES, RingFile, rings
+from engine.errors import ConfigError
+
+DEFAULT_LINES = 100
+MAX_LINES = 5000  # of one answer to a question without a cursor
+READ_BYTES = 4 * 2**20  # of all rings of a node, at once
+LEAST_READ_BYTES = 2 * MAX_LINE_BYTES  # of each ring; more than one line
+MAX_CURSOR_BYTES = 2**20
+TORN = "[the end of this line is lost] "
+
+
+Position = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class RingPlace(msgspec.Struct, frozen=True, array_like=True):
+    """A place in a ring: all lines before it have been read."""
+
+    generation: Position
+    offset: Position
+
+
+class LogsQuery(msgspec.Struct, frozen=True):
+    """A question for lines: the last ones, or those after the places of a cursor."""
+
+    service: str | None = None  # None: all
+    lines: int = DEFAULT_LINES  # the last ones; without meaning if there are `places`
+    places: dict[str, RingPlace] | None = None
+
+
+class RingPiece(msgspec.Struct, frozen=True):
+    """Bytes of one ring, from the beginning of a line to the end of one."""
+
+    service: str
+    text: bytes
+    end: RingPlace
+    is_overwritten: bool = False  # lines after the given place were lost before they were read
+    has_more: bool = False
+
+
+class LogPieces(msgspec.Struct, frozen=True):
+    """What all nodes answered. A ring of another node has the key NAME@NODE."""
+
+    pieces: dict[str, RingPiece]
+    known: list[str]  # all services with a ring
+    silent: list[str] = []  # nodes that did not answer
+
+
+def read_pieces(folder: Path, query: LogsQuery) -> LogPieces:
+    """Reads the rings of a folder."""
+    found = rings(folder)
+    chosen = {name: files for name, files in found.items() if query.service in (None, name)}
+    most = max(READ_BYTES // max(len(chosen), 1), LEAST_READ_BYTES)
+    pieces = {}
+    for name, files in chosen.items():
+        with contextlib.suppress(OSError):  # the ring has just gone on; the next answer has it
+            if query.places is None:
+                pieces[name] = _tail(name, files, min(query.lines, MAX_LINES), most)
+            else:
+                pieces[name] = _rest(name, files, query.places.get(name), most)
+    return LogPieces(pieces, list(found))
+
+
+def merged(pieces: Iterable[RingPiece], most: int | None = None) -> list[dict[str, Any]]:
+    """Returns the lines of all pieces in order of time, or the last of them."""
+    lines = [line for piece in pieces for line in _lines(piece)]
+    lines.sort(key=lambda line: str(line["time"]))
+    return lines if most is None else lines[max(len(lines) - most, 0) :]
+
+
+def cursor_of(places: Mapping[str, RingPlace]) -> str:
+    """Returns places as text that fits into a URL."""
+    return base64.urlsafe_b64encode(zlib.compress(msgspec.json.encode(places))).decode()
+
+
+def places_of(cursor: str) -> dict[str, RingPlace]:
+    """Returns the places of a cursor. Raises ConfigError if it is none."""
+    try:
+        packed = base64.b64decode(cursor.encode("ascii"), altchars=b"-_", validate=True)
+        text = zlib.decompressobj().decompress(packed, MAX_CURSOR_BYTES)
+        return msgspec.json.decode(text, type=dict[str, RingPlace])
+    except (binascii.Error, zlib.error, ValueError, msgspec.MsgspecError) as error:
+        raise ConfigError("`after` is no cursor that an answer gave") from error
+
+
+def _tail(name: str, files: list[RingFile], num_lines: int, most: int) -> RingPiece:
+    """Reads the last lines of a ring, from its last file backwards."""
+    text, end = b"", None
+    for file in reversed(files):
+        size = file.path.stat().st_size
+        begin = max(size - (most - len(text)), 0)
+        part = _read(file, begin, size - begin)
+        complete = part[: part.rfind(b"\n") + 1]
+        if end is None:
+            end = RingPlace(file.generation, begin + len(complete))
+        if begin:  # it begins within a line
+            complete = complete[complete.find(b"\n") + 1 :]
+        text = complete + text
+        if begin or text.count(b"\n") >= num_lines:
+            break
+    assert end is not None
+    return RingPiece(name, _last_lines(text, num_lines), end)
+
+
+def _rest(name: str, files: list[RingFile], place: RingPlace | None, most: int) -> RingPiece:
+    """Reads a ring from a place on."""
+    known = {file.generation for file in files}
+    first = RingPlace(files[0].generation, 0)
+    is_overwritten = place is not None and place.generation not in known
+    at = first if place is None or is_overwritten else place
+    text = b""
+    for file in (each for each in files if each.generation >= at.generation):
+        begin = at.offset if file.generation == at.generation else 0
+        part = _read(file, begin, most - len(text))
+        end = part.rfind(b"\n") + 1
+        if not end and len(part) > MAX_LINE_BYTES:  # no line is so long
+            end = len(part)
+        text += part[:end]
+        at = RingPlace(file.generation, begin + end)
+        if len(text) + MAX_LINE_BYTES >= most:
+            return RingPiece(name, text, at, is_overwritten, has_more=True)
+    return RingPiece(name, text, at, is_overwritten)
+
+
+def _read(file: RingFile, begin: int, num_bytes: int) -> bytes:
+    fd = os.open(file.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, max(num_bytes, 0), begin)
+    finally:
+        os.close(fd)
+
+
+def _last_lines(text: bytes, number: int) -> bytes:
+    """Returns the last lines of a text that ends with a line's end."""
+    at = len(text)
+    for _ in range(number + 1):
+        at = text.rfind(b"\n", 0, at)
+        if at < 0:
+            return text
+    return text[at + 1 :]
+
+
+def _lines(piece: RingPiece) -> Iterable[dict[str, Any]]:
+    """Yields lines as objects. A piece of a line, left by a process that was killed, is marked."""
+    time = ""
+    for raw in piece.text.splitlines():
+        if not raw:
+            continue
+        try:
+            line = msgspec.json.decode(raw, type=dict[str, Any])
+            time = line["time"] = str(line["time"])
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+            text = raw[:MAX_LINE_BYTES].decode("ascii", "backslashreplace")
+            line = {"time": time, "level": "error", "process": piece.service, "logger": ""}
+            line["message"] = TORN + text
+        yield line

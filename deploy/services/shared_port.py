@@ -1,0 +1,140 @@
+"""Hands the listening sockets of a deployment's ports from process to process.
+
+All gateways accept connections from one socket of a port, so the kernel has one queue of them:
+
+- A gateway that is stopped or stuck takes none: the others take all. With SO_REUSEPORT each process
+  has a queue of its own, and connections in the queue of a stopped process wait or are lost.
+- A gateway that dies takes no waiting connection with it, and its successor finds the port as it
+  was. As long as any process holds the socket, connections wait in the queue, and none is refused.
+
+Whoever has the socket listens on a Unix socket in a private directory, `<port>-<process>`, and
+sends each caller a descriptor. On one machine `baton serve` holds the sockets, and is asked first.
+On a cluster the gateways have them from each other: the first one listens.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.errors import ConfigError
+from router.edge.listener import BACKLOG
+
+log = logging.getLogger(__name__)
+
+TAKE_TIMEOUT_S = 2.0  # a holder that is stopped does not answer
+CLOSE_TIMEOUT_S = 10.0
+HTTP, GRPC = "http", "grpc"  # the ports
+DEPLOYMENT = "deployment"  # the holder that lives as long as all
+
+
+class PortHolder:
+    """Hands a listening socket out, in a thread, from `hold` to `close`."""
+
+    def __init__(self, directory: Path, port_name: str, holder: str = DEPLOYMENT) -> None:
+        """Only its user may enter `directory`."""
+        self.path = directory / f"{port_name}-{holder}"
+        self._thread = threading.Thread(target=self._serve, name="port holder", daemon=True)
+
+    def hold(self, sock: socket.socket) -> None:
+        """Hands this socket out, and closes it at the end. Raises ConfigError."""
+        self._port = sock
+        self._calls = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.path.unlink(missing_ok=True)  # of a process that died
+            with _reachable(self.path) as path:
+                self._calls.bind(path)
+            self._calls.listen()
+        except OSError as error:
+            self._port.close()
+            self._calls.close()
+            raise ConfigError(f"{self.path}: {error.strerror or error}") from error
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lets go of the port: it is free once the last process has closed it too."""
+        with contextlib.suppress(OSError):
+            self._calls.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._calls.close()
+        self._port.close()
+        self.path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                caller, _ = self._calls.accept()
+            except OSError:  # closed
+                return
+            try:
+                with caller:
+                    caller.settimeout(TAKE_TIMEOUT_S)
+                    socket.send_fds(caller, [b"1"], [self._port.fileno()])
+            except OSError as error:
+                log.warning("a gateway did not get the listening socket: %s", error)
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """Raises ConfigError if the port is taken."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def take_socket(path: Path) -> socket.socket:
+    """Returns a descriptor of the listening socket from the holder at `path`.
+
+    Raises ConfigError.
+    """
+    try:
+        with (
+            _reachable(path) as short,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as holder,
+        ):
+            holder.settimeout(TAKE_TIMEOUT_S)
+            holder.connect(short)
+            _, descriptors, *_ = socket.recv_fds(holder, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"the listening socket did not come from {path}: {error}") from error
+    if not descriptors:
+        raise ConfigError(f"the listening socket did not come from {path}")
+    return socket.socket(fileno=descriptors[0])
+
+
+def take_or_listen(
+    directory: Path, port_name: str, process: str, address: tuple[str, int]
+) -> tuple[socket.socket, PortHolder]:
+    """Returns the socket of a port, and what hands it on from this process.
+
+    It comes from a process that has it. If none answers, this one listens. Raises ConfigError.
+    """
+    holder = PortHolder(directory, port_name, process)
+    others = (path for path in sorted(directory.glob(f"{port_name}-*")) if path != holder.path)
+    for path in others:
+        try:
+            sock = take_socket(path)
+            break
+        except ConfigError as error:
+            log.info("%s", error)  # it has died or is stopped
+    else:
+        sock = listen_on(*address)
+    try:
+        holder.hold(sock.dup())
+    except BaseException:
+        sock.close()
+        raise
+    return sock, holder
+
+
+@contextlib.contextmanager
+def _reachable(path: Path) -> Iterator[str]:
+    """Another name of a path: the address of a Unix socket has 107 bytes at most."""
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)

@@ -1,0 +1,78 @@
+"""A worker's log lines have the ids of the request that they are about."""
+
+import asyncio
+import logging
+
+import pytest
+
+from deploy.worker.guide_opening import GuideOpening
+from deploy.worker.request_ids import MAX_KEPT, RequestIds
+from engine.log_context import REQUEST
+from engine.messages import GatewayId, Generate, Limits, Role, Sampling, SeqId
+from engine.worker.events import FromGateway, PullDone, PullFailed
+from kvtransfer.lease.sink import ABORTED
+from tests.unit.deploy.worker.test_host import host
+
+SEQ_ID = SeqId("cmpl-1.0")
+
+
+@pytest.fixture
+def lines():
+    """The lines that are logged, with their requests."""
+    found = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            found.append((record.getMessage(), REQUEST.get()))
+
+    keeper, log = Keeper(), logging.getLogger("deploy.worker.host")
+    level = log.level
+    log.addHandler(keeper)
+    log.setLevel(logging.INFO)
+    yield found
+    log.removeHandler(keeper)
+    log.setLevel(level)
+
+
+def test_both_ids_are_known_while_a_line_is_logged():
+    ids = RequestIds()
+    ids.note(SEQ_ID, "mine")
+    with ids.logged(SEQ_ID):
+        assert REQUEST.get() == "cmpl-1 mine"
+    with ids.logged(SeqId("cmpl-2.0.copy")):
+        assert REQUEST.get() == "cmpl-2"
+    assert REQUEST.get() == ""
+
+
+def test_only_the_latest_ids_are_kept():
+    ids = RequestIds()
+    for number in range(MAX_KEPT + 10):
+        ids.note(SeqId(f"cmpl-{number}.0"), "mine")
+        ids.note(SeqId(f"cmpl-x{number}.0"), "")
+    assert len(ids._client_ids) == MAX_KEPT
+    with ids.logged(SeqId("cmpl-0.0")):
+        assert REQUEST.get() == "cmpl-0"
+    with ids.logged(SeqId(f"cmpl-{MAX_KEPT + 9}.0")):
+        assert REQUEST.get().endswith(" mine")
+
+
+def test_lines_of_a_sequence_have_its_ids_from_its_start_to_its_failure(lines):
+    worker = host(Role.MIXED)
+    message = Generate(SEQ_ID, [1, 2, 3], Sampling(), Limits(9), client_id="mine")
+
+    async def take():
+        opening = GuideOpening(
+            GatewayId("g"), None, executor=None, put=worker._inbox.put, on_crash=None
+        )
+        worker._take_request(message, opening)
+
+    asyncio.run(take())
+    worker._on_transfer(PullFailed(SEQ_ID, "lease was lost"))
+    worker._on_transfer(PullDone(SEQ_ID, "shm"))
+    worker._on_transfer(PullFailed(SEQ_ID, ABORTED))  # as its gateway wished
+    assert lines == [
+        ("takes a sequence: generate, 3 tokens", "cmpl-1 mine"),
+        ("a pull of KV failed: lease was lost", "cmpl-1 mine"),
+    ]
+    assert isinstance(worker._inbox.get_nowait(), FromGateway)
+    assert [type(worker._inbox.get_nowait()) for _ in range(2)] == [PullFailed, PullDone]
