@@ -13,12 +13,14 @@ from engine.clock import Clock
 from engine.config import PlannerMode
 from engine.control import (
     CONTROL_VERSION,
+    ClusterNews,
     ControllerHello,
     ControllerRefused,
     GatewayReport,
     GatewayWelcome,
     ListRequests,
     Members,
+    PoolNews,
     RequestInfo,
     RequestList,
     RequestState,
@@ -32,6 +34,7 @@ from engine.errors import ProtocolError
 from engine.messages import GatewayId
 from engine.net.rpc import Send, SessionServer
 from engine.net.trust import Secret
+from router.gateway.metrics.pools import PoolBoard
 from router.machine.flight import Flight
 from router.planning.demand import Observer
 from router.service import Router
@@ -54,16 +57,17 @@ class ControlServer:
         secret: Secret,
         clock: Clock,
         members: Members | None = None,
+        board: PoolBoard | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """`members` are those that the gateway was started with."""
+        """`members` are those that the gateway was started with. `board` gets all later ones."""
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._clock = clock
-        self._observer: Observer | None = None  # of what is asked of the current version
-        self._observed: Router | None = None
+        self._observers: dict[str, tuple[Router, Observer]] = {}  # of what is asked, by line
         self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
-        self.members = members
+        self._board = board or PoolBoard(routers.versions, clock)
+        self.members = self._board.members = members
 
     async def open(self) -> str:
         """Starts to listen and returns the address."""
@@ -136,8 +140,12 @@ class ControlServer:
             case Members():
                 self._follow(message)
                 return self._report()
+            case PoolNews():
+                self._board.take(message)
             case ListRequests(question, limit):
                 return self._list(question, limit)
+            case ClusterNews():
+                self._board.cluster = message
         return None
 
     def _follow(self, members: Members) -> None:
@@ -147,7 +155,7 @@ class ControlServer:
             )
             return
         self._routers.follow(members)
-        self.members = members
+        self.members = self._board.members = members
 
     async def _send_all(self, outbox: "asyncio.Queue[ToController]", send: Send) -> None:
         """Sends answers when they come, and a report once a second even among many answers."""
@@ -171,21 +179,30 @@ class ControlServer:
             seen=self._seen(),
         )
 
-    def _seen(self) -> Observation | None:
-        observer = self._observer_of_current()
-        if observer is None:
-            return None
-        if self.members is None or self.members.intent.planner is PlannerMode.OFF:
-            observer.rest()
-            return None
-        return observer.latest(self._clock.now_s())
+    def _seen(self) -> dict[str, Observation]:
+        """The demand for the current version of each line; nothing while no planner asks."""
+        intent = None if self.members is None else self.members.intent
+        if intent is None or intent.planner is PlannerMode.OFF:
+            for _, observer in self._observers.values():
+                observer.rest()
+            self._observers.clear()
+            return {}
+        found: dict[str, Observation] = {}
+        routers, now_s = self._routers.routers(), self._clock.now_s()
+        for line in dict.fromkeys(version.line for version in intent.versions):
+            router = routers.get(intent.of_line(line)[0].name)
+            latest = None if router is None else self._observer(line, router).latest(now_s)
+            if latest is not None:
+                found[line] = latest
+        return found
 
-    def _observer_of_current(self) -> Observer | None:
-        current = next(iter(self._routers.routers().values()), None)
-        if current is not self._observed:
-            self._observed = current
-            self._observer = None if current is None else Observer(current.machine.demand)
-        return self._observer
+    def _observer(self, line: str, router: Router) -> Observer:
+        """Returns the line's observer, a new one if its current version has changed."""
+        observed, observer = self._observers.get(line, (None, None))
+        if observed is not router or observer is None:
+            observer = Observer(router.machine.demand)
+            self._observers[line] = router, observer
+        return observer
 
     def _list(self, question: int, limit: int) -> RequestList:
         flights = [

@@ -1,11 +1,12 @@
 """The seam between the HTTP side and the router: each side is tested without the other."""
 
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.messages import LoadReport, RequestId, Role, WorkerId
-from router.machine.requests import Forecast, Request, Update
+from router.cluster.transfers import MovedKv
+from router.machine.requests import Forecast, Request, Timeline, Update
 
 # Takes an update in the call in which it arrives. Returns False to leave it to the iterator.
 TakeAtOnce = Callable[[Update], bool]
@@ -35,6 +36,7 @@ class WorkerStatus:
     forecast: Forecast = field(default_factory=Forecast)
     max_running: int = 0  # sequences that may decode at once
     num_foreign: int = 0  # sequences and prompts of other gateways, at its last report
+    kernels: str = ""  # what computes there
 
 
 class RouterStatus(Protocol):
@@ -58,6 +60,14 @@ class RouterStatus(Protocol):
 
     def queued_s(self) -> float:
         """Predicted seconds of one prefill worker to compute what waits."""
+        ...
+
+    def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
+        """Pairs of a source and a sink that are not used now, and seconds until a new try."""
+        ...
+
+    def transfers(self) -> list[MovedKv]:
+        """KV that moved between workers since start, by pair."""
         ...
 
     def counters(self) -> Mapping[tuple[str, str], int]:
@@ -88,6 +98,10 @@ class RouterPort(RouterStatus, RequestPort, Protocol):
 
     def capacity_tokens(self) -> int | None:
         """The length of the longest request that workers could hold; None until it is known."""
+        ...
+
+    def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
+        """The stages up to now of those requests that this router has."""
         ...
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:

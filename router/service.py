@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -45,7 +45,9 @@ from engine.net.rpc import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
 from router.cluster.estimates import Estimates
+from router.cluster.transfers import MovedKv
 from router.machine.events import BlocksChanged, BlocksUnheard, Stepped
+from router.machine.flight import running_timeline
 from router.machine.machine import (
     Arrived,
     ClientGone,
@@ -59,7 +61,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.requests import Failed, Request, Update
+from router.machine.requests import Failed, Request, Timeline, Update
 from router.native.machine import native_machine
 from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
 from router.prefixes.news import Apply, Unheard
@@ -312,6 +314,7 @@ class Router:
                 self.machine.forecast(worker, now_s),
                 worker.info.max_running,
                 worker.foreign.seqs + bool(worker.foreign.prompt_tokens),
+                worker.info.kernels,
             )
             for worker_id, worker in self.machine.view.workers.items()
         }
@@ -323,6 +326,25 @@ class Router:
     def queued_s(self) -> float:
         """Predicted seconds of one prefill worker to compute what waits."""
         return self.machine.state.waiting.queued_s
+
+    def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
+        """Pairs of a source and a sink that are not used now, and seconds until a new try."""
+        now_s = self._clock.now_s()
+        pairs = self.machine.view.severed.items()
+        return {pair: at_s - now_s for pair, at_s in pairs if at_s > now_s}
+
+    def transfers(self) -> list[MovedKv]:
+        """KV that moved between workers, by pair."""
+        return list(self.machine.state.transfers.pairs)
+
+    def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
+        """The stages up to now of those requests that this router has."""
+        now_s, flights = self._clock.now_s(), self.machine.state.flights
+        return {
+            each: running_timeline(flight, now_s)
+            for each in request_ids
+            if (flight := flights.get(each)) is not None
+        }
 
     def counters(self) -> Mapping[tuple[str, str], int]:
         """Events since the start by (name, reason)."""
@@ -460,7 +482,9 @@ class Router:
             self._leaving.pop(info.worker_id, None)
             is_wanted = address in self._addresses and not self._closing.done()
             level = logging.WARNING if is_wanted else logging.INFO
-            log.log(level, "worker %s is lost", info.worker_id)
+            worker = self.machine.view.workers.get(info.worker_id)
+            role = info.role if worker is None else worker.info.role  # it may have been flipped
+            log.log(level, "%s worker %s is lost", role, info.worker_id)
             self._handle(WorkerLost(info.worker_id, reason))
 
     def _check_step(self, worker_id: WorkerId, step: StillStepping) -> None:

@@ -8,23 +8,27 @@ It also waits until another version can serve, as this gateway may have been wit
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.control import Intent, Member, Members, Version, VersionReport
+from engine.clock import Clock
+from engine.control import MAIN_LINE, Intent, Member, Members, Version, VersionReport
 from router.gateway.versions import SERVER_SHUTDOWN, ServedVersion, Versions
 from router.machine.requests import Failed
+from router.probes import fault_of_version
 from router.service import Router
 from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
+PROBE_EVERY_S = 0.1  # a version that takes over is looked at, until it can serve
 RETRY_EVERY_S = 5.0  # to load a tokenizer
 SHUT_DOWN = Failed("the server was stopped before the answer was complete", SERVER_SHUTDOWN)
 LOOK_EVERY_S = 0.1  # between checks whether the last request of a removed version has ended
 
 LoadText = Callable[[Version], TextModel]  # blocks; may raise any exception
+FaultOf = Callable[[str], Awaitable[str]]  # of a version's answers; empty if there is none
 
 
 @dataclass(slots=True)
@@ -38,11 +42,14 @@ class _Host:
     text: TextModel | None = None
     is_open: bool = False
     failure: str = "its tokenizer is being loaded"
+    probe: str | None = None  # what was wrong with its answers to probes; None: not probed
+    is_probed: bool = False  # or is being
 
     def follow(self, version: Version, members: tuple[Member, ...]) -> None:
         self.version = version
         self.addresses = [member.address for member in members]
-        self.context_len = min((m.context_len for m in members), default=self.context_len)
+        known = self.context_len if version.asleep is None else version.asleep.context_len
+        self.context_len = min((m.context_len for m in members), default=known)
         if self.is_open:
             self.router.follow(self.addresses)
 
@@ -62,19 +69,25 @@ class _Host:
             context_len=self.context_len,
             weight=version.weight,
             is_leaving=version.is_leaving,
+            line=version.line,
         )
 
 
 class VersionRouters:
     """Keeps `versions` equal to the controller's list, without versions that cannot serve yet."""
 
-    def __init__(self, *, new_router: Callable[[], Router], load_text: LoadText) -> None:
+    def __init__(
+        self, *, new_router: Callable[[], Router], load_text: LoadText, clock: Clock
+    ) -> None:
         self._new_router = new_router
+        self._clock = clock
         self._load_text = load_text
         self._hosts: dict[str, _Host] = {}  # the current version first
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving: list[_Host] = []
         self.versions = Versions()
+        self._is_rolling = False  # a version takes over
+        self.more_probes: FaultOf | None = None  # beside those of `router.probes`
 
     async def open(self, members: Members) -> Version:
         """Begins to serve. Returns the first version, once its tokenizer is loaded.
@@ -102,6 +115,13 @@ class VersionRouters:
             host.follow(version, members.of(version.name))
         self._hosts = {version.name: self._hosts[version.name] for version in named}
         self._tell()
+        rollout = members.intent.rollout
+        self._is_rolling = rollout is not None
+        for host in self._hosts.values():
+            comes = rollout is not None and rollout.to == host.version.name
+            if comes and not host.version.weight and not host.is_probed:
+                host.is_probed = True
+                self._spawn(self._probe(host))
 
     async def close(self) -> None:
         """Ends all sessions."""
@@ -123,13 +143,22 @@ class VersionRouters:
 
     def reports(self) -> dict[str, VersionReport]:
         """The state of each version, for the controller."""
+        now_s, tallies = self._clock.now_s(), self.versions.tallies
+        hung = tallies.hung(now_s) if self._is_rolling else {}  # it walks over all requests
         return {
             name: VersionReport(
                 missing=host.missing(),
                 num_requests=self.versions.num_requests(name),
                 fingerprint=host.router.fingerprint(),
+                num_ended=tally.ended,
+                num_failed=tally.failed,
+                num_late=tally.late,
+                longest_len=max(tally.longest_len(now_s), host.router.machine.longest_len),
+                probe=host.probe,
+                num_hung=hung.get(name, 0),
             )
             for name, host in self._hosts.items()
+            for tally in [tallies.of(name)]
         }
 
     def _take(self, version: Version) -> _Host:
@@ -144,6 +173,22 @@ class VersionRouters:
         host.text, host.is_open = text, True
         host.router.follow(host.addresses)
         log.info("version %s is served", host.version.name)
+
+    async def _probe(self, host: _Host) -> None:
+        """Probes a version that takes over, once it can serve, until it has gone."""
+        while host.missing() is not None or not host.context_len:
+            await asyncio.wait([self._never], timeout=PROBE_EVERY_S)
+            if self._hosts.get(host.version.name) is not host:
+                return
+        assert host.text is not None
+        try:
+            fault = await fault_of_version(host.router, host.text, host.context_len, self._clock)
+            if not fault and self.more_probes is not None:
+                fault = await self.more_probes(host.version.name)
+            host.probe = fault
+        except Exception as error:  # whatever it is, the version must not take over
+            host.probe = f"a probe failed: {error!r}"
+        log.info("version %s was probed: %s", host.version.name, host.probe or "all is well")
 
     async def _open_at_last(self, host: _Host) -> None:
         while True:
@@ -195,5 +240,5 @@ class VersionRouters:
 
 def _first_to_serve(intent: Intent) -> Version:
     """Returns the current version, unless it is leaving or another one has all the weight."""
-    stays = [version for version in intent.versions if not version.is_leaving]
+    stays = [version for version in intent.of_line(MAIN_LINE) if not version.is_leaving]
     return next((version for version in stays if version.weight), stays[0])

@@ -15,7 +15,11 @@ from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/docs", "/openapi.json"})
-DEBUG_PATHS = frozenset({"/metrics", "/load"})
+PAGE_PATHS = frozenset({"/", "/dashboard", "/play"})  # open too; what they show needs a key
+ASSET_PREFIX = "/assets/"
+DEBUG_PATHS = frozenset(
+    {"/metrics", "/metrics/targets", "/load", "/dashboard/state", "/dashboard/events"}
+)
 _TENANT = "baton.tenant"
 
 
@@ -38,7 +42,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers 401 or 403, or calls the application with the tenant in the scope."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
         try:
@@ -49,7 +53,18 @@ class KeyGuard:
         except ApiError as error:
             await send_invalid(send, error)
             return
-        await self._app({**scope, _TENANT: tenant}, receive, send)
+        scope[_TENANT] = tenant
+        await self._app(scope, receive, send)
+
+
+def is_open(path: str) -> bool:
+    """True if a path needs no key."""
+    return path in OPEN_PATHS or path in PAGE_PATHS or path.startswith(ASSET_PREFIX)
+
+
+def with_tenant(scope: Scope, tenant: Tenant) -> Scope:
+    """Returns the scope of a request that the gateway makes itself, for a tenant."""
+    return {**scope, _TENANT: tenant}
 
 
 def tenant_of(scope: Scope) -> Tenant:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
 from engine.grammar.child import Vocabulary
+from engine.log_context import REQUEST, request_ids
 from engine.messages import RequestId
 from router.access.keys import Tenant
 from router.access.limits import KeyAccounts, KeyUse
@@ -37,11 +38,13 @@ from router.gateway.answers.writing import (
     Heading,
     ending_of,
 )
+from router.gateway.dashboard.recent import EndedChoice, RecentRequests, RunningChoice
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.calls import ApiCall, CheckedCall, GatewaySettings, parse
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
+from router.gateway.tracing.trace import Tracing, context_of
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value
 from router.inbox.lanes import Lanes
@@ -70,6 +73,8 @@ class GatewayParts:
     accounts: KeyAccounts
     lanes: Lanes
     storage: Storage
+    recent: RecentRequests
+    tracing: Tracing | None = None
 
 
 class Replies(Protocol):
@@ -116,6 +121,7 @@ class AnswerService:
             timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
+            trace_context=None if self._parts.tracing is None else context_of(headers),
             # Both reveal the load of other tenants.
             timeline=tenant.may_debug and headers.get(TIMELINE_HEADER) == "1",
             decision=tenant.may_debug and headers.get(DECISION_HEADER) == "1",
@@ -125,6 +131,15 @@ class AnswerService:
         """Answers a call, and returns when the client has got the end of the answer."""
         parts, tenant, received_s = self._parts, call.tenant, call.received_s
         use: KeyUse | None = None
+        logged = REQUEST.set(request_ids(call.request_id, call.client_id))
+        meter.identify(call.request_id, tenant.name)
+        if parts.tracing is not None:
+            meter.trace = parts.tracing.begin(
+                self._dialect.id_prefix.rstrip("-_"),
+                call.request_id,
+                received_s,
+                call.trace_context or {},
+            )
         try:
             try:
                 use = parts.accounts.begin(tenant.name, tenant.limits, received_s)
@@ -137,12 +152,15 @@ class AnswerService:
                 meter.refuse()
                 await replies.refuse(error)
                 return
-            meter.accept(received_s, checked.prompt_len, checked.served.name)
+            meter.accept(received_s, checked.prompt_len, checked.served.name, key=tenant.name)
             with parts.versions.serving(checked.served):
                 await self._serve(checked, replies, meter, use)
         finally:
             if use is not None:
                 use.end(parts.clock.now_s())
+            if meter.trace is not None:
+                meter.end_trace()
+            REQUEST.reset(logged)
 
     async def _serve(
         self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse
@@ -155,9 +173,9 @@ class AnswerService:
                 call,
                 prompts[index // call.num_candidates],
                 parser=None if call.reader is None else call.reader.parser(parts.rng),
-                meter=meter.choice(),
+                meter=meter.choice(len(request.token_ids)),
             )
-            for index in range(len(call.requests))
+            for index, request in enumerate(call.requests)
         ]
         heading = Heading(
             dialect=self._dialect,
@@ -165,11 +183,16 @@ class AnswerService:
             created=unix_time_s(),
             decision=lambda: choices[0].decision,
             limit_headers=lambda: use.headers(call.first.received_s),
+            trace_headers={} if meter.trace is None else meter.trace.headers,
         )
         writer = replies.open(heading)
         port, clock = self._port_of(call.served), parts.clock
         searches = None if call.beams is None else Searches(port, clock, call)
+        recent = parts.recent
         try:
+            for choice in choices:
+                shown_id = call.client_id or choice.request.request_id
+                recent.begin(RunningChoice(shown_id, call.served.name, choice))
             if searches is None:
                 last = await self._in_time(call, follow(port, clock, choices, writer))
             else:
@@ -182,7 +205,10 @@ class AnswerService:
             await writer.end(ending_of(call, choices, outcome))
         finally:
             num_tokens = sum(choice.num_tokens for choice in choices)
+            meter.num_sent_tokens = num_tokens
             use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)
+            for choice in choices:
+                recent.note(_ended(call, choice))
 
     async def _in_time(
         self, call: CheckedCall, following: Coroutine[Any, Any, AnswerPiece]
@@ -213,6 +239,18 @@ class AnswerService:
             asker = Asker(call.tenant.name, checked.first.salt)
             await check_structure(parts.grammars, checked.structure, vocabulary, asker)
         return checked
+
+
+def _ended(call: CheckedCall, choice: AnswerChoice) -> EndedChoice:
+    return EndedChoice(
+        shown_id=call.client_id or choice.request.request_id,
+        version=call.served.name,
+        request=choice.request,
+        outcome=choice.outcome,
+        timeline=choice.timeline,
+        last_s=choice.last_s,
+        num_tokens=choice.num_tokens,
+    )
 
 
 def _vocabulary_of(text: TextModel) -> Vocabulary | None:

@@ -5,6 +5,7 @@ Decides which endpoint a request goes to. `router.gateway.endpoint` has the life
 
 import importlib.metadata
 import random
+import sqlite3
 from collections.abc import Collection, Mapping
 from functools import partial
 
@@ -15,19 +16,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.clock import Clock
+from engine.config import DashboardMode
 from engine.errors import InvalidRequest
 from router.access.guard import KeyFinder, KeyGuard
 from router.access.limits import KeyAccounts
 from router.edge.content_types import check_content
 from router.edge.limits import Book
 from router.edge.responses import send_invalid, send_json
+from router.gateway.access_log import AccessLog
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.service import Batches
+from router.gateway.dashboard.pages import WebPages
+from router.gateway.dashboard.recent import Bounds, RecentRequests
+from router.gateway.dashboard.service import Dashboard
 from router.gateway.endpoint import AnswerEndpoint, Invocations
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.metrics.pools import PoolBoard
+from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.pages.description import DescriptionPages
 from router.gateway.pages.models import ModelPages
@@ -37,6 +45,7 @@ from router.gateway.pages.replies import (
     internal_error,
     internal_error_body,
     invalid,
+    store_failed,
 )
 from router.gateway.pages.status import StatusPages
 from router.gateway.pages.tokens import TokenPages
@@ -46,6 +55,7 @@ from router.gateway.requests.grammar_checker import GrammarCheck
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.responses.pages import ResponsePages
 from router.gateway.storage import Storage
+from router.gateway.tracing.trace import Tracing
 from router.gateway.versions import Versions
 from router.inbox.lanes import Lanes
 
@@ -61,6 +71,7 @@ EXPOSED_HEADERS = (  # that scripts of other origins may read
     "x-ratelimit-reset-tokens",
     "retry-after",
 )
+OTHER_PATHS = "other"  # the label of paths that answer no prompt, known or not
 
 
 def create_app(  # noqa: PLR0913 - all that an application is wired with
@@ -75,12 +86,16 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     edge: Book | None = None,
     storage: Storage | None = None,
     background: BackgroundWork | None = None,
+    board: PoolBoard | None = None,
+    logs_requests: bool = False,
+    tracing: Tracing | None = None,
 ) -> ASGIApp:
     """Returns the application, for any ASGI server.
 
     `siblings` are the gateway processes that share its port. `edge` holds the counts of its
     listener, for /metrics. Without `keys` the application is open to all clients. Without `storage`
-    what it keeps is in memory. Without `background` no batch runs.
+    what it keeps is in memory. Without `background` no batch runs. `board` has what a controller
+    says of the pools.
     """
     parts = parts_of(
         versions,
@@ -90,8 +105,17 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         grammars=grammars,
         siblings=siblings,
         storage=storage,
+        tracing=tracing,
     )
-    return app_of(parts, keys=keys, siblings=siblings, edge=edge, background=background)
+    return app_of(
+        parts,
+        keys=keys,
+        siblings=siblings,
+        edge=edge,
+        background=background,
+        board=board,
+        logs_requests=logs_requests,
+    )
 
 
 def parts_of(  # noqa: PLR0913 - all that they are
@@ -103,6 +127,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
     grammars: GrammarCheck,
     siblings: Siblings | None = None,
     storage: Storage | None = None,
+    tracing: Tracing | None = None,
 ) -> GatewayParts:
     """Returns the parts that all ways to answer share."""
     process = None if siblings is None else siblings.process
@@ -116,16 +141,21 @@ def parts_of(  # noqa: PLR0913 - all that they are
         accounts=KeyAccounts(settings.key_limits),
         lanes=Lanes(),
         storage=storage or Storage(None),
+        tracing=tracing,
+        recent=RecentRequests(Bounds(settings.slo_ttft_s, settings.slo_tpot_s), versions.tallies),
     )
 
 
-def app_of(
+def app_of(  # noqa: PLR0913 - all that it shows
     parts: GatewayParts,
     *,
     keys: KeyFinder | None = None,
     siblings: Siblings | None = None,
     edge: Book | None = None,
     background: BackgroundWork | None = None,
+    board: PoolBoard | None = None,
+    process: ProcessMeter | None = None,
+    logs_requests: bool = False,
 ) -> ASGIApp:
     """Returns the application over parts that others may use too."""
     version = version_of_baton()
@@ -137,16 +167,22 @@ def app_of(
     metrics.watch_counts("baton_grammars", text, "verdict", parts.grammars.counters)
     if edge is not None:
         metrics.watch(partial(edge_families, edge))
+    if board is not None:
+        metrics.watch_shared(board.families)
+    if process is not None:
+        metrics.watch(process.families)
     if siblings is not None:
         siblings.own = metrics.own
     responses = ResponsePages(parts)
-    batches = Batches(parts, shares_port=siblings is not None)
+    batches = Batches(parts)
     if background is not None:
         background.add(responses)
         background.add(batches)
-    status = StatusPages(versions, metrics, version, siblings)
+    status = StatusPages(versions, metrics, version, siblings, board)
     models, tokens = ModelPages(versions), TokenPages(parts)
-    description = DescriptionPages(version, needs_key=keys is not None)
+    mode = parts.settings.dashboard
+    has_pages = mode is not DashboardMode.OFF
+    description = DescriptionPages(version, needs_key=keys is not None, has_home=has_pages)
     chat = AnswerEndpoint(parts, CHAT, ChatBody)
     texts = AnswerEndpoint(parts, COMPLETION, CompletionBody)
     numbers = AnswerEndpoint(parts, EMBEDDING, EmbeddingBody)
@@ -170,6 +206,7 @@ def app_of(
             Route("/ping", status.ready, methods=["GET", "POST"]),
             Route("/load", status.load),
             Route("/metrics", status.metrics),
+            Route("/metrics/targets", status.targets),
             Route("/version", status.version),
             Route("/openapi.json", description.openapi),
             Route("/docs", description.docs),
@@ -180,15 +217,42 @@ def app_of(
             HTTPException: http_error,
             InvalidRequest: invalid,
             ClientLeft: gone,
+            sqlite3.Error: store_failed,
             Exception: internal_error,
         },
     )
-    app: ASGIApp = _Front(answers, others, metrics)
+    web: WebPages | None = None
+    if has_pages:
+        dashboard = dashboard_of(parts, board, siblings)
+        web = WebPages(dashboard, takes_orders=mode is DashboardMode.ON)
+        text = "Subscribers of the dashboard that were refused or cut off"
+        metrics.watch_counts("baton_dashboard_events", text, "event", dashboard.feed.counters)
+        if background is not None:
+            background.add(dashboard)
+    app: ASGIApp = _Front(answers, others, metrics, web)
     if keys is not None:
         app = KeyGuard(app, keys)
     if parts.settings.cors_origins:
         app = _with_cors(app, parts.settings.cors_origins)
+    if logs_requests:
+        app = AccessLog(app, parts.clock)
     return app
+
+
+def dashboard_of(
+    parts: GatewayParts, board: PoolBoard | None = None, siblings: Siblings | None = None
+) -> Dashboard:
+    """Returns the dashboard over these parts. It is not open yet."""
+    return Dashboard(
+        parts.versions,
+        parts.recent,
+        parts.metrics,
+        parts.clock,
+        board=board or PoolBoard(parts.versions, parts.clock),
+        baton=version_of_baton(),
+        siblings=siblings,
+        takes_orders=parts.settings.dashboard is DashboardMode.ON,
+    )
 
 
 def _with_cors(app: ASGIApp, origins: Collection[str]) -> ASGIApp:
@@ -209,40 +273,52 @@ class _Front:
     """Calls answer endpoints directly, without the middleware that all other pages go through."""
 
     def __init__(
-        self, answers: Mapping[str, ASGIApp], others: ASGIApp, metrics: GatewayMetrics
+        self,
+        answers: Mapping[str, ASGIApp],
+        others: ASGIApp,
+        metrics: GatewayMetrics,
+        web: WebPages | None,
     ) -> None:
+        self._web = web
         self._answers = answers
         self._others = others
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") != "POST":
-            await self._others(scope, receive, send)
-            return
-        endpoint = self._answers.get(scope["path"])
-        try:
-            check_content(scope)
-        except InvalidRequest as error:
-            if endpoint is not None:
-                self._metrics.note_invalid()
-            await send_invalid(send, error)
-            return
-        if endpoint is None:
-            await self._others(scope, receive, send)
-            return
+        method, path = scope.get("method"), scope.get("path", "")
+        endpoint = self._answers.get(path) if method == "POST" else None
         has_begun = False
 
         async def noted(message: Message) -> None:
             nonlocal has_begun
-            has_begun = True
+            if not has_begun:  # this is the head
+                has_begun = True
+                handler = OTHER_PATHS if endpoint is None else path
+                self._metrics.note_status(str(method), handler, message.get("status", 0))
             await send(message)
 
+        if method == "POST":
+            try:
+                check_content(scope)
+            except InvalidRequest as error:
+                if endpoint is not None:
+                    self._metrics.note_invalid()
+                await send_invalid(noted, error)
+                return
+        if endpoint is None:
+            await self._page_of(scope)(scope, receive, noted if scope["type"] == "http" else send)
+            return
         try:
             await endpoint(scope, receive, noted)
         except Exception:  # a bug in Baton; the server logs it
             if not has_begun:
-                await send_json(send, 500, internal_error_body())
+                await send_json(noted, 500, internal_error_body())
             raise
+
+    def _page_of(self, scope: Scope) -> ASGIApp:
+        if self._web is not None and self._web.serves(scope["path"]):
+            return self._web
+        return self._others
 
 
 def version_of_baton() -> str:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import InvalidRequest
 from router.edge.extension import Caller, caller_of
 from router.edge.responses import send_invalid
+from router.gateway.access_log import show_meter
 from router.gateway.answering import GatewayParts
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ClientLeft, check_size, read_body
@@ -38,6 +39,7 @@ class CallShell:
         """Answers one request."""
         settings = self._parts.settings
         with self._parts.metrics.request() as meter:
+            show_meter(scope, meter)
             caller = caller_of(scope)
             try:
                 body = None if caller is None else caller.take_body()

@@ -41,11 +41,6 @@ class Storage:
         self._connection: sqlite3.Connection | None = None
         self._num_waiting = 0
 
-    @property
-    def is_kept(self) -> bool:
-        """True if what is stored outlives the process."""
-        return self._path is not None
-
     async def open(self) -> None:
         """Opens the file and makes the tables. Raises ConfigError."""
         try:

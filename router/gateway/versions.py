@@ -5,8 +5,10 @@ another version. The choice is made once, before anything is computed. A request
 that it began in.
 
 1. If the header `x-baton-version` names a version, it serves the request; unknown names get 404.
-2. If the model's name is not one of the current version's, the versions with that name share it.
-3. Otherwise all versions share it, in proportion to their weights.
+2. The model's name chooses the line: the versions of one model, which replace each other. Without
+   a name it is the main line.
+3. If the name is not one of the line's current version, the versions with that name share it.
+4. Otherwise all versions of the line share it, in proportion to their weights.
 
 A version that is leaving takes no requests. If all known versions are leaving, the answer is 503,
 even for an unknown name: the next version may have that name. If a version has no workers, versions
@@ -18,13 +20,17 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 
-from engine.messages import WorkerId
+from engine.control import MAIN_LINE
+from engine.messages import RequestId, WorkerId
+from router.cluster.transfers import MovedKv
+from router.gateway.tallies import Tallies
 from router.inbox.api_errors import ApiError
+from router.machine.requests import Timeline
 from router.port import RouterPort, WorkerStatus
 from router.text.tokenizer import TextModel
 
@@ -46,6 +52,7 @@ class ServedVersion:
     context_len: int
     weight: int = 1
     is_leaving: bool = False
+    line: str = MAIN_LINE
 
     @property
     def max_len(self) -> int:
@@ -89,11 +96,21 @@ def _able(
                 status=404,
             )
         return found
-    if model is not None and model not in served[0].model_names:
+    line = _line_of(served, model)
+    stays = [each for each in stays if each.line == line]
+    current = next(each for each in served if each.line == line)
+    if model is not None and model not in current.model_names:
         stays = [each for each in stays if model in each.model_names]
         if not stays:
             raise no_model(model)
+    elif not stays:
+        raise ApiError(NO_WORKER, code="not_ready", status=503)
     return [each for each in stays if each.weight] or stays
+
+
+def _line_of(served: Sequence[ServedVersion], model: str | None) -> str:
+    """Returns the first line that serves a model. Its current version may have another name."""
+    return next(each.line for each in served if model is None or model in each.model_names)
 
 
 def no_model(model: str) -> ApiError:
@@ -111,6 +128,7 @@ class Versions:
 
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
+        self.tallies = Tallies()
         self._num_requests: Counter[str] = Counter()
         # Counted by this object, and by routers that are gone.
         self._counted: Counter[tuple[str, str]] = Counter()
@@ -213,6 +231,24 @@ class Versions:
     def queued_s(self) -> float:
         """Predicted seconds to compute waiting prompts, over all versions."""
         return sum(each.port.queued_s() for each in self.table)
+
+    def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
+        """Severed pairs over all versions."""
+        found: dict[tuple[WorkerId, WorkerId], float] = {}
+        for each in self.table:
+            found.update(each.port.severed())
+        return found
+
+    def transfers(self) -> list[MovedKv]:
+        """KV that moved between workers of all versions, by pair."""
+        return [moved for each in self.table for moved in each.port.transfers()]
+
+    def timelines(self, request_ids: Collection[RequestId]) -> Mapping[RequestId, Timeline]:
+        """The stages up to now of those requests that the routers have."""
+        found: dict[RequestId, Timeline] = {}
+        for each in self.table:
+            found.update(each.port.timelines(request_ids))
+        return found
 
     def count(self, event: str, reason: str) -> None:
         """Counts an event that concerns no single version."""

@@ -115,6 +115,8 @@ class Flight:
     num_preemptions: int = 0  # attempts that do not count
     num_excused: int = 0  # nor these: a worker changed its role, or its step hung
     num_moves: int = 0  # attempts that continued another
+    moved_why: str | None = None  # the reason of the last move
+    rests_until_s: float = 0.0  # a move that is not necessary waits so long
     num_hedges: int = 0  # attempts beside another
     preempted_s: dict[WorkerId, float] = field(default_factory=dict)  # last time, by worker
     back_off_until_s: float | None = None
@@ -218,9 +220,40 @@ class Flight:
         assert second.move is None
 
 
-def timeline(flight: Flight, now_s: float) -> Timeline:
-    """Returns the stages. A stage that was left out by a lost attempt or an early end is zero."""
-    stamps = flight.stamps
+def running_timeline(flight: Flight, now_s: float) -> Timeline:
+    """Returns the stages of a request that runs, as if the present one ended now."""
+    stamps, attempt = flight.stamps, flight.attempt
+    if stamps.second_token_s is not None:
+        return timeline(flight, now_s)
+    is_queued = attempt is None and stamps.first_token_s is None  # perhaps after a lost attempt
+    hands_over = attempt is not None and attempt.hands_over
+    started_s = stamps.prefill_started_s
+    if attempt is not None and not flight.tokens:
+        started_s = attempt.started_s
+    kv_ready_s = stamps.kv_ready_s if hands_over else stamps.first_token_s
+    shown = Stamps(
+        stamps.arrived_s,
+        placed_s=_or(None if is_queued else stamps.placed_s, now_s),
+        prefill_started_s=_or(None if is_queued else started_s, now_s),
+        first_token_s=_or(stamps.first_token_s, now_s),
+        kv_ready_s=_or(kv_ready_s, now_s),
+        decode_started_s=_or(stamps.decode_started_s, now_s),
+        second_token_s=now_s,
+    )
+    return timeline(flight, now_s, shown)
+
+
+def _or(at_s: float | None, now_s: float) -> float:
+    """The time of a stage's end; now if it is not over."""
+    return now_s if at_s is None else at_s
+
+
+def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Timeline:
+    """Returns the stages, by default those that the request has passed.
+
+    A stage that was left out by a lost attempt or an early end is zero.
+    """
+    stamps = stamps or flight.stamps
     placed_s = stamps.placed_s if stamps.placed_s is not None else now_s
     first_s = stamps.first_token_s if stamps.first_token_s is not None else max(placed_s, now_s)
     started_s = _between(placed_s, stamps.prefill_started_s, first_s)
@@ -246,6 +279,7 @@ def timeline(flight: Flight, now_s: float) -> Timeline:
         num_accepted_tokens=flight.num_accepted_tokens,
         attempts=flight.num_attempts - flight.num_moves - flight.num_hedges,
         moves=flight.num_moves,
+        moved_why=flight.moved_why,
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],
         decision=flight.decision,

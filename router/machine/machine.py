@@ -168,6 +168,12 @@ class RouterMachine:
         """Requests that have not ended."""
         return len(self.state.flights)
 
+    @property
+    def longest_len(self) -> int:
+        """Prompt and answer so far of the longest request that has not ended, in tokens."""
+        flights = self.state.flights.values()
+        return max((len(f.request.token_ids) + len(f.tokens) for f in flights), default=0)
+
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
         """Handles an event. Returns its effects, in order."""
         effects: list[RouterEffect] = []

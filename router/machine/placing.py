@@ -260,6 +260,7 @@ class Placing:
             prefix=prefix,
             prompt_logprobs=flight.prompt_logprobs,
             salt=request.salt,
+            client_id=request.client_id,
         )
         return SendTo(attempt.prefill, message)
 

@@ -99,6 +99,7 @@ class Progress:
             return self._moving.on_role_changed(worker, message, now_s)
         worker.report(message, now_s)
         self._state.estimates.observe_steps(worker, message.steps)
+        self._moving.balancing.look(worker, now_s)
         return []
 
     # ------------------------------------------------------------ prompts
@@ -125,7 +126,9 @@ class Progress:
             flight.stamps.prefill_started_s = now_s
             flight.num_cached_tokens = message.num_cached_tokens
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
-        attempt.holder = None  # a pull of its prefix, and so its lease, is over
+        if attempt.holder is not None:
+            self._note_pulled_prefix(attempt, attempt.holder, now_s)
+            attempt.holder = None  # a pull of its prefix, and so its lease, is over
         self._state.view.workers[attempt.prefill].begin_prefill(attempt.seq_id, now_s)
         if message.lease is None:
             attempt.kv_ready = True  # nothing will be pulled
@@ -139,9 +142,18 @@ class Progress:
             request.limits,
             message.lease,
             salt=request.salt,
+            client_id=request.client_id,
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode)]
+
+    def _note_pulled_prefix(self, attempt: Attempt, holder: WorkerId, now_s: float) -> None:
+        decision = attempt.decision
+        num_tokens = 0 if decision is None else decision.pulled_of(attempt.num_cached_tokens)
+        if num_tokens:
+            layout = self._state.view.workers[attempt.prefill].info.layout
+            num_bytes = num_tokens // layout.block_size * layout.block_bytes
+            self._state.transfers.note(holder, attempt.prefill, num_bytes, now_s)
 
     def _on_prefill_done(
         self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float
@@ -195,9 +207,7 @@ class Progress:
             self._state.moves.end(flight.request.request_id)
             flight.move_pull_s = max(flight.move_pull_s or 0.0, message.transfer_s)
         worker = self._state.view.workers[attempt.decode]
-        self._state.estimates.observe_pull(
-            worker, message.num_pulled_blocks, seconds=message.transfer_s
-        )
+        self._state.observe_pull(attempt.prefill, worker, message, now_s)
         self._state.workers.credit(attempt.decode, flight, attempt.base_len)
 
     # ------------------------------------------------------------ answers

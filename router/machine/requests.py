@@ -45,6 +45,7 @@ class Request:
     tpot_bound_s: float | None = None  # seconds per token; None: the router's
     salt: Salt = b""  # only requests of equal ones share cached prefixes
     hashes: PrefixHashes | None = None  # of its blocks, as far as they are known
+    client_id: str = ""  # the client's own id, for log lines
     is_background: bool = False  # may wait: no bound on time refuses it, no pool grows for it
 
     def prompt(self) -> list[int]:
@@ -96,7 +97,8 @@ class Timeline(msgspec.Struct, frozen=True):
     block was computed. The rest was hidden behind prefill.
 
     `move_pull_s` is the longest time for which the answer stood still while KV was on its way to
-    another decode worker; None if it never moved. `moves` counts the moves.
+    another decode worker; None if it never moved. `moves` counts the moves, and `moved_why` is the
+    reason of the last one.
 
     `decision` is the latest placement and its reasons; None before the first.
 
@@ -119,6 +121,7 @@ class Timeline(msgspec.Struct, frozen=True):
     num_accepted_tokens: int = 0
     attempts: int = 1
     moves: int = 0
+    moved_why: str | None = None
     prefill_worker: str = ""
     decode_worker: str = ""
     decision: Decision | None = None

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from engine.config import RouterConfig
-from engine.messages import RequestId, SeqId
+from engine.messages import KvReady, RequestId, SeqId, WorkerId
 from router.cluster.estimates import Estimates
 from router.cluster.lengths import AnswerLengths
-from router.cluster.view import ClusterView
+from router.cluster.transfers import PairTransfers
+from router.cluster.view import ClusterView, WorkerView
 from router.machine.deadlines import Deadlines
 from router.machine.flight import Flight
 from router.machine.moves.stages import Moves
@@ -57,6 +58,7 @@ class RouterState:
         self.waiting = Waiting(estimates, self.lengths, self.deadlines)
         self.moves = Moves()
         self.counters: Counter[tuple[str, str]] = Counter()
+        self.transfers = PairTransfers()
 
     def count(self, event: str, reason: str) -> None:
         """Counts an event, by its reason up to a colon.
@@ -65,6 +67,21 @@ class RouterState:
         bound.
         """
         self.counters[event, reason.partition(":")[0]] += 1
+
+    def observe_pull(
+        self, source: WorkerId, sink: WorkerView, message: KvReady, now_s: float
+    ) -> None:
+        """Learns from a pull of KV that has ended."""
+        num_blocks = message.num_pulled_blocks
+        self.estimates.observe_pull(sink, num_blocks, seconds=message.transfer_s)
+        self.transfers.note(
+            source,
+            sink.info.worker_id,
+            num_blocks * sink.info.layout.block_bytes,
+            now_s,
+            seconds=message.transfer_s,
+            exposed_s=message.exposed_s,
+        )
 
     def validate(self) -> None:
         """Asserts the invariants of all parts, and that they agree."""

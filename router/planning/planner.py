@@ -45,6 +45,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, exp, inf
 
+from engine.control import by_number
 from engine.demand import Observation
 from engine.messages import Role, WorkerId
 
@@ -406,13 +407,13 @@ def _reasons(seen: Observation, pools: PoolSizes, needs: Needs) -> tuple[str, st
 # ---------------------------------------------------------------- workers to flip
 
 
-def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, WorkerId]:
+def order_of_leaving(worker_id: WorkerId, work_tokens: float) -> tuple[float, tuple[str, int, str]]:
     """Key that sorts the workers of a pool, the first to leave first.
 
     Workers with the fewest tokens to move or to return leave first. The controller uses the same
     order.
     """
-    return work_tokens, worker_id
+    return work_tokens, by_number(worker_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,11 @@ class Decision(msgspec.Struct, frozen=True):
         """Tokens that the prefill worker will not compute, if all goes as predicted."""
         return self.num_matched_tokens + self.num_pulled_tokens
 
+    def pulled_of(self, num_cached_tokens: int) -> int:
+        """Of the tokens that turned out to be cached, those that were pulled for this request."""
+        num_pulled = num_cached_tokens - self.num_matched_tokens
+        return min(max(num_pulled, 0), self.num_pulled_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Busy:

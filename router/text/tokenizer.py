@@ -112,6 +112,11 @@ class TextModel:
         return [encoding.ids for encoding in found if encoding.ids]
 
     @property
+    def has_template(self) -> bool:
+        """True if the model has a chat template."""
+        return self._template is not None
+
+    @property
     def template(self) -> ChatTemplate:
         """The chat template. Raises InvalidRequest if the model has none."""
         if self._template is None:

@@ -36,6 +36,7 @@ class Heading(msgspec.Struct, frozen=True):
     created: int  # Unix time, in seconds
     decision: Callable[[], Decision | None]  # known with the first token
     limit_headers: Callable[[], Mapping[str, str]]  # what remains of the key's limits
+    trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
 
     @property
     def num_choices(self) -> int:
@@ -47,6 +48,8 @@ class Heading(msgspec.Struct, frozen=True):
         """Headers of every answer. The decision is JSON, which has no line breaks."""
         shown_id = self.call.client_id or self.call.first.request_id
         headers = {"x-request-id": shown_id, **self.limit_headers()}
+        if self.trace_headers:
+            headers.update(self.trace_headers)
         if self.call.ignored:
             headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
         if self.call.decision and (decision := self.decision()) is not None:

@@ -40,7 +40,8 @@ def num_places(workers: Iterable[WorkerStatus], num_running: int) -> int:
     """Sequences that idle decode workers take while their steps stay quick, at least one each.
 
     The step time is known for the present number. It is taken as proportional above the time of one
-    sequence, so the places approach the right number by and by.
+    sequence, so the places approach the right number by and by. One sequence tells nothing of
+    others: it gets a second one, which may be one too many.
     """
     decoders = [worker for worker in workers if worker.role.decodes]
     return sum(_places_of(worker, num_running / len(decoders)) for worker in decoders)
@@ -48,7 +49,11 @@ def num_places(workers: Iterable[WorkerStatus], num_running: int) -> int:
 
 def _places_of(worker: WorkerStatus, num_running: float) -> int:
     step_s, alone_s = worker.forecast.tpot_s, worker.forecast.alone_s
-    if step_s is None or alone_s is None or step_s <= alone_s or num_running <= 1:
+    if step_s is None or alone_s is None:
+        return worker.max_running
+    if num_running <= 1:
+        return min(2, worker.max_running)
+    if step_s <= alone_s:
         return worker.max_running
     each_s = (step_s - alone_s) / (num_running - 1)
     return max(min(1 + floor((STRETCH - 1) * alone_s / each_s), worker.max_running), 1)

@@ -72,16 +72,14 @@ class BatchPages:
         endpoints: Collection[str],
         rng: random.Random,
         wake: Callable[[], None],
-        needs_store: bool,
     ) -> None:
-        """`wake` tells the runner of a change. With `needs_store`, memory is not enough."""
+        """`wake` tells the runner of a change."""
         self._storage = storage
         self._settings = settings
         self._bounds = settings.batches
         self._endpoints = sorted(endpoints)
         self._rng = rng
         self._wake = wake
-        self._needs_store = needs_store and not storage.is_kept
 
     def routes(self) -> list[Route]:
         """The routes of all handlers."""
@@ -100,17 +98,9 @@ class BatchPages:
 
     def _page(self, handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def page(request: HttpRequest) -> Response:
-            self._check_store()
             return await handler(request, tenant_of(request.scope))
 
         return page
-
-    def _check_store(self) -> None:
-        if self._needs_store:
-            message = (
-                "files and batches need gateway.store, as several gateway processes share this port"
-            )
-            raise ApiError(message, code="not_supported", status=501)
 
     # ------------------------------------------------------------ files
 

@@ -29,12 +29,12 @@ from router.gateway.versions import ServedVersion
 class Batches:
     """All of files and batches; a `BackgroundPart`."""
 
-    def __init__(self, parts: GatewayParts, *, shares_port: bool) -> None:
-        """`shares_port` says that requests of one client may reach several processes."""
+    def __init__(self, parts: GatewayParts) -> None:
         self._versions = parts.versions
         self._gate = BatchGate()
         # A batch's requests count towards no limit of a key, and not as latencies of clients.
         self._quiet = GatewayMetrics(parts.versions, version="")
+        self._quiet.key_usage = parts.metrics.key_usage  # batches count as use of their key
         own = replace(parts, metrics=self._quiet, accounts=KeyAccounts(UNLIMITED))
         chat = AnswerService(own, CHAT, ChatBody, self._port_of)
         completions = AnswerService(own, COMPLETION, CompletionBody, self._port_of)
@@ -59,7 +59,6 @@ class Batches:
             endpoints=endpoints,
             rng=parts.rng,
             wake=self._runner.wake,
-            needs_store=shares_port,
         )
         parts.metrics.watch(self._families)
 

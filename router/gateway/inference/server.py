@@ -1,13 +1,16 @@
 """The gRPC server of a gateway: its port, TLS, health and reflection.
 
-Several gateway processes share the port: the kernel gives each connection to one of them. Health
-and reflection need no key, as the same pages of HTTP.
+Several gateway processes share the port: each accepts from the same socket, and passes connections
+on to gRPC's library (`router.edge.relay`). Health and reflection need no key, as the same pages of
+HTTP.
 """
 
 import asyncio
 import contextlib
+import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from engine.errors import ConfigError
 from engine.net.grpc_library import grpc
+from router.edge.relay import Relay
 from router.edge.tls import TlsFiles
 from router.gateway.inference.service import SERVICE, InferenceService
 from router.gateway.versions import Versions
@@ -26,6 +30,7 @@ KEEPALIVE_S = 30  # between pings to a silent client
 KEEPALIVE_TIMEOUT_S = 10
 CLIENT_PINGS_S = 10  # the least time between pings of a client
 LOOK_EVERY_S = 0.5  # how often health follows readiness
+INNER = "inner-"  # begins the name of the socket of gRPC's library
 _NO_COMPRESSION = 1  # a bit for each allowed algorithm
 
 
@@ -58,24 +63,38 @@ class InferenceServer:
         self._closing = asyncio.Event()
         self._hurried = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._relay: Relay | None = None
+        self._directory: int | None = None
 
-    async def open(self, host: str, port: int, *, shares: bool, is_first: bool) -> int:
-        """Listens. Returns the port, which the system chooses for 0. Raises ConfigError.
-
-        `shares`: other processes of the deployment listen there too. The first one of them checks
-        that the port is free.
-        """
-        if is_first and port:
+    async def open(self, host: str, port: int) -> int:
+        """Listens. Returns the port, which the system chooses for 0. Raises ConfigError."""
+        if port:
             _check_free(host, port)
+        return await self._open(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+    async def open_on(self, sock: socket.socket, directory: Path, process: str) -> int:
+        """Serves a listening socket, which other processes have too. Returns its port.
+
+        gRPC listens on a socket of its own in `directory`, which only its user may enter. Raises
+        ConfigError.
+        """
+        # A short name: the address of a Unix socket has 107 bytes at most.
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        path = f"/proc/self/fd/{self._directory}/{INNER}{process}"
+        await self._open(f"unix:{path}")
+        self._relay = Relay(path)
+        await self._relay.open(sock)
+        return int(sock.getsockname()[1])
+
+    async def _open(self, address: str) -> int:
         self._server = grpc.aio.server(
-            options=self._options(shares=shares),
+            options=self._options(),
             maximum_concurrent_rpcs=self._limits.max_connections,
         )
         self._server.add_generic_rpc_handlers((self._service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         shown = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
         reflection.enable_server_reflection((*shown, reflection.SERVICE_NAME), self._server)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if self._tls is None:
                 port = self._server.add_insecure_port(address)
@@ -86,7 +105,7 @@ class InferenceServer:
         await self._follow_once()
         await self._server.start()
         self._following = asyncio.create_task(self._follow())
-        return port
+        return int(port)
 
     def hurry(self) -> None:
         """Makes `close` cancel running calls now."""
@@ -97,6 +116,8 @@ class InferenceServer:
         if self._following is None:
             return
         self._closing.set()
+        if self._relay is not None:
+            self._relay.close()
         await self._following
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self._server.stop(timeout_s))
@@ -106,6 +127,10 @@ class InferenceServer:
         if not stopping.done():
             await self._server.stop(0)
         await stopping
+        if self._relay is not None:
+            self._relay.cut()
+        if self._directory is not None:
+            os.close(self._directory)
 
     async def _follow(self) -> None:
         """Keeps the health in step with readiness until the server closes."""
@@ -121,7 +146,7 @@ class InferenceServer:
         for name in ("", SERVICE):
             await self._health.set(name, states.SERVING if is_ready else states.NOT_SERVING)
 
-    def _options(self, *, shares: bool) -> list[tuple[str, int]]:
+    def _options(self) -> list[tuple[str, int]]:
         limits = self._limits
         return [
             ("grpc.max_receive_message_length", limits.max_body_bytes + MORE_MESSAGE_BYTES),
@@ -136,7 +161,7 @@ class InferenceServer:
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PINGS_S * 1000),
-            ("grpc.so_reuseport", int(shares)),
+            ("grpc.so_reuseport", 0),
         ]
 
 

@@ -15,11 +15,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 from engine.errors import InvalidRequest
 from engine.net.grpc_library import grpc
 from router.access.guard import KeyFinder, identify
 from router.edge.responses import refusal_of
+from router.gateway.access_log import AccessLine
 from router.gateway.answering import AnswerService, GatewayParts
 from router.gateway.answers.dialects import COMPLETION
 from router.gateway.answers.writing import (
@@ -31,6 +33,7 @@ from router.gateway.answers.writing import (
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.answers import StreamedInference, WholeInference
 from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
+from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import check_size
 from router.gateway.requests.openai_schema import CompletionBody
 from router.inbox.api_errors import ApiError, invalid_value
@@ -38,6 +41,7 @@ from router.machine.requests import Outcome
 
 log = logging.getLogger(__name__)
 
+GRPC = "GRPC"  # the method in the access log
 SERVICE = "inference.GRPCInferenceService"
 MAX_CALLS_IN_STREAM = 64  # that are answered at once; the next ones wait to be read
 LONG_REQUEST_BYTES = 65_536  # takes milliseconds to read
@@ -55,6 +59,8 @@ _CODES = {
     HTTPStatus.SERVICE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_STATUSES = {code: int(status) for status, code in reversed(_CODES.items())}
+_Method = Callable[[Any, Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,12 @@ class _Replies:
     form: AnswerForm | None = None  # known once the request is read
     failure: InferenceFailure | None = None
     headers: dict[str, str] = field(default_factory=dict)
+
+    def status(self, *, is_over: bool) -> int:
+        """The status as HTTP has it. 0: the client left before the end."""
+        if self.failure is not None:
+            return self.failure.status
+        return int(HTTPStatus.OK) if is_over else 0
 
     async def refuse(self, error: InvalidRequest) -> None:
         """Keeps the error."""
@@ -135,12 +147,32 @@ class InferenceService:
             "ModelInfer": (one, self.infer),
             "ModelStreamInfer": (stream, self.infer_stream),
         }
+        inferences = ("ModelInfer", "ModelStreamInfer")  # which log each request by themselves
         handlers = {}
         for name, (kind, method) in kinds.items():
             request = getattr(pb, methods[name].input_type.name)
             response = getattr(pb, methods[name].output_type.name)
-            handlers[name] = kind(method, request.FromString, response.SerializeToString)
+            logged = self._logged(name, method) if name not in inferences else method
+            handlers[name] = kind(logged, request.FromString, response.SerializeToString)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _logged(self, name: str, method: _Method) -> _Method:
+        """Adds a line of the access log to a method."""
+
+        async def run(request: Any, context: Any) -> Any:
+            begin_s, status = self._parts.clock.now_s(), 0
+            try:
+                answer = await method(request, context)
+                status = int(HTTPStatus.OK)
+                return answer
+            except grpc.aio.AbortError:
+                status = _STATUSES.get(context.code(), 0)
+                raise
+            finally:
+                seconds = self._parts.clock.now_s() - begin_s
+                AccessLine(_client(context), GRPC, f"/{SERVICE}/{name}", status, seconds).write()
+
+        return run
 
     # ------------------------------------------------------------ states, without a key
 
@@ -254,11 +286,15 @@ class InferenceService:
     async def _answer(
         self, request: Any, context: Any, replies: _Replies, *, may_stream: bool
     ) -> None:
-        """Answers one request. A failure is left in `replies`, also that of a bug in Baton."""
+        """Answers and logs one request. A failure is left in `replies`, also of a bug in Baton."""
+        begin_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
+        seen: RequestMeter | None = None
         try:
             with self._parts.metrics.request() as meter:
+                seen = meter
                 try:
                     tenant = identify(self._keys, _authorization(context))
+                    key = tenant.name
                     num_bytes = request.ByteSize()
                     check_size(num_bytes, self._parts.settings)
                     if num_bytes < LONG_REQUEST_BYTES:
@@ -270,16 +306,28 @@ class InferenceService:
                     replies.form = call.form
                     headers = _metadata(context) | call.headers
                     api_call = self._answers.call(call.data, tenant, headers)
+                    shown_id = api_call.shown_id
                 except InvalidRequest as error:
                     meter.refuse()
                     await replies.refuse(error)
-                    return
-                await self._answers.answer(api_call, replies, meter)
+                else:
+                    await self._answers.answer(api_call, replies, meter)
+            is_over = True
         except grpc.aio.BaseError:  # the client left
             raise
         except Exception:
             log.exception("a request over gRPC failed")
             replies.failure = InferenceFailure(500, "internal error", {})
+        finally:
+            AccessLine(
+                client=_client(context),
+                method=GRPC,
+                path=f"/{SERVICE}/{'ModelStreamInfer' if may_stream else 'ModelInfer'}",
+                status=replies.status(is_over=is_over),
+                seconds=self._parts.clock.now_s() - begin_s,
+                key=key,
+                request_id=shown_id,
+            ).write(seen)
 
 
 def _read(request: Any, *, may_stream: bool) -> InferenceCall:
@@ -293,6 +341,12 @@ def _read(request: Any, *, may_stream: bool) -> InferenceCall:
 def _refusal(error: InvalidRequest) -> InferenceFailure:
     headers = error.headers if isinstance(error, ApiError) else {}
     return InferenceFailure(error.status, error.message, headers)
+
+
+def _client(context: Any) -> str:
+    """The address of a client, whose port gRPC adds: "ipv4:127.0.0.1:50000"."""
+    _, _, address = str(context.peer()).partition(":")
+    return unquote(address.rpartition(":")[0].strip("[]"))
 
 
 def _metadata(context: Any) -> dict[str, str]:

@@ -34,6 +34,18 @@ def router_families(port: RouterStatus) -> Iterator[Metric]:
         "Predicted for one worker to compute the prompts that wait",
         port.queued_s(),
     )
+    severed = port.severed()
+    yield GaugeMetricFamily(
+        "baton_severed_pairs", "Pairs of workers between which KV does not arrive", len(severed)
+    )
+    pairs = GaugeMetricFamily(
+        "baton_severed_pair",
+        "1 for a pair between which KV does not arrive",
+        labels=["source", "sink"],
+    )
+    for source, sink in severed:
+        pairs.add_metric([source, sink], 1)
+    yield pairs
     events = CounterMetricFamily(
         "baton_router_events", "Retries, refusals, fallbacks", labels=["event", "reason"]
     )
@@ -43,7 +55,7 @@ def router_families(port: RouterStatus) -> Iterator[Metric]:
 
 
 def version_families(versions: Versions) -> Iterator[Metric]:
-    """The weight of each version and the requests that it serves."""
+    """The weight of each version, the requests that it serves, and how others ended."""
     labels = ["version", "fingerprint"]
     weights = GaugeMetricFamily(
         "baton_version_weight", "Weight of the version: its share of requests", labels=labels
@@ -51,8 +63,16 @@ def version_families(versions: Versions) -> Iterator[Metric]:
     running = GaugeMetricFamily(
         "baton_version_requests", "Requests that the version serves now", labels=labels
     )
+    ended = CounterMetricFamily(
+        "baton_version_ended_requests",
+        "Requests of the version that ended: failed, late or refused, or other",
+        labels=["version", "outcome"],
+    )
     for each in versions.table:
-        values = [each.name, each.port.fingerprint()]
+        values, tally = [each.name, each.port.fingerprint()], versions.tallies.of(each.name)
+        other = tally.ended - tally.failed - tally.late
+        for outcome, number in (("failed", tally.failed), ("late", tally.late), ("other", other)):
+            ended.add_metric([each.name, outcome], number)
         weights.add_metric(values, each.weight)
         running.add_metric(values, versions.num_requests(each.name))
-    yield from (weights, running)
+    yield from (weights, running, ended)

@@ -48,7 +48,7 @@ _Wire = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
 def encode_metrics(metrics: Iterable[Metric]) -> bytes:
     """Encodes metrics for another process."""
     wire: _Wire = [
-        (m.name, m.documentation, m.type, [(s.name, s.labels, s.value) for s in m.samples])
+        (m.name, m.documentation, m.type, [(s.name, s.labels, float(s.value)) for s in m.samples])
         for m in metrics
     ]
     return msgspec.msgpack.encode(wire)

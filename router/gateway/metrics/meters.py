@@ -19,6 +19,7 @@ An inter-token latency is observed once for each update of a stream, which is on
 that speculation yields together arrive together and count as one gap.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from engine.messages import FinishReason
 from router.gateway.metrics.collectors import (
     counter_of,
     router_families,
@@ -40,13 +42,17 @@ from router.gateway.metrics.families import CompleteFamilies, joined, labelled
 from router.gateway.metrics.histograms import (
     E2E_BUCKETS_S,
     ITL_BUCKETS_S,
+    LENGTH_BUCKETS_TOKENS,
     RATIO_BUCKETS,
     STAGE_BUCKETS_S,
     TTFT_BUCKETS_S,
     Histogram,
 )
+from router.gateway.metrics.key_usage import KeyUsage, UsageOfKey
 from router.gateway.metrics.vllm_names import vllm_families
 from router.gateway.metrics.workers import forecast_families, worker_families
+from router.gateway.tracing.stages import Attributes
+from router.gateway.tracing.trace import RequestTrace
 from router.gateway.versions import Versions
 from router.machine.requests import (
     Cancelled,
@@ -58,6 +64,7 @@ from router.machine.requests import (
 )
 from router.policies.base import Decision
 
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OUTCOMES = ("finished", "rejected", "failed", "cancelled", "invalid")
 OUTCOME_NAMES: dict[type[Outcome], str] = {
     Finished: "finished",
@@ -98,6 +105,21 @@ class GatewayMetrics:
         self.stages = self._histogram(
             "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
         )
+        # Of requests, not of stages: names that other servers have too.
+        self.queue_time = self._histogram(
+            "request_queue", "Waits of a sequence in the router and in its worker", E2E_BUCKETS_S
+        )
+        self.decode_time = self._histogram(
+            "request_decode", "First to last token of a sequence", E2E_BUCKETS_S
+        )
+        self.inference_time = self._histogram(
+            "request_inference", "Begin of prefill to last token of a sequence", E2E_BUCKETS_S
+        )
+        self.prompt_lengths = self._lengths("prompt", "Tokens of the prompts of a request")
+        self.answer_lengths = self._lengths("generation", "Tokens of the answers of a request")
+        self.longest_answers = self._lengths(
+            "max_generation", "Tokens of the longest answer of a request"
+        )
         self.predicted_ttft = self._histogram(
             "predicted_ttft", "Placement to first token, as predicted then", TTFT_BUCKETS_S
         )
@@ -116,8 +138,15 @@ class GatewayMetrics:
         self.num_in_flight = 0
         self.on_arrival: Callable[[], None] = _do_nothing  # called for each request that begins
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
+        self.num_by_finish = {reason.value: 0 for reason in FinishReason}
+        self._answers: Counter[tuple[str, str, str]] = Counter()  # by method, path, status
+        self.num_looked_up_tokens = 0  # of the prompts of sequences that began
+        self.num_cached_tokens = 0  # of these, found in caches
+        self.key_usage = KeyUsage()
+        self._shared: list[Callable[[], Iterable[Metric]]] = []
         self._own += [
             self._counts,
+            lambda: self.key_usage.families(),
             partial(router_families, versions),
             partial(forecast_families, versions),
             partial(version_families, versions),
@@ -126,6 +155,10 @@ class GatewayMetrics:
     def watch(self, families: Callable[[], Iterable[Metric]]) -> None:
         """Also exports what another part of this process counts."""
         self._own.append(families)
+
+    def watch_shared(self, families: Callable[[], Iterable[Metric]]) -> None:
+        """Also exports what all processes know alike: once, without a label for the process."""
+        self._shared.append(families)
 
     def watch_counts(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> None:
         """Also exports a mapping that is counted elsewhere, by one label."""
@@ -142,6 +175,12 @@ class GatewayMetrics:
         finally:
             if not meter.is_detached:
                 self._count(meter)
+
+    def note_status(self, method: str, handler: str, status: int) -> None:
+        """Counts the head of an HTTP answer. `handler` is a known path, or one word for others."""
+        if method not in _METHODS:
+            method = "other"
+        self._answers[method, handler, f"{status // 100}xx"] += 1
 
     def note_invalid(self) -> None:
         """Counts a request that is refused by its head alone."""
@@ -183,12 +222,19 @@ class GatewayMetrics:
         build = {"version": self._version, "fingerprint": self._versions.fingerprint()}
         yield InfoMetricFamily("baton_build", "What runs, with which model", build)
         yield from worker_families(self._versions)
+        for families in self._shared:
+            yield from families()
         yield from vllm_families(counted, self._versions)
 
     def _histogram(
         self, name: str, text: str, bounds_s: Sequence[float], labels: Sequence[str] = ()
     ) -> Histogram:
         histogram = Histogram(f"baton_{name}_seconds", text, bounds_s, labels=labels)
+        self._own.append(histogram.collect)
+        return histogram
+
+    def _lengths(self, what: str, text: str) -> Histogram:
+        histogram = Histogram(f"baton_request_{what}_tokens", text, LENGTH_BUCKETS_TOKENS)
         self._own.append(histogram.collect)
         return histogram
 
@@ -201,6 +247,25 @@ class GatewayMetrics:
         in_flight = self.num_in_flight
         yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
         yield counter_of("baton_requests", "Requests ended", "outcome", self.num_by_outcome)
+        text = "Choices with a complete answer, by why it ended"
+        yield counter_of("baton_finished_choices", text, "reason", self.num_by_finish)
+        answers = CounterMetricFamily(
+            "http_requests",
+            "HTTP answers; not those that a listener or a missing key refused",
+            labels=["method", "handler", "status"],
+        )
+        for labels, count in list(self._answers.items()):
+            answers.add_metric(labels, count)
+        yield answers
+        yield CounterMetricFamily(
+            "baton_prefix_lookup_tokens", "Tokens of prompts looked up", self.num_looked_up_tokens
+        )
+        yield CounterMetricFamily(
+            "baton_prefix_hit_tokens", "Tokens of prompts found in caches", self.num_cached_tokens
+        )
+
+
+UNKNOWN_KEY = UsageOfKey()  # of requests that were not accepted; never exported
 
 
 def _do_nothing() -> None:
@@ -219,47 +284,87 @@ class RequestMeter:
         self._metrics = metrics
         self.labels = ("",)  # the version that serves it
         self._received_s = 0.0
-        self._prompt_tokens = 0
+        self.prompt_tokens = 0
         self._is_answered = False
+        self._usage = UNKNOWN_KEY
+        self.num_tokens = self._longest = 0  # of its answers
+        self.request_id = ""  # known once its call is read
+        self.key = ""  # the name of its API key
+        self.trace: RequestTrace | None = None
+        self.num_sent_tokens = 0  # of all its choices, known when it ends
 
-    def accept(self, received_s: float, prompt_tokens: int, version: str) -> None:
-        """Notes that the request is valid and goes to the router of a version."""
+    def identify(self, request_id: str, key: str) -> None:
+        """Notes the server's id of the request, and the name of its key."""
+        self.request_id = request_id
+        self.key = key
+
+    def accept(self, received_s: float, prompt_tokens: int, version: str, *, key: str = "") -> None:
+        """Notes that the request is valid and goes to the router of a version.
+
+        `key` is the name of the API key that it came with.
+        """
         self.labels = (version,)
+        self._usage = self._metrics.key_usage.of(key)
+        self._usage.num_requests += 1
         self._received_s = received_s
-        self._prompt_tokens = prompt_tokens
+        self.prompt_tokens = prompt_tokens
 
     def detach(self) -> None:
         """Notes that the request goes on after its HTTP call: see `GatewayMetrics.detached`."""
         self.is_detached = True
 
+    def end_trace(self) -> None:
+        """Ends the trace of the request, which has one."""
+        assert self.trace is not None
+        attributes: Attributes = {
+            "baton.version": self.labels[0],
+            "baton.key": self.key,
+            "gen_ai.usage.input_tokens": self.prompt_tokens,
+            "gen_ai.usage.output_tokens": self.num_sent_tokens,
+        }
+        self.trace.end(self.outcome, attributes)
+
     def refuse(self) -> None:
         """Notes that the request is invalid."""
         self.outcome = "invalid"
 
-    def choice(self) -> "ChoiceMeter":
-        """Returns the meter of one choice."""
-        return ChoiceMeter(self._metrics, self)
+    def choice(self, prompt_len: int = 0) -> "ChoiceMeter":
+        """Returns the meter of one choice; its prompt has `prompt_len` tokens."""
+        return ChoiceMeter(self._metrics, self, prompt_len)
 
     def first_tokens(self, now_s: float) -> None:
         """Notes the first token of a choice; the earliest one counts as the request's."""
         if not self._is_answered:
             self._is_answered = True
-            self._metrics.num_prompt_tokens += self._prompt_tokens
+            self._metrics.num_prompt_tokens += self.prompt_tokens
+            self._usage.num_prompt_tokens += self.prompt_tokens
             self._metrics.ttft.observe(now_s - self._received_s, self.labels)
 
     def end(self, outcome: Outcome, now_s: float) -> None:
         """Notes the outcome of the request."""
         self.outcome = OUTCOME_NAMES[type(outcome)]
         if isinstance(outcome, Finished):
-            self._metrics.e2e.observe(now_s - self._received_s, self.labels)
+            metrics = self._metrics
+            metrics.e2e.observe(now_s - self._received_s, self.labels)
+            metrics.prompt_lengths.observe(self.prompt_tokens)
+            metrics.answer_lengths.observe(self.num_tokens)
+            metrics.longest_answers.observe(self._longest)
+
+    def end_choice(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """Notes the tokens of a choice that has ended."""
+        self.num_tokens += num_tokens
+        self._longest = max(self._longest, num_tokens)
+        self._usage.num_generation_tokens += num_tokens
+        self._usage.num_cached_tokens += num_cached_tokens
 
 
 class ChoiceMeter:
     """Measures one choice. Gaps between tokens are gaps within one choice."""
 
-    def __init__(self, metrics: GatewayMetrics, request: RequestMeter) -> None:
+    def __init__(self, metrics: GatewayMetrics, request: RequestMeter, prompt_len: int) -> None:
         self._metrics = metrics
         self._request = request
+        self._prompt_len = prompt_len
         self._itl = metrics.itl.series(request.labels)
         self._first_s: float | None = None
         self._last_s = 0.0
@@ -278,7 +383,10 @@ class ChoiceMeter:
 
     def end(self, outcome: Outcome, timeline: Timeline | None, now_s: float) -> None:
         """Notes the outcome of the choice, and where its time went."""
+        self._count(outcome, timeline)
         if timeline is not None:
+            if self._request.trace is not None:
+                self._request.trace.add_choice(timeline)
             for name, seconds in _stages(timeline):
                 self._metrics.stages.observe(seconds, (name,))
             if timeline.kv_transfer_s is not None:
@@ -291,6 +399,21 @@ class ChoiceMeter:
             self._metrics.tpot.observe(tpot_s, self._request.labels)
         if timeline is not None and timeline.decision is not None and self._first_s is not None:
             self._compare(timeline, timeline.decision, tpot_s)
+
+    def _count(self, outcome: Outcome, timeline: Timeline | None) -> None:
+        """Counts tokens, the reason of the end, and the times of a request."""
+        metrics, num_cached = self._metrics, 0
+        if isinstance(outcome, Finished):
+            metrics.num_by_finish[outcome.reason.value] += 1
+        if timeline is not None and self._first_s is not None:
+            num_cached = timeline.num_cached_tokens
+            metrics.num_looked_up_tokens += self._prompt_len
+            metrics.num_cached_tokens += num_cached
+            decode_s = self._last_s - self._first_s
+            metrics.queue_time.observe(timeline.queue_s + timeline.prefill_queue_s)
+            metrics.decode_time.observe(decode_s)
+            metrics.inference_time.observe(timeline.prefill_compute_s + decode_s)
+        self._request.end_choice(self._num_tokens, num_cached)
 
     def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
         """Compares what was predicted when the choice was placed with what was measured."""

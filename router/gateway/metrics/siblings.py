@@ -1,9 +1,9 @@
-"""Shares metrics between gateway processes on one port.
+"""Shares metrics and the dashboard's state between gateway processes on one port.
 
-The kernel gives a scrape of /metrics to any of them, and that process asks all others. Each listens
+The kernel gives a connection to any of them, and that process asks all others. Each listens
 on a Unix socket of its own, `<directory>/<process>`, in a directory that only their user can enter.
-It sends its metrics to each connection and reads nothing. A process that is gone or too slow is
-left out, and the scrape goes on.
+A connection is one question, a line, and its answer. A process that is gone or too slow is left
+out, and the page goes on.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from router.gateway.metrics.families import decode_metrics, encode_metrics
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 1.0
+METRICS = "metrics"  # a question
 
 
 class Siblings:
@@ -27,41 +28,60 @@ class Siblings:
     def __init__(self, directory: Path, process: str) -> None:
         self.process = process
         self.own: Callable[[], list[Metric]] = list  # returns the metrics of this process
+        self.answers: dict[str, Callable[[], bytes]] = {METRICS: lambda: encode_metrics(self.own())}
         self._directory = directory
 
     async def open(self) -> None:
-        """Starts to serve this process's metrics."""
+        """Starts to answer the other processes."""
         path = self._directory / self.process
         path.unlink(missing_ok=True)  # of a process that died
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
-        """Stops serving metrics."""
+        """Stops answering."""
         self._server.close()
         (self._directory / self.process).unlink(missing_ok=True)
 
     async def ask(self) -> list[list[Metric]]:
         """The metrics of all other processes that answer in time."""
+        found = []
+        for answer in await self.ask_for(METRICS):
+            try:
+                found.append(decode_metrics(answer))
+            except msgspec.DecodeError as error:
+                log.info("a gateway process sends no metrics: %s", error)
+        return found
+
+    async def ask_for(self, question: str) -> list[bytes]:
+        """The answers of all other processes that answer in time."""
         names = sorted(path.name for path in self._directory.iterdir())
         others = [self._directory / name for name in names if name != self.process]
-        answers = await asyncio.gather(*map(_ask, others))
+        answers = await asyncio.gather(*(_ask(path, question) for path in others))
         return [answer for answer in answers if answer is not None]
 
-    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(encode_metrics(self.own()))
-        writer.close()
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                question = (await reader.readline()).decode().strip()
+            answer = self.answers.get(question)
+            if answer is not None:
+                writer.write(answer())
+        except (OSError, TimeoutError, ValueError) as error:
+            log.info("a question of a gateway process is not answered: %r", error)
+        finally:
+            writer.close()
 
 
-async def _ask(path: Path) -> list[Metric] | None:
+async def _ask(path: Path, question: str) -> bytes | None:
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)
             try:
-                return decode_metrics(await reader.read())
+                writer.write(f"{question}\n".encode())
+                return await reader.read()
             finally:
                 writer.close()
-    except (OSError, TimeoutError, msgspec.DecodeError) as error:
-        log.info(
-            "gateway process %s sends no metrics: %s", path.name, error or type(error).__name__
-        )
+    except (OSError, TimeoutError) as error:
+        why = error or type(error).__name__
+        log.info("gateway process %s does not answer %s: %s", path.name, question, why)
         return None

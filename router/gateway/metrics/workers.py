@@ -7,7 +7,8 @@ What the workers count comes with their load reports, by "name" or "name:reason"
     accepted:<proposer>   drafted tokens that the model kept     baton_accepted_tokens_total
     accepted_len:<n>      drafts of which n tokens were kept     baton_accepted_length
 
-Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`.
+Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`. Gauges of the
+process are exported as `baton_worker_<name>`.
 """
 
 import re
@@ -29,7 +30,49 @@ BY_PROPOSER = {  # name in a load report: name here, name of vLLM's, text
     "accepted": ("accepted_tokens", "num_accepted_tokens", "Proposed tokens that were kept"),
 }
 _ACCEPTED_LEN = "accepted_len"
-_BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
+COUNTER_TEXTS = {  # by the name in a load report
+    "bad_messages": "Messages of other workers that could not be read",
+    "busy_seconds": "Time in steps; its rate is the share of time in which the worker computes",
+    "computed_prompt_tokens": "Tokens of prompts computed here, not found in caches",
+    "copies_dropped": "Copies of KV given up for sequences that needed the memory",
+    "cpu_seconds": "CPU time of the process",
+    "dropped_reads": "Reads of other workers that were not served",
+    "exposed_seconds": "Time of KV transfers that prefill did not hide",
+    "failed_fetches": "Blocks that could not be fetched, by reason",
+    "fallbacks": "Slower ways taken, by reason",
+    "flops": "Estimated floating-point operations of the model",
+    "handed_over": "Sequences that went on in another worker",
+    "held_steps": "Steps that waited a moment for an event about to come",
+    "kept_blocks": "Blocks that were cached here when a sequence arrived",
+    "leases_ended": "Ends of leases, by reason",
+    "preempted": "Sequences that lost their memory to others",
+    "prefix_offers": "Answers to requests for a cached prefix",
+    "private_builds": "Native code compiled for this process alone",
+    "pulled_blocks": "Blocks pulled from other workers",
+    "pulled_bytes": "Bytes pulled from other workers",
+    "pulled_prefix_blocks": "Blocks of prompts pulled instead of computed",
+    "pulls_done": "Complete KV transfers to this worker",
+    "pulls_failed": "KV transfers to this worker that failed, by reason",
+    "read_bytes": "Estimated bytes of weights and KV that steps read",
+    "refused_connections": "Connections refused, by reason",
+    "refused_sessions": "Sessions refused, by reason",
+    "served_reads": "Reads that other workers finished over NIXL",
+    "slow_sinks": "Workers that read too slowly",
+    "spec_steps": "Steps with drafted tokens",
+    "step_tokens": "Tokens that decode steps made",
+    "steps": "Steps that decode",
+    "transfer_seconds": "Time in which blocks were on their way to this worker",
+    "unsent_messages": "Messages to other workers that could not be sent",
+}
+GAUGE_TEXTS = {
+    "loop_lag_seconds": "Longest delay of the worker's event loop in the last second",
+    "max_fds": "Files that the worker may have open",
+    "open_fds": "Files that the worker has open",
+    "peak_bytes_per_second": "Peak of memory bandwidth, as configured",
+    "peak_flops_per_second": "Peak of computation, as configured",
+    "resident_memory_bytes": "Memory of the worker's process",
+}
+BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
 def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
@@ -42,13 +85,20 @@ def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
 
 
 def worker_families(port: RouterStatus) -> Iterator[Metric]:
-    """The blocks, sequences, leases and counters of all workers."""
+    """The kernels, blocks, sequences, leases and counters of all workers."""
+    kernels = GaugeMetricFamily(
+        "baton_worker_kernels", "1: what the worker computes with", labels=["worker", "kernels"]
+    )
+    for worker_id, status in port.workers().items():
+        if status.kernels:
+            kernels.add_metric([str(worker_id), status.kernels], 1)
+    yield kernels
     loads = loads_of(port)
     blocks = GaugeMetricFamily(
         "baton_worker_blocks", "KV blocks by state", labels=["worker", "role", "state"]
     )
     for worker, load in loads:
-        for state in _BLOCK_STATES:
+        for state in BLOCK_STATES:
             blocks.add_metric([*worker, state], getattr(load, f"{state}_blocks"))
     yield blocks
     for name, text in (
@@ -62,6 +112,7 @@ def worker_families(port: RouterStatus) -> Iterator[Metric]:
         yield gauge
     yield from _speculation(loads)
     yield from _worker_counters(loads)
+    yield from _worker_gauges(loads)
 
 
 def forecast_families(port: RouterStatus) -> Iterator[Metric]:
@@ -144,12 +195,24 @@ def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterato
         labels = ["worker", "role"]
         if any(reason for _, reason, _ in counts):
             labels.append("reason")
-        counter = CounterMetricFamily(
-            f"baton_worker_{name}", "Counted by the worker", labels=labels
-        )
+        text = COUNTER_TEXTS.get(name, "Counted by the worker")
+        counter = CounterMetricFamily(f"baton_worker_{name}", text, labels=labels)
         for worker, reason, value in counts:
             counter.add_metric([*worker, reason][: len(labels)], value)
         yield counter
+
+
+def _worker_gauges(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[Metric]:
+    """The gauges of the workers' processes."""
+    for name in sorted({name for _, load in loads for name in load.gauges}):
+        text = GAUGE_TEXTS.get(name, "Measured by the worker")
+        gauge = GaugeMetricFamily(
+            f"baton_worker_{_metric_name(name)}", text, labels=["worker", "role"]
+        )
+        for worker, load in loads:
+            if name in load.gauges:
+                gauge.add_metric(worker, load.gauges[name])
+        yield gauge
 
 
 def _metric_name(name: str) -> str:

@@ -385,10 +385,11 @@ class Health(Struct):
 
 
 class Readiness(Struct):
-    """Whether requests can be served, and if not, why."""
+    """Whether requests can be served, and if not, why; and what is broken beside."""
 
     status: Literal["ready", "not ready"]
     reason: str | UnsetType = UNSET
+    troubles: list[str] | UnsetType = UNSET
 
 
 class ServerLoad(Struct):
@@ -397,6 +398,13 @@ class ServerLoad(Struct):
     server_load: int
     queued_requests: int
     queued_s: float
+
+
+class TargetGroup(Struct):
+    """Addresses to scrape, with labels for all of them."""
+
+    targets: list[str]
+    labels: dict[str, str]
 
 
 class ServerVersion(Struct):

@@ -111,6 +111,9 @@ def _answer(each: Operation) -> Json:
         schema: Json = {"type": "object"} if each.answer == JSON else {"type": "string"}
         return {"description": each.summary, "content": {each.answer: {"schema": schema}}}
     found = _reply(each.answer, each.summary)
+    if each.is_list:
+        content = found["content"][JSON]
+        content["schema"] = {"type": "array", "items": content["schema"]}
     if each.events is not None:
         found["content"][EVENTS] = {
             "schema": _event(each.events),

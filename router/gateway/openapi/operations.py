@@ -36,6 +36,7 @@ from router.gateway.openapi.answers import (
     ShownBatch,
     ShownFile,
     ShownModel,
+    TargetGroup,
 )
 from router.gateway.pages.tokens import DetokenizeBody, Detokenized, Tokenized
 from router.gateway.requests.embedding_schema import EmbeddingBody
@@ -72,6 +73,7 @@ class Operation(NamedTuple):
     errors: tuple[int, ...] = _EDGE
     other_answers: tuple[tuple[int, type[Struct]], ...] = ()
     description: str = ""
+    is_list: bool = False  # the answer is a list of `answer`
 
 
 def _header(name: str, description: str, schema: Json) -> Json:
@@ -406,6 +408,14 @@ OPERATIONS = (
     ),
     Operation("get", "/load", "State", "Requests of this gateway process", ServerLoad),
     Operation("get", "/metrics", "State", "Metrics in Prometheus' format", TEXT),
+    Operation(
+        "get",
+        "/metrics/targets",
+        "State",
+        "Targets for Prometheus' discovery",
+        TargetGroup,
+        is_list=True,
+    ),
     Operation("get", "/version", "State", "The version of Baton", ServerVersion),
     Operation("get", "/openapi.json", "Description", "This document", JSON),
     Operation("get", "/docs", "Description", "This document as a page", HTML),

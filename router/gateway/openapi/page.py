@@ -26,8 +26,8 @@ _BOUNDS = (
 )
 
 
-def page_of(document: Json) -> str:
-    """Returns the page."""
+def page_of(document: Json, *, has_home: bool = False) -> str:
+    """Returns the page, with a link to the landing page beside it if there is one."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"prose": prose, "type": type_text, "json": json_text}
     source = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -41,7 +41,9 @@ def page_of(document: Json) -> str:
         for tag in document["tags"]
     ]
     schemas = document["components"]["schemas"]
-    return environment.from_string(source).render(document=document, tags=tags, schemas=schemas)
+    return environment.from_string(source).render(
+        document=document, tags=tags, schemas=schemas, has_home=has_home
+    )
 
 
 def prose(text: str) -> Markup:

@@ -13,9 +13,10 @@ from router.gateway.openapi.page import page_of
 class DescriptionPages:
     """Their handlers. Both pages are made at the first request and kept."""
 
-    def __init__(self, version: str, *, needs_key: bool) -> None:
+    def __init__(self, version: str, *, needs_key: bool, has_home: bool) -> None:
         self._version = version
         self._needs_key = needs_key
+        self._has_home = has_home  # a landing page
 
     async def openapi(self, _: HttpRequest) -> Response:
         """GET /openapi.json."""
@@ -32,4 +33,5 @@ class DescriptionPages:
 
     @cached_property
     def _page(self) -> bytes:
-        return page_of(msgspec.json.decode(self._document)).encode()
+        decoded = msgspec.json.decode(self._document)
+        return page_of(decoded, has_home=self._has_home).encode()

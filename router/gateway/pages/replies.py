@@ -1,5 +1,7 @@
 """Replies of pages, and the replies to what goes wrong before or in them."""
 
+import logging
+import sqlite3
 from typing import Any
 
 import msgspec
@@ -11,6 +13,8 @@ from starlette.routing import Match
 from engine.errors import InvalidRequest
 from router.edge.responses import refusal_of
 from router.inbox.api_errors import error_body
+
+log = logging.getLogger(__name__)
 
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -56,6 +60,14 @@ async def invalid(_: HttpRequest, error: Exception) -> Response:
 async def gone(_: HttpRequest, __: Exception) -> Response:
     """Ends a request whose client has left; nothing reads it."""
     return Response(status_code=499)
+
+
+async def store_failed(_: HttpRequest, error: Exception) -> Response:
+    """Answers 503 if `gateway.store` cannot be used, as on a full disk; the cause is logged."""
+    assert isinstance(error, sqlite3.Error)
+    log.error("the store failed: %s", error)
+    message = f"the store failed: {error}"
+    return json_reply(503, error_body(message, kind="server_error", code="store_failed"))
 
 
 async def internal_error(_: HttpRequest, __: Exception) -> Response:

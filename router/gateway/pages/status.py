@@ -5,8 +5,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.metrics.pools import PoolBoard
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.pages.replies import json_reply
+from router.gateway.pages.targets import targets_of
 from router.gateway.versions import Versions
 
 
@@ -19,22 +21,30 @@ class StatusPages:
         metrics: GatewayMetrics,
         version: str,
         siblings: Siblings | None,
+        board: PoolBoard | None,
     ) -> None:
         self._versions = versions
         self._metrics = metrics
         self._version = version
         self._siblings = siblings
+        self._board = board
 
     async def health(self, _: HttpRequest) -> Response:
         """GET /health: 200 while this process is alive."""
         return json_reply(200, {"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:
-        """GET /ready, GET and POST /ping: 200 while requests can be served, else 503 and why."""
+        """GET /ready, GET and POST /ping: 200 while requests can be served, else 503 and why.
+
+        `troubles` are what is broken beside, where there is something.
+        """
         reason = self._versions.readiness()
-        if reason is None:
-            return json_reply(200, {"status": "ready"})
-        return json_reply(503, {"status": "not ready", "reason": reason})
+        answer: dict[str, object] = {"status": "ready"}
+        if reason is not None:
+            answer = {"status": "not ready", "reason": reason}
+        if self._board is not None and self._board.troubles:
+            answer["troubles"] = self._board.troubles
+        return json_reply(200 if reason is None else 503, answer)
 
     async def load(self, _: HttpRequest) -> Response:
         """GET /load: requests of this process, `server_load` as vLLM calls it."""
@@ -51,6 +61,12 @@ class StatusPages:
         others = [] if self._siblings is None else await self._siblings.ask()
         headers = {"content-type": CONTENT_TYPE_LATEST}
         return Response(self._metrics.exposition(others), headers=headers)
+
+    async def targets(self, request: HttpRequest) -> Response:
+        """GET /metrics/targets: what to scrape, as Prometheus' HTTP service discovery wants it."""
+        gateways = () if self._board is None else self._board.gateways
+        asked = request.headers.get("host", "")
+        return json_reply(200, targets_of(gateways, request.url.scheme, asked))
 
     async def version(self, _: HttpRequest) -> Response:
         """GET /version."""

@@ -4,13 +4,14 @@ This module does not know how the answer is sent.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import msgspec
 from starlette.types import Receive
 
+from engine.config import DashboardMode
 from engine.errors import InvalidRequest
 from engine.messages import Limits, RequestId
 from engine.net.trust import Secret
@@ -56,6 +57,9 @@ class GatewaySettings:
     max_batch_choices: int = 128  # of all prompts of one request
     min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
     cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
+    slo_ttft_s: float | None = None  # for the dashboard; None: no bound
+    slo_tpot_s: float | None = None
+    dashboard: DashboardMode = DashboardMode.ON
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     batches: BatchSettings = field(default_factory=BatchSettings)
 
@@ -78,6 +82,7 @@ class ApiCall(msgspec.Struct, frozen=True):
     affinity: str | None
     timeline: bool  # the client wants it in the answer
     decision: bool  # the client wants it in the head of the response
+    trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
 
     @property
     def shown_id(self) -> str:
@@ -230,6 +235,7 @@ def parse(
         prompts[0].limits,
         call.received_s,
         salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
+        client_id=call.client_id or "",
         prompt_logprobs=body.num_scored_prompt,
         priority=priority_of(body, settings.min_priority),
         # With a key, its name counts: else each invented `user` would get another turn.

@@ -92,9 +92,7 @@ class Copying:
                 self._end_copying(flight, move, now_s)
                 return end_copy(self._state, move)
             case KvReady():
-                self._state.estimates.observe_pull(
-                    target, message.num_pulled_blocks, seconds=message.transfer_s
-                )
+                self._state.observe_pull(attempt.decode, target, message, now_s)
                 self._end_copying(flight, move, now_s)
                 return []
             case GivenBack(_, reason):
@@ -111,11 +109,12 @@ class Copying:
         if move is None or move.copy_due_s is None or move.copy_due_s > now_s:
             return []
         assert attempt is not None
-        wanted = self._state.moves.wanted[flight.request.request_id]
+        wanted = self._state.moves.wanted.get(flight.request.request_id)
         self._state.counters["fallback", "copy late"] += 1
-        wanted.num_late += 1
-        if wanted.num_late > LATE_COPIES:
-            wanted.not_before_s = now_s + RETRY_S
+        if wanted is not None:  # else it may stay
+            wanted.num_late += 1
+            if wanted.num_late > LATE_COPIES:
+                wanted.not_before_s = now_s + RETRY_S
         return [*self._rule.call_off(flight, attempt), *self._rule.look_at(flight, now_s)]
 
     def _on_copy_given_back(
@@ -132,10 +131,11 @@ class Copying:
             # blocks; the sooner the sequence leaves, the less that is.
             move.gather_until_s = None
             return end_copy(self._state, move)
+        wanted = state.moves.wanted.get(flight.request.request_id)
         if reason.startswith(PULL_FAILED):
             state.view.severed[attempt.decode, move.decode] = now_s + SEVERED_S
-        else:
-            state.moves.wanted[flight.request.request_id].not_before_s = now_s + RETRY_S
+        elif wanted is not None:
+            wanted.not_before_s = now_s + RETRY_S
         return [*self._rule.call_off(flight, attempt), *self._rule.look_at(flight, now_s)]
 
     def _end_copying(self, flight: Flight, move: Move, now_s: float) -> None:

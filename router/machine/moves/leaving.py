@@ -104,6 +104,7 @@ class Departures:
             message.num_draft_tokens,
             is_moved=is_near,
             salt=request.salt,
+            client_id=request.client_id,
         )
         return [
             SendTo(move.decode, decode),
@@ -120,6 +121,7 @@ class Departures:
         state.by_seq[move.seq_id] = flight
         flight.num_attempts += 1
         flight.num_moves += 1
+        flight.moved_why = move.reason
         state.moves.forget(flight.request.request_id)
         state.moves.enter(flight.request.request_id, MoveStage.ARRIVING, old.decode)
         flight.workers = (flight.workers[0], move.decode)

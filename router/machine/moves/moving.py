@@ -1,4 +1,4 @@
-"""Moves of running sequences to other decode workers, after role changes.
+"""Moves of running sequences to other decode workers: they must go, or gain by it.
 
     decoding ──> waiting ──OfferPrefix──> copying ──KvReady──> copied ──HandOver──> leaving
        ^  ^         │       in turn          │                   │     together         │
@@ -8,7 +8,8 @@
 
 Rule: a sequence that decodes on a worker which is no longer to decode is to move. The rule is
 checked when a role changes and when a sequence starts to decode. Room is reserved at the target
-before the source is told.
+before the source is told. `balancing` begins moves of another kind, to a worker that is much less
+busy.
 
 *Copy.* A sequence runs while it is copied. K and V of its tokens do not change, so the target pulls
 the full blocks under a lease like that on any prefix (`OfferPrefix`). It holds them in a sequence
@@ -54,6 +55,7 @@ from router.cluster.view import WorkerView
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight
+from router.machine.moves.balancing import Balancing
 from router.machine.moves.copying import Copying
 from router.machine.moves.leaving import Departures, end_copy
 from router.machine.moves.rule import MoveRule
@@ -75,6 +77,7 @@ class Moving:
         self.departures = Departures(state, ends)
         self.rule = MoveRule(state, ends, placing, self.departures)
         self.copying = Copying(state, self.rule, self.departures)
+        self.balancing = Balancing(state, placing, self.rule)
 
     def on_role_changed(
         self, worker: WorkerView, message: RoleChanged, now_s: float

@@ -1,4 +1,6 @@
-"""The rule of moves: a sequence leaves a worker that is no longer to decode.
+"""The rule of moves: a sequence must leave a worker that is no longer to decode.
+
+`balancing` begins other moves, of sequences that may stay. They go the same way.
 
 `router.machine.moves.moving` explains moves as a whole.
 """
@@ -16,6 +18,8 @@ from router.policies.candidates import decode_blocks
 from router.policies.joining import next_decoder
 
 DRAINED = "drained"  # reason of a move: its worker has no role any more
+BALANCED = "balanced"  # another reason: the target is faster, and the sequence may stay
+REST_S = 20.0  # a sequence that moved, or did not come to it, is not balanced again for so long
 
 
 class MoveRule:
@@ -38,8 +42,13 @@ class MoveRule:
         worker = self._state.view.workers[attempt.decode]
         if worker.info.role.decodes:
             moves.forget(request_id)
-            return self.call_off(flight, attempt)
+            is_free = attempt.move is not None and attempt.move.reason == BALANCED
+            return [] if is_free else self.call_off(flight, attempt)
+        reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
         if attempt.move is not None:
+            if attempt.move.reason == BALANCED:  # now it must go
+                moves.want(request_id, now_s)
+                attempt.move.reason = reason
             return []
         wanted = moves.want(request_id, now_s)
         need = self._placing.need(flight, now_s)
@@ -47,20 +56,26 @@ class MoveRule:
         if target is None:
             moves.strand(request_id, attempt.decode, now_s)
             return []
-        reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
-        attempt.move = Move(flight.next_seq_id(), target, need.end_len, reason)
-        self.reserve(flight, attempt.move, need, now_s)
-        if flight.length > worker.info.layout.block_size:
-            moves.enter(request_id, MoveStage.WAITING, attempt.decode)
-        else:  # no block is full
-            self._departures.gather(flight, attempt.move, now_s)
+        self.begin(flight, attempt, Move(flight.next_seq_id(), target, need.end_len, reason), now_s)
         return []
+
+    def begin(self, flight: Flight, attempt: Attempt, move: Move, now_s: float) -> None:
+        """Begins a move: reserves room at its target, and waits for its turn to be copied."""
+        attempt.move = move
+        self.reserve(flight, move, self._placing.need(flight, now_s), now_s)
+        worker = self._state.view.workers[attempt.decode]
+        if flight.length > worker.info.layout.block_size:
+            self._state.moves.enter(flight.request.request_id, MoveStage.WAITING, attempt.decode)
+        else:  # no block is full
+            self._departures.gather(flight, move, now_s)
 
     def call_off(self, flight: Flight, attempt: Attempt) -> list[RouterEffect]:
         """Ends a move before its source was told to stop: the sequence runs on there."""
         stage = self._state.moves.stage(flight.request.request_id)
         if attempt.move is None or stage is MoveStage.LEAVING:
             return []
+        if attempt.move.reason == BALANCED:
+            self._state.counters["balance", "called off"] += 1
         return self._ends.end_move(flight, attempt)
 
     def choose(self, attempt: Attempt, need: Need) -> WorkerId | None:

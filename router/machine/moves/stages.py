@@ -82,6 +82,10 @@ class Moves:
         if self.stage(request_id) is MoveStage.STRANDED:
             self.end(request_id)
 
+    def under_way(self) -> bool:
+        """True if room is reserved for any sequence elsewhere, or it has not arrived there."""
+        return len(self._stage) > len(self._at[MoveStage.STRANDED])
+
     def on_their_way(self) -> Iterator[WorkerId]:
         """Yields the source of each sequence that was told to stop and does not run again yet."""
         yield from self._at[MoveStage.LEAVING].values()

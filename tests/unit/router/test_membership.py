@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import PlannerMode
-from engine.control import GatewayReport, Intent, Members, RequestList, decode_from_gateway
+from engine.control import (
+    MAIN_LINE,
+    GatewayReport,
+    Intent,
+    Members,
+    RequestList,
+    decode_from_gateway,
+)
 from engine.messages import Role
 from engine.net.trust import Secret
 from router.membership import ControlServer
@@ -43,15 +50,17 @@ class World:
         self.version = 0
 
     def seen(self, mode, at_s):
-        """Returns the observation in the report, if the planner is in that mode."""
+        """Returns the observation in the report, if the planner is in that mode, or None."""
         self.clock.at_s = at_s
         self.version += 1
-        return self.server._take(Members(self.version, (), Intent(planner=mode))).seen
+        seen = self.server._take(Members(self.version, (), Intent(planner=mode))).seen
+        assert set(seen) <= {MAIN_LINE}
+        return seen.get(MAIN_LINE)
 
 
 def test_nothing_is_observed_while_the_planner_is_off():
     world = World()
-    assert world.server._report().seen is None
+    assert world.server._report().seen == {}
     assert [world.seen(PlannerMode.OFF, t) for t in (0.0, 1.0, 2.0)] == [None] * 3
     ask(world.machine, "r")
     assert world.machine.demand._sums.num_requests == 0

@@ -5,10 +5,13 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from engine.control import Intent, Member, Members, Version
+from engine.clock import MonotonicClock
+from engine.control import Intent, Member, Members, Pools, Rollout, Version
 from engine.messages import WorkerId
+from router import version_routers
 from router.gateway.versions import NO_WORKER, Versions
 from router.inbox.api_errors import ApiError
 from router.version_routers import VersionRouters
@@ -30,7 +33,7 @@ class SessionRouter(FakeRouter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.machine = SimpleNamespace(num_flights=0)
+        self.machine = SimpleNamespace(num_flights=0, longest_len=0)
         self.addresses: list[str] = []
         self.is_open = False
 
@@ -49,7 +52,9 @@ class World:
 
     def __init__(self, *held: str) -> None:
         self.held = {name: threading.Event() for name in held}
-        self.routers = VersionRouters(new_router=SessionRouter, load_text=self._load)
+        self.routers = VersionRouters(
+            new_router=SessionRouter, load_text=self._load, clock=MonotonicClock()
+        )
 
     def _load(self, version: Version) -> object:
         if version.name in self.held:
@@ -147,6 +152,24 @@ def test_last_version_waits_for_one_that_cannot_serve_yet():
     play(scene, "v2")
 
 
+def test_the_longest_request_of_a_report_runs_or_ran_lately():
+    async def scene(world: World) -> None:
+        await world.routers.open(members(1, V1))
+        [router] = world.routers.routers().values()
+
+        def longest_len() -> int:
+            return world.routers.reports()["v1"].longest_len
+
+        now_s = MonotonicClock().now_s()
+        world.versions.tallies.note("v1", failed=False, late=False, num_tokens=500, now_s=now_s)
+        router.machine.longest_len = 400
+        assert longest_len() == 500
+        router.machine.longest_len = 900
+        assert longest_len() == 900
+
+    play(scene)
+
+
 def test_a_gateway_without_any_worker_answers_that_it_is_not_ready():
     async def scene(world: World) -> None:
         await world.routers.open(members(1, V1, workers="-"))
@@ -232,3 +255,40 @@ def test_a_tokenizer_that_cannot_be_loaded_is_reported_and_tried_again(monkeypat
         assert world.routers.reports()["v2"].missing is None
 
     play(scene, "v2")
+
+
+def test_answers_that_hang_are_looked_for_only_while_a_version_takes_over():
+    async def scene(world: World) -> None:
+        await world.routers.open(members(1, V1, V2))
+        await until(lambda: world.names() == ["v1", "v2"])
+        world.versions.tallies.hung = lambda _: {"v2": 3}
+        assert [each.num_hung for each in world.routers.reports().values()] == [0, 0]
+        rolling = Intent((V1, V2), rollout=Rollout("v2", Pools(1, 1), before=(V1,)))
+        world.routers.follow(msgspec.structs.replace(members(2, V1, V2), intent=rolling))
+        assert [each.num_hung for each in world.routers.reports().values()] == [0, 3]
+
+    play(scene)
+
+
+def test_a_version_that_takes_over_is_probed_through_the_endpoints_too(monkeypatch):
+    asked: list[str] = []
+
+    async def fault_of(name: str) -> str:
+        asked.append(name)
+        return "its stream is cut"
+
+    async def no_fault(*_: object) -> str:
+        return ""
+
+    async def scene(world: World) -> None:
+        monkeypatch.setattr(version_routers, "fault_of_version", no_fault)
+        world.routers.more_probes = fault_of
+        await world.routers.open(members(1, V1))
+        new = msgspec.structs.replace(V2, weight=0)
+        rolling = Intent((V1, new), rollout=Rollout("v2", Pools(1, 1), before=(V1,)))
+        world.routers.follow(msgspec.structs.replace(members(2, V1, new), intent=rolling))
+        await until(lambda: world.routers.reports()["v2"].probe is not None)
+        assert world.routers.reports()["v2"].probe == "its stream is cut"
+        assert asked == ["v2"]
+
+    play(scene)

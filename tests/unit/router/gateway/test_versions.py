@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.control import MAIN_LINE
 from router.gateway.versions import ServedVersion, Versions, by_weight
 from router.inbox.api_errors import ApiError
 from tests.kits.router.gateway import (
@@ -33,10 +34,15 @@ class NamedRouter(FakeRouter):
 
 
 def served(
-    name: str, weight: int = 1, *, model: str = "tiny", is_leaving: bool = False
+    name: str,
+    weight: int = 1,
+    *,
+    model: str = "tiny",
+    is_leaving: bool = False,
+    line: str = MAIN_LINE,
 ) -> ServedVersion:
     text = text_model(TEMPLATE)
-    return ServedVersion(name, NamedRouter(name), text, (model,), 64, weight, is_leaving)
+    return ServedVersion(name, NamedRouter(name), text, (model,), 64, weight, is_leaving, line)
 
 
 weights = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size=1).filter(
@@ -44,6 +50,7 @@ weights = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 100), min_size
 )
 
 
+@settings(max_examples=25)  # each looks at thousands of keys
 @given(weights)
 def test_each_version_has_its_share_of_many_keys(shares):
     counts = Counter(by_weight(shares, key) for key in KEYS)
@@ -67,6 +74,31 @@ def test_without_any_weight_the_first_one_is_chosen():
 
 def chosen(versions: Versions, **asked: str) -> set[str]:
     return {versions.choose(key=key, **asked).name for key in KEYS[:50]}
+
+
+def test_a_model_name_chooses_the_line_and_weights_the_version_within_it():
+    versions = Versions(
+        served("v1", 50),
+        served("v2", 50, model="renamed"),
+        served("small-v1", 10, model="small", line="small"),
+        served("small-v2", 90, model="small", line="small"),
+    )
+    assert chosen(versions) == {"v1", "v2"}
+    assert chosen(versions, model="tiny") == {"v1", "v2"}
+    assert chosen(versions, model="renamed") == {"v2"}
+    assert chosen(versions, model="small") == {"small-v1", "small-v2"}
+    assert list(versions.models()) == ["tiny", "renamed", "small"]
+    assert versions.model_name == "tiny"
+
+
+def test_a_line_without_a_version_that_stays_takes_no_requests():
+    versions = Versions(
+        served("v1"), served("small-v1", model="small", line="small", is_leaving=True)
+    )
+    with pytest.raises(ApiError, match="no worker is known") as caught:
+        versions.choose(key="a", model="small")
+    assert caught.value.status == 503
+    assert chosen(versions) == {"v1"}
 
 
 def test_a_version_name_or_its_own_model_name_selects_the_version():
@@ -125,3 +157,4 @@ def test_the_fingerprint_names_the_version_and_the_header_forces_it():
     page = get(app, "/metrics").body.decode()
     assert 'baton_version_weight{fingerprint="fp-v2",version="v2"} 40.0' in page
     assert 'baton_version_requests{fingerprint="fp-v1",version="v1"} 0.0' in page
+    assert 'baton_version_ended_requests_total{outcome="failed",version="v1"} 0.0' in page

@@ -60,6 +60,24 @@ def test_last_token_ends_the_request_and_returns_its_claims(pair):
     assert pair.machine.num_flights == 0
 
 
+def test_workers_are_told_the_clients_id_of_a_request(pair):
+    [(_, prefill)] = sent(pair.ask(client_id="mine"), Prefill)
+    [(_, decode)] = sent(pair.say("p0", PrefillStarted("r.0", 0, LEASE)), Decode)
+    assert (prefill.client_id, decode.client_id) == ("mine", "mine")
+
+
+def test_the_longest_request_counts_its_prompt_and_its_answer_so_far(pair):
+    assert pair.machine.longest_len == 0
+    pair.ask()
+    pair.ask("longer", prompt=(1,) * 6)
+    assert pair.machine.longest_len == 6
+    pair.hand_over()
+    pair.say("d0", Tokens("r.0", [8]))
+    assert pair.machine.longest_len == 7
+    pair.say("d0", Tokens("r.0", [7, 6], FinishReason.LENGTH))
+    assert pair.machine.longest_len == 6
+
+
 def test_an_answer_that_ends_with_its_first_token_cancels_the_waiting_decode(pair):
     pair.ask()
     pair.say("p0", PrefillStarted("r.0", 0, LEASE))

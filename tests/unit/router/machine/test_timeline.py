@@ -16,9 +16,10 @@ from engine.messages import (
     RequestId,
     Tokens,
 )
+from router.machine.flight import running_timeline
 from router.machine.machine import ClientGone, Deliver, End, WorkerLost
 from router.machine.requests import Timeline
-from tests.kits.router.machine import LEASE, Driver
+from tests.kits.router.machine import LAYOUT, LEASE, Driver
 
 ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt so much earlier
 
@@ -204,3 +205,51 @@ def test_mixed_worker_has_no_transfer_times():
     end = driver.say("m0", Tokens("r.0", [8], FinishReason.STOP))
     [timeline] = [e.timeline for e in end if isinstance(e, End)]
     assert (timeline.kv_transfer_s, timeline.kv_exposed_s) == (None, None)
+
+
+def running(driver, name="r", after_s=0.0) -> Timeline:
+    driver.now_s += after_s
+    return running_timeline(driver.machine.state.flights[name], driver.now_s)
+
+
+def test_the_stage_of_a_request_that_runs_lasts_until_now():
+    driver = Driver("p0", "d0", prefill_backlog_tokens=1)
+    driver.ask("a")
+    driver.ask()
+    assert stages(running(driver, after_s=2)) == (ROUTE_S, 2, 0, 0)
+    driver.handle(ClientGone(RequestId("a")))
+    assert stages(running(driver, after_s=4)) == (ROUTE_S, 2, 4, 0)
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
+    assert stages(running(driver, after_s=8)) == (ROUTE_S, 2, 4, 8)
+    driver.say("p0", PrefillDone("r.0", 9, None))
+    line = running(driver, after_s=16)
+    assert (stages(line), line.kv_wait_s, line.decode_queue_s) == ((ROUTE_S, 2, 4, 8), 16, 0)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm"))
+    line = running(driver, after_s=32)
+    assert (line.kv_wait_s, line.decode_queue_s, line.first_step_s) == (16, 32, 0)
+    driver.say("d0", DecodeStarted("r.0"))
+    line = running(driver, after_s=64)
+    assert (line.kv_wait_s, line.decode_queue_s, line.first_step_s) == (16, 32, 64)
+    update = delivered(driver.say("d0", Tokens("r.0", [8])))
+    assert running(driver, after_s=1) == update.timeline
+
+
+def test_a_request_that_waits_again_is_shown_as_waiting():
+    driver = Driver("p0", "d0")
+    driver.ask()
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
+    driver.handle(WorkerLost("p0", "session ended"))
+    assert stages(running(driver, after_s=2)) == (ROUTE_S, 3, 0, 0)
+    driver.join("p0")
+    assert stages(running(driver, after_s=4)) == (ROUTE_S, 3, 4, 0)
+
+
+def test_hand_overs_and_moves_are_counted_by_pair():
+    driver = Driver("p0", "d0")
+    driver.ask()
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE))
+    driver.say("d0", KvReady("r.0", 2, 0, "shm", transfer_s=0.5, exposed_s=0.25))
+    [moved] = driver.machine.state.transfers.pairs
+    assert (moved.source, moved.sink, moved.num_transfers) == ("p0", "d0", 1)
+    assert moved.num_bytes == 2 * LAYOUT.block_bytes
+    assert (moved.seconds, moved.exposed_s) == (0.5, 0.25)

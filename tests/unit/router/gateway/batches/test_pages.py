@@ -1,7 +1,7 @@
 """The endpoints of files and batches: pages, tenants, quotas, and refusals that name the field."""
 
+import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -52,6 +52,23 @@ async def test_a_file_is_kept_listed_read_and_deleted() -> None:
         for method in ("GET", "DELETE"):
             reply = await fetch(app, method, path)
             assert (reply.status, reply.json()["error"]["code"]) == (404, "file_not_found")
+
+
+async def test_full_disk_is_told_to_the_client_and_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with batch_app(ComputingRouter(), runs=False) as app:
+        monkeypatch.setattr(Storage, "run", fail)
+        body, headers = form_of(DATA)
+        reply = await fetch(app, "POST", "/v1/files", body, headers)
+        error = reply.json()["error"]
+        assert (reply.status, error["code"]) == (503, "store_failed")
+        assert error["message"] == "the store failed: database or disk is full"
+        assert "disk is full" in caplog.text
+        monkeypatch.undo()
 
 
 async def test_large_files_are_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,15 +284,3 @@ async def test_one_tenant_sees_nothing_of_another(tmp_path: Path) -> None:
         ):
             assert (await send(app, method, path, **bob)).status == 404
         assert (await send(app, "GET", "/v1/files")).status == 401
-
-
-async def test_several_processes_need_a_file_for_what_they_keep(tmp_path: Path) -> None:
-    siblings = SimpleNamespace(process="0", own=None)
-    async with batch_app(ComputingRouter(), siblings=siblings, runs=False) as app:
-        for path in ("/v1/files", "/v1/batches"):
-            reply = await fetch(app, "GET", path)
-            assert (reply.status, reply.json()["error"]["code"]) == (501, "not_supported")
-            assert "gateway.store" in reply.json()["error"]["message"]
-    storage = Storage(tmp_path / "store")
-    async with batch_app(ComputingRouter(), storage, siblings=siblings, runs=False) as app:
-        assert (await fetch(app, "GET", "/v1/files")).status == 200

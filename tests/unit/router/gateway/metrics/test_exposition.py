@@ -1,6 +1,7 @@
 """What /metrics shows of answers, workers and the router."""
 
 import msgspec
+import pytest
 
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.costs import CostErrors
@@ -233,6 +234,67 @@ def test_series_with_a_vllm_equivalent_also_have_its_name():
     ):
         assert found[f"{theirs}_sum"] == {(*model, V1): found[f"{ours}_sum"][V1,]}
         assert len(found[f"{theirs}_bucket"]) == len(found[f"{ours}_bucket"])
+
+
+def test_series_of_stages_reasons_and_workers_have_vllm_names_too():
+    script = [tokens("ab"), Update(token_ids=(EOS,), outcome=STOP, timeline=TIMELINE)]
+    router = FakeRouter(script)
+    load = LoadReport(5, 2, 2, 1, 0, 0, 0, 0, {"flops": 9.0, "preempted": 4.0})
+    router.statuses[WorkerId("d0")] = WorkerStatus(Role.DECODE, load, 0, 0)
+    app = make_app(router)
+    ask(app)
+    found = samples(app)
+    model = ("model_name", "tiny")
+    assert found["vllm:request_prefill_time_seconds_sum"] == {(model,): TIMELINE.prefill_compute_s}
+    queue_s = TIMELINE.queue_s + TIMELINE.prefill_queue_s
+    assert found["vllm:request_queue_time_seconds_sum"] == {(model,): queue_s}
+    assert found["vllm:request_decode_time_seconds_sum"] == {(model,): 1.0}
+    assert found["vllm:request_success_total"] == {
+        (("finished_reason", "stop"), model): 1.0,
+        (("finished_reason", "length"), model): 0.0,
+    }
+    assert found["vllm:request_prompt_tokens_sum"] == {(model,): 2.0}
+    assert found["vllm:request_generation_tokens_sum"] == {(model,): 3.0}
+    assert found["vllm:prefix_cache_queries_total"] == {(model,): 2.0}
+    assert found["vllm:prefix_cache_hits_total"] == {(model,): TIMELINE.num_cached_tokens}
+    worker = (("engine", "d0"), model)
+    assert found["vllm:kv_cache_usage_perc"] == {worker: 0.3}
+    assert found["vllm:estimated_flops_per_gpu_total"] == {worker: 9.0}
+    assert found["vllm:num_preemptions_total"] == {worker: 4.0}
+
+
+def test_gauges_of_workers_have_their_names():
+    router = FakeRouter()
+    load = LoadReport(0, 0, 0, 0, 0, 0, 0, 0, gauges={"open_fds": 7.0})
+    router.statuses[WorkerId("p0")] = WorkerStatus(Role.PREFILL, load, 0, 0)
+    key = (("role", "prefill"), ("worker", "p0"))
+    assert samples(make_app(router))["baton_worker_open_fds"] == {key: 7.0}
+
+
+def test_http_answers_are_counted_by_status():
+    app = make_app(FakeRouter([RuntimeError("a bug")], [tokens("ab", outcome=LENGTH)]))
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        ask(app)
+    ask(app)
+    ask(app, temperature="hot")
+    post(app, "/v1/nothing", {})
+    found = samples(app)["http_requests_total"]
+    path = ("handler", "/v1/completions")
+    counts = {(dict(key)["handler"], dict(key)["status"]): n for key, n in found.items()}
+    assert counts == {
+        (path[1], "5xx"): 1,
+        (path[1], "2xx"): 1,
+        (path[1], "4xx"): 1,
+        ("other", "4xx"): 1,
+    }
+
+
+def test_severed_pairs_are_shown():
+    router = FakeRouter()
+    router.severed_pairs.append((WorkerId("p0"), WorkerId("d0")))
+    found = samples(make_app(router))
+    assert found["baton_severed_pairs"] == {(): 1.0}
+    assert found["baton_severed_pair"] == {(("sink", "d0"), ("source", "p0")): 1.0}
 
 
 def test_two_apps_share_no_metrics():

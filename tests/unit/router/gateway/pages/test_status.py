@@ -1,12 +1,15 @@
 """Health, readiness, load and version; unknown paths and methods."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from engine.control import PoolNews
 from router.access.keys import ANONYMOUS
+from router.gateway.metrics.pools import STALE_S, PoolBoard
 from tests.kits.router.access import key_file
-from tests.kits.router.gateway import FakeRouter, Never, fetch, get, make_app, post
+from tests.kits.router.gateway import FakeRouter, Never, fetch, get, make_app, post, versions_of
 
 
 def ask(method, path, app=None):
@@ -21,6 +24,19 @@ def test_health_is_about_the_process_and_readiness_about_the_workers():
     assert get(app, "/health").status == 200
     assert get(app, "/ready").status == 503
     assert get(app, "/ready").json()["reason"] == "no decode worker"
+
+
+def test_readiness_tells_what_is_broken_while_requests_are_served():
+    router = FakeRouter()
+    at_s = 100.0
+    board = PoolBoard(versions_of(router), SimpleNamespace(now_s=lambda: at_s))
+    app = make_app(router, board=board)
+    board.take(PoolNews(b"", ()))
+    assert "troubles" not in get(app, "/ready").json()
+    at_s += STALE_S + 1.0
+    reply = get(app, "/ready")
+    assert (reply.status, reply.json()["status"]) == (200, "ready")
+    assert reply.json()["troubles"][0].startswith("no controller reports")
 
 
 def test_a_ping_is_answered_when_requests_can_be_served():

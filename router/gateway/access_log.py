@@ -1,0 +1,98 @@
+"""The access log: one line for each request over HTTP or gRPC, when its answer has ended.
+
+A request costs one wrapped head and one line; nothing is done for its tokens. The query of an
+address is left out, since clients put secrets there. What the listener refuses is not logged.
+"""
+
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.clock import Clock
+from engine.log_context import ACCESS
+from router.access.guard import tenant_of
+from router.gateway.metrics.meters import RequestMeter
+
+_METER = "baton.meter"
+_ID = b"x-request-id"
+
+
+class AccessLog:
+    """An application around another one, whose requests it logs."""
+
+    def __init__(self, app: ASGIApp, clock: Clock) -> None:
+        self._app = app
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request, and logs it whatever its end."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin_s = self._clock.now_s()
+        head: Message = {}
+
+        async def noted(message: Message) -> None:
+            nonlocal head
+            head = head or message
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            _log(scope, head, self._clock.now_s() - begin_s)
+
+
+def show_meter(scope: Scope, meter: RequestMeter) -> None:
+    """Lets the line of this request have what the meter knows at its end."""
+    scope[_METER] = meter
+
+
+@dataclass(frozen=True, slots=True)
+class AccessLine:
+    """One answered request. Fields that mean nothing for it are empty."""
+
+    client: str  # its address
+    method: str
+    path: str
+    status: int  # 0: the client left before there was one
+    seconds: float
+    key: str = ""  # the name of the API key
+    request_id: str = ""  # that the client got
+
+    def write(self, meter: RequestMeter | None = None) -> None:
+        """Writes the line. Empty fields are left out."""
+        fields: dict[str, object] = {
+            "client": self.client,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "seconds": round(self.seconds, 4),
+            "key": self.key,
+        }
+        if meter is not None:
+            fields |= {
+                "prompt_tokens": meter.prompt_tokens,
+                "completion_tokens": meter.num_sent_tokens,
+                "outcome": meter.outcome,
+                "request": meter.request_id,
+            }
+        fields["request_id"] = self.request_id
+        told = {name: value for name, value in fields.items() if value != ""}
+        text = " ".join(f"{name}={value}" for name, value in told.items())
+        ACCESS.info("%s", text, extra={"fields": told})
+
+
+def _log(scope: Scope, head: Message, seconds: float) -> None:
+    shown_id = next((value for name, value in head.get("headers", ()) if name == _ID), b"")
+    client = scope.get("client")
+    line = AccessLine(
+        client=client[0] if client else "",
+        method=scope["method"],
+        path=scope["path"],
+        status=head.get("status", 0),
+        seconds=seconds,
+        key=tenant_of(scope).name,
+        request_id=shown_id.decode("latin-1"),
+    )
+    line.write(scope.get(_METER))

@@ -1,0 +1,58 @@
+"""The files of the pages: HTML, styles, scripts and the chart library, all from this package.
+
+They are read once. Nothing in them depends on data: scripts fetch that, and insert it as text.
+"""
+
+from hashlib import blake2b
+from importlib.resources import files
+
+from starlette.responses import Response
+
+PAGES = {"/": "index.html", "/dashboard": "dashboard.html", "/play": "play.html"}
+ASSET_PREFIX = "/assets/"
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",  # ask again each time: the answer is mostly 304
+}
+
+
+class Asset:
+    """One file, and the tag that changes with its content."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self._content = content
+        self._type = _TYPES[name.rpartition(".")[2]]
+        self.tag = f'"{blake2b(content, digest_size=12).hexdigest()}"'
+
+    def response(self, known_tag: str | None) -> Response:
+        """The file; 304 if the client has it already."""
+        headers = {**HEADERS, "etag": self.tag}
+        if known_tag == self.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, media_type=self._type, headers=headers)
+
+
+def load_assets() -> dict[str, Asset]:
+    """All files by path."""
+    folder = files(__package__).joinpath("static")
+    found = {
+        f"{ASSET_PREFIX}{each.name}": Asset(each.name, each.read_bytes())
+        for each in folder.iterdir()
+        if each.name.rpartition(".")[2] in _TYPES
+    }
+    for path, name in PAGES.items():
+        found[path] = found.pop(f"{ASSET_PREFIX}{name}")
+    return found

@@ -1,0 +1,110 @@
+"""The handlers of the pages for people.
+
+The files of the pages need no key, as they hold no data. `/dashboard/state` and
+`/dashboard/events` reveal the load of all tenants: they need a key that may debug. Orders need the
+admin key too.
+"""
+
+from functools import cached_property
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import InvalidRequest
+from router.access.guard import tenant_of
+from router.gateway.dashboard.assets import ASSET_PREFIX, PAGES, Asset, load_assets
+from router.gateway.dashboard.orders import KEY_HEADER, MAX_BODY_BYTES, OrderDesk
+from router.gateway.dashboard.service import Dashboard
+from router.gateway.pages.replies import gone, http_error, internal_error, invalid
+from router.inbox.api_errors import ApiError
+
+_DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class WebPages:
+    """An ASGI application for the paths that `serves` names."""
+
+    def __init__(self, dashboard: Dashboard, *, takes_orders: bool) -> None:
+        self._dashboard = dashboard
+        self._takes_orders = takes_orders
+        self._desk = OrderDesk()
+        files = [Route(path, self._file) for path in (*PAGES, f"{ASSET_PREFIX}{{name}}")]
+        self._app = Starlette(
+            routes=[
+                *files,
+                Route("/dashboard/state", self._state),
+                Route("/dashboard/events", self._events),
+                Route("/dashboard/orders/{path:path}", self._order, methods=["GET", "POST"]),
+            ],
+            exception_handlers={
+                HTTPException: http_error,
+                InvalidRequest: invalid,
+                ClientDisconnect: gone,
+                Exception: internal_error,
+            },
+        )
+
+    @staticmethod
+    def serves(path: str) -> bool:
+        """True for the paths of this application."""
+        return path in PAGES or path.startswith((ASSET_PREFIX, "/dashboard/"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        await self._app(scope, receive, send)
+
+    @cached_property
+    def _assets(self) -> dict[str, Asset]:
+        return load_assets()
+
+    async def _file(self, request: HttpRequest) -> Response:
+        asset = self._assets.get(request.url.path)
+        if asset is None:
+            raise HTTPException(404)
+        return asset.response(request.headers.get("if-none-match"))
+
+    async def _state(self, _: HttpRequest) -> Response:
+        """GET /dashboard/state."""
+        state = await self._dashboard.encoded()
+        return Response(state, media_type="application/json", headers=_DATA_HEADERS)
+
+    async def _events(self, _: HttpRequest) -> Response:
+        """GET /dashboard/events: the whole state, then what is new each second."""
+        feed = self._dashboard.feed
+        feed.check()
+        frames = feed.follow(self._dashboard.first_frame)
+        headers = {**_DATA_HEADERS, "x-accel-buffering": "no"}
+        return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
+
+    async def _order(self, request: HttpRequest) -> Response:
+        """An order, or a question about one, to the operator's API."""
+        if not self._takes_orders:
+            why = "this gateway takes no orders: gateway.dashboard is read-only"
+            raise ApiError(why, code="permission_denied", status=403)
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError("the order is too long", code="request_too_large", status=413)
+        news = self._dashboard.news
+        status, answer = await self._desk.send(
+            "" if news is None else news.admin_url,
+            request.method,
+            request.path_params["path"],
+            key=request.headers.get(KEY_HEADER, ""),
+            query=request.url.query,
+            body=bytes(body),
+            caller=_caller(request),
+        )
+        return Response(answer, status, media_type="application/json", headers=_DATA_HEADERS)
+
+
+def _caller(request: HttpRequest) -> str:
+    """Names the client of an order for the audit log: its address and its key's name."""
+    address = request.client.host if request.client is not None else ""
+    return f"{address} {tenant_of(request.scope).name}".strip()

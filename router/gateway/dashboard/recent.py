@@ -1,0 +1,338 @@
+"""Requests that run and that ended lately, and sums of what became of them.
+
+Pure and bounded. A request costs one call at its start, one at its end, and nothing per token.
+Times are seconds on the gateway's clock.
+
+A request is *good* if it finished within its bounds: time to first token, and time per token after
+it. A miss is charged to the stage that took longest of the time that was missed.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from engine.messages import RequestId
+from router.gateway.tallies import Tallies
+from router.machine.requests import Failed, Finished, Outcome, Rejected, Request, Timeline
+
+MAX_REQUESTS = 256  # kept with their timelines
+MAX_SAMPLES = 600  # kept, one a second
+MAX_RUNNING = 128  # shown at once, those that came first
+UNIT_TOKENS = 64  # of the estimate of an unbounded cache
+MAX_UNITS = 65_536  # that it remembers: 4 million tokens
+MAX_PROMPT_TOKENS = 8192  # of one prompt that it looks at: some 0.1 ms
+
+_TTFT_STAGES = ("route_s", "queue_s", "prefill_queue_s", "prefill_compute_s")
+_HAND_OVER_STAGES = ("kv_wait_s", "decode_queue_s")
+DECODE_STEPS = "decode_steps"
+FAILED = "failed"
+HUNG_AFTER = 10.0  # bounds on the time to first token without a token: an answer hangs
+DEFAULT_BOUND_S = 3.0  # for this, without such a bound
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """The service level objective, in seconds. None: no bound."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """One answer that is over. `missed` names the stage that broke a bound; empty if none did."""
+
+    number: int
+    id: str  # as its client knows it
+    request_id: RequestId  # the server's own, of one choice
+    version: str
+    tenant: str
+    outcome: str
+    reason: str  # of a failure, or the finish reason
+    received_s: float
+    e2e_s: float  # to its last token
+    ttft_s: float | None
+    tpot_s: float | None
+    prompt_tokens: int
+    answer_tokens: int
+    is_background: bool
+    missed: str
+    timeline: Timeline | None
+
+
+class RunningAnswer(Protocol):
+    """One answer that grows."""
+
+    @property
+    def request(self) -> Request:
+        """What was asked."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        ...
+
+    @property
+    def last_s(self) -> float:
+        """The time of its last tokens; 0 before the first."""
+        ...
+
+
+class RunningChoice(NamedTuple):
+    """One answer that is not over."""
+
+    shown_id: str
+    version: str
+    answer: RunningAnswer
+
+
+class RunningRequest(msgspec.Struct, frozen=True):
+    """One answer that is not over. Its timeline is None while no router has it."""
+
+    id: str
+    request_id: RequestId
+    version: str
+    tenant: str
+    received_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    is_background: bool
+    timeline: Timeline | None
+
+
+class Hits(msgspec.Struct):
+    """Tokens of prompts, by where they came from. `infinite`: a cache that forgets nothing."""
+
+    prompt_tokens: int = 0
+    local: int = 0  # cached in the worker that prefilled
+    peer: int = 0  # pulled from another worker's cache
+    infinite: int = 0
+
+
+class Totals(msgspec.Struct):
+    """Counts since the start of the process."""
+
+    ended: int = 0
+    good: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    missed: dict[str, int] = {}
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One second: what waits and runs at its end, and what ended in it."""
+
+    number: int
+    at_s: float
+    queue: int
+    in_flight: int
+    ended: int
+    good: int
+    prompt_tokens: int  # of requests that ended
+    answer_tokens: int  # sent, of all requests
+    missed: dict[str, int]
+
+
+class EndedChoice(msgspec.Struct, frozen=True):
+    """What is known of one answer at its end."""
+
+    shown_id: str
+    version: str
+    request: Request
+    outcome: Outcome | None  # None: its client left
+    timeline: Timeline | None
+    last_s: float  # when its last token came; 0 if none did
+    num_tokens: int
+
+
+class RecentRequests:
+    """Keeps running requests, the latest ended ones, samples and sums."""
+
+    def __init__(self, bounds: Bounds, tallies: Tallies | None = None) -> None:
+        """`tallies` gets the same ends, for the controller."""
+        self.bounds = bounds
+        self._tallies = tallies or Tallies()
+        self._tallies.hung = self.hung
+        self._hung: set[RequestId] = set()  # that were seen to hang, and run
+        self.requests: deque[EndedRequest] = deque(maxlen=MAX_REQUESTS)
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self.running: dict[RequestId, RunningChoice] = {}  # in order of arrival
+        self.hits = Hits()
+        self.totals = Totals()
+        self._units: OrderedDict[int, None] = OrderedDict()
+        self._sampled = Totals()
+        self._sampled_tokens = 0
+        self._num_requests = 0
+        self._num_samples = 0
+
+    def begin(self, choice: RunningChoice) -> None:
+        """Takes an answer that begins. `note` takes its end."""
+        self.running[choice.answer.request.request_id] = choice
+
+    def hung(self, now_s: float) -> Counter[str]:
+        """Counts the answers of each version that have had no token for far too long.
+
+        Such an answer counts as late at its end, also if its client has left.
+        """
+        found: Counter[str] = Counter()
+        for request_id, choice in self.running.items():
+            request = choice.answer.request
+            bound_s = bounds_of(request, self.bounds).ttft_s or DEFAULT_BOUND_S
+            silent_s = now_s - max(choice.answer.last_s, request.received_s)
+            if silent_s > HUNG_AFTER * bound_s and not request.is_background:
+                found[choice.version] += 1
+                self._hung.add(request_id)
+        return found
+
+    def note(self, ended: EndedChoice) -> None:
+        """Takes the end of one answer."""
+        request, timeline = ended.request, ended.timeline
+        self.running.pop(request.request_id, None)
+        has_hung = request.request_id in self._hung
+        self._hung.discard(request.request_id)
+        last_s = max(ended.last_s, request.received_s)
+        outcome, reason = _told(ended.outcome)
+        ttft_s = None
+        if timeline is not None and ended.num_tokens:
+            ttft_s = sum(getattr(timeline, name) for name in _TTFT_STAGES)
+        tpot_s = None
+        if ttft_s is not None and ended.num_tokens > 1:
+            tpot_s = max(last_s - request.received_s - ttft_s, 0.0) / (ended.num_tokens - 1)
+        missed = ""
+        if outcome in ("failed", "rejected"):
+            missed = FAILED
+        elif outcome == "finished" and timeline is not None:
+            missed = missed_stage(timeline, ttft_s, tpot_s, bounds_of(request, self.bounds))
+        self._num_requests += 1
+        self.requests.append(
+            EndedRequest(
+                number=self._num_requests,
+                id=ended.shown_id,
+                request_id=request.request_id,
+                version=ended.version,
+                tenant=request.tenant,
+                outcome=outcome,
+                reason=reason,
+                received_s=request.received_s,
+                e2e_s=last_s - request.received_s,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
+                prompt_tokens=len(request.token_ids),
+                answer_tokens=ended.num_tokens,
+                is_background=request.is_background,
+                missed=missed,
+                timeline=timeline,
+            )
+        )
+        if not request.is_background and outcome != "cancelled":
+            self._count(missed, len(request.token_ids), ended.num_tokens)
+        if not request.is_background and (outcome != "cancelled" or has_hung):
+            self._tallies.note(
+                ended.version,
+                failed=outcome == "failed",
+                late=has_hung or outcome == "rejected" or missed not in ("", FAILED),
+                num_tokens=len(request.token_ids) + ended.num_tokens,
+                now_s=last_s,
+            )
+        if timeline is not None:
+            self._note_hits(request, timeline)
+
+    def sample(self, now_s: float, *, queue: int, in_flight: int, answer_tokens: int) -> Sample:
+        """Closes one second. `answer_tokens` counts all that were sent since the start."""
+        totals, before = self.totals, self._sampled
+        self._num_samples += 1
+        missed = {name: n - before.missed.get(name, 0) for name, n in totals.missed.items()}
+        sample = Sample(
+            number=self._num_samples,
+            at_s=now_s,
+            queue=queue,
+            in_flight=in_flight,
+            ended=totals.ended - before.ended,
+            good=totals.good - before.good,
+            prompt_tokens=totals.prompt_tokens - before.prompt_tokens,
+            answer_tokens=answer_tokens - self._sampled_tokens,
+            missed={name: n for name, n in missed.items() if n},
+        )
+        self.samples.append(sample)
+        self._sampled = msgspec.structs.replace(totals, missed=dict(totals.missed))
+        self._sampled_tokens = answer_tokens
+        return sample
+
+    def _count(self, missed: str, prompt_tokens: int, answer_tokens: int) -> None:
+        totals = self.totals
+        totals.ended += 1
+        totals.prompt_tokens += prompt_tokens
+        totals.answer_tokens += answer_tokens
+        if missed:
+            totals.missed[missed] = totals.missed.get(missed, 0) + 1
+        else:
+            totals.good += 1
+
+    def _note_hits(self, request: Request, timeline: Timeline) -> None:
+        if request.leader is not None:  # its prompt counts once
+            return
+        hits, decision = self.hits, timeline.decision
+        cached = timeline.num_cached_tokens
+        pulled = 0 if decision is None else decision.pulled_of(cached)
+        hits.prompt_tokens += len(request.token_ids)
+        hits.peer += pulled
+        hits.local += cached - pulled
+        infinite = self._remembered(request)
+        hits.infinite += max(infinite, cached)
+
+    def _remembered(self, request: Request) -> int:
+        """Leading tokens of a prompt that a cache without bounds would hold; remembers the rest."""
+        key, held, is_prefix = hash(request.salt), 0, True
+        units, tokens = self._units, request.token_ids
+        end = min(len(tokens), MAX_PROMPT_TOKENS) // UNIT_TOKENS * UNIT_TOKENS
+        for start in range(0, end, UNIT_TOKENS):
+            key = hash((key, tokens[start : start + UNIT_TOKENS]))
+            if key in units:
+                units.move_to_end(key)
+                held += UNIT_TOKENS if is_prefix else 0
+            else:
+                units[key] = None
+                is_prefix = False
+        while len(self._units) > MAX_UNITS:
+            self._units.popitem(last=False)
+        return held
+
+
+def bounds_of(request: Request, default: Bounds) -> Bounds:
+    """The bounds of one request: its own, else those of the deployment."""
+    own = request.deadline_s
+    return Bounds(
+        default.ttft_s if own is None else own - request.received_s,
+        default.tpot_s if request.tpot_bound_s is None else request.tpot_bound_s,
+    )
+
+
+def missed_stage(
+    timeline: Timeline, ttft_s: float | None, tpot_s: float | None, bounds: Bounds
+) -> str:
+    """The stage that is charged with a broken bound; empty if none was broken."""
+    if bounds.ttft_s is not None and ttft_s is not None and ttft_s > bounds.ttft_s:
+        return _longest(timeline, _TTFT_STAGES)
+    if bounds.tpot_s is not None and tpot_s is not None and tpot_s > bounds.tpot_s:
+        hand_over_s = sum(getattr(timeline, name) or 0.0 for name in _HAND_OVER_STAGES)
+        is_late = hand_over_s > bounds.tpot_s and hand_over_s >= tpot_s - bounds.tpot_s
+        return _longest(timeline, _HAND_OVER_STAGES) if is_late else DECODE_STEPS
+    return ""
+
+
+def _longest(timeline: Timeline, names: Sequence[str]) -> str:
+    name = max(names, key=lambda each: getattr(timeline, each) or 0.0)
+    return name.removesuffix("_s")
+
+
+def _told(outcome: Outcome | None) -> tuple[str, str]:
+    """The name of an outcome and its reason."""
+    match outcome:
+        case Finished(reason):
+            return "finished", reason.value
+        case Failed(message, _):
+            return "failed", message[:200]
+        case Rejected(message, _):
+            return "rejected", message[:200]
+    return "cancelled", ""

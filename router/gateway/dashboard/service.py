@@ -1,0 +1,205 @@
+"""The dashboard of one gateway process: takes samples, and feeds those who look.
+
+A task takes one sample a second. It encodes the state only while someone has subscribed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from engine.clock import Clock, unix_time_s
+from engine.control import ClusterNews
+from router.gateway.dashboard.feed import Feed
+from router.gateway.dashboard.recent import RecentRequests
+from router.gateway.dashboard.snapshot import (
+    DashboardState,
+    OtherProcesses,
+    ProcessPart,
+    Seen,
+    Severed,
+    cards_of,
+    counts_of,
+    newer,
+    running_of,
+    seen_all,
+    served_of,
+)
+from router.gateway.metrics.meters import GatewayMetrics
+from router.gateway.metrics.pools import PoolBoard
+from router.gateway.metrics.siblings import Siblings
+from router.gateway.versions import Versions
+
+log = logging.getLogger(__name__)
+
+SAMPLE_EVERY_S = 1.0
+
+QUESTION = "dashboard"  # of other processes
+
+_encode = msgspec.json.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(ProcessPart).decode
+
+
+class Dashboard:
+    """State and stream. A part of `router.gateway.background.BackgroundWork`."""
+
+    def __init__(  # noqa: PLR0913 - all that it looks at
+        self,
+        versions: Versions,
+        recent: RecentRequests,
+        metrics: GatewayMetrics,
+        clock: Clock,
+        *,
+        board: PoolBoard,
+        baton: str,
+        siblings: Siblings | None = None,
+        takes_orders: bool = True,
+    ) -> None:
+        self._versions = versions
+        self._recent = recent
+        self._metrics = metrics
+        self._clock = clock
+        self._baton = baton
+        self._siblings = siblings
+        self._others = OtherProcesses()
+        if siblings is not None:
+            siblings.answers[QUESTION] = lambda: _pack(self._part())
+        self._takes_orders = takes_orders
+        self._epoch_s: float | None = None
+        self._seen = Seen()
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._board = board
+        self.feed = Feed()
+
+    async def open(self) -> None:
+        """Begins to take samples."""
+        self._task = asyncio.create_task(self._watch())
+
+    def hurry(self) -> None:
+        """Ends all streams now."""
+        self.feed.close()
+
+    async def close(self, timeout_s: float) -> None:
+        """Ends all streams, and takes no more samples."""
+        self.feed.close()
+        self._closing.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=timeout_s)
+
+    @property
+    def news(self) -> ClusterNews | None:
+        """What the controller told last; also while none runs."""
+        return self._board.cluster
+
+    def state(
+        self, seen: Seen | None = None, others: Sequence[ProcessPart] | None = None
+    ) -> DashboardState:
+        """The state now; with `seen` and `others`, only what is newer in rings and news."""
+        versions, now_s = self._versions, self._clock.now_s()
+        if self._epoch_s is None:
+            self._epoch_s = unix_time_s() - now_s
+        seen_or_none = seen or Seen()
+        requests, samples = newer(self._recent, seen_or_none)
+        statuses = versions.workers().values()
+        loads = [status.load for status in statuses if status.load is not None]
+        is_known = seen is not None and seen.news == self.news
+        return DashboardState(
+            epoch_s=self._epoch_s,
+            now_s=now_s,
+            baton=self._baton,
+            process=None if self._siblings is None else self._siblings.process,
+            can_order=self._takes_orders and self.news is not None and bool(self.news.admin_url),
+            has_controller=self._board.is_fresh,
+            missing=versions.readiness(),
+            bounds=self._recent.bounds,
+            queue=versions.queue_len(),
+            queue_s=versions.queued_s(),
+            in_flight=versions.num_in_flight(),
+            totals=self._recent.totals,
+            hits=self._recent.hits,
+            workers=cards_of(versions),
+            transfers=versions.transfers(),
+            severed=[Severed(*pair, s) for pair, s in versions.severed().items()],
+            versions=served_of(versions),
+            counts=counts_of(versions.counters(), loads, self.news),
+            running=running_of(self._recent, versions),
+            requests=requests,
+            samples=samples,
+            others=self._others.whole if others is None else list(others),
+            cluster=msgspec.UNSET if is_known else self.news,
+        )
+
+    async def encoded(self) -> bytes:
+        """The whole state as JSON."""
+        await self._hear_others()
+        return _encode(self.state())
+
+    def first_frame(self) -> bytes:
+        """The whole state, as the first event of a stream."""
+        return _frame(b"state", _encode(self.state()))
+
+    async def tick(self) -> None:
+        """Takes a sample, and tells subscribers what is new."""
+        versions = self._versions
+        self._recent.sample(
+            self._clock.now_s(),
+            queue=versions.queue_len(),
+            in_flight=versions.num_in_flight(),
+            answer_tokens=self._metrics.num_generation_tokens,
+        )
+        if self.feed.num_subscribers:
+            others = await self._hear_others()
+            self.feed.publish(_frame(b"tick", _encode(self.state(self._seen, others))))
+        self._seen = seen_all(self._recent, self.news)
+
+    async def _hear_others(self) -> list[ProcessPart]:
+        """Asks the processes that share the port. Returns what is new of them."""
+        if self._siblings is None:
+            return []
+        parts = []
+        for answer in await self._siblings.ask_for(QUESTION):
+            try:
+                parts.append(_unpack(answer))
+            except msgspec.DecodeError as error:
+                log.info("a gateway process sends no state: %s", error)
+        return self._others.take(parts)
+
+    def _part(self) -> ProcessPart:
+        """What other processes show of this one."""
+        assert self._siblings is not None
+        versions, recent = self._versions, self._recent
+        return ProcessPart(
+            process=self._siblings.process,
+            queue=versions.queue_len(),
+            queue_s=versions.queued_s(),
+            in_flight=versions.num_in_flight(),
+            totals=recent.totals,
+            hits=recent.hits,
+            transfers=versions.transfers(),
+            versions=served_of(versions),
+            counts=counts_of(versions.counters(), [], None),
+            running=running_of(recent, versions),
+            requests=list(recent.requests),
+            samples=list(recent.samples),
+        )
+
+    async def _watch(self) -> None:
+        is_over = partial(asyncio.wait_for, timeout=SAMPLE_EVERY_S)
+        while True:
+            try:
+                await is_over(self._closing.wait())
+            except TimeoutError:
+                try:
+                    await self.tick()
+                except Exception:  # a bug of a view must not end the gateway
+                    log.exception("the dashboard has no sample of this second")
+                continue
+            return
+
+
+def _frame(event: bytes, data: bytes) -> bytes:
+    return b"event: " + event + b"\ndata: " + data + b"\n\n"

@@ -1,0 +1,326 @@
+"""The state that the dashboard shows, as one value: `/dashboard/state` and each event have it.
+
+Pure: a function of the routers' state, the recent requests and the controller's news. Times named
+`_s` in requests and samples are on the gateway's clock; `epoch_s` is its origin in Unix time. The
+times in `cluster` are Unix times already.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+import msgspec
+
+from engine.control import ClusterNews
+from engine.messages import LoadReport, Role, WorkerId
+from router.cluster.transfers import MovedKv
+from router.gateway.dashboard.recent import (
+    MAX_RUNNING,
+    Bounds,
+    EndedRequest,
+    Hits,
+    RecentRequests,
+    RunningRequest,
+    Sample,
+    Totals,
+)
+from router.gateway.versions import Versions
+from router.port import WorkerStatus
+
+MAX_COUNTS = 300
+_TROUBLE = (  # counts of workers that mean that something did not go the short way
+    "fallbacks",
+    "preempted",
+    "unsent_messages",
+    "bad_messages",
+    "dropped_reads",
+    "slow_sinks",
+    "copies_dropped",
+)
+_ORDINARY = {  # events of routers and pools that are no trouble, with any reason or with these
+    "placed": None,
+    "role changed": None,
+    "moved": None,
+    "prefix offer": ("asked",),
+    "block events": ("batches asked for", "snapshot asked for"),
+    "ended": ("finished", "cancelled"),
+    "flips": None,
+    "drains": None,
+}
+
+
+class Blocks(msgspec.Struct, frozen=True):
+    """The KV blocks of a worker. They sum to its pool."""
+
+    free: int
+    cached: int
+    owned: int
+    leased: int
+    in_flight: int
+
+
+class WorkerCard(msgspec.Struct, frozen=True):
+    """A worker with which this gateway has a session."""
+
+    worker_id: WorkerId
+    version: str
+    role: Role
+    blocks: Blocks | None  # None before its first report
+    waiting: int
+    running: int
+    max_running: int
+    open_leases: int
+    reserved_blocks: int
+    wait_s: float | None  # predicted
+    tpot_s: float | None  # predicted
+    num_foreign: int
+    pulled_bytes: float
+    transfer_s: float
+    exposed_s: float
+    step_tokens: float
+
+
+class Severed(msgspec.Struct, frozen=True):
+    """A pair of workers between which no KV is sent now."""
+
+    source: WorkerId
+    sink: WorkerId
+    again_in_s: float
+
+
+class ServedCard(msgspec.Struct, frozen=True):
+    """A version as this gateway serves it. `missing` is the reason why it cannot, or None."""
+
+    name: str
+    models: tuple[str, ...]
+    weight: int
+    is_leaving: bool
+    num_requests: int
+    max_len: int
+    fingerprint: str
+    missing: str | None
+    ended: int = 0  # requests, since the start of the process
+    failed: int = 0  # of these
+    late: int = 0  # of these, beyond the bounds
+
+
+class Count(msgspec.Struct, frozen=True):
+    """How often something happened since the start."""
+
+    where: str  # router, workers or pools
+    event: str
+    reason: str
+    number: float
+    is_trouble: bool = True
+
+
+class ProcessPart(msgspec.Struct, frozen=True):
+    """What only one gateway process knows, of another than the one that answers."""
+
+    process: str
+    queue: int
+    queue_s: float
+    in_flight: int
+    totals: Totals
+    hits: Hits
+    transfers: list[MovedKv]
+    versions: list[ServedCard]
+    counts: list[Count]
+    running: list[RunningRequest]
+    requests: list[EndedRequest]
+    samples: list[Sample]
+
+
+class DashboardState(msgspec.Struct, frozen=True):
+    """All that is shown. An event has only newer requests and samples, and changed news."""
+
+    epoch_s: float
+    now_s: float
+    baton: str
+    process: str | None  # among those that share a port
+    can_order: bool
+    has_controller: bool  # one reported lately
+    missing: str | None
+    bounds: Bounds
+    queue: int
+    queue_s: float  # predicted for one worker to compute
+    in_flight: int
+    totals: Totals
+    hits: Hits
+    workers: list[WorkerCard]
+    transfers: list[MovedKv]
+    severed: list[Severed]
+    versions: list[ServedCard]
+    counts: list[Count]
+    running: list[RunningRequest]
+    requests: list[EndedRequest]
+    samples: list[Sample]
+    others: list[ProcessPart]  # processes that share the port
+    cluster: ClusterNews | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """How far a subscriber has seen the rings."""
+
+    requests: int = 0
+    samples: int = 0
+    news: ClusterNews | None = None
+
+
+def cards_of(versions: Versions) -> list[WorkerCard]:
+    """The workers of all versions."""
+    return [
+        _card(worker_id, version.name, status)
+        for version in versions.table
+        for worker_id, status in version.port.workers().items()
+    ]
+
+
+def served_of(versions: Versions) -> list[ServedCard]:
+    """The versions, the current one first."""
+    return [
+        ServedCard(
+            name=each.name,
+            models=each.model_names,
+            weight=each.weight,
+            is_leaving=each.is_leaving,
+            num_requests=versions.num_requests(each.name),
+            max_len=each.max_len,
+            fingerprint=each.port.fingerprint(),
+            missing=each.port.readiness(),
+            ended=tally.ended,
+            failed=tally.failed,
+            late=tally.late,
+        )
+        for each in versions.table
+        for tally in [versions.tallies.of(each.name)]
+    ]
+
+
+def running_of(recent: RecentRequests, versions: Versions) -> list[RunningRequest]:
+    """The requests that run, with their stages up to now; those that came first."""
+    choices = dict(islice(recent.running.items(), MAX_RUNNING))
+    timelines = versions.timelines(choices)
+    return [
+        RunningRequest(
+            id=choice.shown_id,
+            request_id=request_id,
+            version=choice.version,
+            tenant=choice.answer.request.tenant,
+            received_s=choice.answer.request.received_s,
+            prompt_tokens=len(choice.answer.request.token_ids),
+            answer_tokens=choice.answer.num_tokens,
+            is_background=choice.answer.request.is_background,
+            timeline=timelines.get(request_id),
+        )
+        for request_id, choice in choices.items()
+    ]
+
+
+def counts_of(
+    router: Mapping[tuple[str, str], int],
+    loads: Sequence[LoadReport],
+    news: ClusterNews | None,
+) -> list[Count]:
+    """Events of the routers, the workers and the pools; trouble comes first."""
+    found = [
+        Count("router", event, reason, number, is_trouble=_is_trouble(event, reason))
+        for (event, reason), number in router.items()
+    ]
+    trouble: Counter[str] = Counter()
+    for load in loads:
+        for key, number in load.counters.items():
+            if key.partition(":")[0] in _TROUBLE and number:
+                trouble[key] += number  # type: ignore[assignment]  # counts of workers are floats
+    for key, number in trouble.items():
+        event, _, reason = key.partition(":")
+        found.append(Count("workers", event, reason, number))
+    if news is not None:
+        found += [
+            Count("pools", event, "", number, is_trouble=_is_trouble(event, ""))
+            for event, number in news.counters.items()
+        ]
+    return sorted(found, key=lambda each: (not each.is_trouble, -each.number))[:MAX_COUNTS]
+
+
+def _is_trouble(event: str, reason: str) -> bool:
+    reasons = _ORDINARY.get(event, ())
+    return reasons is not None and reason not in reasons
+
+
+class OtherProcesses:
+    """The latest parts of the other processes, each with all of its rings that came here."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, ProcessPart] = {}
+
+    def take(self, parts: Sequence[ProcessPart]) -> list[ProcessPart]:
+        """Replaces the parts. Returns them with what is new in their rings."""
+        new = [_newer(part, self._parts.get(part.process)) for part in parts]
+        self._parts = {part.process: part for part in parts}
+        return new
+
+    @property
+    def whole(self) -> list[ProcessPart]:
+        """The latest parts."""
+        return list(self._parts.values())
+
+
+def _newer(part: ProcessPart, known: ProcessPart | None) -> ProcessPart:
+    """The part without what is known of it."""
+    request = known.requests[-1].number if known is not None and known.requests else 0
+    sample = known.samples[-1].number if known is not None and known.samples else 0
+    return msgspec.structs.replace(
+        part,
+        requests=[each for each in part.requests if each.number > request],
+        samples=[each for each in part.samples if each.number > sample],
+    )
+
+
+def newer(recent: RecentRequests, seen: Seen) -> tuple[list[EndedRequest], list[Sample]]:
+    """The requests and samples that came after `seen`, oldest first."""
+    requests = [each for each in recent.requests if each.number > seen.requests]
+    samples = [each for each in recent.samples if each.number > seen.samples]
+    return requests, samples
+
+
+def seen_all(recent: RecentRequests, news: ClusterNews | None) -> Seen:
+    """The mark of a subscriber that has everything."""
+    return Seen(
+        recent.requests[-1].number if recent.requests else 0,
+        recent.samples[-1].number if recent.samples else 0,
+        news,
+    )
+
+
+def _card(worker_id: WorkerId, version: str, status: WorkerStatus) -> WorkerCard:
+    load = status.load
+    counters: Mapping[str, float] = {} if load is None else load.counters
+    return WorkerCard(
+        worker_id=worker_id,
+        version=version,
+        role=status.role,
+        blocks=None if load is None else _blocks(load),
+        waiting=0 if load is None else load.waiting_seqs,
+        running=0 if load is None else load.running_seqs,
+        max_running=status.max_running,
+        open_leases=0 if load is None else load.open_leases,
+        reserved_blocks=status.reserved_blocks,
+        wait_s=status.forecast.wait_s,
+        tpot_s=status.forecast.tpot_s,
+        num_foreign=status.num_foreign,
+        pulled_bytes=counters.get("pulled_bytes", 0.0),
+        transfer_s=counters.get("transfer_seconds", 0.0),
+        exposed_s=counters.get("exposed_seconds", 0.0),
+        step_tokens=counters.get("step_tokens", 0.0),
+    )
+
+
+def _blocks(load: LoadReport) -> Blocks:
+    return Blocks(
+        free=load.free_blocks,
+        cached=load.cached_blocks,
+        owned=load.owned_blocks,
+        leased=load.leased_blocks,
+        in_flight=load.in_flight_blocks,
+    )

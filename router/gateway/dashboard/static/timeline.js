@@ -1,0 +1,65 @@
+// The timeline of one request: its stages as a waterfall, a table, and the reasons of its placement.
+
+import { h, s, seconds, stageName } from "./common.js";
+
+// The stages of a request in order, as [name, start, end, row] in seconds from its arrival.
+export function stagesOf(timeline, e2e) {
+  const found = [];
+  let at = 0;
+  for (const name of ["route", "queue", "prefill_queue", "prefill_compute"]) {
+    const length = timeline[`${name}_s`] ?? 0;
+    found.push([name, at, at + length]);
+    at += length;
+  }
+  const first = at;
+  const transfer = timeline.kv_transfer_s ?? 0;
+  const exposed = Math.min(timeline.kv_exposed_s ?? 0, transfer);
+  if (transfer > exposed) found.push(["kv_hidden", Math.max(0, first - (transfer - exposed)), first]);
+  if (timeline.kv_wait_s) found.push(["kv_wait", at, (at += timeline.kv_wait_s)]);
+  if (timeline.decode_queue_s) found.push(["decode_queue", at, (at += timeline.decode_queue_s)]);
+  if (e2e > at && timeline.prefill_worker) found.push(["decode_steps", at, e2e]);
+  return found;
+}
+
+export function waterfall(timeline, e2e, space = 860) {
+  const stages = stagesOf(timeline, e2e);
+  const total = Math.max(e2e, ...stages.map((each) => each[2]), 1e-6);
+  const [left, right, row] = [112, 62, 22];
+  const width = Math.max(space - left - right, 80);
+  const picture = s("svg", { width: left + width + right, height: stages.length * row + 4, role: "img",
+    "aria-label": stages.map(([name, from, to]) => `${stageName(name)} ${seconds(to - from)}`).join(", ") });
+  stages.forEach(([name, from, to], index) => {
+    const x = left + (from / total) * width;
+    const length = Math.max(1.5, ((to - from) / total) * width);
+    picture.append(
+      s("text", { x: left - 8, y: index * row + 15, "text-anchor": "end" }, stageName(name)),
+      s("rect", { x, y: index * row + 4, width: length, height: row - 8, rx: 2, class: `c-${name}` }),
+      s("text", { x: x + length + 5, y: index * row + 15 }, seconds(to - from)));
+  });
+  return picture;
+}
+
+export function facts(pairs) {
+  return h("dl", { class: "facts" }, ...pairs
+    .filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+}
+
+export function placement(timeline) {
+  const decision = timeline.decision ?? {};
+  return facts([
+    ["Prefill", timeline.prefill_worker],
+    ["Decode", timeline.decode_worker],
+    ["Policy", decision.policy],
+    ["Why there", decision.why],
+    ["Workers compared", decision.num_candidates],
+    ["Cached tokens", timeline.num_cached_tokens],
+    ["Prefix pulled from", decision.pulled_from ? `${decision.pulled_from}, ${decision.num_pulled_tokens} tokens` : ""],
+    ["First token, predicted", decision.predicted_ttft_s === null || decision.predicted_ttft_s === undefined ? "" : seconds(decision.predicted_ttft_s)],
+    ["Per token, predicted", decision.predicted_tpot_s === null || decision.predicted_tpot_s === undefined ? "" : seconds(decision.predicted_tpot_s)],
+    ["KV on its way", timeline.kv_transfer_s === null ? "" : `${seconds(timeline.kv_transfer_s)}, of which ${seconds(timeline.kv_exposed_s)} not hidden by prefill`],
+    ["Drafted tokens kept", timeline.num_drafted_tokens ? `${timeline.num_accepted_tokens} of ${timeline.num_drafted_tokens}` : ""],
+    ["Attempts", timeline.attempts],
+    ["Moves", timeline.moves ? `${timeline.moves}, the last one ${timeline.moved_why}, longest gap ${seconds(timeline.move_pull_s)}` : "none"],
+  ]);
+}

@@ -1,0 +1,83 @@
+"""The pools, as a gateway knows them: what is wanted, what serves, and the controller's news.
+
+Wanted pools come with the members, and what serves follows from the gateway's own sessions. So both
+are exported while no controller runs. All other news are dropped after `STALE_S`, so that no old
+value looks new; `baton_controller_up` is 0 then.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from engine.clock import Clock
+from engine.control import SERVING_ROLES, ClusterNews, Members, PoolNews
+from router.gateway.metrics.families import decode_metrics
+from router.gateway.versions import Versions
+
+log = logging.getLogger(__name__)
+
+STALE_S = 5.0  # news come once a second
+
+
+class PoolBoard:
+    """The latest members and news of a controller."""
+
+    def __init__(self, versions: Versions, clock: Clock) -> None:
+        self.members: Members | None = None
+        self.cluster: ClusterNews | None = None  # for people: the dashboard shows them
+        self._versions = versions
+        self._clock = clock
+        self._news: PoolNews | None = None
+        self._heard_s = 0.0
+
+    def take(self, news: PoolNews) -> None:
+        """Takes the controller's news. They are decoded when Prometheus asks."""
+        self._news, self._heard_s = news, self._clock.now_s()
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if a controller sent news just now."""
+        return self._news is not None and self._clock.now_s() - self._heard_s <= STALE_S
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """What is broken or limited while requests are served, a sentence each."""
+        if self._news is not None and not self.is_fresh:
+            return ("no controller reports: nothing is started again, and orders are refused",)
+        return () if self.cluster is None else self.cluster.troubles
+
+    @property
+    def gateways(self) -> tuple[str, ...]:
+        """The URLs of all gateways, by the latest news; empty before the first ones."""
+        return () if self._news is None else self._news.gateways
+
+    def families(self) -> Iterator[Metric]:
+        """What is wanted, what serves, and fresh news."""
+        is_fresh = self.is_fresh
+        yield GaugeMetricFamily(
+            "baton_controller_up", "1 while a controller reports to this gateway", is_fresh
+        )
+        yield from self._pools()
+        if is_fresh and self._news is not None:
+            try:
+                yield from decode_metrics(self._news.metrics)
+            except msgspec.DecodeError as error:  # of a controller of another version of Baton
+                log.warning("the controller's metrics cannot be read: %s", error)
+
+    def _pools(self) -> Iterator[Metric]:
+        labels = ["version", "role"]
+        wanted = GaugeMetricFamily("baton_pool_wanted_workers", "Workers ordered", labels=labels)
+        serving = GaugeMetricFamily(
+            "baton_pool_serving_workers", "Workers with a session of this gateway", labels=labels
+        )
+        ports = {each.name: each.port for each in self._versions.table}
+        for version in () if self.members is None else self.members.intent.versions:
+            port = ports.get(version.name)
+            roles = Counter(each.role for each in port.workers().values()) if port else Counter()
+            for role in SERVING_ROLES:
+                wanted.add_metric([version.name, role.value], version.pools.of(role))
+                serving.add_metric([version.name, role.value], roles[role])
+        yield from (wanted, serving)

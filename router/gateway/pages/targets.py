@@ -1,0 +1,36 @@
+"""The targets that Prometheus scrapes, for its HTTP service discovery.
+
+The answer is a list of groups as `http_sd_configs` wants them. There is one target for each port of
+gateways: processes that share a port answer for each other. Workers have no port for metrics, since
+they report to gateways. An address that means "all of this machine" is replaced by the host that
+the asker used.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+from router.inbox.api_errors import invalid_value
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+_HOST = re.compile(r"([A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?")
+
+
+def targets_of(urls: Iterable[str], scheme: str, asked: str) -> list[dict[str, Any]]:
+    """Groups of targets. `asked` is the `host` header of the request.
+
+    It is the only target while no other gateway is known. Raises ApiError for a wrong one.
+    """
+    if _HOST.fullmatch(asked) is None:
+        raise invalid_value(f"host is {asked[:40]!r}; expected a name or address and a port", None)
+    here = f"{scheme}://{asked}"
+    groups: dict[str, dict[str, Any]] = {}
+    for url in list(urls) or [here]:
+        parts = urlsplit(url)
+        host = urlsplit(here).hostname if parts.hostname in ANY_ADDRESS else parts.hostname
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        target = f"[{host}]:{port}" if ":" in (host or "") else f"{host}:{port}"
+        labels = {"__scheme__": parts.scheme, "__metrics_path__": "/metrics"}
+        groups[target] = {"targets": [target], "labels": labels}
+    return [groups[target] for target in sorted(groups)]

@@ -1,0 +1,63 @@
+"""The spans of one choice, from its timeline. Pure.
+
+Stages follow each other, so their lengths give their times: routed, queued, prefilled, then the KV
+handed over, then decoded. The transfer of KV overlaps with prefill: it ends when all KV is at the
+decode worker, and begins `kv_transfer_s` earlier.
+"""
+
+from typing import NamedTuple
+
+from router.machine.requests import Timeline
+
+Attributes = dict[str, str | int | float]
+
+
+class StageSpan(NamedTuple):
+    """One span below that of its request; seconds on the gateway's clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    attributes: Attributes
+
+
+def stage_spans(timeline: Timeline, received_s: float, end_s: float) -> list[StageSpan]:
+    """Returns the spans of a choice that was received and ended then.
+
+    A choice that ended early has no spans of stages that did not begin.
+    """
+    routed_s = received_s + timeline.route_s
+    placed_s = routed_s + timeline.queue_s
+    started_s = placed_s + timeline.prefill_queue_s
+    first_s = started_s + timeline.prefill_compute_s
+    spans = [
+        StageSpan("route", received_s, routed_s, {}),
+        StageSpan("queue", routed_s, placed_s, {}),
+    ]
+    if timeline.prefill_worker:
+        attributes: Attributes = {
+            "baton.worker": timeline.prefill_worker,
+            "baton.queue_s": timeline.prefill_queue_s,
+            "baton.cached_tokens": timeline.num_cached_tokens,
+        }
+        spans.append(StageSpan("prefill", placed_s, first_s, attributes))
+    ready_s = first_s + (timeline.kv_wait_s or 0.0)
+    if timeline.kv_transfer_s is not None:
+        attributes = {
+            "baton.source": timeline.prefill_worker,
+            "baton.worker": timeline.decode_worker,
+            "baton.exposed_s": timeline.kv_exposed_s or 0.0,
+        }
+        begin_s = max(ready_s - timeline.kv_transfer_s, received_s)
+        spans.append(StageSpan("pull", begin_s, ready_s, attributes))
+    if timeline.first_step_s is not None:
+        attributes = {
+            "baton.worker": timeline.decode_worker,
+            "baton.queue_s": timeline.decode_queue_s or 0.0,
+            "baton.moves": timeline.moves,
+            **({} if timeline.moved_why is None else {"baton.moved_why": timeline.moved_why}),
+            "baton.drafted_tokens": timeline.num_drafted_tokens,
+            "baton.accepted_tokens": timeline.num_accepted_tokens,
+        }
+        spans.append(StageSpan("decode", ready_s, max(end_s, ready_s), attributes))
+    return spans

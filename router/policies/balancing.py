@@ -1,0 +1,188 @@
+"""The running sequences that a busy decode worker gives to one with shorter steps.
+
+New requests go where steps are shortest, so pools fill evenly. A worker that joins late has no part
+in that: it starts, takes the other role or comes back from a pause, and the others stay full until
+their answers end.
+
+*When.* The step of the slowest worker is predicted to be longer than that of another one by the
+share `least_gain`, after that one has taken a sequence. Both have the same role, block layout and
+kernels: a move for speed alone must not change a token.
+
+*Which.* A sequence's gain is the tokens that it has left, each sooner by the difference of the two
+steps. Its cost is the copy of its KV, and `PAYBACK` times the pause that its client sees. It goes
+only if the gain is above the cost. So no sequence goes that is near its end, or whose copy would
+take as long as its rest. First go those with most tokens left for each token of context.
+
+*How many.* Until both steps are predicted to be equal, and never beyond, so nothing goes back.
+`AT_ONCE` is the most. Several gateways may see the same two workers. Each counts one of its own
+sequences for as many as its share of the source is short of all of it.
+
+Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from engine.messages import SeqId, WorkerId
+from router.cluster.lengths import AnswerLengths
+from router.cluster.view import ClusterView, DecodeClaim, WorkerView
+from router.policies.base import Costs
+
+AT_ONCE = 16  # sequences
+LEAST_LEFT = 16.0  # tokens that a sequence has to come after its copy
+PAYBACK = 4.0  # seconds to gain for each second in which the answer stands still
+LAST_BLOCKS = 2  # pulled while it stands still
+FIRST_PULL_S = 0.1  # a guess, before any pull was timed
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """Sequences that are to leave a decode worker, and the worker that is to take them."""
+
+    source: WorkerId
+    target: WorkerId
+    seq_ids: tuple[SeqId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """The sequences of a worker, as the price of its step sees them."""
+
+    worker: WorkerView
+    num_seqs: float
+    context_tokens: float
+
+    def step_s(self, costs: Costs) -> float | None:
+        """Predicted seconds of its step; None if nothing was measured."""
+        return costs.step_s(self.worker, round(self.num_seqs), round(self.context_tokens))
+
+    def plus(self, num_seqs: float, context_tokens: float) -> "_Load":
+        """Returns the load with so many more sequences."""
+        return _Load(self.worker, self.num_seqs + num_seqs, self.context_tokens + context_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaver:
+    """A sequence that may leave."""
+
+    seq_id: SeqId
+    context_tokens: int
+    left_tokens: float  # predicted
+    worth: float  # tokens left for each token of context
+
+
+def relief(
+    view: ClusterView,
+    costs: Costs,
+    lengths: AnswerLengths,
+    *,
+    least_gain: float,
+    may_leave: Callable[[SeqId], bool],
+) -> Relief | None:
+    """Returns the sequences that gain by a move to another worker; None if none does.
+
+    `may_leave` says which sequences could be moved at all.
+    """
+    loads = {i: _load(worker) for i, worker in view.workers.items() if worker.info.role.decodes}
+    if len(loads) < 2:
+        return None
+    steps_s = {i: load.step_s(costs) for i, load in loads.items()}
+    known_s = {i: step_s for i, step_s in steps_s.items() if step_s is not None}
+    slowest_first = sorted(known_s, key=lambda i: (-known_s[i], i))
+    for source in slowest_first:
+        if known_s[source] <= (1 + least_gain) * known_s[slowest_first[-1]]:
+            return None  # nor does any other of those that follow
+        targets = [i for i in reversed(slowest_first) if _could_take(view, source, i)]
+        if not targets or not loads[source].worker.decodes:
+            continue
+        target = targets[0]
+        leavers = _leavers(loads[source].worker, lengths, may_leave)
+        chosen = tuple(_chosen(loads[source], loads[target], leavers, costs, least_gain))
+        if chosen:
+            return Relief(source, target, chosen)
+    return None
+
+
+def present_step_s(worker: WorkerView, costs: Costs) -> float | None:
+    """Predicted seconds of a worker's present step; None if nothing was measured."""
+    return _load(worker).step_s(costs)
+
+
+def _load(worker: WorkerView) -> _Load:
+    return _Load(worker, worker.num_decodes, worker.context_tokens + worker.foreign.context_tokens)
+
+
+def _could_take(view: ClusterView, source: WorkerId, target: WorkerId) -> bool:
+    """True if the target has a place, where a sequence goes on with the same tokens and KV."""
+    worker = view.workers[target]
+    ours, theirs = view.workers[source].info, worker.info
+    return (
+        source != target
+        and worker.num_decodes < theirs.max_running
+        and worker.promised_blocks < theirs.num_blocks
+        and ours.role is theirs.role
+        and ours.kernels == theirs.kernels
+        and ours.layout.difference(theirs.layout) is None
+        and (source, target) not in view.severed
+    )
+
+
+def _leavers(
+    worker: WorkerView, lengths: AnswerLengths, may_leave: Callable[[SeqId], bool]
+) -> list[_Leaver]:
+    """Returns the sequences of a worker that may leave it, those with most to gain first."""
+    leavers = [
+        _leaver(seq_id, claim, lengths)
+        for seq_id, claim in worker.decodes.items()
+        if may_leave(seq_id)
+    ]
+    return sorted(leavers, key=attrgetter("worth"), reverse=True)
+
+
+def _leaver(seq_id: SeqId, claim: DecodeClaim, lengths: AnswerLengths) -> _Leaver:
+    left = lengths.left(claim.max_tokens, claim.num_tokens)
+    return _Leaver(seq_id, claim.context_tokens, left, left / max(claim.context_tokens, 1))
+
+
+def _chosen(
+    source: _Load, target: _Load, leavers: Iterable[_Leaver], costs: Costs, least_gain: float
+) -> Iterator[SeqId]:
+    """Yields the sequences that leave, until both workers are predicted to be equally fast."""
+    # Other gateways move their share: each sequence stands for several.
+    weight = source.num_seqs / max(len(source.worker.decodes), 1)
+    num_chosen, num_blocks, wanted_gain = 0, target.worker.promised_blocks, least_gain
+    for leaver in leavers:
+        num_blocks_then = num_blocks + source.worker.decodes[leaver.seq_id].blocks
+        if num_blocks_then > target.worker.info.num_blocks:
+            continue
+        after = source.plus(-weight, -weight * leaver.context_tokens)
+        there = target.plus(weight, weight * leaver.context_tokens)
+        here_s, after_s, there_s = (load.step_s(costs) for load in (source, after, there))
+        assert here_s is not None
+        assert after_s is not None
+        assert there_s is not None
+        is_full = target.worker.num_decodes + num_chosen >= target.worker.info.max_running
+        if is_full or num_chosen >= AT_ONCE or here_s <= (1 + wanted_gain) * there_s:
+            return
+        if after_s < there_s or not _pays(leaver, target.worker, here_s, there_s, costs):
+            continue
+        yield leaver.seq_id
+        num_chosen, num_blocks, wanted_gain = num_chosen + 1, num_blocks_then, 0.0
+        source, target = after, there
+
+
+def _pays(leaver: _Leaver, target: WorkerView, here_s: float, there_s: float, costs: Costs) -> bool:
+    """True if the move saves the client more seconds than it costs."""
+    block_size = target.info.layout.block_size
+    copy_s = _pull_s(costs, target, leaver.context_tokens)
+    pause_s = _pull_s(costs, target, LAST_BLOCKS * block_size) + there_s
+    left_then = leaver.left_tokens - copy_s / here_s
+    if left_then < LEAST_LEFT:
+        return False
+    return left_then * (here_s - there_s) > PAYBACK * pause_s + copy_s
+
+
+def _pull_s(costs: Costs, target: WorkerView, num_tokens: int) -> float:
+    pull_s = costs.pull_s(target, num_tokens)
+    return FIRST_PULL_S if pull_s is None else pull_s

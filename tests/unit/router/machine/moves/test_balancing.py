@@ -1,0 +1,214 @@
+"""The request machine when a decode worker joins beside a full one: sequences may move to it."""
+
+import random
+
+import pytest
+
+from engine.config import RouterConfig
+from engine.demand import DecodeCost
+from engine.messages import (
+    PULL_FAILED,
+    Cancel,
+    Decode,
+    FinishReason,
+    GivenBack,
+    HandedOver,
+    HandOver,
+    KvReady,
+    LeaseRef,
+    LoadReport,
+    OfferPrefix,
+    PrefixOffered,
+    Role,
+    RoleChanged,
+    Tokens,
+    TransferAddress,
+)
+from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
+from router.machine.machine import Tick, WorkerLost
+from router.machine.moves.stages import MoveStage
+from router.native.machine import native_machine
+from tests.kits.router.machine import Driver, First, sent
+
+COSTS = WorkerCosts(
+    PrefillCost(0.001, 1e-5), DecodeCost(0.001, 0.1, 0.0), PullCost(0.0, 1e-3, 1e12)
+)
+LOAD = LoadReport(50, 0, 1, 1, 1, 0, 3, 0)
+LEASE = LeaseRef("moved", TransferAddress("d0", "inc", "tcp://d0"), 2)
+COPIED = LeaseRef("copied", TransferAddress("d0", "inc", "tcp://d0"), 1)
+
+
+class Balanced(Driver):
+    """A machine that knows its costs; three answers run at d0, the only decode worker."""
+
+    def __init__(self, **config) -> None:
+        super().__init__()
+        config = RouterConfig(**config)
+        self.machine = native_machine(config, rng=First(), estimates=Estimates(COSTS))
+        for name in ("p0", "d0"):
+            self.join(name)
+        for name in "abc":
+            self.ask(name, max_tokens=60)
+            self.hand_over(f"{name}.0")
+            self.say("d0", Tokens(f"{name}.0", [8, 7]))
+
+    def report(self, worker: str = "d0", after_s: float = 1.0):
+        return self.say(worker, LOAD, after_s)
+
+    def stages(self) -> set[MoveStage]:
+        return {stage for stage in MoveStage if self.machine.state.moves.at(stage)}
+
+    def counted(self, *key: str) -> int:
+        return self.machine.counters[key]
+
+
+@pytest.fixture
+def copying() -> Balanced:
+    """The first of three answers is about to be copied to d1, which joined late."""
+    driver = Balanced()
+    driver.join("d1")
+    effects = driver.report()
+    assert [(worker, m.seq_id) for worker, m in sent(effects, OfferPrefix)] == [("d0", "a.1.copy")]
+    return driver
+
+
+@pytest.fixture
+def leaving(copying) -> Balanced:
+    """Its copy has arrived, and its source was told to stop it."""
+    copying.say("d0", PrefixOffered("a.1.copy", COPIED))
+    effects = copying.say("d1", KvReady("a.1.copy", 1, 0, "shm", 0.01))
+    assert sent(effects, HandOver) == [("d0", HandOver("a.0", "a.1"))]
+    return copying
+
+
+def test_a_worker_that_joins_takes_a_sequence_and_its_timeline_says_why(leaving):
+    effects = leaving.say("d0", HandedOver("a.0", LEASE))
+    assert [worker for worker, _ in sent(effects, Decode)] == ["d1"]
+    leaving.say("d1", KvReady("a.1", 2, 0, "shm"))
+    end = leaving.say("d1", Tokens("a.1", [4], FinishReason.STOP))[-1]
+    assert (end.timeline.moves, end.timeline.moved_why, end.timeline.attempts) == (1, "balanced", 1)
+    assert leaving.counted("moved", "balanced") == leaving.counted("balance", "begun") == 1
+
+
+def test_a_worker_that_flips_to_decode_takes_a_sequence_too():
+    driver = Balanced()
+    driver.join("p1")
+    assert not sent(driver.report(), OfferPrefix)
+    driver.say("p1", RoleChanged(Role.DECODE))
+    assert sent(driver.report(), OfferPrefix)
+
+
+def test_nothing_more_moves_once_both_are_equally_busy(leaving):
+    leaving.say("d0", HandedOver("a.0", LEASE))
+    leaving.say("d1", KvReady("a.1", 2, 0, "shm"))
+    for _ in range(20):
+        assert not sent(leaving.report(), OfferPrefix)
+        assert not sent(leaving.report("d1"), OfferPrefix)
+
+
+def test_without_the_setting_all_stay():
+    driver = Balanced(balance=False)
+    driver.join("d1")
+    assert not sent(driver.report(), OfferPrefix)
+
+
+def test_the_gain_must_be_positive():
+    with pytest.raises(ValueError, match="balance_gain"):
+        RouterConfig(balance_gain=0.0)
+
+
+def test_no_look_while_a_sequence_is_on_its_way(copying):
+    copying.join("d2")
+    assert not sent(copying.report(), OfferPrefix)
+
+
+def test_a_target_that_dies_costs_the_sequence_nothing(copying):
+    effects = copying.handle(WorkerLost("d1", "gone"))
+    assert sent(effects, Cancel) == [("d0", Cancel("a.1.copy"))]
+    assert copying.stages() == set()
+    assert copying.counted("balance", "called off") == 1
+    assert copying.say("d0", Tokens("a.0", [6]))
+
+
+def test_a_source_that_dies_restarts_the_sequence_like_any_other(copying):
+    effects = copying.handle(WorkerLost("d0", "gone"))
+    assert ("d1", Cancel("a.1.copy")) in sent(effects, Cancel)
+    assert copying.counted("retried", "worker lost") == 3
+
+
+def test_a_target_that_dies_after_the_source_was_told_to_stop_is_replaced(leaving):
+    leaving.join("d2")
+    leaving.handle(WorkerLost("d1", "gone"))
+    effects = leaving.say("d0", HandedOver("a.0", LEASE))
+    assert [worker for worker, _ in sent(effects, Decode)] == ["d2"]
+
+
+def test_without_another_target_the_sequence_is_prefilled_again(leaving):
+    leaving.handle(WorkerLost("d1", "gone"))
+    assert leaving.counted("retried", "role changed") == 1
+    assert leaving.machine.state.flights["a"].num_counted == 1  # no failed attempt
+
+
+def test_a_late_copy_ends_the_move_and_the_sequence_rests(copying):
+    copying.now_s += copying.machine.state.config.move_timeout_s
+    copying.handle(Tick())
+    assert copying.stages() == set()
+    assert copying.counted("fallback", "copy late") == 1
+    offers = sent(copying.report(), OfferPrefix)
+    assert [message.seq_id for _, message in offers] == ["b.1.copy"]
+
+
+def test_a_failed_copy_keeps_both_workers_apart(copying):
+    copying.say("d0", PrefixOffered("a.1.copy", COPIED))
+    copying.say("d1", GivenBack("a.1.copy", f"{PULL_FAILED}: no route"))
+    assert copying.stages() == set()
+    assert not sent(copying.report(), OfferPrefix)
+
+
+def test_a_drained_source_turns_the_move_into_one_that_is_necessary(copying):
+    copying.say("d0", RoleChanged(Role.DRAINED))
+    assert copying.stages() == {MoveStage.COPYING}
+    copying.say("d0", PrefixOffered("a.1.copy", COPIED))
+    for seq_id in ("b.1", "c.1"):
+        copying.say("d0", PrefixOffered(f"{seq_id}.copy", None))
+    copying.say("d1", KvReady("a.1.copy", 1, 0, "shm", 0.01))
+    copying.say("d0", HandedOver("a.0", LEASE), after_s=1.0)
+    assert copying.counted("moved", "drained") == 1
+    assert copying.counted("moved", "balanced") == 0
+
+
+def test_a_late_copy_is_repeated_if_the_sequence_must_go_by_then(copying):
+    copying.say("d0", RoleChanged(Role.PREFILL))
+    copying.now_s += copying.machine.state.config.move_timeout_s
+    effects = copying.handle(Tick())
+    assert any(message.seq_id == "a.2.copy" for _, message in sent(effects, OfferPrefix))
+
+
+def test_a_drain_of_another_worker_goes_first():
+    driver = Balanced()
+    driver.join("d1")
+    driver.join("d2")
+    driver.say("d0", RoleChanged(Role.DRAINED))
+    assert driver.counted("balance", "begun") == 0
+    driver.report()
+    assert driver.counted("balance", "begun") == 0
+
+
+def test_both_sides_of_a_pair_of_gateways_see_each_other():
+    """Each of the two knows three of the six sequences, and moves its half of the surplus."""
+    drivers = [Balanced(), Balanced()]
+    load = LoadReport(50, 0, 1, 1, 1, 0, 6, 0, decode_seqs=6, decode_blocks=24, context_tokens=48)
+    for driver in drivers:
+        driver.join("d1")
+        driver.say("d0", load, 1.0)
+    assert [driver.counted("balance", "begun") for driver in drivers] == [1, 1]
+
+
+def test_ties_break_the_same_way_each_time():
+    one, other = Balanced(), Balanced()
+    random.seed(1)
+    for driver in (one, other):
+        driver.join("d1")
+        driver.join("d2")
+    assert sent(one.report(), OfferPrefix) == sent(other.report(), OfferPrefix)
