@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.control import Members, Version
+from engine.control import Members, Version, with_role
 from engine.messages import Role, WorkerId
 
 
@@ -62,9 +62,12 @@ class HistoryStep:
     subject: str  # worker, gateway, or "pools"
     what: str
     why: str = ""
+    role: Role | None = None  # the worker's, where the text does not say it
 
     def __str__(self) -> str:
-        return f"{self.subject} {self.what}" + (f": {self.why}" if self.why else "")
+        return f"{with_role(self.subject, self.role)} {self.what}" + (
+            f": {self.why}" if self.why else ""
+        )
 
 
 PoolEffect = (

@@ -1,5 +1,6 @@
 """Events of the pools: facts about workers, gateways, room and time, and orders."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deploy.pools.orders import Order
@@ -64,6 +65,7 @@ class Connected:
     address: str
     role: Role
     kv_format: KVFormat
+    kernels: str = ""  # as in `engine.messages.Welcome`
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,20 @@ class PoolTick:
     """Time has passed. The shell sends it about once a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class PartsSeen:
+    """Whether each part is alive that services depend on, by name: `Launcher.health`."""
+
+    alive: Mapping[str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class OrdersStored:
+    """The latest orders are stored; or else, `trouble` says why not."""
+
+    trouble: str | None
+
+
 PoolEvent = (
     Found
     | WorkerStarted
@@ -182,6 +198,8 @@ PoolEvent = (
     | GatewaySeen
     | Overtaken
     | RoomSeen
+    | PartsSeen
+    | OrdersStored
     | PoolTick
     | Order
 )

@@ -1,7 +1,9 @@
 """The KV format of each role, and which formats can exchange KV."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 
 import msgspec
 
@@ -14,9 +16,11 @@ from kvtransfer.messages import Identity
 from kvtransfer.wire import Disagreement, agree
 
 
-def formats_of(config: WorkerConfig) -> dict[Role, KVFormat]:
+@lru_cache(maxsize=64)  # every step of the pools asks, of the few versions there are
+def formats_of(config: WorkerConfig) -> Mapping[Role, KVFormat]:
     """Returns the KV format of each role. A worker can be flipped only between equal formats."""
-    return {role: config_of(role, config).kv_dtype for role in SERVING_ROLES}
+    formats = {role: config_of(role, config).kv_dtype for role in SERVING_ROLES}
+    return MappingProxyType(formats)
 
 
 def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:

@@ -7,6 +7,10 @@ A part of the machine of the pools (`deploy.pools.machine`), and as pure:
        └────────────┴───────────┴────────────┘   start failed, died, or was ended
 
 Each start and each end is answered by an event. Gateways' reports are kept here too.
+
+A gateway without a session may be stopped, stuck or cut off. Its answers go on if it comes back, so
+it is ended late where all gateways accept from one socket and another one serves. Its answers are
+lost with it, and are counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +30,8 @@ from deploy.pools.restarts import Restarts
 from engine.control import GatewayReport, VersionReport
 
 GATEWAY_UNREACHABLE_S = 5.0  # without a session; short, because clients wait at the gateway
+# The same while others take all new connections: only its own answers wait for it.
+GATEWAY_PATIENCE_S = 30.0
 
 
 class GatewayState(StrEnum):
@@ -40,14 +46,27 @@ class GatewayState(StrEnum):
 class Gateways:
     """Owns the state of each gateway. Each handler of an event yields effects."""
 
-    def __init__(self, names: Sequence[str], *, restarts: Restarts, history: PoolHistory) -> None:
-        """`restarts` and `history` are shared with workers."""
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        restarts: Restarts,
+        history: PoolHistory,
+        shares_socket: bool = False,
+    ) -> None:
+        """`restarts` and `history` are shared with workers.
+
+        `shares_socket`: all gateways accept connections from one socket.
+        """
         self.states = dict.fromkeys(names, GatewayState.WAITING)
         self.have_served = False  # at least one of them
         self._unheard_s: dict[str, float] = {}  # when a session ended
         self._reports: dict[str, GatewayReport] = {}  # the latest ones
+        self._lost: set[str] = set()  # gateways that had a session, and have none now
+        self._num_requests: dict[str, int] = {}  # by the last reports, also of gateways without one
         self._restarts = restarts
         self._history = history
+        self._shares_socket = shares_socket
 
     @property
     def all_serve(self) -> bool:
@@ -80,6 +99,16 @@ class Gateways:
     def heard(self, name: str) -> None:
         """Notes that a gateway has a session."""
         self._unheard_s.pop(name, None)
+        self._lost.discard(name)
+
+    def troubles(self) -> Iterator[str]:
+        """Yields a sentence for each gateway that does not answer, or does not start."""
+        for name in self.states:
+            if name in self._lost:
+                where = " New requests go to the others." if self._others_serve(name) else ""
+                yield f"{name} does not answer.{where}"
+            elif why := self._restarts.why(name):
+                yield f"{name} {why.removeprefix(f'{name} ')}"
 
     def start(self, now_s: float) -> Iterator[PoolEffect]:
         """Starts the gateways that are due.
@@ -89,6 +118,7 @@ class Gateways:
         for name, state in self.states.items():
             if state is GatewayState.WAITING and self._restarts.is_due(name, now_s):
                 self.states[name] = GatewayState.STARTING
+                self._restarts.begun(name, now_s)
                 yield StartGateway(name)
             if not self.have_served:
                 return
@@ -96,11 +126,13 @@ class Gateways:
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
         """Stops the gateways that had no session for too long."""
         for name, since_s in list(self._unheard_s.items()):
-            if now_s - since_s >= GATEWAY_UNREACHABLE_S:
+            is_lost_alone = self._shares_socket and name in self._lost and self._others_serve(name)
+            patience_s = GATEWAY_PATIENCE_S if is_lost_alone else GATEWAY_UNREACHABLE_S
+            if now_s - since_s >= patience_s:
                 del self._unheard_s[name]
                 self.states[name] = GatewayState.STOPPING
                 self._history.counters["gateways unreachable"] += 1
-                why = f"no session for {GATEWAY_UNREACHABLE_S:g} s"
+                why = f"no session for {patience_s:g} s"
                 yield self._history.tell(now_s, name, "is stopped", why)
                 yield StopGateway(name)
 
@@ -124,6 +156,7 @@ class Gateways:
         """Starts the deadline by which a session must be open again."""
         if self.states.get(event.name) is GatewayState.SERVING:
             self._unheard_s.setdefault(event.name, now_s)
+            self._lost.add(event.name)
             yield self._history.tell(now_s, event.name, "cannot be reached", event.reason)
 
     def on_stopped(self, event: GatewayStopped, now_s: float) -> Iterator[PoolEffect]:
@@ -135,6 +168,7 @@ class Gateways:
         """Keeps the latest report."""
         if event.report is not None:
             self._reports[event.name] = event.report
+            self._num_requests[event.name] = event.report.num_requests
         else:
             self._reports.pop(event.name, None)
         yield from ()
@@ -142,4 +176,15 @@ class Gateways:
     def _lose(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
         self.states[name] = GatewayState.WAITING
         self._unheard_s.pop(name, None)
-        yield self._history.tell(now_s, name, how, self._restarts.note_end(name, now_s))
+        self._lost.discard(name)
+        if num_lost := self._num_requests.pop(name, 0):
+            self._history.counters["requests lost with gateways"] += num_lost
+            how = f"{how}, with {num_lost} requests"
+        yield self._history.tell(now_s, name, how, self._restarts.note_end(name, now_s, how))
+
+    def _others_serve(self, name: str) -> bool:
+        """True if another gateway serves and has a session."""
+        return any(
+            other != name and state is GatewayState.SERVING and other not in self._unheard_s
+            for other, state in self.states.items()
+        )

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 
 from deploy.pools.effects import HistoryStep
+from engine.messages import Role
 
 MAX_STEPS_KEPT = 1000
 
@@ -15,9 +16,12 @@ class PoolHistory:
         self.counters: Counter[str] = Counter()
         self._num_steps = 0
 
-    def tell(self, now_s: float, subject: str, what: str, why: str = "") -> HistoryStep:
+    def tell(
+        self, now_s: float, subject: str, what: str, why: str = "", *, role: Role | None = None
+    ) -> HistoryStep:
         """Records a step and returns it, as the effect that reports it."""
         self._num_steps += 1
-        step = HistoryStep(self._num_steps, now_s, subject, what.removeprefix(f"{subject} "), why)
+        what = what.removeprefix(f"{subject} ")
+        step = HistoryStep(self._num_steps, now_s, subject, what, why, role)
         self.steps.append(step)
         return step

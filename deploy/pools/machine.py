@@ -41,7 +41,9 @@ from deploy.pools.events import (
     GatewayStopped,
     GatewayUnheard,
     LoadSeen,
+    OrdersStored,
     Overtaken,
+    PartsSeen,
     PoolEvent,
     PoolTick,
     RoleSeen,
@@ -52,20 +54,25 @@ from deploy.pools.events import (
 )
 from deploy.pools.gateways import Gateways, GatewayState
 from deploy.pools.history import PoolHistory
+from deploy.pools.kernels import kernel_troubles
 from deploy.pools.orders import (
     Abort,
     AddVersion,
+    Adjust,
     Drain,
     Finish,
     Flip,
     Order,
+    Rollback,
     SetPlanner,
     SetPools,
     SetWeights,
     Stop,
 )
 from deploy.pools.restarts import Restarts
+from deploy.pools.versions.canary import CanaryStanding
 from deploy.pools.versions.rollout import Scene
+from deploy.pools.versions.sleeping import ModelSleep
 from deploy.pools.versions.updates import VersionUpdates
 from deploy.pools.wanted import PoolLimits, Wanted
 from deploy.pools.workers.moves import WorkerMoves
@@ -73,8 +80,11 @@ from deploy.pools.workers.orders import WorkerOrders
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from deploy.pools.workers.registry import PoolWorkers
 from deploy.pools.workers.sightings import WorkerSightings
-from engine.control import Intent, Members, VersionReport
+from deploy.pools.workers.stand_ins import stand_in_troubles
+from engine.control import MAIN_LINE, Intent, Members, VersionReport, by_number
 from engine.messages import Role, WorkerId
+
+MAX_TROUBLES = 8  # sentences at a time
 
 
 class PoolMachine:
@@ -96,16 +106,25 @@ class PoolMachine:
         self.members = Members(version, (), intent)
         self.restarts = Restarts(limits.steady_s)
         self.wanted = Wanted(intent, limits, is_guess=is_guess, is_unheard=is_guess)
+        self.wanted.follow()
         self._history = history = PoolHistory()
         self._workers = workers = PoolWorkers(self.wanted, self.restarts, history)
-        self._gateways = Gateways(gateways, restarts=self.restarts, history=history)
+        self._gateways = Gateways(
+            gateways,
+            restarts=self.restarts,
+            history=history,
+            shares_socket=limits.gateways_share_socket,
+        )
         self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
         self.gateways: Mapping[str, GatewayState] = self._gateways.states
+        self.dead_parts: tuple[str, ...] = ()  # of what services depend on, as Ray's GCS
+        self._unstored: str | None = None  # why the latest orders are not stored
         self.history = history.steps  # the latest ones, oldest first
         self.counters = history.counters  # how often each kind of trouble happened
         self._sightings = WorkerSightings(workers, self.wanted, self.restarts, history)
         self._moves = WorkerMoves(workers, self.wanted, history)
         self._updates = VersionUpdates(workers, self.wanted, self.restarts, history)
+        self._sleep = ModelSleep(workers, self.wanted, history)
         orders = WorkerOrders(workers, self.wanted, history)
         # Each handler yields effects. Those of orders raise OrderRefused before any change.
         self._handlers: Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]] = {
@@ -114,6 +133,8 @@ class PoolMachine:
             GatewayHeard: self._on_gateway_heard,
             Overtaken: self._on_overtaken,
             RoomSeen: self._on_room,
+            PartsSeen: self._on_parts,
+            OrdersStored: self._on_orders_stored,
             PoolTick: self._on_tick,
             WorkerStarted: self._sightings.on_started,
             WorkerStartFailed: self._sightings.on_start_failed,
@@ -132,10 +153,12 @@ class PoolMachine:
             Drain: orders.drain,
             Stop: orders.stop,
             SetPlanner: orders.set_planner,
+            Adjust: orders.adjust,
             AddVersion: self._updates.add,
             SetWeights: self._updates.set_weights,
             Finish: self._updates.finish,
             Abort: self._updates.abort,
+            Rollback: self._updates.rollback,
         }
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
@@ -143,7 +166,9 @@ class PoolMachine:
         effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
         if isinstance(event, Order):
             self.wanted.is_guess = False
+        self.wanted.follow()
         effects += self._updates.roll(self.members.intent, self._scene(), now_s)
+        effects += self._sleep.look(self.members.intent, self._scene(), now_s)
         effects += self._moves.reconcile(now_s)
         if self._gateways.have_served or self._workers.serve_enough():
             effects += self._gateways.start(now_s)
@@ -173,6 +198,7 @@ class PoolMachine:
         steady = (WorkerState.SERVING, WorkerState.DRAINED)
         return (
             self.intent.rollout is None
+            and not self.dead_parts
             and not any(version.is_leaving for version in self.intent.versions)
             and self._scene().is_quiet(self.intent.versions)
             and all(w.state in steady for w in self.workers.values())
@@ -193,16 +219,24 @@ class PoolMachine:
         """Returns what gateways report of a version."""
         return self._gateways.reports_of(name)
 
+    @property
+    def canary(self) -> CanaryStanding | None:
+        """How the version that takes over serves; None if none can be given up any more."""
+        return self._updates.canary
+
     def validate(self) -> None:
         """Asserts the invariants."""
         names = [version.name for version in self.intent.versions]
         assert len(set(names)) == len(names)
         for version in self.intent.versions:
-            assert version.is_over or version.pools.check()
-            assert version.is_leaving or not version.is_over
+            assert version.has_workers == (version.asleep is None and not version.is_over)
+            assert not version.has_workers or version.pools.check()
             assert version.weight == 0 or not version.is_leaving
         assert self.intent.rollout is None or self.intent.rollout.to in names
-        assert any(not version.is_leaving for version in self.intent.versions)
+        lines = [version.line for version in self.intent.versions]
+        assert lines == sorted(lines, key=lines.index), "versions of a line must be neighbours"
+        for line in {MAIN_LINE, *lines}:
+            assert any(not version.is_leaving for version in self.intent.of_line(line))
         self._workers.validate()
         told = {member.worker_id for member in self.members.workers}
         assert told == {w.worker_id for w in self.workers.values() if w.runs}
@@ -255,13 +289,48 @@ class PoolMachine:
             what = f"can have {most} workers"
             yield self._history.tell(now_s, "pools", what, f"before, {before}")
 
+    def troubles(self) -> tuple[str, ...]:
+        """Returns what is broken or limited now, a sentence each, while requests are served."""
+        dead = (
+            f"{part} of Ray is dead: no service can be started or stopped"
+            for part in self.dead_parts
+        )
+        stored = [] if self._unstored is None else [self._unstored]
+        services = (*self._gateways.troubles(), *self._workers.troubles())
+        workers = self.workers.values()
+        pools = (*stand_in_troubles(workers, self.intent.versions), *kernel_troubles(workers))
+        found = [*dead, *stored, *pools, *self._sleep.troubles(), *services]
+        more = [f"and {len(found) - MAX_TROUBLES} more"] if len(found) > MAX_TROUBLES else []
+        return (*found[:MAX_TROUBLES], *more)
+
+    def _on_parts(self, event: PartsSeen, now_s: float) -> Iterator[PoolEffect]:
+        """Notes which parts have died or run again. Requests do not need them."""
+        dead = tuple(name for name, is_alive in event.alive.items() if not is_alive)
+        for name in dead:
+            if name not in self.dead_parts:
+                self._history.counters["deaths of Ray's parts"] += 1
+                why = "no service can be started or stopped until it runs again"
+                yield self._history.tell(now_s, name, "is dead", why)
+        for name in self.dead_parts:
+            if name not in dead:
+                yield self._history.tell(now_s, name, "runs again")
+        self.dead_parts = dead
+
+    def _on_orders_stored(self, event: OrdersStored, now_s: float) -> Iterator[PoolEffect]:
+        """Tells when orders cannot be stored, and when they can again."""
+        before, self._unstored = self._unstored, event.trouble
+        if before is None and event.trouble is not None:
+            yield self._history.tell(now_s, "pools", event.trouble)
+        elif before is not None and event.trouble is None:
+            yield self._history.tell(now_s, "pools", "store orders again")
+
     def _on_tick(self, _: PoolTick, now_s: float) -> Iterator[PoolEffect]:
         yield from self._sightings.sweep(now_s)
         yield from self._gateways.sweep(now_s)
         yield from self._updates.sweep(now_s)
 
     def _publish(self) -> Iterator[PoolEffect]:
-        kept = tuple(sorted(self._workers.kept()))
+        kept = tuple(sorted(self._workers.kept(), key=by_number))
         self.wanted.intent = msgspec.structs.replace(self.intent, drained=kept)
         workers = self._workers.members()
         if (workers, self.intent) != (self.members.workers, self.members.intent):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.config import PlannerMode
-from engine.control import Pools, Version
+from engine.control import LiveSettings, Pools, Version
 from engine.errors import BatonError
 from engine.messages import Role, WorkerId
 
@@ -55,11 +55,35 @@ class SetPlanner:
 
 
 @dataclass(frozen=True, slots=True)
+class Adjust:
+    """Changes settings that the controller alone uses."""
+
+    settings: LiveSettings
+
+
+@dataclass(frozen=True, slots=True)
 class AddVersion:
-    """Adds a version beside the present ones. With `takes_over` it then replaces them."""
+    """Adds a version beside the present ones. With `takes_over` it then replaces them.
+
+    It first gets the shares of new requests of `canary`, per cent, and each lasts `hold_s`. None:
+    as configured.
+    """
 
     version: Version
     takes_over: bool
+    canary: tuple[int, ...] | None = None
+    hold_s: float | None = None
+    allows_shorter: bool = False  # sequences than other versions have served
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Lets the version that was replaced last take over again, or that of this name.
+
+    While a version takes over, that is given up.
+    """
+
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +111,16 @@ class Abort:
     name: str
 
 
-Order = SetPools | Flip | Drain | Stop | SetPlanner | AddVersion | SetWeights | Finish | Abort
+Order = (
+    SetPools
+    | Flip
+    | Drain
+    | Stop
+    | SetPlanner
+    | Adjust
+    | AddVersion
+    | SetWeights
+    | Finish
+    | Abort
+    | Rollback
+)

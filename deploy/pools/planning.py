@@ -4,6 +4,8 @@
 reports. A proposal that changes something becomes an order, like an operator's. Which worker is
 then flipped, started or retired is chosen by `deploy.pools.workers.reconcile`.
 
+Each model has a planner of its own, with the same bounds, and they share the room.
+
 An operator may give orders while the planner is on. The planner goes on from there, and takes
 nothing back before its cool-down is over. The cool-down begins anew when the controller starts or
 the planner is switched on, because earlier orders are not known then.
@@ -27,7 +29,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused, SetPools
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from engine.config import Config, PlannerMode
-from engine.control import GatewayReport, Pools
+from engine.control import MAIN_LINE, GatewayReport, Pools, Version
 from engine.messages import Role, Welcome, WorkerId
 from router.planning import planner
 from router.planning.planner import Planner, PlannerRules, PoolPlan
@@ -43,6 +45,15 @@ class DecisionOutcome(StrEnum):
     DONE = "done"  # ordered; the history of the pools shows what follows
     ONLY_TOLD = "only told"  # in a dry run
     REFUSED = "refused"
+
+
+class DecisionKind(StrEnum):
+    """The change that a proposal makes."""
+
+    FLIP = "flip"  # workers take other roles
+    GROW = "grow"
+    SHRINK = "shrink"
+    ROOM = "room"  # only another number of nodes is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class PlannerDecision:
     outcome: DecisionOutcome
     why_refused: str
     reasons: tuple[str, ...]
+    model: str = MAIN_LINE  # beside the main one
 
     def __str__(self) -> str:
         changes = [
@@ -71,12 +83,21 @@ class PlannerDecision:
         if self.num_workers != self.after.total:
             changes.append(f"room for {self.num_workers} workers")
         refusal = f" ({self.why_refused})" if self.why_refused else ""
-        return f"{', '.join(changes)}: {self.outcome}{refusal}"
+        model = f"{self.model}: " if self.model else ""
+        return f"{model}{', '.join(changes)}: {self.outcome}{refusal}"
 
     @property
     def changes_something(self) -> bool:
         """True if pools or room would change."""
         return self.after != self.before or self.num_workers != self.after.total
+
+    @property
+    def kind(self) -> DecisionKind:
+        """The kind of change."""
+        more = self.after.total - self.before.total
+        if more:
+            return DecisionKind.GROW if more > 0 else DecisionKind.SHRINK
+        return DecisionKind.FLIP if self.after != self.before else DecisionKind.ROOM
 
     @property
     def what(self) -> tuple[object, ...]:
@@ -127,11 +148,19 @@ class Planning:
         self._order = order
         self._max_workers = max_workers
         self._may_have_asked = took_over and rules.max_total is not None
-        self._planner: Planner | None = None  # None while it is off
+        self._planners: dict[str, Planner] = {}  # by line; empty while it is off
+        self._needs: dict[str, int] = {}  # workers of each line, if the planner asks for room
         self._num_decisions = 0
         self.reasons: tuple[str, ...] = ()  # of the latest proposal, also if nothing changes
         self.room_for: int | None = None  # workers of all roles; None: ask for nothing
         self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
+        self.counts: Counter[tuple[DecisionKind, DecisionOutcome]] = Counter()
+
+    def follow(self, rules: PlannerRules, max_workers: int | None) -> None:
+        """Plans by these rules from now on. If they are other ones, observations begin anew."""
+        if (rules, max_workers) != (self._rules, self._max_workers):
+            self._rules, self._max_workers = rules, max_workers
+            self._forget()
 
     def check(self, mode: PlannerMode) -> None:
         """Raises OrderRefused if these pools cannot be planned."""
@@ -148,73 +177,103 @@ class Planning:
         reports: Sequence[GatewayReport | None],
         workers: Mapping[WorkerId, Welcome],
         now_s: float,
-    ) -> PlannerDecision | None:
-        """Returns a decision if it is new. The shell calls this about once a second.
+    ) -> list[PlannerDecision]:
+        """Returns the decisions that are new. The shell calls this about once a second.
 
         `reports` has an entry for each gateway, None if it is silent. `workers` are the workers'
         introductions.
         """
-        mode, wanted = self._machine.intent.planner, self._machine.intent.pools
-        can_plan = bool(wanted.prefill or wanted.decode)
-        if self._may_have_asked and not (mode is PlannerMode.ON and can_plan):
+        intent, mode = self._machine.intent, self._machine.intent.planner
+        lines = self._lines()
+        has_split = any(_is_split(intent.of_line(line)[0].pools) for line in lines)
+        if self._may_have_asked and not (mode is PlannerMode.ON and has_split):
             self.room_for = 0
         if mode is PlannerMode.OFF:
-            self._planner, self.reasons = None, ()
-            return None
-        if not can_plan:
-            self._planner = None
-            self.reasons = ("nothing: mixed workers are not split, and there are no others",)
-            return None
-        versions = self._machine.intent.versions
-        if len(versions) > 1:
-            self._planner = (
-                None  # observations before the update say nothing about the time after it
-            )
-            names = ", ".join(version.name for version in versions)
-            self.reasons = (f"nothing: several versions have workers ({names})",)
-            return None
-        seen = [report.seen for report in reports if report is not None and report.seen is not None]
-        pools = pools_of(self._machine, workers, num_gateways=len(reports))
-        self._planner = self._planner or Planner(self._rules)
-        plan = self._planner.decide(reduce(add, seen) if seen else None, pools, now_s)
-        self.reasons = plan.reasons
-        return None if plan.is_held else self._decided(plan, pools, now_s)
+            self._forget()
+            self.reasons = ()
+            return []
+        reasons, found = [], []
+        for line in lines:
+            said, decision = self._planned(line, reports, workers, now_s)
+            name = f"{intent.of_line(line)[0].model_name}: " if len(lines) > 1 else ""
+            reasons += [f"{name}{reason}" for reason in said]
+            if decision is not None:
+                found.append(decision)
+        self.reasons = tuple(reasons)
+        return found
+
+    def _planned(
+        self,
+        line: str,
+        reports: Sequence[GatewayReport | None],
+        workers: Mapping[WorkerId, Welcome],
+        now_s: float,
+    ) -> tuple[tuple[str, ...], PlannerDecision | None]:
+        """Returns the reasons of the proposal for a line, and the decision if it is new."""
+        versions = self._machine.intent.of_line(line)
+        why_not = _why_not_planned(versions)
+        if why_not is not None:  # observations before it say nothing about the time after it
+            self._planners.pop(line, None)
+            return (f"nothing: {why_not}",), None
+        seen = [report.seen[line] for report in reports if report and line in report.seen]
+        pools = pools_of(self._machine, workers, versions[0], num_gateways=len(reports))
+        own = self._planners.setdefault(line, Planner(self._rules))
+        plan = own.decide(reduce(add, seen) if seen else None, pools, now_s)
+        return plan.reasons, None if plan.is_held else self._decided(
+            versions[0], plan, pools, now_s
+        )
 
     def _decided(
-        self, plan: PoolPlan, pools: planner.PoolSizes, now_s: float
+        self, version: Version, plan: PoolPlan, pools: planner.PoolSizes, now_s: float
     ) -> PlannerDecision | None:
-        mode, before = self._machine.intent.planner, self._machine.intent.pools
+        intent, before = self._machine.intent, version.pools
         after = msgspec.structs.replace(  # missing workers stay wanted
             before,
             prefill=before.prefill + plan.prefill - pools.prefill,
             decode=before.decode + plan.decode - pools.decode,
         )
         num_workers = before.total + plan.nodes - pools.total
-        num_drained = len(self._machine.intent.drained)
+        beside = len(intent.drained) + intent.num_wanted - before.total
         if self._max_workers is not None:
-            num_workers = max(min(num_workers, self._max_workers - num_drained), after.total)
+            num_workers = max(min(num_workers, self._max_workers - beside), after.total)
         outcome, why = DecisionOutcome.ONLY_TOLD, ""
-        if mode is PlannerMode.ON:
+        if intent.planner is PlannerMode.ON:
             if self._rules.max_total is not None:
-                self.room_for, self._may_have_asked = num_workers + num_drained, True
-            outcome, why = self._ordered(before, after)
+                self._ask_for_room(version.line, num_workers)
+            outcome, why = self._ordered(version, after)
         decision = PlannerDecision(
             self._num_decisions + 1,
             now_s,
-            mode=mode,
+            mode=intent.planner,
             before=before,
             after=after,
             num_workers=num_workers,
             outcome=outcome,
             why_refused=why,
             reasons=plan.reasons,
+            model=version.line,
         )
         return self._kept(decision) if decision.changes_something else None
 
-    def _ordered(self, before: Pools, after: Pools) -> tuple[DecisionOutcome, str]:
-        if after != before:
+    def _ask_for_room(self, line: str, num_workers: int) -> None:
+        """Asks for the room that all models need, as far as the planner has decided."""
+        intent = self._machine.intent
+        self._needs[line] = num_workers
+        wanted = {each: sum(v.pools.total for v in intent.of_line(each)) for each in self._lines()}
+        total = sum(self._needs.get(each, number) for each, number in wanted.items())
+        self.room_for, self._may_have_asked = total + len(intent.drained), True
+
+    def _lines(self) -> list[str]:
+        return list(dict.fromkeys(version.line for version in self._machine.intent.versions))
+
+    def _forget(self) -> None:
+        self._planners.clear()
+        self._needs.clear()
+
+    def _ordered(self, version: Version, after: Pools) -> tuple[DecisionOutcome, str]:
+        if after != version.pools:
             try:
-                self._order(SetPools(after, why="planned"))
+                self._order(SetPools(after, version=version.name, why="planned"))
             except OrderRefused as refusal:
                 return DecisionOutcome.REFUSED, str(refusal)
         return DecisionOutcome.DONE, ""
@@ -225,22 +284,54 @@ class Planning:
         A refused or dry-run proposal comes again each second. An order is always new.
         """
         is_order = decision.outcome is DecisionOutcome.DONE and decision.after != decision.before
-        if not is_order and self.decisions and decision.what == self.decisions[-1].what:
+        of_model = (each for each in reversed(self.decisions) if each.model == decision.model)
+        last = next(of_model, None)
+        if not is_order and last is not None and decision.what == last.what:
             return None
         self._num_decisions += 1
         self.decisions.append(decision)
+        self.counts[decision.kind, decision.outcome] += 1
         return decision
 
 
+def _is_split(pools: Pools) -> bool:
+    return bool(pools.prefill or pools.decode)
+
+
+def _why_not_planned(versions: Sequence[Version]) -> str | None:
+    """Returns why the pools of a line cannot be planned now; None if they can."""
+    current = versions[0]
+    if current.asleep is not None:
+        return "it sleeps"
+    if not _is_split(current.pools):
+        return "mixed workers are not split, and there are no others"
+    if len(versions) > 1:
+        names = ", ".join(version.name for version in versions)
+        return f"several versions have workers ({names})"
+    formats = formats_of(current.worker)
+    held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
+    return None if held == wanted else f"prefill workers hold KV as {held}, decode ones as {wanted}"
+
+
 def pools_of(
-    machine: PoolMachine, workers: Mapping[WorkerId, Welcome], *, num_gateways: int
+    machine: PoolMachine,
+    workers: Mapping[WorkerId, Welcome],
+    current: Version,
+    *,
+    num_gateways: int,
 ) -> planner.PoolSizes:
-    """Returns the pools as the planner sees them. A worker ordered but not there is changing."""
-    wanted, known = machine.intent.pools, machine.workers.values()
+    """Returns a version's pools as the planner sees them.
+
+    A worker that was ordered but is not there is changing.
+    """
+    wanted = current.pools
+    known = [worker for worker in machine.workers.values() if worker.version == current.name]
     there = Counter(worker.target for worker in known)
     absent = Counter(worker.target for worker in known if worker.state not in _PRESENT)
     missing = sum(max(wanted.of(role) - there[role], 0) for role in SPLIT_ROLES)
-    infos = [info for name, info in workers.items() if name in machine.workers]
+    names = {worker.worker_id for worker in known}
+    infos = [info for name, info in workers.items() if name in names]
+    of_others = machine.intent.num_wanted - wanted.total
     return planner.PoolSizes(
         prefill=there[Role.PREFILL],
         decode=there[Role.DECODE],
@@ -250,7 +341,7 @@ def pools_of(
         num_gateways=num_gateways,
         absent_prefill=absent[Role.PREFILL],
         absent_decode=absent[Role.DECODE],
-        room=machine.limits.max_workers - wanted.mixed - len(machine.intent.drained),
+        room=machine.limits.max_workers - wanted.mixed - len(machine.intent.drained) - of_others,
     )
 
 

@@ -1,9 +1,13 @@
 """The operator's intent and the limits, shared by all parts of the pool machine."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from deploy.pools.restarts import STEADY_S
-from engine.control import Intent
+from engine.config import UpdateConfig
+from engine.control import Intent, LiveSettings
+
+MAX_WORKERS = "see pools.max_workers"  # why there can be no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +16,14 @@ class PoolLimits:
 
     max_workers: int
     why_no_more: str = ""  # than `max_workers`
+    num_spares: int = 0
+    idle_s: Mapping[str, float] = field(default_factory=dict)  # by line; then it falls asleep
     drain_timeout_s: float = 60.0
+    update: UpdateConfig = field(default_factory=UpdateConfig)
     update_timeout_s: float = 900.0  # an update without a step for this long is given up
+    gateways_share_socket: bool = False  # so others take the connections of a silent one
     steady_s: float = STEADY_S  # after a run of this length, a failure counts as the first again
+    inexact_after_s: float = 5.0  # a stand-in may have another KV format than a pool so long dead
 
 
 @dataclass(slots=True)
@@ -29,6 +38,24 @@ class Wanted:
     limits: PoolLimits
     is_guess: bool = False
     is_unheard: bool = False  # no gateway has told an earlier controller's intent yet
+    followed: LiveSettings | None = None  # of the intent, that the limits are by
+
+    def follow(self) -> None:
+        """Takes limits from the intent if an operator has changed their settings."""
+        live = self.intent.live
+        if live is None or live == self.followed:
+            return
+        pools, self.followed = live.pools, live
+        self.limits = replace(
+            self.limits,
+            num_spares=pools.spares,
+            drain_timeout_s=pools.drain_timeout_s,
+            update=live.update,
+            update_timeout_s=pools.update_timeout_s,
+            inexact_after_s=pools.inexact_after_s,
+        )
+        if pools.max_workers is not None:  # else the room that is seen next counts
+            self.limit(pools.max_workers, MAX_WORKERS)
 
     def limit(self, max_workers: int, why: str) -> None:
         """Sets how many workers there can be, and why not more."""

@@ -22,8 +22,9 @@ def weighed(intent: Intent, order: SetWeights) -> Intent:
         if not 0 <= weight <= MAX_WEIGHT:
             raise OrderRefused(f"a weight is between 0 and {MAX_WEIGHT}", status=400)
     changed = with_weights(intent, order.weights)
-    if not any(version.weight for version in changed.versions):
-        raise OrderRefused("at least one version must have a weight above 0", status=400)
+    for line in {version.line for version in changed.versions}:
+        if not any(version.weight for version in changed.of_line(line)):
+            raise OrderRefused("at least one version must have a weight above 0", status=400)
     return changed
 
 
@@ -35,42 +36,75 @@ def added(intent: Intent, order: AddVersion, room: int) -> Intent:
         raise OrderRefused(f"{version.name!r} cannot be the name of a version", status=400)
     if intent.version(version.name) is not None:
         raise OrderRefused(f"there is a version {version.name} already")
-    if len(intent.versions) >= MAX_VERSIONS:
-        there = ", ".join(each.name for each in intent.versions)
+    own = intent.of_line(version.line)
+    for each in intent.versions:
+        if each.line != version.line and each.model_name == version.model_name:
+            raise OrderRefused(f"{each.name} serves the name {each.model_name} already")
+    if len(own) >= MAX_VERSIONS:
+        there = ", ".join(each.name for each in own)
         raise OrderRefused(f"there can be at most {MAX_VERSIONS} versions; there are: {there}")
     if not 0 <= version.weight <= MAX_WEIGHT:
         raise OrderRefused(f"a weight is between 0 and {MAX_WEIGHT}", status=400)
     wanted = _checked(version.pools)
     first = least(wanted) if order.takes_over else wanted
-    _check_room(intent, version.name, first, room)
+    _check_room(intent, version, first, room)
     if not order.takes_over:
-        return replace(intent, versions=(*intent.versions, version))
+        return _with(intent, version)
     newcomer = replace(version, pools=first, weight=0)
     if wanted.total > room:
         raise OrderRefused(f"{wanted.total} workers are more than the {room} there can be")
-    return replace(
-        intent,
-        versions=(*intent.versions, newcomer),
-        rollout=Rollout(version.name, wanted, before=intent.versions),
+    rollout = Rollout(
+        version.name,
+        wanted,
+        before=own,
+        canary=order.canary or (),
+        hold_s=order.hold_s or 0.0,
+        allows_shorter=order.allows_shorter,
     )
+    return replace(_with(intent, newcomer), rollout=rollout)
 
 
-def _check_room(intent: Intent, name: str, first: Pools, room: int) -> None:
-    there = sum(version.pools.total for version in intent.versions)
+def _with(intent: Intent, version: Version) -> Intent:
+    """Adds a version behind those of its line."""
+    place = max(n for n, each in enumerate(intent.versions) if each.line == version.line) + 1
+    there = intent.versions
+    return replace(intent, versions=(*there[:place], version, *there[place:]))
+
+
+def former(intent: Intent, name: str | None) -> Version:
+    """Returns the version that was replaced last, or that of this name, as it was declared."""
+    not_rolling(intent)
+    found = [each for each in intent.former if name in (None, each.name)]
+    if not found:
+        there = ", ".join(each.name for each in intent.former) or "none"
+        raise OrderRefused(
+            f"no former version is called {name}; there are: {there}"
+            if name
+            else "no version was replaced yet",
+            status=404,
+        )
+    return found[-1]
+
+
+def _check_room(intent: Intent, newcomer: Version, first: Pools, room: int) -> None:
+    there = intent.num_wanted
     if there + first.total <= room:
         return
     why = (
-        f"{name} needs {first.total} workers beside the {there} of other versions, and there can "
-        f"be {room}: "
+        f"{newcomer.name} needs {first.total} workers beside the {there} of other versions, "
+        f"and there can be {room}: "
     )
-    smaller: Pools | None = intent.current.pools
-    while smaller is not None and there - intent.pools.total + smaller.total + first.total > room:
+    current = intent.of_line(newcomer.line)[0]
+    smaller: Pools | None = current.pools
+    while smaller is not None and there - current.pools.total + smaller.total + first.total > room:
         role = max(SERVING_ROLES, key=smaller.of)
         smaller = without(smaller, role)
     if smaller is None:
         raise OrderRefused(why + "more room is needed, see pools.max_workers")
     counts = " ".join(f"{role}={smaller.of(role)}" for role in SERVING_ROLES if smaller.of(role))
-    raise OrderRefused(why + f"`baton pools set {counts}` would make room, or pools.max_workers")
+    of = f" --version {current.name}" if current.line else ""
+    order = f"baton pools set {counts}{of}"
+    raise OrderRefused(why + f"`{order}` would make room, or pools.max_workers")
 
 
 def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Intent:
@@ -79,12 +113,13 @@ def finished(intent: Intent, name: str, pools: Pools | None, room: int) -> Inten
     version = known(intent, name)
     if version.is_leaving:
         raise OrderRefused(f"{name} is leaving")
-    if len(intent.versions) == 1:
+    own = intent.of_line(version.line)
+    if len(own) == 1:
         raise OrderRefused(f"{name} is the only version")
-    wanted = _checked(pools or _as_many(version.pools, intent.pools))
+    wanted = _checked(pools or _as_many(version.pools, own[0].pools))
     if wanted.total > room:
         raise OrderRefused(f"{wanted.total} workers are more than the {room} there can be")
-    return replace(intent, rollout=Rollout(name, wanted, before=intent.versions))
+    return replace(intent, rollout=Rollout(name, wanted, before=own))
 
 
 def _as_many(own: Pools, others: Pools) -> Pools:
@@ -96,7 +131,8 @@ def _as_many(own: Pools, others: Pools) -> Pools:
 
 def aborted(intent: Intent, name: str) -> Intent:
     """Removes a version, and gives its requests and workers back to the others."""
-    version, current, rollout = known(intent, name), intent.current, intent.rollout
+    version, rollout = known(intent, name), intent.rollout
+    current = intent.of_line(version.line)[0]
     if version is current:
         raise OrderRefused(f"{name} is the current version: finish another one to end it")
     if current.is_over:
@@ -106,7 +142,7 @@ def aborted(intent: Intent, name: str) -> Intent:
     elif version.is_leaving:
         raise OrderRefused(f"{name} is leaving already")
     changed = intent.changed(name, weight=0, is_leaving=True)
-    if not any(each.weight for each in changed.versions):
+    if not any(each.weight for each in changed.of_line(version.line)):
         changed = changed.changed(current.name, weight=FULL_WEIGHT)
     return changed
 
@@ -126,11 +162,12 @@ def _given_back(intent: Intent, rollout: Rollout) -> Intent:
             changed = changed.changed(was.name, weight=was.weight, is_leaving=False)
     if not lost:
         return changed
-    current = changed.current
+    own = changed.of_line(named(intent, rollout.to).line)
+    current = own[0]
     had = next(was.pools for was in rollout.before if was.name == current.name)
     stay = tuple(
         each.name
-        for each in changed.versions
+        for each in own
         if each.name not in (current.name, rollout.to) and not each.is_leaving
     )
     return replace(changed, rollout=Rollout(current.name, had, rollout.before, stay))
@@ -140,7 +177,7 @@ def resized(intent: Intent, name: str, pools: Pools) -> Intent:
     """Sets the pools of a version."""
     not_rolling(intent)
     _staying(intent, name)
-    return intent.changed(name, pools=_checked(pools))
+    return intent.changed(name, pools=_checked(pools), asleep=None)
 
 
 def moved(intent: Intent, worker: PoolWorker, role: Role) -> Intent:

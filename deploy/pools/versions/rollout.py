@@ -2,8 +2,9 @@
 
 A version takes over by these steps. Each waits until the step before has come true.
 
-1. Its least pools are started beside all other versions, at weight 0.
-2. Its share of new requests rises to its share of the workers.
+1. Its least pools are started beside all other versions, at weight 0. Gateways probe it.
+2. Its share of new requests rises to its share of the workers. Before, with a canary, it has
+   smaller or larger shares for a while each.
 3. It gets one more worker if there is room. Otherwise another version loses one worker, but never
    the last of a role. Then step 2 follows again.
 4. Once it has all its workers, or no more room can be made, it gets all new requests. The other
@@ -19,7 +20,7 @@ If no worker has changed hands yet, the new version just leaves.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +28,7 @@ import msgspec
 from deploy.pools.workers.record import PoolWorker, WorkerState
 from engine.control import (
     FULL_WEIGHT,
+    NO_WORKERS,
     SERVING_ROLES,
     GatewayReport,
     Intent,
@@ -36,8 +38,8 @@ from engine.control import (
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
-MAX_VERSIONS = 4  # at once; each has a router, a tokenizer and series of metrics in each gateway
-NOTHING = Pools(0, 0, 0)
+MAX_FORMER = 4  # versions that a rollback can choose among
+MAX_VERSIONS = 4  # of a line; each has a router, a tokenizer and series of metrics in each gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,51 @@ class Scene:
             for report in self.reports
         )
 
+    def fault_of_probes(self, name: str) -> str | None:
+        """Returns what gateways found wrong with a version; None while one has not probed it."""
+        said = [None if r is None else r.versions.get(name) for r in self.reports]
+        probes = [None if each is None else each.probe for each in said]
+        if None in probes:
+            return None
+        return next((probe for probe in probes if probe), "")
+
+    def longest_len(self, names: Collection[str]) -> int:
+        """Returns the longest sequence of these versions that runs or ran lately, in tokens."""
+        lens = (
+            said.longest_len
+            for report in self.reports
+            if report is not None
+            for name, said in report.versions.items()
+            if name in names
+        )
+        return max(lens, default=0)
+
+    def most_len(self, version: Version) -> int | None:
+        """Returns the longest sequence that a version can hold; None while that is not known."""
+        own = [w for w in self.workers.values() if w.version == version.name and w.decodes()]
+        if not own or any(worker.load is None for worker in own):
+            return None
+        blocks = max(w.load.num_blocks for w in own if w.load is not None)
+        contexts = (worker.context_len for worker in own if worker.context_len)
+        return min([blocks * version.worker.block_size, *contexts])
+
+    def is_asked_for(self, name: str) -> bool:
+        """True if a gateway has a request of a version, also one that waits for workers."""
+        return any(
+            report is not None
+            and (said := report.versions.get(name)) is not None
+            and said.num_requests > 0
+            for report in self.reports
+        )
+
+    def num_ended(self, name: str) -> int:
+        """Counts the requests of a version that have ended, over the gateways that are heard."""
+        return sum(
+            said.num_ended
+            for report in self.reports
+            if report is not None and (said := report.versions.get(name)) is not None
+        )
+
     def is_deserted(self, name: str) -> bool:
         """True if no gateway has a request of a version."""
         return all(
@@ -110,9 +157,9 @@ def least(pools: Pools) -> Pools:
     return Pools(0, 0, 1)
 
 
-def next_change(intent: Intent, scene: Scene) -> RolloutStep | None:
-    """Returns the next step; None while there is none."""
-    return _gone(intent, scene) or _over(intent, scene) or _rolled(intent, scene)
+def next_change(intent: Intent, scene: Scene, *, has_held: bool = True) -> RolloutStep | None:
+    """Returns the next step; None while there is none. `has_held`: the canary's share has."""
+    return _gone(intent, scene) or _over(intent, scene) or _rolled(intent, scene, has_held=has_held)
 
 
 def _gone(intent: Intent, scene: Scene) -> RolloutStep | None:
@@ -127,19 +174,20 @@ def _gone(intent: Intent, scene: Scene) -> RolloutStep | None:
 def _over(intent: Intent, scene: Scene) -> RolloutStep | None:
     for version in intent.versions:
         if version.is_leaving and not version.is_over and scene.is_deserted(version.name):
-            changed = intent.changed(version.name, pools=NOTHING)
+            changed = intent.changed(version.name, pools=NO_WORKERS)
             return RolloutStep(
                 changed, version.name, "is over", "the last of its requests has ended"
             )
     return None
 
 
-def _rolled(intent: Intent, scene: Scene) -> RolloutStep | None:
+def _rolled(intent: Intent, scene: Scene, *, has_held: bool) -> RolloutStep | None:
     rollout = intent.rollout
     if rollout is None:
         return None
     to = named(intent, rollout.to)
-    concerned = [version for version in intent.versions if version.name not in rollout.stay]
+    own = intent.of_line(to.line)
+    concerned = [version for version in own if version.name not in rollout.stay]
     there = [version for version in concerned if not version.is_over]
     if not scene.is_quiet(there) or not scene.is_served(to.name):
         return None
@@ -148,6 +196,8 @@ def _rolled(intent: Intent, scene: Scene) -> RolloutStep | None:
         if rollout.stay:
             return RolloutStep(ended(intent), to.name, "has its workers back")
         return RolloutStep(ended(intent), to.name, "is the only version", "the update is complete")
+    if rollout.canary and any(not version.is_leaving for version in others):
+        return _canary(intent, to, others, has_held=has_held)
     return (
         _shared(intent, to, others)
         or _grown(intent, to, others, scene.room)
@@ -163,7 +213,31 @@ def ended(intent: Intent) -> Intent:
         version = intent.version(was.name)
         if was.name in rollout.stay and version is not None and not version.is_leaving:
             intent = intent.changed(was.name, pools=was.pools)
-    return msgspec.structs.replace(intent, rollout=None)
+    replaced = tuple(was for was in rollout.before if was.name not in (rollout.to, *rollout.stay))
+    gone = [was for was in replaced if intent.version(was.name) is None]
+    kept = [was for was in intent.former if was.name not in {was.name for was in gone}]
+    return msgspec.structs.replace(intent, rollout=None, former=(*kept, *gone)[-MAX_FORMER:])
+
+
+def _canary(
+    intent: Intent, to: Version, others: Sequence[Version], *, has_held: bool
+) -> RolloutStep | None:
+    """Before step 2: a share of requests that is held for a while."""
+    rollout = intent.rollout
+    assert rollout is not None
+    share, *later = rollout.canary
+    staying = {v.name: v.weight for v in others if not v.is_leaving}
+    weights = {to.name: share, **dict(_scaled(staying, FULL_WEIGHT - share))}
+    if any(named(intent, name).weight != weight for name, weight in weights.items()):
+        changed = with_weights(intent, weights)
+        why = f"it is watched for {rollout.hold_s:g} s"
+        return RolloutStep(changed, to.name, f"has {share} % of the requests", why)
+    if not has_held:
+        return None
+    changed = msgspec.structs.replace(
+        intent, rollout=msgspec.structs.replace(rollout, canary=tuple(later))
+    )
+    return RolloutStep(changed, to.name, f"has served {share} % of the requests well")
 
 
 def _shared(intent: Intent, to: Version, others: Sequence[Version]) -> RolloutStep | None:
@@ -206,7 +280,7 @@ def _grown(intent: Intent, to: Version, others: Sequence[Version], room: int) ->
         if lacks and lacking[each] < 0 and (other := without(to.pools, each, role)) is not None:
             changed = intent.changed(to.name, pools=other)
             return RolloutStep(changed, to.name, f"has a {role} worker in place of a {each} worker")
-    if lacks and sum(version.pools.total for version in intent.versions) < room:
+    if lacks and intent.num_wanted < room:
         changed = intent.changed(to.name, pools=to.pools.moved(Role.DRAINED, role))
         return RolloutStep(changed, to.name, f"gets one more {role} worker")
     for each in SERVING_ROLES:

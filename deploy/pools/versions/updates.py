@@ -1,19 +1,23 @@
 """Carries out orders about versions, drives rollouts step by step, and gives up hopeless ones."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
 
 from deploy.model_source import is_remote
 from deploy.pools.effects import PoolEffect
 from deploy.pools.history import PoolHistory
-from deploy.pools.orders import Abort, AddVersion, Finish, SetWeights
+from deploy.pools.orders import Abort, AddVersion, Finish, Rollback, SetWeights
 from deploy.pools.restarts import Restarts
 from deploy.pools.versions import orders
-from deploy.pools.versions.rollout import Scene, ended, next_change
+from deploy.pools.versions.canary import CanaryStanding, CanaryWatch, hung_of, tally
+from deploy.pools.versions.rollout import Scene, ended, named, next_change
 from deploy.pools.wanted import Wanted
 from deploy.pools.workers.orders import counts_text
 from deploy.pools.workers.record import WorkerState
 from deploy.pools.workers.registry import PoolWorkers
-from engine.control import Intent
+from engine.control import Intent, Rollout, Version
 
 _COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.JOINING)
 
@@ -28,6 +32,7 @@ class VersionUpdates:
         self._wanted = wanted
         self._restarts = restarts
         self._history = history
+        self._canary = CanaryWatch(wanted.limits.update)
         self._stalled_s = 0.0  # fetches of a model do not count
         self._swept_s: float | None = None
 
@@ -35,7 +40,12 @@ class VersionUpdates:
 
     def add(self, order: AddVersion, now_s: float) -> Iterator[PoolEffect]:
         """Adds a version."""
-        version = order.version
+        version, update = order.version, self._wanted.limits.update
+        order = replace(
+            order,
+            canary=update.canary if order.canary is None else order.canary,
+            hold_s=update.hold_s if order.hold_s is None else order.hold_s,
+        )
         self._set(orders.added(self._wanted.intent, order, self._workers.room()))
         what = f"is to have {counts_text(version.pools)}"
         what += ", in place of all others" if order.takes_over else f" and weight {version.weight}"
@@ -57,10 +67,25 @@ class VersionUpdates:
         """Removes a version."""
         yield from self._abort(order.name, "ordered", now_s)
 
+    def rollback(self, order: Rollback, now_s: float) -> Iterator[PoolEffect]:
+        """Lets a former version take over again, or gives up the one that takes over."""
+        intent = self._wanted.intent
+        rollout = intent.rollout
+        if rollout is not None and order.name in (None, current_beside(intent, rollout).name):
+            yield from self._abort(rollout.to, "rolled back", now_s)
+            return
+        was = orders.former(intent, order.name)
+        pools = was.pools if was.asleep is None else was.asleep.pools
+        newcomer = msgspec.structs.replace(
+            was, pools=pools, weight=0, is_leaving=False, asleep=None
+        )
+        yield from self.add(AddVersion(newcomer, takes_over=True), now_s)
+
     def _abort(self, name: str, why: str, now_s: float) -> Iterator[PoolEffect]:
         self._set(orders.aborted(self._wanted.intent, name))
         self._history.counters["updates aborted"] += 1
-        what = f"leaves: {self._wanted.intent.current.name} goes on"
+        line = named(self._wanted.intent, name).line
+        what = f"leaves: {self._wanted.intent.of_line(line)[0].name} goes on"
         yield self._history.tell(now_s, name, what, why)
 
     def _set(self, intent: Intent) -> None:
@@ -75,10 +100,69 @@ class VersionUpdates:
             return
         if (intent.versions, intent.rollout) != (told.versions, told.rollout):
             return  # the gateways' reports are about an earlier step
-        step = next_change(intent, scene)
+        why, has_held = self._judge(intent, scene, now_s)
+        if why is not None and intent.rollout is not None:
+            self._history.counters["updates given up"] += 1
+            yield from self._abort(intent.rollout.to, why, now_s)
+            return
+        step = None if has_held is None else next_change(intent, scene, has_held=has_held)
         if step is not None:
             self._set(step.intent)
             yield self._history.tell(now_s, step.subject, step.what, step.why)
+
+    @property
+    def canary(self) -> CanaryStanding | None:
+        """How the version that takes over serves; None if none can be given up any more."""
+        intent = self._wanted.intent
+        return self._canary.standing if _may_be_given_up(intent) else None
+
+    def _judge(self, intent: Intent, scene: Scene, now_s: float) -> tuple[str | None, bool | None]:
+        """Returns why the version that takes over is to be given up, and if its share has held.
+
+        It is judged while another version could still take its requests back. None: it
+        was not probed yet, or its workers have not reported how much they can hold.
+        """
+        rollout = intent.rollout
+        if rollout is None or not _may_be_given_up(intent):
+            return None, True
+        self._canary.rules = self._wanted.limits.update  # an operator may have changed them
+        to = named(intent, rollout.to)
+        others = [each.name for each in intent.of_line(to.line) if each is not to]
+        if None in scene.reports:
+            return None, False
+        if not to.weight:
+            self._canary.forget()
+            fault = scene.fault_of_probes(to.name)
+            if fault is None:
+                return None, None
+            if fault:
+                return f"it was probed: {fault}", True
+            return self._too_short(intent, scene, others)
+        new, reports = tally(scene.reports, [to.name]), scene.reports
+        hung = hung_of(reports, [to.name]), hung_of(reports, others)
+        step = to.name, to.weight
+        why = self._canary.look(step, new, tally(reports, others), now_s, hung)
+        return why, self._canary.has_held(new, rollout.hold_s, now_s)
+
+    @staticmethod
+    def _too_short(
+        intent: Intent, scene: Scene, others: list[str]
+    ) -> tuple[str | None, bool | None]:
+        """Returns why a version cannot serve the sequences that others serve, or served lately."""
+        rollout = intent.rollout
+        assert rollout is not None
+        to = named(intent, rollout.to)
+        most_len, longest_len = scene.most_len(to), scene.longest_len(others)
+        if rollout.allows_shorter or not longest_len:
+            return None, True
+        if most_len is None:
+            return None, None if scene.serving(to.name) else True
+        if longest_len <= most_len:
+            return None, True
+        return (
+            f"it can hold {most_len:,} tokens of a request, and one of {longest_len:,} "
+            "runs or ran lately; --allow-shorter lets it take over"
+        ), True
 
     def sweep(self, now_s: float) -> Iterator[PoolEffect]:
         """Gives up a rollout that makes no step, and new versions that cannot start."""
@@ -89,19 +173,20 @@ class VersionUpdates:
 
     def _give_up_rollout(self, passed_s: float, now_s: float) -> Iterator[PoolEffect]:
         intent, timeout_s = self._wanted.intent, self._wanted.limits.update_timeout_s
-        to = None if intent.rollout is None else intent.rollout.to
-        if to is None or intent.current.is_over:  # it goes, and the next version becomes current
-            return
+        rollout = intent.rollout
+        if rollout is None or current_beside(intent, rollout).is_over:
+            return  # it goes, and the next one becomes current
+        to = rollout.to
         if any(version.is_leaving for version in intent.versions):
             self._stalled_s = 0.0  # running requests may take their time
         elif not self._fetches(to):
             self._stalled_s += passed_s
         why = self._why_hopeless(to)
-        if why is None and self._stalled_s >= timeout_s:
+        if why is None and self._stalled_s >= timeout_s + rollout.hold_s:
             why = f"no step in {timeout_s:g} s"
         if why is None:
             return
-        if intent.current.name != to:
+        if current_beside(intent, rollout).name != to:
             self._history.counters["updates given up"] += 1
             yield from self._abort(to, why, now_s)
         else:  # no earlier version is left to go back to
@@ -111,9 +196,12 @@ class VersionUpdates:
     def _give_up_new_versions(self, now_s: float) -> Iterator[PoolEffect]:
         """Aborts versions beside the current one that do not serve and keep failing."""
         intent = self._wanted.intent
-        if intent.rollout is not None or intent.current.is_over:
+        if intent.rollout is not None:
             return
-        for version in intent.versions[1:]:
+        for version in intent.versions:
+            current = intent.of_line(version.line)[0]
+            if version is current or current.is_over:
+                continue
             own = [w for w in self._workers.by_id.values() if w.version == version.name]
             serves = any(w.prefills() for w in own) and any(w.decodes() for w in own)
             why = self._why_hopeless(version.name)
@@ -146,3 +234,17 @@ class VersionUpdates:
                 num_failed = self._restarts.num_failed(worker.worker_id)
                 return f"{worker.worker_id} failed {num_failed} times in a row"
         return None
+
+
+def _may_be_given_up(intent: Intent) -> bool:
+    """True while a version takes over, and another one could take its requests back."""
+    rollout = intent.rollout
+    if rollout is None or rollout.stay:
+        return False
+    current = current_beside(intent, rollout)
+    return current.name != rollout.to and not current.is_over
+
+
+def current_beside(intent: Intent, rollout: Rollout) -> Version:
+    """Returns the current version of the line in which a rollout is under way."""
+    return intent.of_line(named(intent, rollout.to).line)[0]

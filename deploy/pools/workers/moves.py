@@ -9,10 +9,14 @@ from deploy.pools.wanted import Wanted
 from deploy.pools.workers.reconcile import (
     Abandon,
     Begin,
+    BeginSpare,
     Drop,
     FlipTo,
+    Hurry,
     PoolMove,
     Retire,
+    StandIn,
+    TakeSpare,
     next_move,
 )
 from deploy.pools.workers.record import PoolWorker, WorkerState
@@ -30,11 +34,11 @@ class WorkerMoves:
 
     def reconcile(self, now_s: float) -> Iterator[PoolEffect]:
         """Makes all moves that are possible now, and starts the workers that are due."""
-        while (move := self._next_move()) is not None:
+        while (move := self._next_move(now_s)) is not None:
             yield from self._make(move, now_s)
         yield from self.workers.start_due(now_s)
 
-    def _next_move(self) -> PoolMove | None:
+    def _next_move(self, now_s: float) -> PoolMove | None:
         """Chooses a move. Workers of unknown versions stay until a gateway has been heard.
 
         That gateway may know their versions, and they may be the only workers that serve.
@@ -45,7 +49,16 @@ class WorkerMoves:
             names = {version.name for version in versions}
             workers = {name: w for name, w in all_workers.items() if w.version in names}
         most = self.wanted.limits.max_workers - (len(all_workers) - len(workers))
-        return next_move(workers, versions, most)
+        num_spares = self.wanted.limits.num_spares
+        if self.wanted.intent.rollout is not None:  # it needs the room
+            num_spares = min(num_spares, sum(w.is_spare for w in workers.values()))
+        after_s = self.wanted.limits.inexact_after_s
+        long_dead = {
+            name
+            for name, worker in workers.items()
+            if worker.died_s is not None and now_s - worker.died_s >= after_s
+        }
+        return next_move(workers, versions, most, num_spares, long_dead)
 
     def _make(self, move: PoolMove, now_s: float) -> Iterator[PoolEffect]:
         by_id = self.workers.by_id
@@ -53,6 +66,25 @@ class WorkerMoves:
             case Drop(worker_id):
                 self.workers.forget(by_id[worker_id])
                 yield self.history.tell(now_s, worker_id, "is not started", "too many")
+            case TakeSpare(worker_id, dead_id):
+                dead = by_id[dead_id]
+                role, dead.target, dead.is_spare = dead.target, Role.DRAINED, True
+                assert role is not None
+                self.history.counters["spares taken"] += 1
+                yield from self.workers.flip(by_id[worker_id], role, f"for {dead_id}", now_s)
+            case BeginSpare(version):
+                worker_id = self.workers.begin(version, Role.DRAINED, now_s)
+                by_id[worker_id].is_spare = True
+                yield self.history.tell(now_s, worker_id, "is being started", "as a spare")
+            case Hurry(worker_id, role):
+                why = f"no {role} worker is left, and none can stand in"
+                yield from self.workers.hurry(by_id[worker_id], why, now_s)
+            case StandIn(worker_id, role, is_exact):
+                self.history.counters["stand-ins"] += 1
+                why = f"no {role} worker is left until one has started again"
+                if not is_exact:
+                    why += f"; its KV is in {by_id[worker_id].kv_format}, so tokens may differ"
+                yield from self.workers.flip(by_id[worker_id], Role.MIXED, why, now_s)
             case FlipTo(worker_id, role):
                 why = f"too many {by_id[worker_id].target} workers, too few {role}"
                 yield from self.workers.flip(by_id[worker_id], role, why, now_s)
@@ -65,7 +97,7 @@ class WorkerMoves:
             case Abandon(worker_id):
                 worker = by_id[worker_id]
                 worker.target, worker.leaves = Role.DRAINED, True
-                why = f"{worker.version} is over"
+                why = self._why_not_needed(worker.version)
                 yield self.history.tell(now_s, worker_id, "is stopped while it starts", why)
                 yield self.workers.end(worker, now_s, by_force=True)
 
@@ -76,9 +108,13 @@ class WorkerMoves:
             yield self.workers.end(worker, now_s)
         elif worker.state is not WorkerState.DRAINING:
             why = f"too many {worker.target} workers"
-            if version is None or version.is_over:
-                why = f"{worker.version} is over"
+            if version is None or not version.has_workers:
+                why = self._why_not_needed(worker.version)
             yield from self.workers.drain(worker, why, now_s)
+
+    def _why_not_needed(self, name: str) -> str:
+        version = self.wanted.intent.version(name)
+        return f"{name} {'sleeps' if version is not None and version.asleep else 'is over'}"
 
     def _lack(self, version: str, role: Role) -> str:
         several = f" of {version}" if len(self.wanted.intent.versions) > 1 else ""

@@ -8,7 +8,7 @@ import msgspec
 from deploy.pools.effects import PoolEffect
 from deploy.pools.formats import formats_of
 from deploy.pools.history import PoolHistory
-from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
+from deploy.pools.orders import Adjust, Drain, Flip, OrderRefused, SetPlanner, SetPools, Stop
 from deploy.pools.versions import orders as versions
 from deploy.pools.wanted import Wanted
 from deploy.pools.workers.reconcile import last_that
@@ -73,6 +73,11 @@ class WorkerOrders:
         self.wanted.intent = msgspec.structs.replace(self.wanted.intent, planner=order.mode)
         yield self.history.tell(now_s, "planner", f"is {order.mode}", "ordered")
 
+    def adjust(self, order: Adjust, now_s: float) -> Iterator[PoolEffect]:
+        """Changes settings."""
+        self.wanted.intent = msgspec.structs.replace(self.wanted.intent, live=order.settings)
+        yield self.history.tell(now_s, "pools", "have other settings", "ordered")
+
     def _take_out(self, worker: PoolWorker, now_s: float) -> Iterator[PoolEffect]:
         """Drains a worker, and wants one worker less in its pool."""
         self.wanted.intent = versions.moved(self.wanted.intent, worker, Role.DRAINED)
@@ -128,7 +133,7 @@ class WorkerOrders:
     def _known(self, worker_id: WorkerId) -> PoolWorker:
         worker = self.workers.by_id.get(worker_id)
         if worker is None:
-            there = ", ".join(sorted(self.workers.by_id)) or "none"
+            there = ", ".join(self.workers.listed()) or "none"
             raise OrderRefused(f"no worker is called {worker_id}; there are: {there}", status=404)
         return worker
 

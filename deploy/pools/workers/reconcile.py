@@ -2,10 +2,16 @@
 
 Moves in this order; each only if there is none of the kinds before it:
 
-1. Drop a surplus worker that waits for its start.
-2. Flip the least loaded worker of a pool that has too many into a role that has too few.
-3. Start a worker, unless a surplus worker can be flipped soon: it may still be starting.
-4. Retire a surplus worker: drain it, then stop it.
+0. Give a spare worker the place of a worker that has died, which becomes the spare.
+1. Make the least loaded worker mixed if all that decoded, or all that prefilled, have died. It
+   stands in for them until one of them serves again; then move 3 gives it its role back. If none
+   can, start the dead workers at once (`stand_ins`).
+2. Drop a surplus worker that waits for its start.
+3. Flip the least loaded worker of a pool that has too many into a role that has too few, or else
+   a spare.
+4. Start a worker, unless a surplus worker can be flipped soon: it may still be starting.
+5. Retire a surplus worker: drain it, then stop it. A spare goes if another worker needs its room.
+6. Start a spare of the current version, once all its workers have run.
 
 No move takes the last worker of a version that prefills, or the last that decodes. A pool that is
 to be emptied waits until another pool serves. A worker that waits for its next start still counts
@@ -14,12 +20,13 @@ towards its pool. So a failure does not start another worker in its place.
 Versions share nothing but the room. All workers of a version that is over go, whatever they do.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.pools.formats import formats_of
 from deploy.pools.workers.record import PoolWorker, WorkerState
-from engine.control import SERVING_ROLES, Version
+from deploy.pools.workers.stand_ins import AWAY, dead_pools, is_exact, to_hurry
+from engine.control import SERVING_ROLES, Version, by_number
 from engine.layout import KVFormat
 from engine.messages import Role, WorkerId
 from router.planning.planner import order_of_leaving
@@ -32,6 +39,38 @@ class Drop:
     """Do not start a waiting worker."""
 
     worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSpare:
+    """Give a spare the role of a dead worker, which becomes the spare."""
+
+    worker_id: WorkerId
+    dead_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class BeginSpare:
+    """Start a worker that waits to take another one's place."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """Make a worker mixed: no other one of its version does what `role` does."""
+
+    worker_id: WorkerId
+    role: Role
+    is_exact: bool = True  # its KV has the format of that role's workers
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Start a dead worker at once: none can stand in for the workers of `role`."""
+
+    worker_id: WorkerId
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +103,7 @@ class Abandon:
     worker_id: WorkerId
 
 
-PoolMove = Drop | FlipTo | Begin | Retire | Abandon
+PoolMove = TakeSpare | BeginSpare | StandIn | Hurry | Drop | FlipTo | Begin | Retire | Abandon
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +112,8 @@ class _FleetRules:
 
     formats: Mapping[Role, KVFormat]
     has_room: bool  # for one more worker
+    num_spares: int  # wanted of this version
+    long_dead: Collection[WorkerId]  # another KV format may stand in for them
 
     def can_become(self, worker: PoolWorker, role: Role) -> bool:
         """True if a worker could be flipped to that role, now or later."""
@@ -83,29 +124,41 @@ class _FleetRules:
 
 
 def next_move(
-    workers: Mapping[WorkerId, PoolWorker], versions: Sequence[Version], max_workers: int
+    workers: Mapping[WorkerId, PoolWorker],
+    versions: Sequence[Version],
+    max_workers: int,
+    num_spares: int = 0,
+    long_dead: Collection[WorkerId] = (),
 ) -> PoolMove | None:
-    """Returns the next move; None if there is nothing to do now."""
+    """Returns the next move; None if there is nothing to do now.
+
+    `num_spares` are wanted of the first version that stays. If all workers of a pool are in
+    `long_dead`, one with another KV format may stand in for them.
+    """
     if any(worker.target is None for worker in workers.values()):
         return None  # a found worker tells its role soon: until then it may fill any pool
-    there = {version.name for version in versions if not version.is_over}
+    there = {version.name for version in versions if version.has_workers}
     for worker in workers.values():
         if worker.version not in there and (move := _clear(worker)) is not None:
             return move
     has_room = len(workers) < max_workers
+    current = next((v.name for v in versions if not v.is_leaving), None)
+    lacks_room = False
     for version in versions:
-        if not version.is_over:
+        if version.has_workers:
             own = {name: w for name, w in workers.items() if w.version == version.name}
-            move = _Fleet(
-                own, version, _FleetRules(formats_of(version.worker), has_room)
-            ).next_move()
-            if move is not None:
+            wanted = num_spares if version.name == current else 0
+            rules = _FleetRules(formats_of(version.worker), has_room, wanted, long_dead)
+            fleet = _Fleet(own, version, rules)
+            lacks_room |= fleet.lacks_room
+            if (move := fleet.next_move()) is not None:
                 return move
-    return None
+    spares = [w.worker_id for w in workers.values() if w.is_ready_spare]
+    return Retire(max(spares, key=by_number)) if lacks_room and spares else None
 
 
 def _clear(worker: PoolWorker) -> PoolMove | None:
-    """Chooses the next move for a worker of a version that is over; None while it goes."""
+    """Chooses the next move for a worker that its version needs no more; None while it goes."""
     match worker.state:
         case WorkerState.WAITING:
             return Drop(worker.worker_id)
@@ -138,12 +191,65 @@ class _Fleet:
             role: max(len(pool) - pools.of(role), 0) for role, pool in self._pool.items()
         }
 
+        self._spares = [w for w in workers.values() if w.is_spare]
+
+    @property
+    def lacks_room(self) -> bool:
+        """True if a worker is missing that only wants room."""
+        num_flips = self._num_to_be_flipped(self._lacking())
+        return not self._rules.has_room and sum(self._missing.values()) > num_flips
+
     def next_move(self) -> PoolMove | None:
-        return self._drop() or self._flip() or self._begin() or self._retire()
+        return (
+            self._take_spare()
+            or self._stand_in()
+            or self._drop()
+            or self._flip()
+            or self._begin()
+            or self._retire()
+            or self._keep_spares()
+        )
+
+    def _take_spare(self) -> TakeSpare | None:
+        """Finds a spare for a worker that has run and must start again; a decode worker first."""
+        for role in (Role.DECODE, Role.MIXED, Role.PREFILL):
+            dead = [w for w in self._pool[role] if w.has_run and w.state in AWAY]
+            if dead and (spare := self._ready_spare(role)) is not None:
+                return TakeSpare(spare.worker_id, min(dead, key=_number).worker_id)
+        return None
+
+    def _ready_spare(self, role: Role) -> PoolWorker | None:
+        able = [w for w in self._spares if w.is_ready_spare and self._rules.can_become(w, role)]
+        return min(able, key=_number, default=None)
+
+    def _keep_spares(self) -> PoolMove | None:
+        """Starts a missing spare, or ends one that is too many."""
+        missing = self._rules.num_spares - len(self._spares)
+        if missing > 0:
+            calm = all(w.has_run and w.state not in AWAY for w in self._workers.values())
+            return BeginSpare(self._version) if calm and self._rules.has_room else None
+        if missing == 0:
+            return None
+        return _clear(max(self._spares, key=lambda w: (w.state in AWAY, _number(w))))
+
+    def _stand_in(self) -> StandIn | Hurry | None:
+        """Finds a worker for the work of a pool whose workers all start again, or hurries them."""
+        rules = self._rules
+        for role, dead in dead_pools(self._workers.values()).items():
+            exact, found = is_exact(role, rules.formats), None
+            if exact or all(worker.worker_id in rules.long_dead for worker in dead):
+                found = self._least_loaded(
+                    w for w in self._workers.values() if rules.can_become(w, Role.MIXED)
+                )
+            if found is not None:
+                return StandIn(found.worker_id, role, exact)
+            if (hurried := to_hurry(dead)) is not None:
+                return Hurry(hurried.worker_id, role)
+        return None
 
     def _drop(self) -> Drop | None:
         waiting = [w for w in self._surplus() if w.state is WorkerState.WAITING]
-        return Drop(max(waiting, key=lambda w: w.worker_id).worker_id) if waiting else None
+        return Drop(max(waiting, key=_number).worker_id) if waiting else None
 
     def _flip(self) -> FlipTo | None:
         for role in self._lacking():
@@ -153,6 +259,7 @@ class _Fleet:
                 if self._rules.can_become(worker, role)
                 and not takes_last(worker, role, self._workers.values())
             )
+            found = found or self._ready_spare(role)
             if found is not None:
                 return FlipTo(found.worker_id, role)
         return None
@@ -200,6 +307,10 @@ class _Fleet:
     def _least_loaded(self, workers: Iterable[PoolWorker]) -> PoolWorker | None:
         ready = [w for w in workers if w.state is WorkerState.SERVING and w.is_connected]
         return min(ready, key=lambda w: order_of_leaving(w.worker_id, w.work_tokens), default=None)
+
+
+def _number(worker: PoolWorker) -> tuple[str, int, str]:
+    return by_number(worker.worker_id)
 
 
 def takes_last(worker: PoolWorker, role: Role, workers: Iterable[PoolWorker]) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.control import FIRST_VERSION
+from engine.control import FIRST_VERSION, by_role
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
@@ -19,6 +19,7 @@ class WorkerState(StrEnum):
     DRAINING = "draining"  # was told to drain, and still holds work
     DRAINED = "drained"  # holds no work; stays so until the operator orders something else
     STOPPING = "stopping"
+    SPARE = "spare"  # only shown: a spare that is drained
 
 
 RUNNING = (
@@ -44,10 +45,15 @@ class PoolWorker:
     address: str | None = None  # None while it does not run
     role: Role | None = None  # as it last reported
     kv_format: KVFormat | None = None
+    kernels: str = ""  # what computes there, as it last reported
     load: LoadReport | None = None
     is_connected: bool = False
     lost_s: float | None = None  # when its session ended; None while it has one
+    died_s: float | None = None  # when it last ended by itself; None once it serves again
+    failures: int = 0  # ends and failed starts in a row
+    is_hurried: bool = False  # its next start does not wait
     leaves: bool = False  # is stopped once it is drained
+    is_spare: bool = False  # its target is DRAINED: it waits to take the place of a dead worker
     refuses: set[Role] = field(default_factory=set)  # roles that it did not take
     has_run: bool = False  # so its model is on its machine
     moves_since_s: float | None = None  # since this flip, sequences that decode here move away
@@ -56,6 +62,25 @@ class PoolWorker:
     def runs(self) -> bool:
         """True if its process listens and was not told to stop."""
         return self.state in RUNNING
+
+    @property
+    def is_ready_spare(self) -> bool:
+        """True if it can take another worker's place at once."""
+        return self.is_spare and self.is_connected and self.state is WorkerState.DRAINED
+
+    @property
+    def shown_state(self) -> WorkerState:
+        """Its state as people see it."""
+        return WorkerState.SPARE if self.is_ready_spare else self.state
+
+    @property
+    def shown_role(self) -> Role | None:
+        """Its role as people see it: until it runs, the one that it will have."""
+        return self.role or self.target
+
+    def order(self) -> tuple[int, tuple[str, int, str]]:
+        """Key that sorts workers for people: by role, then by number."""
+        return by_role(self.shown_role, self.worker_id)
 
     @property
     def num_seqs(self) -> int:

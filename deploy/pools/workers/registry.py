@@ -9,8 +9,10 @@ from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
 from deploy.pools.wanted import Wanted
 from deploy.pools.workers.record import PoolWorker, WorkerState
-from engine.control import SERVING_ROLES, Member
+from engine.control import SERVING_ROLES, Member, by_number, with_role
 from engine.messages import Role, WorkerId
+
+NOT_STARTED = "did not start: "
 
 
 class PoolWorkers:
@@ -45,9 +47,14 @@ class PoolWorkers:
         """Returns the workers that run, in the order of their names."""
         return tuple(
             Member(worker.worker_id, worker.address, worker.version, worker.context_len)
-            for worker in sorted(self.by_id.values(), key=lambda w: w.worker_id)
+            for worker in sorted(self.by_id.values(), key=lambda w: by_number(w.worker_id))
             if worker.runs and worker.address is not None
         )
+
+    def listed(self) -> list[str]:
+        """Returns all workers with their roles, sorted for people."""
+        workers = sorted(self.by_id.values(), key=PoolWorker.order)
+        return [with_role(worker.worker_id, worker.shown_role) for worker in workers]
 
     def kept(self) -> list[WorkerId]:
         """Returns the workers that the operator drained and wants to keep running."""
@@ -69,13 +76,13 @@ class PoolWorkers:
     def _is_kept(self, worker: PoolWorker) -> bool:
         if worker.target is None:
             return worker.worker_id in self._wanted.intent.drained
-        return worker.target is Role.DRAINED and not worker.leaves
+        return worker.target is Role.DRAINED and not worker.leaves and not worker.is_spare
 
     # ------------------------------------------------------------ starts
 
     def begin(self, version: str, role: Role, now_s: float) -> WorkerId:
         """Adds a worker that waits for its first start. Returns its name."""
-        worker_id = self._free_name(role)
+        worker_id = self._free_name()
         self._restarts.forget(worker_id)
         self.by_id[worker_id] = PoolWorker(worker_id, role, now_s, version=version)
         return worker_id
@@ -89,6 +96,7 @@ class PoolWorkers:
                 self._num_starts += 1
                 worker.start = self._num_starts
                 self.enter(worker, WorkerState.STARTING, now_s)
+                self._restarts.begun(worker.worker_id, now_s)
                 assert worker.target is not None
                 yield StartWorker(worker.worker_id, worker.target, worker.start, version)
 
@@ -103,7 +111,7 @@ class PoolWorkers:
         self._history.counters["flips"] += 1
         what = f"is flipped from {worker.role} to {role}"
         yield self._history.tell(now_s, worker.worker_id, what, why)
-        worker.target = role
+        worker.target, worker.is_spare = role, False
         self.enter(worker, WorkerState.FLIPPING, now_s)
         yield SetWorkerRole(worker.worker_id, role)
 
@@ -137,11 +145,36 @@ class PoolWorkers:
     def lose(self, worker: PoolWorker, how: str, now_s: float) -> Iterator[PoolEffect]:
         """Notes that a wanted worker ended. It waits for its next start."""
         worker_id = worker.worker_id
-        outlook = self._restarts.note_end(worker_id, now_s)
-        yield self._history.tell(now_s, worker_id, how, outlook)
+        outlook = self._restarts.note_end(worker_id, now_s, how)
+        yield self._history.tell(now_s, worker_id, how, outlook, role=worker.target)
         self.by_id[worker_id] = PoolWorker(
-            worker_id, worker.target, now_s, version=worker.version, has_run=worker.has_run
+            worker_id,
+            worker.target,
+            now_s,
+            version=worker.version,
+            has_run=worker.has_run,
+            is_spare=worker.is_spare,
+            died_s=now_s if worker.died_s is None else worker.died_s,
+            failures=self._restarts.num_failed(worker_id),
         )
+
+    def hurry(self, worker: PoolWorker, why: str, now_s: float) -> Iterator[PoolEffect]:
+        """Lets a worker that died start again at once."""
+        worker.is_hurried = True
+        self._restarts.hurry(worker.worker_id, now_s)
+        self._history.counters["hurried starts"] += 1
+        yield self._history.tell(now_s, worker.worker_id, "is started again at once", why)
+
+    def troubles(self) -> Iterator[str]:
+        """Yields a sentence for each worker that did not start or keeps ending, until it runs.
+
+        One that died once is back within seconds: the steps tell of it.
+        """
+        for worker_id, worker in self.by_id.items():
+            why = self._restarts.why(worker_id)
+            if why.startswith(NOT_STARTED) or (why and self._restarts.is_looping(worker_id)):
+                what = why.removeprefix(f"{worker_id} ")
+                yield f"{with_role(worker_id, worker.target)} {what}"
 
     def forget(self, worker: PoolWorker) -> None:
         """Removes a worker that has ended and is not wanted."""
@@ -159,9 +192,10 @@ class PoolWorkers:
             assert worker.target is not None or worker.state in unasked
             going = (WorkerState.DRAINING, WorkerState.DRAINED)
             assert (worker.target is Role.DRAINED) >= (worker.state in going)
-            assert worker.leaves <= (worker.target is Role.DRAINED)
+            assert (worker.leaves or worker.is_spare) <= (worker.target is Role.DRAINED)
             assert worker.moves_since_s is None or worker.role is Role.PREFILL
 
-    def _free_name(self, role: Role) -> WorkerId:
-        names = (WorkerId(f"{role}-{number}") for number in count())
+    def _free_name(self) -> WorkerId:
+        """A name says no role: a flip would make it wrong."""
+        names = (WorkerId(f"worker-{number}") for number in count())
         return next(name for name in names if name not in self.by_id)

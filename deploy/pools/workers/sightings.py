@@ -18,7 +18,7 @@ from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
 from deploy.pools.wanted import Wanted
 from deploy.pools.workers.record import PoolWorker, WorkerState
-from deploy.pools.workers.registry import PoolWorkers
+from deploy.pools.workers.registry import NOT_STARTED, PoolWorkers
 from engine.control import Member
 from engine.messages import Role, WorkerId
 
@@ -55,14 +55,14 @@ class WorkerSightings:
         again = self.restarts.num_failed(worker.worker_id) > 0
         self.restarts.started(worker.worker_id, now_s)
         what = "was started again" if again else "was started"
-        yield self.history.tell(now_s, worker.worker_id, what)
+        yield self.history.tell(now_s, worker.worker_id, what, role=worker.target)
 
     def on_start_failed(self, event: WorkerStartFailed, now_s: float) -> Iterator[PoolEffect]:
         """Tries again later."""
         worker = self.workers.starting(event.worker_id, event.start)
         if worker is not None:
             self.workers.waits_for_nodes |= event.waits_for_node
-            yield from self.workers.lose(worker, f"did not start: {event.reason}", now_s)
+            yield from self.workers.lose(worker, f"{NOT_STARTED}{event.reason}", now_s)
 
     def on_stopped(self, event: WorkerStopped, now_s: float) -> Iterator[PoolEffect]:
         """Forgets a worker that was not wanted; starts a wanted worker again."""
@@ -81,7 +81,7 @@ class WorkerSightings:
         if worker is None or not worker.runs:
             return
         self.history.counters["workers died"] += 1
-        if worker.target is Role.DRAINED or worker.target is None:
+        if worker.target in (Role.DRAINED, None) and not worker.is_spare:
             self.workers.forget(worker)
             yield self.history.tell(now_s, event.name, event.how, "it was not needed")
         else:
@@ -92,14 +92,15 @@ class WorkerSightings:
         worker = self.workers.at(event.worker_id, event.address)
         if worker is None:
             return
-        worker.is_connected, worker.lost_s = True, None
-        worker.kv_format = event.kv_format
+        worker.is_connected, worker.lost_s, worker.died_s = True, None, None
+        worker.kv_format, worker.kernels = event.kv_format, event.kernels
         _note_role(worker, event.role, now_s)
         if worker.target is None:
             worker.target = event.role
-            worker.leaves = (
-                event.role is Role.DRAINED and worker.worker_id not in self.wanted.intent.drained
-            )
+            if event.role is Role.DRAINED and worker.worker_id not in self.wanted.intent.drained:
+                num_spares = sum(each.is_spare for each in self.workers.by_id.values())
+                worker.is_spare = num_spares < self.wanted.limits.num_spares
+                worker.leaves = not worker.is_spare
         if worker.state is WorkerState.JOINING:
             goes = worker.target is Role.DRAINED
             state = WorkerState.DRAINING if goes else WorkerState.SERVING
@@ -123,7 +124,9 @@ class WorkerSightings:
         if worker is None or not worker.is_connected:
             return
         worker.is_connected, worker.lost_s, worker.load = False, now_s, None
-        yield self.history.tell(now_s, worker.worker_id, "cannot be reached", event.reason)
+        yield self.history.tell(
+            now_s, worker.worker_id, "cannot be reached", event.reason, role=worker.role
+        )
 
     def on_role(self, event: RoleSeen, now_s: float) -> Iterator[PoolEffect]:
         """Ends a flip if the worker confirms or refuses the role."""

@@ -75,12 +75,12 @@ def test_pool_grows_flips_and_shrinks_under_load(served, admin, run_dir):
     with Trickle(served.url) as trickle:
         grown = baton(run_dir, "pools", "set", "prefill=2")
         assert grown.returncode == 0, grown.stderr
-        assert "prefill-1 was started" in grown.stdout
+        assert "worker-2 (prefill) was started" in grown.stdout
         assert "done" in grown.stdout
         assert serving(admin) == {
-            "decode-0": "decode",
-            "prefill-0": "prefill",
-            "prefill-1": "prefill",
+            "worker-0": "prefill",
+            "worker-1": "decode",
+            "worker-2": "prefill",
         }
 
         admin.set_pools({"prefill": 1, "decode": 2})
@@ -102,7 +102,7 @@ def test_pool_grows_flips_and_shrinks_under_load(served, admin, run_dir):
     assert "drains timed out" not in admin.pools().counters
 
 
-def test_killed_worker_is_replaced_and_no_request_fails(served, admin):
+def test_killed_worker_is_replaced_and_no_request_fails(served, admin, run_dir):
     admin.set_pools({"decode": 2})
     settle(admin)
     with Trickle(served.url) as trickle:
@@ -116,6 +116,10 @@ def test_killed_worker_is_replaced_and_no_request_fails(served, admin):
     trickle.check()
     again = {w.worker_id: w.pid for w in admin.pools().workers}
     assert again[victim.worker_id] not in (None, victim.pid)
+    told = baton(run_dir, "logs", "controller", "--json").stdout
+    assert f"{victim.worker_id} (decode) ended with status -9" in told
+    told = baton(run_dir, "logs").stdout
+    assert f"worker {victim.worker_id} is lost" in told
     admin.set_pools({"decode": 1})
     settle(admin)
 
@@ -164,7 +168,7 @@ def test_workers_and_requests_are_listed(served, admin, run_dir):
     poll_until(is_listed, "`baton requests` lists a request in service", CHANGE_S)
     for command in ("pools", "workers"):
         shown = baton(run_dir, command)
-        assert "decode-" in shown.stdout or "prefill-" in shown.stdout, shown.stderr
+        assert "worker-" in shown.stdout, shown.stderr
 
 
 def test_impossible_orders_and_wrong_keys_are_refused(admin, run_dir):

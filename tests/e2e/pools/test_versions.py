@@ -3,16 +3,20 @@
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from deploy.commands.views import DIFFERS
 from tests.kits.operator import CHANGE_S, baton
 from tests.kits.services.served import Served, poll_until, serve
 
 pytestmark = pytest.mark.torch
 
 NUM_ASKED = 60
+NUM_LATE = 8  # more than the declared number by which a canary is judged
+GIVE_UP_S = 30.0
 LONG = {"prompt": "def f(", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 
@@ -23,18 +27,20 @@ def served(run_dir) -> Iterator[Served]:
 
 
 class LongAnswer(threading.Thread):
-    """A stream from the first version, read to its end."""
+    """A stream of a version, by default the current one, read to its end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, version: str | None = None) -> None:
         super().__init__()
         self._url = url
+        self._headers = {} if version is None else {"x-baton-version": version}
         self.text = ""
         self.fingerprints: set[str] = set()
         self.has_begun = threading.Event()
 
     def run(self) -> None:
         body = {**LONG, "stream": True}
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
+        url, headers = f"{self._url}/v1/completions", self._headers
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -92,6 +98,55 @@ def test_version_shares_load_then_takes_over_and_no_answer_changes(
     assert [version.name for version in pools.versions] == ["v2"]
     assert "drains timed out" not in pools.counters
     served.num_blocks = sum(worker.num_blocks for worker in pools.workers)
+
+
+def ask_in_time(url: str, version: str) -> int:
+    """Asks a version for two tokens within bounds. Returns the status of its answer.
+
+    404 if the version was given up before.
+    """
+    body = {"prompt": "a", "max_tokens": 2, "slo_ttft_ms": 50, "slo_tpot_ms": 50}
+    headers = {"x-baton-version": version}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+
+def test_canary_that_is_late_ends_itself_and_no_stream_is_lost_or_changed(
+    served, admin, run_dir, tmp_path
+):
+    """Its worker decodes one sequence at a time, so all that come beside a stream are late."""
+    whole = httpx.post(f"{served.url}/v1/completions", json=LONG, timeout=60).json()
+    [current] = [version.name for version in admin.pools().versions]
+    declared = tmp_path / "declared.toml"
+    declared.write_text("[update]\nmin_requests = 5\n[router]\nmax_queue = 7\n")
+    applied = baton(run_dir, "apply", "-c", str(declared))
+    assert applied.returncode == DIFFERS, applied.stderr
+    assert "needs a restart: router.max_queue" in applied.stdout
+    config = tmp_path / "narrow.toml"
+    config.write_text("[worker]\nmax_running = 1\n")
+    order = ("--canary", "50", "--hold", "1m", "--name", "narrow", "--no-wait")
+    begun = baton(run_dir, "update", "-c", str(config), *order)
+    assert begun.returncode == 0, begun.stderr
+
+    def weight() -> int:
+        return next((each.weight for each in admin.pools().versions if each.name == "narrow"), 0)
+
+    poll_until(lambda: weight() == 50, "it has half of the requests", CHANGE_S)
+    streams = [LongAnswer(served.url, version) for version in (current, "narrow", current)]
+    for stream in streams:
+        stream.start()
+    assert streams[1].has_begun.wait(CHANGE_S)
+    with ThreadPoolExecutor(NUM_LATE) as threads:
+        asked = [threads.submit(ask_in_time, served.url, "narrow") for _ in range(NUM_LATE)]
+    assert {each.result() for each in asked} <= {200, 404, 429}
+    poll_until(lambda: weight() == 0, "it is given up", GIVE_UP_S)
+    for stream in streams:
+        stream.join(CHANGE_S)
+    assert {stream.text for stream in streams} == {whole["choices"][0]["text"]}
+    poll_until(lambda: admin.pools().settled, "the pools have settled", CHANGE_S)
+    pools = admin.pools()
+    assert [version.name for version in pools.versions] == [current]
+    assert pools.counters["updates given up"] == 1
+    assert any("answers were late" in step.why for step in pools.steps)
 
 
 @pytest.mark.long  # three starts that fail; test_rollout tests the same without processes

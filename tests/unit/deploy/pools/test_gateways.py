@@ -4,11 +4,12 @@ from deploy.pools.events import (
     Died,
     GatewayFailed,
     GatewayHeard,
+    GatewaySeen,
     GatewayStopped,
     GatewayUnheard,
 )
-from deploy.pools.gateways import GATEWAY_UNREACHABLE_S, GatewayState
-from engine.control import Pools
+from deploy.pools.gateways import GATEWAY_PATIENCE_S, GATEWAY_UNREACHABLE_S, GatewayState
+from engine.control import GatewayReport, Pools
 from tests.kits.pools import settled
 
 
@@ -67,3 +68,41 @@ def test_end_of_a_stopped_gateway_is_reported_once():
     assert machine.gateways["gateway"] is GatewayState.STOPPING
     machine.handle(GatewayStopped("gateway"), 1e4)
     assert machine.gateways["gateway"] is GatewayState.WAITING
+
+
+def test_a_silent_gateway_is_waited_for_while_another_serves():
+    world = settled(Pools(1, 1), gateways=("gateway-0", "gateway-1"))
+    world.silent.add("gateway-0")
+    world.feed(GatewayUnheard("gateway-0", "silent for 5.1 s"))
+    world.run(GATEWAY_PATIENCE_S - 2)
+    assert not world.stopped_gateways
+    [trouble] = world.machine.troubles()
+    assert trouble == "gateway-0 does not answer. New requests go to the others."
+    world.feed(GatewayHeard("gateway-0"))
+    world.run(60)
+    assert not world.stopped_gateways
+    assert not world.machine.troubles()
+
+
+def test_a_silent_gateway_is_ended_soon_if_no_other_serves():
+    world = settled(Pools(1, 1), gateways=("gateway-0", "gateway-1"))
+    world.feed(GatewayUnheard("gateway-0", "silent for 5.1 s"))
+    world.run(1)
+    world.feed(Died("gateway-1", "ended with status -9"))
+    world.run(0.0)
+    assert "gateway-1 ended with status -9" in world.machine.troubles()
+    world.hanging.add("gateway-1")
+    world.run(GATEWAY_UNREACHABLE_S + 1)
+    assert world.stopped_gateways[0][1] == "gateway-0"
+
+
+def test_requests_that_end_with_a_gateway_are_counted():
+    world = settled(Pools(1, 1), gateways=("gateway-0", "gateway-1"))
+    version = world.machine.members.version
+    world.feed(GatewaySeen("gateway-0", GatewayReport(None, version, 2, 7, 1, 0.0)))
+    world.feed(GatewaySeen("gateway-0", None))
+    world.feed(GatewayUnheard("gateway-0", "silent for 5.1 s"))
+    world.silent.add("gateway-0")
+    world.run(GATEWAY_PATIENCE_S + 2)
+    assert world.machine.counters["requests lost with gateways"] == 7
+    assert any("gateway-0 was stopped, with 7 requests" in line for line in world.told)

@@ -15,6 +15,7 @@ from deploy.pools.events import (
     Found,
     GatewayHeard,
     Overtaken,
+    PartsSeen,
     PoolTick,
 )
 from deploy.pools.gateways import GatewayState
@@ -31,19 +32,59 @@ def test_workers_start_first_then_one_gateway_then_the_others():
     world = PoolWorld(Pools(2, 1), gateways=("gateway-0", "gateway-1"))
     world.feed(PoolTick())
     world.settle()
-    assert world.roles() == {"prefill-0": P, "prefill-1": P, "decode-0": D}
+    assert world.roles() == {"worker-0": P, "worker-1": P, "worker-2": D}
     order = [line.split()[0] for line in world.told if "gateway" in line]
     assert order == ["gateway-0", "gateway-1"]
     assert {m.worker_id for m in world.machine.members.workers} == set(world.processes)
 
 
+def test_a_name_says_no_role_and_the_smallest_free_number_is_taken_again():
+    world = settled(Pools(2, 1))
+    world.feed(Flip(WorkerId("worker-0"), D))
+    world.settle()
+    world.feed(Stop(WorkerId("worker-1" if world.roles()["worker-1"] is D else "worker-2")))
+    world.settle()
+    assert world.roles() == {"worker-0": D, "worker-1": P}
+    world.feed(SetPools(Pools(2, 1)))
+    world.settle()
+    assert world.roles() == {"worker-0": D, "worker-1": P, "worker-2": P}
+
+
+def test_workers_that_an_older_baton_named_by_role_keep_their_names():
+    world = settled(Pools(1, 1))
+    old = {"prefill-0": "worker-0", "decode-0": "worker-1"}
+    world.processes = {name: world.processes[new] for name, new in old.items()}
+    world.addresses = {name: world.addresses[new] for name, new in old.items()}
+    world.replace_controller(intent_of(Pools(1, 2), drained=(WorkerId("decode-1"),)), version=9)
+    world.connect()
+    world.settle()
+    assert world.roles() == {"decode-0": D, "prefill-0": P, "worker-0": D}
+    world.feed(Flip(WorkerId("decode-0"), M))
+    world.feed(Stop(WorkerId("decode-0")))
+    world.settle()
+    assert world.roles() == {"prefill-0": P, "worker-0": D}
+    assert world.machine.intent.drained == ()
+
+
+def test_workers_are_listed_by_role_then_by_number():
+    world = settled(Pools(1, 11), max_workers=12)
+    world.feed(Flip(WorkerId("worker-4"), M))
+    world.settle()
+    numbers = (1, 2, 3, 5, 6, 7, 8, 9, 10, 11)
+    decoding = [f"worker-{number} (decode)" for number in numbers]
+    with pytest.raises(OrderRefused) as refused:
+        world.feed(Drain(WorkerId("worker-99")))
+    listed = str(refused.value).partition("there are: ")[2].split(", ")
+    assert listed == ["worker-0 (prefill)", *decoding, "worker-4 (mixed)"]
+
+
 def test_gateways_start_although_some_workers_wait_for_nodes():
     world = PoolWorld(Pools(1, 2))
-    world.has_no_place = {"decode-0", "decode-1"}
+    world.has_no_place = {"worker-1", "worker-2"}
     world.feed(PoolTick())
     world.run(20)
     assert not world.machine.has_begun  # no worker decodes
-    world.has_no_place = {"decode-1"}
+    world.has_no_place = {"worker-2"}
     world.run(40)
     assert world.machine.has_begun
     assert not world.machine.is_settled
@@ -61,7 +102,7 @@ def test_next_controller_does_not_start_running_gateways_again():
 
 def test_next_controller_continues_with_the_same_intent():
     world = settled(Pools(2, 2))
-    world.feed(Drain(WorkerId("prefill-0")))
+    world.feed(Drain(WorkerId("worker-0")))
     world.feed(SetPlanner(PlannerMode.DRY_RUN))
     world.settle()
     before = world.machine.members
@@ -80,16 +121,16 @@ def test_next_controller_stops_drained_workers_that_are_not_kept():
     world = settled(Pools(1, 1))
     world.feed(SetPools(Pools(2, 1)))
     world.settle()
-    world.processes["prefill-1"].role = Role.DRAINED
+    world.processes["worker-2"].role = Role.DRAINED
     world.replace_controller(intent_of(Pools(1, 1)), version=9)
     world.connect()
     world.settle()
-    assert world.roles() == {"decode-0": D, "prefill-0": P}
+    assert world.roles() == {"worker-0": P, "worker-1": D}
 
 
 def test_next_controller_starts_gateways_although_a_worker_is_missing():
     world = settled(Pools(2, 1))
-    world.die("prefill-1")
+    world.die("worker-1")
     world.queue.clear()
     world.fails_always.add(P)
     world.replace_controller(intent_of(Pools(2, 1)), gateways=())
@@ -98,7 +139,7 @@ def test_next_controller_starts_gateways_although_a_worker_is_missing():
     world.connect()
     world.run(3)
     assert world.machine.gateways["gateway"] is GatewayState.SERVING
-    assert list(world.roles()) == ["decode-0", "prefill-0"]
+    assert list(world.roles()) == ["worker-0", "worker-2"]
 
 
 def test_members_of_an_earlier_controller_get_a_higher_version():
@@ -173,7 +214,7 @@ small = st.integers(0, 3)
 wanted = st.builds(Pools, small, small, small).filter(
     lambda p: p.total <= 6 and (p.mixed or (p.prefill and p.decode))
 )
-names = st.sampled_from([f"{role}-{i}" for role in (P, D, M) for i in range(3)]).map(WorkerId)
+names = st.sampled_from([f"worker-{i}" for i in range(8)]).map(WorkerId)
 actions = st.one_of(
     st.tuples(st.just("order"), st.builds(SetPools, wanted)),
     st.tuples(st.just("order"), st.builds(Flip, names, st.sampled_from((P, D, M)))),
@@ -193,10 +234,11 @@ actions = st.one_of(
     first=wanted,
     script=st.lists(actions, max_size=12),
     config=st.sampled_from([SAME, APART]),
+    num_spares=st.sampled_from([0, 1]),
     seed=st.integers(0, 99),
 )
-def test_pools_converge_to_what_is_wanted_after_any_events(first, script, config, seed):
-    world = PoolWorld(first, max_workers=6, config=config)
+def test_pools_converge_to_what_is_wanted_after_any_events(first, script, config, num_spares, seed):
+    world = PoolWorld(first, max_workers=6, config=config, num_spares=num_spares)
     world.rng = random.Random(seed)
     world.feed(PoolTick())
     for what, argument in script:
@@ -228,3 +270,18 @@ def test_pools_converge_to_what_is_wanted_after_any_events(first, script, config
     assert counts == [pools.prefill, pools.decode, pools.mixed]
     world.run(100)
     assert world.machine.is_settled
+
+
+def test_dead_part_of_ray_is_told_until_it_runs_again():
+    world = settled()
+    world.feed(PartsSeen({"gcs": True, "raylet": True}))
+    assert world.machine.is_settled
+    for _ in range(2):
+        world.feed(PartsSeen({"gcs": False, "raylet": True}))
+        [trouble] = world.machine.troubles()
+        assert trouble.startswith("gcs of Ray is dead")
+        assert not world.machine.is_settled
+    world.feed(PartsSeen({"gcs": True, "raylet": True}))
+    assert world.machine.is_settled
+    assert not world.machine.troubles()
+    assert [line.split(":")[0] for line in world.told] == ["gcs is dead", "gcs runs again"]

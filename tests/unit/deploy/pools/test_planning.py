@@ -9,7 +9,7 @@ from deploy.pools.effects import SetWorkerRole, StartWorker
 from deploy.pools.events import Connected, Disconnected, PoolTick, RoleSeen, RoomSeen, WorkerStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Drain, Flip, OrderRefused, SetPlanner, SetPools
-from deploy.pools.planning import DecisionOutcome, Planning, rules_of
+from deploy.pools.planning import DecisionKind, DecisionOutcome, Planning, rules_of
 from deploy.pools.wanted import PoolLimits
 from engine.config import (
     Config,
@@ -19,12 +19,12 @@ from engine.config import (
     RouterConfig,
     WorkerConfig,
 )
-from engine.control import GatewayReport, Pools
+from engine.control import MAIN_LINE, NO_WORKERS, Asleep, GatewayReport, Pools
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome
 from router.planning.planner import PlannerRules
-from tests.kits.pools import intent_of
+from tests.kits.pools import intent_of, model_version
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 COST = DecodeCost(fixed_s=0.010, row_s=2e-4, context_s=0.0)
@@ -66,12 +66,13 @@ class World:
     def tick(self, *seen, seconds=1):
         """Feeds a report of each gateway, None if silent, for some seconds. Returns a decision."""
         reports = [
-            None if one is None else GatewayReport(None, 1, 2, 0, 0, 0.0, one) for one in seen
+            None if one is None else GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: one})
+            for one in seen
         ]
         found = None
         for _ in range(seconds):
             self.now_s += 1.0
-            found = self.planning.tick(reports, self.infos(), self.now_s) or found
+            found = next(iter(self.planning.tick(reports, self.infos(), self.now_s)), found)
         return found
 
     def infos(self):
@@ -100,6 +101,7 @@ def test_changing_load_flips_workers_there_and_back():
     assert last.after.decode > 1
     assert world.planning.decisions[0] == first
     assert list(world.planning.decisions)[-1] == last
+    assert world.planning.counts == {(DecisionKind.FLIP, DecisionOutcome.DONE): last.number}
 
 
 def test_dry_run_reports_once_and_changes_nothing():
@@ -161,7 +163,7 @@ def test_operators_order_is_not_taken_back_at_once():
     assert world.tick(READING, seconds=15) is None
     assert "decode grew" in " ".join(world.planning.reasons)
     assert world.tick(READING, seconds=3).after.prefill > 1
-    world.feed(Flip("prefill-0", Role.DECODE))
+    world.feed(Flip("worker-0", Role.DECODE))
     assert world.tick(READING) is None
 
 
@@ -189,19 +191,19 @@ def test_reports_add_up_and_a_silent_gateway_pauses_the_planner():
 def test_gateway_without_an_observation_counts_as_silent():
     world = World(Pools(2, 2))
     report = GatewayReport(None, 1, 2, 0, 0, 0.0)
-    assert world.planning.tick([report], world.infos(), 1.0) is None
+    assert world.planning.tick([report], world.infos(), 1.0) == []
     assert world.planning.reasons == ("nothing: no gateway reports",)
 
 
 def test_planner_waits_while_a_worker_changes():
     world = World(Pools(3, 2))
     world.obeys = False
-    for order in (Flip("prefill-0", Role.DECODE), SetPools(Pools(2, 4)), SetPools(Pools(2, 1))):
+    for order in (Flip("worker-0", Role.DECODE), SetPools(Pools(2, 4)), SetPools(Pools(2, 1))):
         world.feed(order)
         assert world.tick(READING) is None
         assert "are changing" in world.planning.reasons[0]
     world = World(Pools(2, 2))
-    world.feed(Disconnected("decode-0", "decode-0", "gone"))
+    world.feed(Disconnected("worker-2", "worker-2", "gone"))
     assert world.tick(READING) is None
     assert "1 workers are changing" in world.planning.reasons[0]
 
@@ -219,7 +221,7 @@ def test_missing_workers_stay_wanted_but_are_no_capacity():
 
 def test_drained_and_mixed_workers_do_not_count():
     world = World(Pools(2, 2, 1))
-    world.feed(Drain("decode-1"))
+    world.feed(Drain("worker-3"))
     assert world.tick(WRITING).after == Pools(1, 2, 1)
 
 
@@ -241,6 +243,63 @@ def test_planner_pauses_during_an_update_and_starts_fresh():
     world.machine.wanted.intent = alone
     assert world.tick(READING, seconds=15) is None  # earlier orders are not known
     assert world.tick(READING).after == Pools(3, 1)
+
+
+def with_small(**options) -> World:
+    """Returns a world with a model beside the main one. Both have been observed for a minute."""
+    world = World(Pools(2, 2), **options)
+    intent = world.machine.intent
+    small = model_version("small", Pools(2, 2))
+    versions = (*intent.versions, small)
+    world.machine.wanted.intent = msgspec.structs.replace(intent, versions=versions)
+    world.feed(PoolTick())
+    world.rest()
+    return world
+
+
+def test_each_model_is_planned_by_its_own_load():
+    world = with_small()
+    report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: WRITING, "small": READING})
+    decisions = world.planning.tick([report], world.infos(), world.now_s)
+    assert [(each.model, each.after) for each in decisions] == [
+        ("", Pools(1, 3)),
+        ("small", Pools(3, 1)),
+    ]
+    assert str(decisions[1]) == "small: prefill 2 → 3, decode 2 → 1: done"
+    assert world.planning.reasons[-1].startswith("small: ")
+    assert world.machine.intent.version("small-v1").pools == Pools(3, 1)
+    assert world.wanted == Pools(1, 3)
+
+
+def test_refusals_for_two_models_are_kept_once_each():
+    world = with_small(mode=PlannerMode.DRY_RUN)
+    report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: WRITING, "small": READING})
+    for second in range(5):
+        world.planning.tick([report], world.infos(), world.now_s + second)
+    assert [each.model for each in world.planning.decisions] == ["", "small"]
+
+
+def test_a_model_that_sleeps_is_not_planned():
+    world = with_small()
+    asleep = Asleep(Pools(2, 2), 4096)
+    intent = world.machine.intent.changed("small-v1", pools=NO_WORKERS, asleep=asleep)
+    world.machine.wanted.intent = intent
+    world.feed(PoolTick())
+    report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: WRITING, "small": READING})
+    decisions = world.planning.tick([report], world.infos(), world.now_s)
+    assert [each.model for each in decisions] == [""]
+    assert world.planning.reasons[-1] == "small: nothing: it sleeps"
+
+
+def test_room_is_asked_for_all_models_together():
+    rules = replace(RULES, max_total=6, grow_after_s=3.0, shrink_after_s=5.0)
+    world = with_small(rules=rules, max_workers=8)
+    flood = replace(READING, prefill_s_per_s=9.0)
+    report = GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: flood, "small": flood})
+    for second in range(10):
+        world.planning.tick([report], world.infos(), world.now_s + second)
+    assert world.planning.room_for == 12
+    assert world.machine.intent.num_wanted == 8
 
 
 def test_memory_and_slots_are_those_of_the_workers():
@@ -320,11 +379,11 @@ def test_room_of_an_earlier_controller_is_given_back_without_a_planner(mode, rul
 
 def test_room_is_not_asked_for_beyond_max_workers():
     world = World(Pools(2, 2, 1), GROWING, max_workers=6)
-    world.feed(Drain("decode-1"))
+    world.feed(Drain("worker-3"))
     capped = World(Pools(2, 2, 1), GROWING, max_workers=6)
     capped.planning = Planning(capped.machine, GROWING, order=capped.feed, max_workers=6)
     capped.rest()
-    capped.feed(Drain("decode-1"))
+    capped.feed(Drain("worker-3"))
     for each in (world, capped):
         each.tick(replace(READING, prefill_s_per_s=9.0), seconds=10)
     assert world.planning.room_for == 8  # 6 of both pools, a mixed one, a drained one
@@ -365,3 +424,12 @@ def test_planner_needs_equal_formats():
     worker = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
     with pytest.raises(ValueError, match=r"planner.mode = on .* worker.decode_kv_dtype"):
         Config(worker=worker, planner=PlannerConfig(mode=PlannerMode.ON))
+
+
+def test_the_planner_follows_other_bounds():
+    world = World(Pools(2, 2))
+    rules = PlannerRules(ttft_s=2.0, tpot_s=0.03, max_prefill=2)
+    world.planning.follow(rules, None)
+    world.rest()
+    assert world.tick(READING, seconds=3) is None
+    assert world.wanted == Pools(2, 2)

@@ -2,7 +2,9 @@
 
 from itertools import pairwise
 
-from deploy.pools.restarts import Restarts
+import pytest
+
+from deploy.pools.restarts import LAST_RESTART_S, QUICK_TRIES, Restarts
 
 HOUR_S = 3600
 
@@ -53,6 +55,27 @@ def test_pause_begins_when_the_last_start_has_failed():
     assert tries.gaps() == [101, 102]
 
 
+def test_a_start_that_fails_soon_is_tried_again_soon():
+    restarts = Restarts()
+    now_s, waits = 0.0, []
+    for _ in range(QUICK_TRIES + 1):
+        restarts.begun("worker-1", now_s)
+        waits.append(restarts.failed("worker-1", now_s + 0.7))
+        now_s += 0.7 + waits[-1]
+    assert waits[:5] == pytest.approx([1, 2, 4, 7, 7])
+    assert waits[-2:] == pytest.approx([7, LAST_RESTART_S])
+
+
+def test_a_service_that_dies_once_it_runs_is_not_hurried():
+    restarts = Restarts()
+    waits = []
+    for _ in range(5):
+        restarts.begun("worker-1", 0.0)
+        restarts.started("worker-1", 0.0)
+        waits.append(restarts.failed("worker-1", 0.0))
+    assert waits == [1, 2, 4, 8, 16]
+
+
 def test_long_run_resets_the_pause():
     tries = Tries()
     tries.watch(30, dies_after_s=0.0)
@@ -72,3 +95,14 @@ def test_unknown_service_may_start_at_once():
     restarts.forget("gateway")
     assert restarts.is_due("gateway", 0.5)
     assert restarts.num_failed("gateway") == 0
+
+
+def test_all_ends_are_counted_until_a_service_is_forgotten():
+    restarts = Restarts(steady_s=1.0)
+    for at_s in (0.0, 100.0):
+        restarts.failed("a", at_s)
+        restarts.started("a", at_s)
+    assert restarts.num_failed("a") == 1  # after a long run, it is the first again
+    assert restarts.num_ends("a") == 2
+    restarts.forget("a")
+    assert restarts.num_ends("a") == 0
