@@ -23,12 +23,14 @@ from deploy.pools.events import (
 from engine.clock import Clock
 from engine.control import (
     CONTROL_VERSION,
+    ClusterNews,
     ControllerHello,
     ControllerRefused,
     GatewayReport,
     GatewayWelcome,
     ListRequests,
     Members,
+    PoolNews,
     RequestList,
     decode_from_gateway,
     encode_control,
@@ -137,8 +139,10 @@ class WorkerLink:
         match decode_to_gateway(frame) if frame is not None else []:
             case [Welcome() as info] if info.worker_id == self._worker_id:
                 self._client, self.info = client, info
-                kv_format = info.layout.kv_format
-                self._on_event(Connected(info.worker_id, self._address, info.role, kv_format))
+                kv_format, kernels = info.layout.kv_format, info.kernels
+                self._on_event(
+                    Connected(info.worker_id, self._address, info.role, kv_format, kernels)
+                )
             case [Refused(reason)]:
                 raise ProtocolError(f"refused the controller: {reason}")
             case other:
@@ -197,6 +201,10 @@ class GatewayLink:
         """Sends members. Without a session the gateway gets them after the next handshake."""
         self._post(members)
 
+    def tell_news(self, news: PoolNews | ClusterNews) -> None:
+        """Sends news. Without a session they are dropped: the next ones come in a second."""
+        self._post(news)
+
     async def requests(self) -> RequestList | None:
         """Returns the requests that the gateway serves; None if it does not answer in time."""
         question = next(self._questions)
@@ -250,7 +258,7 @@ class GatewayLink:
         self._on_event(GatewaySeen(self._name, None))
         self._on_event(GatewayUnheard(self._name, reason))
 
-    def _post(self, message: Members | ListRequests) -> None:
+    def _post(self, message: Members | PoolNews | ClusterNews | ListRequests) -> None:
         if self._client is not None:
             try:
                 self._client.post(encode_control([message]))

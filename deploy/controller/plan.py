@@ -1,6 +1,7 @@
 """All that a controller is started with, and the specs of services that follow from it."""
 
 from collections.abc import Collection
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -9,8 +10,24 @@ from deploy.model_source import name_of
 from deploy.pools.effects import StartWorker
 from deploy.pools.formats import config_of
 from deploy.services.spec import GatewayReady, GatewaySpec, WorkerSpec
-from engine.config import Config
-from engine.control import FIRST_VERSION, Members, Pools, Version
+from engine.config import Config, GatewayConfig
+from engine.control import FIRST_VERSION, Intent, Members, Pools, Version
+from engine.messages import Role
+
+CORES_FOR_TWO_GATEWAYS = 4  # with fewer, a second gateway takes its time from the workers
+STORE = "store.sqlite"  # beside the directory of siblings
+
+
+def gateway_processes(gateway: GatewayConfig, cores: int) -> int:
+    """Returns how many gateways a machine runs: as configured, or as its cores allow.
+
+    One where keys have limits: each gateway counts by itself, so two would allow twice as much.
+    """
+    if gateway.processes is not None:
+        return gateway.processes
+    limits = (gateway.requests_per_s, gateway.tokens_per_min, gateway.max_streams)
+    is_limited = gateway.keys_file is not None or any(each is not None for each in limits)
+    return 1 if is_limited or cores < CORES_FOR_TWO_GATEWAYS else 2
 
 
 class ControllerPlan(msgspec.Struct, frozen=True):
@@ -22,27 +39,43 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     token: str
     cores: int  # of the machine where workers run, for their threads
     siblings: str | None = None  # a directory, if several gateways share a port
+    ports: str | None = None  # a directory where gateways get listening sockets from each other
+    log_folder: str | None = None  # where services keep their lines, as in `WorkerSpec`
     memory_bytes: int | None = None  # for workers, seen at the start; None: each worker looks
-    log_level: str = "warning"
+    others: tuple[Version, ...] = ()  # the first versions of other models
 
     @property
-    def first_version(self) -> Version:
-        """Returns the version that is served until an operator adds another one."""
+    def first_versions(self) -> tuple[Version, ...]:
+        """Returns the version of each model that is served until an operator adds another one."""
         name = self.config.gateway.model_name or name_of(self.model)
-        return Version(FIRST_VERSION, self.model, name, self.config.worker, self.pools)
+        main = Version(FIRST_VERSION, self.model, name, self.config.worker, self.pools)
+        return (main, *self.others)
+
+    def under(self, intent: Intent) -> "ControllerPlan":
+        """Returns the plan with the settings that an operator has changed since the start."""
+        if (live := intent.live) is None:
+            return self
+        config = msgspec.structs.replace(
+            self.config, pools=live.pools, update=live.update, planner=live.planner
+        )
+        return msgspec.structs.replace(self, config=config)
 
     @property
     def gateways(self) -> list[str]:
         """Returns the names of the gateways."""
-        num_processes = self.config.gateway.processes
+        num_processes = self.config.gateway.processes or 1
         if num_processes == 1:
             return ["gateway"]
         return [f"gateway-{i}" for i in range(num_processes)]
 
     def worker_spec(self, wanted: StartWorker, num_workers: int) -> WorkerSpec:
-        """Returns the spec of a worker; `num_workers` share the machine's cores and memory."""
+        """Returns the spec of a worker; `num_workers` share the machine's cores.
+
+        Spares need memory too, but no cores. They hold KV as decode workers do.
+        """
         version = wanted.version
-        config = config_of(wanted.role, version.worker)
+        role = Role.DECODE if wanted.role is Role.DRAINED else wanted.role
+        config = config_of(role, version.worker)
         return WorkerSpec(
             worker_id=wanted.worker_id,
             role=wanted.role,
@@ -51,8 +84,9 @@ class ControllerPlan(msgspec.Struct, frozen=True):
             token=self.token,
             threads=config.threads or max(1, self.cores // num_workers),
             memory_bytes=self.memory_bytes,
-            num_workers=num_workers,
-            log_level=self.log_level,
+            num_workers=num_workers + self.config.pools.spares,
+            logs=msgspec.structs.replace(self.config.logs, access=None, audit=None),
+            log_folder=self.log_folder,
             version=version.name,
         )
 
@@ -61,6 +95,9 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     ) -> GatewaySpec:
         """Returns the spec of a gateway, which shares the ports of `others` if there are any."""
         gateway = self.config.gateway
+        if gateway.store is None and self.siblings is not None:  # else each would keep its own
+            store = Path(self.siblings).with_name(STORE)
+            gateway = msgspec.structs.replace(gateway, store=str(store))
         if others:
             other = next(iter(others))
             port = urlsplit(other.url).port
@@ -70,9 +107,10 @@ class ControllerPlan(msgspec.Struct, frozen=True):
             gateway=gateway,
             router=self.config.router,
             token=self.token,
-            log_level=self.log_level,
+            logs=msgspec.structs.replace(self.config.logs, audit=None),
+            log_folder=self.log_folder,
             name=name,
             process=self.gateways.index(name),
-            joins=bool(others),
             siblings=self.siblings,
+            ports=self.ports,
         )

@@ -82,8 +82,8 @@ class PoolServices:
     async def _start_worker(self, wanted: StartWorker) -> None:
         worker_id, start = wanted.worker_id, wanted.start
         try:
-            num_workers = max(sum(v.pools.total for v in self.machine.intent.versions), 1)
-            spec = self._plan.worker_spec(wanted, num_workers)
+            plan = self._plan.under(self.machine.intent)
+            spec = plan.worker_spec(wanted, max(self.machine.intent.most_workers, 1))
             ready = await self._tasks.in_start_thread(self._launcher.start_worker, spec)
         except Exception as error:  # whatever the reason, the machine tries again
             waits = self._may_have_place_later(error)
@@ -138,7 +138,8 @@ class PoolServices:
 
     def _may_have_place_later(self, error: Exception) -> bool:
         """True if a start failed for want of a node, and the configuration expects more nodes."""
-        return isinstance(error, NoPlace) and self._plan.config.pools.max_workers is not None
+        pools = self._plan.under(self.machine.intent).config.pools
+        return isinstance(error, NoPlace) and pools.max_workers is not None
 
     async def _clean_up(self, name: str, error: Exception, *, is_final: bool) -> str:
         """Ends what a failed start may have left. Returns the reason of the failure."""

@@ -19,7 +19,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from deploy.services.spec import GatewayReady
 from engine.clock import Clock
-from engine.control import GatewayReport, Members, RequestInfo
+from engine.control import ClusterNews, GatewayReport, Members, PoolNews, RequestInfo
 from engine.messages import GatewayId, Role, Welcome, WorkerId
 from engine.net.curve import Channel, client_keys, server_keys
 from engine.net.trust import Secret
@@ -48,6 +48,8 @@ class PoolSessions:
         self._handle = handle
         self._machine: PoolMachine | None = None
         self._dialling: dict[str, asyncio.Task[None]] = {}  # by worker or gateway
+        self._cluster: ClusterNews | None = None  # the latest that were sent
+        self._informed: set[str] = set()  # gateways that have them
 
     async def adopt(self, gateways: Mapping[str, GatewayReady]) -> Members | None:
         """Dials gateways that run. Returns the newest members that they know."""
@@ -106,6 +108,16 @@ class PoolSessions:
         """Sends the members to all gateways."""
         for gateway in self.gateway_links.values():
             gateway.tell(members)
+
+    def tell_news(self, news: PoolNews, cluster: ClusterNews) -> None:
+        """Sends news to all gateways, those for people only where they are not known yet."""
+        is_new, self._cluster = cluster != self._cluster, cluster
+        informed = set() if is_new else self._informed
+        for name, gateway in self.gateway_links.items():
+            gateway.tell_news(news)
+            if name not in informed:
+                gateway.tell_news(cluster)
+        self._informed = {name for name, link in self.gateway_links.items() if link.is_open}
 
     # ------------------------------------------------------------ from workers and gateways
 

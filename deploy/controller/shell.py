@@ -9,12 +9,18 @@ their roles. Requests never wait for the controller.
 import asyncio
 from collections.abc import Callable, Mapping
 
+from prometheus_client.core import Metric
+
+from deploy.controller.intents import IntentKeeper, IntentStore, declared_by, latest
 from deploy.controller.links import HANDSHAKE_TIMEOUT_S
+from deploy.controller.metrics import controller_families
+from deploy.controller.news import news_of
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.services import PoolServices
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
 from deploy.launcher import Launcher
+from deploy.logs.reading import LogPieces, LogsQuery
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.pools.effects import (
     HistoryStep,
@@ -26,17 +32,27 @@ from deploy.pools.effects import (
     StopGateway,
     StopWorker,
 )
-from deploy.pools.events import Died, Found, GatewayUnheard, PoolEvent, PoolTick, RoomSeen
+from deploy.pools.events import (
+    Died,
+    Found,
+    GatewayUnheard,
+    PartsSeen,
+    PoolEvent,
+    PoolTick,
+    RoomSeen,
+)
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, SetPlanner
 from deploy.pools.planning import Planning, rules_of
-from deploy.pools.wanted import PoolLimits
+from deploy.pools.wanted import MAX_WORKERS, PoolLimits
 from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, WorkerReady
-from engine.clock import Clock
-from engine.control import Intent, Member, Pools
+from engine.clock import Clock, unix_time_s
+from engine.config import Config, PoolsConfig
+from engine.control import ClusterNews, Intent, Member, Members, PoolNews, Pools
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 from engine.net.trust import Secret
+from router.gateway.metrics.families import encode_metrics
 
 # Each start has deadlines of its own: workers start first, then gateways.
 OPEN_TIMEOUT_S = FETCH_TIMEOUT_S + 3 * READY_TIMEOUT_S
@@ -54,7 +70,9 @@ class PoolController:
         launcher: Launcher,
         clock: Clock,
         report: Callable[[str], None],
+        store: IntentStore | None = None,
     ) -> None:
+        """`store` keeps what operators order. Without it gateways alone do."""
         self._plan = plan
         self._launcher = launcher
         self._clock = clock
@@ -62,6 +80,13 @@ class PoolController:
         self._tasks = ControllerTasks(report)
         self.sessions = PoolSessions(
             Secret(plan.token), clock=clock, tasks=self._tasks, handle=self._handle
+        )
+        self._intents = IntentKeeper(
+            store,
+            declared=declared_by(plan),
+            tasks=self._tasks,
+            report=report,
+            handle=self._handle,
         )
         self._services = PoolServices(
             plan,
@@ -72,8 +97,12 @@ class PoolController:
         )
         self.workers: Mapping[WorkerId, WorkerReady] = self._services.workers
         self.gateways: Mapping[str, GatewayReady] = self._services.gateways
+        self._health: Mapping[str, bool] = {}  # of what the launcher depends on
         self._asked_for: tuple[int, Pools] | None = None  # room, of this launcher
         self._is_closing = False
+        self._is_restored = False  # the pools begin with stored orders
+        self._epoch_s = unix_time_s() - clock.now_s()  # the Unix time at which the clock was 0
+        self.admin_url = ""  # of the operator's API, once it listens
 
     # ------------------------------------------------------------ life
 
@@ -82,18 +111,18 @@ class PoolController:
 
         Raises ConfigError if a service cannot be started at all on a first start.
         """
-        room = await self._tasks.in_thread(self._look_for_room)
+        room = await self._tasks.in_thread(self._look_for_room, self._plan.config.pools)
         found = await self._tasks.in_thread(self._launcher.running)
         self._services.adopt(found)
-        heard = await self.sessions.adopt(self.gateways)
+        known = await self._known(room)
         config, is_first = self._plan.config, not found
-        first = Intent((self._plan.first_version,), config.planner.mode)
+        first = Intent(self._plan.first_versions, config.planner.mode)
         self.machine = PoolMachine(
-            first if heard is None else heard.intent,
+            first if known is None else known.intent,
             limits=self._limits(room),
             gateways=self._plan.gateways,
-            version=0 if heard is None else heard.version,
-            is_guess=bool(found) and heard is None,
+            version=0 if known is None else known.version,
+            is_guess=bool(found) and known is None,
         )
         self.planning = Planning(
             self.machine,
@@ -104,31 +133,61 @@ class PoolController:
         )
         self._services.machine = self.machine
         self.sessions.begin(self.machine)
+        self._intents.note(self.machine.members)
+        self._tasks.spawn(self._intents.run())
         self._tell_found()
         if is_first:
             self._services.first_failure = asyncio.get_running_loop().create_future()
             self._check_room()
-            self._report(f"starting {self.machine.intent.pools.total} workers")
+            self._report(f"starting {self.machine.intent.num_wanted} workers")
         self._handle(PoolTick())
         self._tasks.spawn(self._watch())
         self._tasks.spawn(self._watch_room())
+        self._tasks.spawn(self._tell_news())
         if is_first:
             await self._until_begun()
         self._services.first_failure = None
+
+    async def _known(self, room: RoomSeen) -> Members | None:
+        """Returns the newest members that gateways or the store know."""
+        heard = await self.sessions.adopt(self.gateways)
+        kept = await self._intents.read()
+        known = latest(kept, heard)
+        if known is None or known == heard:
+            return heard
+        wanted = known.intent.num_wanted
+        most = self._plan.under(known.intent).config.pools.max_workers or room.max_workers
+        if wanted > most:
+            self._report(f"stored orders for {wanted} workers are dropped: {most} fit: {room.why}")
+            return heard
+        names = ", ".join(version.name for version in known.intent.versions)
+        self._report(f"continues with stored orders: versions {names}, {wanted} workers")
+        self._is_restored = True
+        return known
 
     async def close(self) -> None:
         """Ends the sessions. Workers and gateways go on."""
         self._is_closing = True
         await self._tasks.close(HANDSHAKE_TIMEOUT_S)
 
+    @property
+    def stored_own(self) -> bool:
+        """True if the store has what this controller began with, and no earlier orders."""
+        return self._intents.has_replaced and not self._is_restored
+
     def _limits(self, room: RoomSeen) -> PoolLimits:
-        pools = self._plan.config.pools
+        pools, models = self._plan.config.pools, self._plan.config.models
         return PoolLimits(
             max_workers=room.max_workers,
             why_no_more=room.why,
+            num_spares=pools.spares,
+            idle_s={name: each.idle_s for name, each in models.items() if each.idle_s is not None},
             drain_timeout_s=pools.drain_timeout_s,
             steady_s=pools.steady_s,
+            update=self._plan.config.update,
             update_timeout_s=pools.update_timeout_s,
+            inexact_after_s=pools.inexact_after_s,
+            gateways_share_socket=self._plan.ports is not None,
         )
 
     def _tell_found(self) -> None:
@@ -147,7 +206,7 @@ class PoolController:
             self.sessions.dial_worker(worker_id, ready.address)
 
     def _check_room(self) -> None:
-        wanted, limits = self.machine.intent.pools.total, self.machine.limits
+        wanted, limits = self.machine.intent.num_wanted, self.machine.limits
         if wanted > limits.max_workers:
             raise ConfigError(
                 f"{wanted} workers are more than the {limits.max_workers} there can be: "
@@ -160,7 +219,13 @@ class PoolController:
         while not self.machine.has_begun:
             await asyncio.wait([failure], timeout=SETTLE_EVERY_S)
             if failure.done():
-                raise ConfigError(failure.result())
+                raise ConfigError(failure.result() + self._hint())
+
+    def _hint(self) -> str:
+        """Returns how to start without stored orders, if they are used."""
+        if not self._is_restored:
+            return ""
+        return f" (with orders stored in {self._intents.store}; remove it to start as declared)"
 
     # ------------------------------------------------------------ orders and questions
 
@@ -171,11 +236,39 @@ class PoolController:
         self._handle(order)
 
     @property
+    def config(self) -> Config:
+        """The configuration in force: what operators changed counts more than the start's."""
+        return self._plan.under(self.machine.intent).config
+
+    @property
     def counters(self) -> dict[str, int]:
         """Returns how often each kind of trouble happened; kinds with count 0 are omitted."""
-        found = {**self.machine.counters, **self._launcher.counters()}
+        found = {
+            **self.machine.counters,
+            **self._launcher.counters(),
+            **self._intents.counters,
+        }
         found["controller bugs"] = self._tasks.num_bugs
         return {name: number for name, number in found.items() if number}
+
+    async def logs(self, query: LogsQuery) -> LogPieces:
+        """Returns log lines that services kept."""
+        folder = self._plan.log_folder
+        if folder is None:
+            return LogPieces({}, [])
+        return await self._tasks.in_thread(self._launcher.read_logs, folder, query)
+
+    def metrics(self) -> list[Metric]:
+        """Returns all that is measured here, as it is now."""
+        return list(
+            controller_families(
+                self.machine,
+                self.planning,
+                counters=self.counters,
+                health=self._health,
+                price_per_hour=self.config.pools.price_per_hour,
+            )
+        )
 
     @property
     def url(self) -> str:
@@ -204,6 +297,7 @@ class PoolController:
                 self._services.stop_gateway(name)
             case Publish(members):
                 self.sessions.publish(members)
+                self._intents.note(members)
             case HistoryStep():
                 self._report(str(effect))
 
@@ -236,34 +330,59 @@ class PoolController:
                     names = [str(worker_id) for worker_id in workers]
                     await self._tasks.in_thread(self._launcher.keep_places, names)
                 await self._ask_for_room()
-                room = await self._tasks.in_thread(self._look_for_room)
+                room = await self._tasks.in_thread(self._look_for_room, self.config.pools)
                 limits = self.machine.limits
                 if room != RoomSeen(limits.max_workers, limits.why_no_more):
                     self._handle(room)
             except Exception as error:
                 self._tasks.note_bug(error)
 
-    def _look_for_room(self) -> RoomSeen:
+    async def _tell_news(self) -> None:
+        """Sends all gateways the metrics, and news for people, every second. Survives any bug."""
+        while True:
+            try:
+                self._health = await self._tasks.in_thread(self._launcher.health)
+                self._handle(PartsSeen(self._health))
+                urls = tuple(ready.url for ready in self.gateways.values())
+                news = PoolNews(encode_metrics(self.metrics()), urls)
+                self.sessions.tell_news(news, self._cluster_news())
+            except Exception as error:
+                self._tasks.note_bug(error)
+            await pause(WATCH_EVERY_S)
+
+    def _cluster_news(self) -> ClusterNews:
+        return news_of(
+            self.machine,
+            self.planning,
+            workers=self.workers,
+            gateways=self.gateways,
+            counters=self.counters,
+            admin_url=self.admin_url,
+            epoch_s=self._epoch_s,
+        )
+
+    def _look_for_room(self, pools: PoolsConfig) -> RoomSeen:
         """Returns the configured limit, or the launcher's."""
-        pools = self._plan.config.pools
         if pools.max_workers is not None:
-            return RoomSeen(pools.max_workers, "see pools.max_workers")
+            return RoomSeen(pools.max_workers, MAX_WORKERS)
         room = self._launcher.room(pools.num_gpus)
-        return RoomSeen(room, f"{self._launcher.scarce(pools.num_gpus)} (see pools.max_workers)")
+        return RoomSeen(room, f"{self._launcher.scarce(pools.num_gpus)} ({MAX_WORKERS})")
 
     async def _ask_for_room(self) -> None:
         """Asks the launcher for nodes if the planner's wish has changed."""
         if self.planning.room_for is None:
             return
-        wanted = self.planning.room_for, self.machine.intent.pools
+        wanted = self.planning.room_for, self.machine.intent.all_pools
         if wanted != self._asked_for:
             num_gpus = self._plan.config.pools.num_gpus
             await self._tasks.in_thread(self._launcher.ask_for, *wanted, num_gpus)
             self._asked_for = wanted
 
     def _plan_pools(self) -> None:
+        config = self.config
+        self.planning.follow(rules_of(config), config.pools.max_workers)
         reports = self.sessions.reports(self.machine.gateways)
-        decision = self.planning.tick(reports, self.sessions.infos(), self._clock.now_s())
-        if decision is not None:
+        infos, now_s = self.sessions.infos(), self._clock.now_s()
+        for decision in self.planning.tick(reports, infos, now_s):
             why = "; ".join(decision.reasons)
             self._report(f"planner ({decision.mode}): {decision}, because {why}")

@@ -1,8 +1,8 @@
 """Brings a whole deployment up on one machine, and down again."""
 
+import logging
 import os
 import secrets
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,20 +11,27 @@ import msgspec
 
 from deploy.admin.api import AdminService
 from deploy.commands.defaults import pools_of
-from deploy.controller.plan import ControllerPlan
+from deploy.controller.intents import IntentFile, IntentStore, forget_orders, orders_path
+from deploy.controller.plan import ControllerPlan, gateway_processes
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.launcher import Launcher
+from deploy.local.private_folder import PrivateFolder, sweep
+from deploy.logs.lines import CONTROLLER, LogSource, keep_lines
 from deploy.model_source import default_cache, local_model, pinned
 from deploy.pools.formats import check_formats, config_of
 from deploy.pools.orders import OrderRefused
+from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on
 from deploy.services.spec import GatewayReady
 from deploy.services.thread import ServiceThread
 from deploy.worker.memory import available_bytes
 from engine.clock import MonotonicClock
-from engine.config import Config
-from engine.control import SERVING_ROLES
+from engine.config import Config, ModelConfig
+from engine.control import SERVING_ROLES, Version, first_name
 from engine.errors import ConfigError
+from engine.log_context import NEWS
 from engine.model.loading.files import check_files
+
+log = logging.getLogger(__name__)
 
 COUNT_TIMEOUT_S = 1.0  # for a count of the answers; then the stop goes on without it
 
@@ -41,21 +48,45 @@ def with_admin_key(config: Config) -> Config:
 
 def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None) -> ControllerPlan:
     """Checks model, pools and formats before anything starts. Raises ConfigError."""
-    source = pinned(model)
-    draft = config.worker.draft_path
-    if draft is not None and not draft.is_dir():
-        raise ConfigError(f"{draft}: no such model directory")
-    pools = pools_of(config.pools)
-    wanted = [role for role in SERVING_ROLES if pools.of(role)]
-    check_formats({role: config_of(role, config.worker) for role in wanted})
-    return ControllerPlan(
-        model=source,
+    plan = ControllerPlan(
+        model=pinned(model),
         config=with_admin_key(config),
-        pools=pools,
+        pools=pools_of(config.pools),
         token=secrets.token_hex(16),
         cores=cores,
         memory_bytes=memory_bytes,
+        others=tuple(_version_of(name, each) for name, each in config.models.items()),
     )
+    names = [version.model_name for version in plan.first_versions]
+    if names[0] in names[1:]:
+        raise ConfigError(f"two models are called {names[0]}: see gateway.model_name")
+    for version in plan.first_versions:
+        draft, pools = version.worker.draft_path, version.pools
+        if draft is not None and not draft.is_dir():
+            raise ConfigError(f"{draft}: no such model directory")
+        wanted = [role for role in SERVING_ROLES if pools.of(role)]
+        check_formats({role: config_of(role, version.worker) for role in wanted})
+    return plan
+
+
+def _version_of(name: str, model: ModelConfig) -> Version:
+    """Returns the first version of a model beside the main one. Raises ConfigError."""
+    return Version(
+        name=first_name(name),
+        model=pinned(model.model),
+        model_name=name,
+        worker=model.worker,
+        pools=pools_of(model),
+        line=name,
+    )
+
+
+def _with_gateways(plan: ControllerPlan) -> ControllerPlan:
+    """Settles how many gateways run, as this machine's cores allow."""
+    number = gateway_processes(plan.config.gateway, plan.cores)
+    gateway = msgspec.structs.replace(plan.config.gateway, processes=number)
+    config = msgspec.structs.replace(plan.config, gateway=gateway)
+    return msgspec.structs.replace(plan, config=config)
 
 
 class Deployment:
@@ -65,10 +96,12 @@ class Deployment:
         self._launcher = launcher
         self._model = str(model)  # in the forms of `model_source`
         self.config = config
-        self.log_level = "warning"
         self.on_news: Report = lambda _: None  # called with news, in another thread
-        self._siblings: tempfile.TemporaryDirectory[str] | None = None
+        self._shared: PrivateFolder | None = None  # by gateway processes
+        self._ports: list[PortHolder] = []
+        self._store: IntentStore | None = None  # is removed at the end
         self._thread: ServiceThread[str] | None = None
+        self._end_of_lines: Callable[[], None] | None = None  # ends that lines are kept
 
     def open(self) -> GatewayReady:
         """Starts everything; returns when it serves. After a ConfigError nothing is left."""
@@ -82,11 +115,20 @@ class Deployment:
     def close(self) -> None:
         """Stops everything, even if the controller does not close in time."""
         thread, self._thread = self._thread, None
-        siblings, self._siblings = self._siblings, None
+        shared, self._shared = self._shared, None
+        ports, self._ports = self._ports, []
+        store, self._store = self._store, None
+        end_of_lines, self._end_of_lines = self._end_of_lines, None
         with ExitStack() as stack:
-            if siblings is not None:
-                stack.callback(siblings.cleanup)
+            if store is not None:  # the end is in order: the next start is as declared
+                stack.callback(forget_orders, store)
+            if shared is not None:
+                stack.callback(shared.close)
+            if end_of_lines is not None:
+                stack.callback(end_of_lines)
             stack.callback(self._launcher.close)
+            for port in ports:  # so that new clients are refused while answers end
+                stack.callback(port.close)
             if thread is not None:
                 stack.callback(thread.close)
 
@@ -110,6 +152,7 @@ class Deployment:
         return [found[name] for name in sorted(found)]
 
     def _tell(self, line: str) -> None:
+        NEWS.info("%s", line)
         self.on_news(line)
 
     def _open(self) -> GatewayReady:
@@ -119,19 +162,63 @@ class Deployment:
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=available_bytes(),
         )
-        if self.config.gateway.processes > 1:
-            self._siblings = tempfile.TemporaryDirectory(prefix="baton-")
-            plan = msgspec.structs.replace(plan, siblings=self._siblings.name)
-        plan = msgspec.structs.replace(plan, log_level=self.log_level)
+        plan = _with_gateways(plan)
         # Fetched here, where no start has a deadline.
-        folder = local_model(plan.model, cache=default_cache(os.environ), report=self._tell)
-        check_files(folder)  # a worker would find the same errors, but later
+        for version in plan.first_versions:
+            cache = default_cache(os.environ)
+            folder = local_model(version.model, cache=cache, report=self._tell)
+            check_files(folder)  # a worker would find the same errors, but later
+        for left in sweep():  # also what keeps the port
+            log.warning("a deployment ended without an order: its folder %s is removed", left)
+        plan = self._keep_lines(self._share_port(plan))
         self._launcher.open()
         clock = MonotonicClock()
+        path = orders_path(plan, os.environ)
+        store = None if path is None else IntentFile(path)
         self.controller = PoolController(
-            plan, launcher=self._launcher, clock=clock, report=self._tell
+            plan, launcher=self._launcher, clock=clock, report=self._tell, store=store
         )
         service = AdminService(self.controller, config=plan.config.admin, clock=clock)
         self._thread = ServiceThread(service, "controller", open_timeout_s=OPEN_TIMEOUT_S)
-        self.admin_url = self._thread.open()
+        try:
+            self.admin_url = self._thread.open()
+        except BaseException:
+            if self.controller.stored_own:  # else the next start would go on with a failed one's
+                self._store = store
+            raise
+        self._store = store
         return self.gateways[0]
+
+    def _hold(self, port_name: str, host: str, port: int) -> None:
+        """Listens, and hands the socket to gateways. Raises ConfigError if the port is taken."""
+        assert self._shared is not None
+        holder = PortHolder(self._shared.path, port_name)
+        holder.hold(listen_on(host, port))
+        self._ports.append(holder)
+
+    def _keep_lines(self, plan: ControllerPlan) -> ControllerPlan:
+        """Keeps the log lines of all processes in one folder. Returns the plan with it."""
+        assert self._shared is not None
+        folder = self._shared.path / "logs"
+        source = LogSource(CONTROLLER, plan.config.logs, folder)
+        self._end_of_lines = keep_lines(source)
+        return msgspec.structs.replace(plan, log_folder=str(folder))
+
+    def _share_port(self, plan: ControllerPlan) -> ControllerPlan:
+        """Listens for all gateways. Returns the plan with the places where they meet."""
+        shared = PrivateFolder()
+        try:
+            shared.open()
+        except OSError as error:
+            raise ConfigError(f"no private folder can be made: {error}") from error
+        self._shared = shared
+        gateway = plan.config.gateway
+        self._hold(HTTP, gateway.host, gateway.port)
+        plan = msgspec.structs.replace(plan, ports=str(shared.path))
+        if not gateway.shares_port:
+            return plan
+        if gateway.grpc_port is not None:
+            self._hold(GRPC, gateway.host, gateway.grpc_port)
+        siblings = shared.path / "siblings"
+        siblings.mkdir()
+        return msgspec.structs.replace(plan, siblings=str(siblings))

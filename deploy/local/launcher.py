@@ -14,6 +14,7 @@ from deploy.local.nursery import Nursery
 from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
 from deploy.pools.placement import LEAST_ROOM
+from deploy.services.reasons import explain_status
 from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.errors import ConfigError
 
@@ -72,7 +73,12 @@ class ProcessLauncher(Launcher):
         place = self._place_of("gateway", spec.name)
         if place is not None:
             gateway = msgspec.structs.replace(spec.gateway, host=place.address)
-            spec = msgspec.structs.replace(spec, gateway=gateway, control_host=place.address)
+            spec = msgspec.structs.replace(
+                spec,
+                gateway=gateway,
+                control_host=place.address,
+                ports=None,  # they are sockets of another network
+            )
         process = ServiceProcess(spec.name, "gateway", self._nursery_of(place))
         return self._start(process, spec, GatewayReady)
 
@@ -100,7 +106,8 @@ class ProcessLauncher(Launcher):
         for process in ended:
             process.stop(self._hurry)  # closes its pipes
             self._remove(process)
-        return {p.name: f"{p.name} ended with status {p.exit_status}" for p in ended}
+        how = {p.name: explain_status(p.exit_status).removeprefix("exit ") for p in ended}
+        return {name: f"{name} ended with {status}" for name, status in how.items()}
 
     def close(self) -> None:
         """Stops all gateways at once, then all workers at once. Later starts fail."""

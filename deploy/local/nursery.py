@@ -10,7 +10,8 @@ Nearly all of a worker's start is the import of torch and transformers, seconds 
 A child is watched and killed through its pidfd, which never comes to mean another process. If the
 nursery dies, only the exit statuses of its children are lost: the children go on, and the next
 request starts a new nursery. If the launcher dies, the nursery ends, and each child ends because
-its standard input does.
+its standard input does. A child that is asked to stop reads `STOP_WORD` first, so it knows whether
+workers still compute the answers that it holds.
 
 Why not `multiprocessing.forkserver`: it takes all children for dead when it dies, imports the
 parent's main module into each child, and ignores failed preloads.
@@ -39,6 +40,7 @@ CLOSE_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery still imports
 REAPED_WITHIN_S = 5.0  # from a child's end until the nursery has collected its exit status
 MAX_NEWS_BYTES = 4096
+STOP_WORD = b"stop\n"  # ends a child's standard input; without it the parent has died
 
 
 class ChildStarted(msgspec.Struct, frozen=True, tag=True):
@@ -137,8 +139,10 @@ class Child:
                 _send(self._pidfd, signal.SIGTERM)
 
     def hang_up(self) -> None:
-        """Ends the child's standard input."""
+        """Asks the child to stop, and ends its standard input."""
         with contextlib.suppress(BrokenPipeError):  # the child died before it read everything
+            if not self.stdin.closed:
+                self.stdin.write(STOP_WORD)
             self.stdin.close()
 
     def close(self) -> None:

@@ -6,11 +6,12 @@ The spec comes as one line of JSON on standard input, so that no secret shows in
 answer goes as one line to standard output. If the model has to be fetched, `Fetching` and `Fetched`
 come before it.
 
-Standard input stays open. When it ends, the parent is gone or wants this process to stop, and the
-process stops, even during a download. A gateway finishes its answers first. SIGTERM has the same
-effect; a second SIGTERM ends answers at once.
+Standard input stays open. When the word to stop comes, or SIGTERM, the process stops, even during a
+download. A gateway finishes its answers first; a second SIGTERM ends them at once. When standard
+input ends without that word, the parent has died, and workers with it: answers end at once too.
 """
 
+import logging
 import os
 import select
 import signal
@@ -20,13 +21,17 @@ from concurrent.futures import Future, wait
 
 import msgspec
 
-from deploy.logs import configure_logging
+from deploy.local.nursery import STOP_WORD
+from deploy.logs.lines import configure_logging
 from deploy.services.build import service_of
 from deploy.services.model import fetch, has_to_fetch
+from deploy.services.reasons import explain
 from deploy.services.spec import Fetched, Fetching
 from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5  # how often a download looks for the end of standard input
 
@@ -42,12 +47,12 @@ def main(kind: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the service runs
     spec = sys.stdin.buffer.readline()
-    if not spec:  # the parent has given it up
+    if spec in (b"", STOP_WORD):  # the parent has given it up
         return 0
-    service, log_level = service_of(kind, spec)
-    configure_logging(log_level, MonotonicClock())
+    service, source = service_of(kind, spec)
     thread = ServiceThread(service, kind)
     try:
+        configure_logging(source, MonotonicClock())
         if has_to_fetch(kind, spec):
             _answer(Fetching())
             _fetch_while_wanted(kind, spec)
@@ -56,16 +61,22 @@ def main(kind: str) -> int:
     except BatonError as error:
         _answer(StartRefusal(str(error)))
         return 1
+    except (OSError, MemoryError) as error:
+        log.exception("the service did not start")
+        _answer(StartRefusal(explain(error)))
+        return 1
     freeze_heap()
     stopping = _Stopping(thread)
     signal.signal(signal.SIGTERM, stopping.on_signal)
     try:
         _answer(ready)
-        while sys.stdin.buffer.read(4096):
-            pass
+        is_orphan = sys.stdin.buffer.readline() != STOP_WORD
     except _Stop:
-        pass
+        is_orphan = False
     stopping.has_begun = True
+    if is_orphan and service.drain_timeout_s:
+        log.error("the controller died: answers that run are ended")
+        thread.hurry()
     thread.close()
     return 0
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,6 +24,7 @@ class AdminAccess(msgspec.Struct, frozen=True):
     key: str
     pid: int  # the process that serves the admin API
     url: str = ""  # where clients send requests
+    name: str = ""  # given by the operator
 
 
 def run_directory(environment: Mapping[str, str]) -> Path:
@@ -35,13 +36,29 @@ def run_directory(environment: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"
 
 
+def log_folder(name: str | None, node: str = "") -> Path | None:
+    """Returns where services keep their log lines. The folder may not exist yet.
+
+    A relative name is one below this machine's run directory, with a folder for each node: nodes
+    of a cluster may have other directories, or share a machine.
+    """
+    if name is None or Path(name).is_absolute():
+        return None if name is None else Path(name)
+    return run_directory(os.environ) / name / node
+
+
 def announce(directory: Path, access: AdminAccess) -> Path:
-    """Writes the file and returns its path. Raises ConfigError if another user can change it."""
-    path = directory / f"{access.pid}.json"
+    """Writes the file, which replaces those of ended deployments of the same URL.
+
+    Returns its path. Raises ConfigError if another user can change it.
+    """
+    path = _path(directory, access)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(directory)
         path.unlink(missing_ok=True)
+        same = (each for each in ended(directory) if each.url == access.url)
+        forget(directory, same)  # this one replaces them
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "wb") as file:
             file.write(msgspec.json.encode(access))
@@ -51,21 +68,36 @@ def announce(directory: Path, access: AdminAccess) -> Path:
 
 
 def announced(directory: Path) -> list[AdminAccess]:
-    """Returns the running deployments, by process id, and removes files of dead ones.
+    """Returns the running deployments, by process id.
 
     Raises ConfigError if another user can change the directory.
     """
+    return [each for each in _all(directory) if _is_alive(each.pid)]
+
+
+def ended(directory: Path) -> list[AdminAccess]:
+    """Returns those that ended without removing their file. Raises ConfigError as `announced`."""
+    return [each for each in _all(directory) if not _is_alive(each.pid)]
+
+
+def forget(directory: Path, deployments: Iterable[AdminAccess]) -> None:
+    """Removes the files of deployments that ended."""
+    for each in deployments:
+        _path(directory, each).unlink(missing_ok=True)
+
+
+def _path(directory: Path, access: AdminAccess) -> Path:
+    return directory / f"{access.pid}.json"
+
+
+def _all(directory: Path) -> list[AdminAccess]:
     if not directory.is_dir():
         return []
     _check_private(directory)
     found = []
     for path in sorted(directory.glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            access = msgspec.json.decode(path.read_bytes(), type=AdminAccess)
-            if _is_alive(access.pid):
-                found.append(access)
-            else:
-                path.unlink(missing_ok=True)
+            found.append(msgspec.json.decode(path.read_bytes(), type=AdminAccess))
     return found
 
 

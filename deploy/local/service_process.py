@@ -14,6 +14,7 @@ import msgspec
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.local.nursery import Child, NoChild, Nursery
 from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.services.reasons import explain_status
 from deploy.services.spec import (
     READY_TIMEOUT_S,
     Fetched,
@@ -123,7 +124,9 @@ class ServiceProcess:
         if not line:
             with contextlib.suppress(TimeoutError):  # it may only have closed its output
                 child.wait(STOP_TIMEOUT_S)
-            raise ConfigError(f"{self.name} ended while starting (exit status {self.exit_status})")
+            raise ConfigError(
+                f"{self.name} ended while starting ({explain_status(self.exit_status)})"
+            )
         return line
 
     @contextlib.contextmanager

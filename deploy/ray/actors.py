@@ -5,19 +5,25 @@ Only files of this folder import ray. Its files `up`, `config`, `files`, `leftov
 """
 
 import logging
+import os
+import select
+import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
-from deploy.logs import configure_logging
+from deploy.logs.lines import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.services.build import service_of
 from deploy.services.model import fetch, has_to_fetch
+from deploy.services.reasons import explain
 from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
@@ -26,17 +32,25 @@ from engine.errors import BatonError, ConfigError
 log = logging.getLogger(__name__)
 
 ADOPT_TIMEOUT_S = 10.0
+NODE_CHARS = 16
+KILLED_WITHIN_S = 2.0  # by Ray; then by a signal
 
 ServiceReady = WorkerReady | GatewayReady
 _READY_TYPES: dict[str, type[ServiceReady]] = {"worker": WorkerReady, "gateway": GatewayReady}
+
+
+def node_name() -> str:
+    """Returns the beginning of this node's id, for names."""
+    return str(ray.get_runtime_context().get_node_id()[:NODE_CHARS])
 
 
 class ServiceActor:
     """The actor: hosts one service. Specs and answers are JSON bytes; Ray pickles none of ours."""
 
     def __init__(self, kind: str, spec: bytes) -> None:
-        service, log_level = service_of(kind, spec, host=ray.util.get_node_ip_address())
-        configure_logging(log_level, MonotonicClock())
+        host = ray.util.get_node_ip_address()
+        service, source = service_of(kind, spec, host=host, node=node_name())
+        configure_logging(source, MonotonicClock())
         self._kind = kind
         self._spec = spec
         self._ready = b""
@@ -48,6 +62,9 @@ class ServiceActor:
             fetch(self._kind, self._spec)
         except BatonError as error:
             return str(error)
+        except OSError as error:
+            log.exception("the model was not fetched")
+            return explain(error)
         return ""
 
     def start(self) -> tuple[bytes, str]:
@@ -56,6 +73,9 @@ class ServiceActor:
             ready = self._thread.open()
         except BatonError as error:
             return b"", str(error)
+        except (OSError, MemoryError) as error:
+            log.exception("the service did not start")
+            return b"", explain(error)
         freeze_heap()
         self._ready = msgspec.json.encode(ready)
         return self._ready, ""
@@ -245,8 +265,50 @@ class ServiceActors:
     def _drop(self, name: str) -> None:
         """Forgets an actor and kills it, so that its name is free again."""
         hosted = self._hosted.pop(name, None)
-        if hosted is not None:
+        if hosted is None:
+            return
+        if not isinstance(hosted.ready, GatewayReady):
             ray.kill(hosted.actor)
+            return
+        with _ended_after(hosted.ready.pid):
+            ray.kill(hosted.actor)
+
+
+@contextmanager
+def _ended_after(pid: int) -> Iterator[None]:
+    """Returns from the block when a gateway of this machine has ended; by force if Ray is slow.
+
+    Ray asks a process to end. One that is stopped does not hear it, and keeps its ports. Once its
+    raylet is dead, Ray can ask no process.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:  # it has ended
+        yield
+        return
+    try:
+        yield
+        if _is_service(pid) and not _has_ended(pidfd):
+            log.info("Ray did not end process %d in %g s: it is killed", pid, KILLED_WITHIN_S)
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            _has_ended(pidfd)
+    except ProcessLookupError:  # it has ended by itself just now
+        pass
+    finally:
+        os.close(pidfd)
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Waits a little for the end of a process."""
+    return bool(select.select([pidfd], [], [], KILLED_WITHIN_S)[0])
+
+
+def _is_service(pid: int) -> bool:
+    """False if the process has ended, and perhaps another one has its number."""
+    try:
+        return ServiceActor.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _reason(error: Exception) -> str:

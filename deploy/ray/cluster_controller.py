@@ -1,6 +1,6 @@
 """Starts a deployment on a Ray cluster as `baton.yaml` describes it.
 
-All present nodes fetch the model first, at the same time. A node that joins later fetches it when
+All present nodes fetch the models first, at the same time. A node that joins later fetches it when
 its first worker starts.
 """
 
@@ -29,7 +29,8 @@ def start_deployment(config: UpConfig) -> None:
     plan = plan_of(
         config.model, config.config, cores=max(1, cores), memory_bytes=memory_bytes or None
     )
-    _fetch_everywhere(plan.model, usable)
+    for model in dict.fromkeys(version.model for version in plan.first_versions):
+        _fetch_everywhere(model, usable)
     start_controller(plan)
 
 

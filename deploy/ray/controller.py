@@ -8,30 +8,37 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
 
 from deploy.admin.api import AdminService
-from deploy.admin.client import AdminClient, AdminError
-from deploy.admin.schema import PoolsAnswer
+from deploy.admin.client import UPDATE_TIMEOUT_S, AdminClient, AdminError
+from deploy.admin.schema import Declaration, Difference, PoolsAnswer
+from deploy.controller.intents import forget_orders
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
-from deploy.local.run_dir import run_directory
-from deploy.logs import configure_logging
+from deploy.local.run_dir import log_folder, run_directory
+from deploy.logs.lines import configure_logging, controller_logs
 from deploy.pools.placement import ANYWHERE, NodePlacement
+from deploy.ray.actors import node_name
 from deploy.ray.launcher import CONTROLLER, ON_HEAD, ClusterLauncher
+from deploy.ray.orders import RayOrders
 from deploy.ray.own_ray import NAMESPACE
 from deploy.services.spec import READY_TIMEOUT_S
 from deploy.services.thread import LateStart, ServiceThread
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
+from engine.log_context import NEWS
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 120.0  # the drain time of gateways comes on top
 ASK_TIMEOUT_S = 10.0
+DECLARE_TIMEOUT_S = READY_TIMEOUT_S + UPDATE_TIMEOUT_S
 RETRY_EVERY_S = 0.5
 READY_WITHIN_S = 10.0  # then the caller asks again
 REOPEN_AFTER_S = 1.0
@@ -42,12 +49,20 @@ class _ControllerActor:
 
     def __init__(self, plan_json: bytes) -> None:
         plan = _with_siblings(msgspec.json.decode(plan_json, type=ControllerPlan))
-        configure_logging(plan.log_level, MonotonicClock())
+        plan = msgspec.structs.replace(plan, log_folder=_log_folder_name())
+        folder = log_folder(plan.log_folder, node_name())
+        source = msgspec.structs.replace(controller_logs(plan.config.logs), folder=folder)
+        configure_logging(source, MonotonicClock())
         pools = plan.config.pools
         clock = MonotonicClock()
         self._launcher = ClusterLauncher(NodePlacement.of(pools))
+        self._orders = RayOrders()
         controller = PoolController(
-            plan, launcher=self._launcher, clock=clock, report=lambda line: log.warning("%s", line)
+            plan,
+            launcher=self._launcher,
+            clock=clock,
+            report=lambda line: NEWS.info("%s", line),
+            store=self._orders,
         )
         self._plan = plan
         service = AdminService(controller, config=plan.config.admin, clock=clock)
@@ -80,6 +95,19 @@ class _ControllerActor:
 
         Only this node can reach the admin API.
         """
+        return self._asked(lambda client: _reachable(client.pools()))
+
+    def differences(self, declared: bytes) -> tuple[bytes, str]:
+        """Returns what a declaration, as JSON, has otherwise; or the error."""
+        body = msgspec.json.decode(declared, type=Declaration)
+        return self._asked(lambda client: client.differences(body))
+
+    def declare(self, declared: bytes) -> tuple[bytes, str]:
+        """Orders what a declaration, as JSON, has otherwise. Returns the pools or the error."""
+        body = msgspec.json.decode(declared, type=Declaration)
+        return self._asked(lambda client: _reachable(client.declare(body)))
+
+    def _asked(self, question: Callable[[AdminClient], object]) -> tuple[bytes, str]:
         url, _, error = self.ready()
         if error:
             return b"", error
@@ -87,7 +115,7 @@ class _ControllerActor:
             return b"", "the controller is still starting"
         try:
             with AdminClient(url, self._plan.config.admin.key or "") as client:
-                return msgspec.json.encode(_reachable(client.pools())), ""
+                return msgspec.json.encode(question(client)), ""
         except AdminError as failure:
             return b"", str(failure)
 
@@ -100,8 +128,10 @@ class _ControllerActor:
         self._thread.close()
         self._launcher.running()
         self._launcher.stop_all()
+        self._launcher.forget_logs(_log_folder_name())
+        forget_orders(self._orders)
         if self._plan.siblings is not None:
-            shutil.rmtree(self._plan.siblings, ignore_errors=True)
+            shutil.rmtree(Path(self._plan.siblings).parent, ignore_errors=True)
 
 
 def start_controller(plan: ControllerPlan) -> tuple[str, int]:
@@ -163,13 +193,37 @@ def controller_pools() -> PoolsAnswer | None:
         actor = ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError:
         return None
+    return msgspec.json.decode(_answer(actor.pools, READY_TIMEOUT_S), type=PoolsAnswer)
+
+
+def controller_differences(declared: Declaration) -> tuple[Difference, ...]:
+    """Returns what is declared otherwise than it runs. Raises ConfigError."""
+    answer = _answer(_controller().differences, DECLARE_TIMEOUT_S, msgspec.json.encode(declared))
+    return msgspec.json.decode(answer, type=tuple[Difference, ...])
+
+
+def controller_declare(declared: Declaration) -> PoolsAnswer:
+    """Orders what is declared otherwise than it runs. Raises ConfigError."""
+    answer = _answer(_controller().declare, DECLARE_TIMEOUT_S, msgspec.json.encode(declared))
+    return msgspec.json.decode(answer, type=PoolsAnswer)
+
+
+def _controller() -> Any:
     try:
-        answer, error = ray.get(actor.pools.remote(), timeout=READY_TIMEOUT_S)
+        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ConfigError("nothing runs there: `baton up` would start all") from error
+
+
+def _answer(question: Any, timeout_s: float, *arguments: bytes) -> bytes:
+    """Calls a method of the actor that returns JSON or an error. Raises ConfigError."""
+    try:
+        answer, error = ray.get(question.remote(*arguments), timeout=timeout_s)
     except ray.exceptions.RayError as failure:
         raise ConfigError(f"the controller cannot be reached: {failure}") from failure
     if error:
         raise ConfigError(error)
-    return msgspec.json.decode(answer, type=PoolsAnswer)
+    return bytes(answer)
 
 
 def stop_deployment() -> None:
@@ -202,13 +256,19 @@ def _end(actor: Any) -> None:
 
 
 def _with_siblings(plan: ControllerPlan) -> ControllerPlan:
-    """Adds a directory for the gateways on this node, the same one at every start."""
-    if plan.config.gateway.processes == 1:
+    """Adds directories for the gateways on this node, the same ones at every start."""
+    if not plan.config.gateway.shares_port:
         return plan
     session = ray.get_runtime_context().get_session_name()
-    directory = run_directory(os.environ) / f"siblings-{session}"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return msgspec.structs.replace(plan, siblings=str(directory))
+    directory = run_directory(os.environ) / f"gateways-{session}"
+    siblings = directory / "siblings"
+    siblings.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return msgspec.structs.replace(plan, siblings=str(siblings), ports=str(directory))
+
+
+def _log_folder_name() -> str:
+    """Returns the same name at every start, below the run directory of each node."""
+    return f"logs-{ray.get_runtime_context().get_session_name()}"
 
 
 def _reachable(answer: PoolsAnswer) -> PoolsAnswer:

@@ -1,28 +1,31 @@
 """Restarts Ray's GCS when it dies: `python -m deploy.ray.gcs_keeper --detach` on a cluster's head.
 
-Ray does not restart its own GCS (the global control service). If the GCS stores its state in Redis,
-a new one at the same address continues from there. Raylets and actors wait for it, for as long as
-RAY_gcs_rpc_server_reconnect_timeout_s says. Baton's requests do not need it meanwhile. Under
-KubeRay, the KubeRay operator does this.
+Ray does not restart its own GCS (the global control service). If the GCS stores its state in Redis
+or RocksDB, a new one at the same address continues from there. Raylets and actors wait for it, for
+as long as RAY_gcs_rpc_server_reconnect_timeout_s says. Baton's requests do not need it meanwhile.
+Under KubeRay, the KubeRay operator does this.
 
 1. Find the GCS on this machine and its Ray session.
 2. Wait until it ends.
 3. Pause, longer each time if it does not live long. If no raylet of that session runs here by then,
    Ray was stopped: end too.
 4. Start it with its former arguments and environment; continue at 2.
+
+A Ray that `baton serve` starts has a keeper in a thread (`deploy.ray.own_ray`).
 """
 
+import ctypes
 import logging
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deploy.logs import configure_logging
+from deploy.logs.lines import LogSource, configure_logging
 from deploy.pools.restarts import Restarts
 from engine.clock import Clock, MonotonicClock
 from engine.errors import ConfigError
@@ -31,6 +34,9 @@ log = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs/gcs_server", "raylet/raylet"
 _SESSION = re.compile(r"--session[-_]name=(\S+)")
+_PORT = "--gcs_server_port="
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,11 @@ class Command:
         """Name of the Ray session that the process belongs to; empty if it has none."""
         found = _SESSION.search(" ".join(self.arguments))
         return found[1] if found else ""
+
+    def at_port(self, port: int) -> "Command":
+        """Returns the command of a GCS with this port in place of one that it chose itself."""
+        ours = (f"{_PORT}{port}" if a.startswith(_PORT) else a for a in self.arguments)
+        return replace(self, arguments=tuple(ours))
 
 
 def running(program: str) -> list[Command]:
@@ -65,22 +76,26 @@ def running(program: str) -> list[Command]:
 class Keeper:
     """Restarts one GCS whenever it ends."""
 
-    def __init__(self, gcs: Command, clock: Clock) -> None:
+    def __init__(self, gcs: Command, clock: Clock, *, shares_fate: bool = False) -> None:
+        """With `shares_fate`, a GCS that this starts ends with the thread that runs the keeper."""
         self._gcs = gcs
         self._clock = clock
+        self._shares_fate = shares_fate
         self._restarts = Restarts()
         self._child: subprocess.Popen[bytes] | None = None
+        self._stopping = os.eventfd(0)
+        self.num_restarts = 0
 
     def run(self) -> None:
-        """Returns after Ray was stopped."""
+        """Returns after Ray was stopped, or `stop` was called."""
         name = self._gcs.session
-        while True:
-            self._wait_for_end()
+        while self._wait_for_end():
             delay_s = self._restarts.failed(name, self._clock.now_s())
             log.warning(
                 "the GCS of %s ended; unless Ray stopped, it restarts in %g s", name, delay_s
             )
-            threading.Event().wait(delay_s)
+            if self._is_stopped_within(delay_s):
+                return
             if not any(raylet.session == name for raylet in running(RAYLET)):
                 log.warning("Ray's session %s ended", name)
                 return
@@ -89,22 +104,46 @@ class Keeper:
                 env=self._gcs.environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_end_with_parent if self._shares_fate else None,
             )
+            self.num_restarts += 1
             self._restarts.started(name, self._clock.now_s())
             log.warning("the GCS of %s runs again as process %d", name, self._child.pid)
 
-    def _wait_for_end(self) -> None:
+    def stop(self) -> None:
+        """Makes `run` return in any thread. The GCS goes on."""
+        os.eventfd_write(self._stopping, 1)
+
+    def end_gcs(self) -> None:
+        """Kills the GCS that `run` started, if any: Ray does not know it."""
         if self._child is not None:
+            self._child.kill()
             self._child.wait()
-            return
+
+    def _wait_for_end(self) -> bool:
+        """Waits until the GCS has ended. Returns false if `stop` came first."""
+        child = self._child
         try:
-            descriptor = os.pidfd_open(self._gcs.pid)
+            descriptor = os.pidfd_open(self._gcs.pid if child is None else child.pid)
         except ProcessLookupError:
-            return
+            return True
         try:
-            select.select([descriptor], [], [])
+            ready, _, _ = select.select([descriptor, self._stopping], [], [])
         finally:
             os.close(descriptor)
+        if self._stopping in ready:
+            return False
+        if child is not None:
+            child.wait()
+        return True
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        return bool(select.select([self._stopping], [], [], seconds)[0])
+
+
+def _end_with_parent() -> None:
+    """Runs in a new process: the kernel kills it when the thread that made it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def find() -> Command:
@@ -113,11 +152,14 @@ def find() -> Command:
     if len(found) != 1:
         pids = ", ".join(str(each.pid) for each in found) or "none"
         raise ConfigError(f"one GCS must run on this machine; found: {pids}")
-    if not any(argument.startswith("--redis_address=") for argument in found[0].arguments):
+    gcs = found[0]
+    stores = any(argument.startswith("--redis_address=") for argument in gcs.arguments)
+    if not stores and gcs.environment.get("RAY_gcs_storage") != "rocksdb":
         raise ConfigError(
-            "the GCS stores nothing in Redis (RAY_REDIS_ADDRESS): a restart would lose the cluster"
+            "the GCS stores nothing in Redis (RAY_REDIS_ADDRESS) or RocksDB (RAY_gcs_storage): "
+            "a restart would lose the cluster"
         )
-    return found[0]
+    return gcs
 
 
 def _detach(gcs: Command) -> None:
@@ -139,7 +181,7 @@ def _strings(path: Path) -> tuple[str, ...]:
 
 def main() -> None:
     """Finds the GCS and keeps it alive, here or in a process of its own."""
-    configure_logging("warning", MonotonicClock())
+    configure_logging(LogSource("ray-keeper"), MonotonicClock())
     try:
         gcs = find()
     except ConfigError as error:

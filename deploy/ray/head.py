@@ -1,6 +1,8 @@
 """The cluster's side of `baton up`, `status` and `down`: `python -m deploy.ray.head VERB [FILE]`.
 
-    start FILE   starts the controller that FILE describes, unless it runs; waits until it serves
+    start FILE   starts the controller that FILE describes and waits until it serves; if it runs,
+                 carries out what FILE declares otherwise, and waits until that is done
+    diff FILE    reports what FILE declares otherwise than it runs
     look         reports the nodes, with or without a controller
     status       reports the nodes and the controller's pools
     stop         ends the controller and all that it started; Ray stays
@@ -12,17 +14,29 @@ and JSON, so lines that login shells and Ray print before are ignored.
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import ray
 
+from deploy.admin.declaring import read_declaration
+from deploy.admin.schema import RESTART, Declaration, Difference, PoolsAnswer
 from deploy.ray.cluster_controller import start_deployment
 from deploy.ray.config import load_up_config
-from deploy.ray.controller import controller_pools, stop_deployment
+from deploy.ray.controller import (
+    controller_declare,
+    controller_differences,
+    controller_pools,
+    stop_deployment,
+)
 from deploy.ray.own_ray import NAMESPACE
 from deploy.ray.up import ANSWER, ClusterNode, HeadAnswer, Status
+from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
+
+SETTLE_TIMEOUT_S = 4 * 3600.0  # a version may fetch its model
+SETTLE_EVERY_S = 1.0
 
 
 def connect(address: str) -> None:
@@ -60,6 +74,11 @@ def act(verb: str, address: str, file: Path | None) -> Status:
             config = load_up_config(file)
             if controller_pools() is None:
                 start_deployment(config)
+            else:
+                return carry_out(read_declaration(file))
+        case "diff", Path():
+            found = controller_differences(read_declaration(file))
+            return _status(differences=found, left=found)
         case "stop", _:
             stop_deployment()
         case "look", _:
@@ -67,8 +86,29 @@ def act(verb: str, address: str, file: Path | None) -> Status:
         case "status", _:
             pass
         case _:
-            raise ConfigError(f"unknown verb {verb}: use start FILE, look, status or stop")
-    return msgspec.structs.replace(look(), pools=controller_pools())
+            raise ConfigError(
+                f"unknown verb {verb}: use start FILE, diff FILE, look, status or stop"
+            )
+    return _status()
+
+
+def carry_out(declared: Declaration) -> Status:
+    """Carries out what is declared otherwise than it runs, and waits. Raises ConfigError."""
+    found = left = controller_differences(declared)
+    before: tuple[Difference, ...] = ()
+    clock, pause = MonotonicClock(), threading.Event()
+    end_s = clock.now_s() + SETTLE_TIMEOUT_S
+    while left != before and any(each.order != RESTART for each in left):  # one version each time
+        answer: PoolsAnswer | None = controller_declare(declared)
+        while answer is not None and not answer.settled and clock.now_s() < end_s:
+            pause.wait(SETTLE_EVERY_S)
+            answer = controller_pools()
+        before, left = left, controller_differences(declared)
+    return _status(differences=found, left=left)
+
+
+def _status(**found: tuple[Difference, ...]) -> Status:
+    return msgspec.structs.replace(look(), pools=controller_pools(), **found)
 
 
 def main() -> int:

@@ -5,77 +5,150 @@ ClusterLauncher   uses a Ray that this process has joined; its actors are detach
                   the controller, and the next controller finds them by name
 """
 
+import logging
+import shutil
 import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import ray
 from ray.autoscaler.sdk import request_resources
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from deploy.launcher import Launcher
+from deploy.local.run_dir import log_folder
+from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
 from deploy.pools.placement import ANYWHERE, NodePlacement
-from deploy.ray.actors import ServiceActors, ServiceReady
+from deploy.ray.actors import NODE_CHARS, ServiceActors, ServiceReady, node_name
+from deploy.ray.health import parts_of_ray
 from deploy.ray.own_ray import NAMESPACE, OwnRay
 from deploy.ray.places import RayPlaces, nodes
 from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.control import Pools
 from engine.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+LOGS_TIMEOUT_S = 6.0  # for nodes to answer; clients of the admin API wait 10 s
 CONTROLLER = "controller"  # the name of the one actor that is no service
 ON_HEAD = {"resources": {"node:__internal_head__": 0.001}}  # Ray gives each head one of these
 
 
 class OwnRayLauncher(Launcher):
-    """Runs services as actors of a Ray that it starts on this machine, on loopback only."""
+    """Runs services as actors of a Ray that it starts on this machine, on loopback only.
+
+    Ray's raylet cannot be started again: its actors outlive it, but no actor can be made or ended.
+    So once it has died, the services are stopped in order, and a new Ray starts. Calls that come
+    meanwhile wait, and calls under way fail: Ray raises SystemExit in them.
+    """
 
     def __init__(self) -> None:
         self._ray = OwnRay()
         self._actors = ServiceActors({})
+        self._session = ""
+        self._num_raylet_deaths = 0
+        self._lost: set[str] = set()  # services that ended with a Ray, and are not told yet
+        self._is_closing = False
+        # Ray's processes end with the thread that started them, so it must last.
+        self._thread = ThreadPoolExecutor(1, "own ray")
+        self._restarting = threading.Lock()  # held while a new Ray replaces one without a raylet
 
     def open(self) -> None:
         """Starts Ray. Raises ConfigError."""
         with _own_sigterm():
             self._ray.open()
+        self._session = _session_name()
 
     def room(self, num_gpus: float) -> int:
         """Returns how many workers the GPUs suffice for, or the cores, but at least a few."""
-        return ANYWHERE.with_gpus(num_gpus).room(nodes())
+        with self._present_ray():
+            return ANYWHERE.with_gpus(num_gpus).room(nodes())
 
     def scarce(self, num_gpus: float) -> str:
         """Names what this machine has of the scarcest resource."""
-        return ANYWHERE.with_gpus(num_gpus).scarce(nodes())
+        with self._present_ray():
+            return ANYWHERE.with_gpus(num_gpus).scarce(nodes())
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
-        return self._actors.start_worker(spec, {})
+        with self._present_ray():
+            return self._actors.start_worker(spec, {})
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway actor."""
-        return self._actors.start_gateway(spec, {})
+        with self._present_ray():
+            return self._actors.start_gateway(spec, {})
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor."""
-        self._actors.stop(name, by_force=by_force)
+        with self._present_ray():
+            self._actors.stop(name, by_force=by_force)
 
     def running(self) -> Mapping[str, ServiceReady]:
         """Returns the actors that this launcher has started."""
         return self._actors.ready()
 
+    def health(self) -> Mapping[str, bool]:
+        """Returns whether Ray's processes on this machine are alive."""
+        return parts_of_ray(self._session)
+
+    def counters(self) -> Mapping[str, int]:
+        """Counts the restarts of Ray's GCS, and of Ray after its raylet died."""
+        return {
+            "restarts of Ray's GCS": self._ray.num_gcs_restarts,
+            "restarts of Ray": self._num_raylet_deaths,
+        }
+
     def dead(self) -> dict[str, str]:
-        """Returns the actors that died, each once."""
-        return self._actors.dead()
+        """Returns the actors that died, each once: all of them after Ray's raylet died.
+
+        Then the gateways have finished their answers, and a new Ray runs, on return.
+        """
+        is_whole = self._is_closing or not self._session or self.health()["raylet"]
+        return self._actors.dead() if is_whole else self._begin_again()
 
     def close(self) -> None:
         """Stops the actors, gateways first, then Ray."""
-        self._actors.stop_all()
-        self._ray.close()
+        self._is_closing = True
+        with self._restarting:
+            self._actors.stop_all()
+            self._ray.close()
+        self._thread.shutdown()
 
     def hurry(self) -> None:
         """Makes stopping actors end their answers at once."""
         self._actors.hurry()
+
+    def _begin_again(self) -> dict[str, str]:
+        """Replaces Ray. Returns the services, which have ended. Raises ConfigError."""
+        with self._restarting:
+            if not self._lost:
+                log.error("Ray's raylet died: its services stop, and a new Ray starts")
+                self._num_raylet_deaths += 1
+            self._lost |= self._actors.names
+            self._actors.stop_all()
+            self._ray.close()
+            if not self._is_closing:
+                self._thread.submit(self.open).result()  # if it fails, the next call tries again
+            lost, self._lost = self._lost, set()
+        return dict.fromkeys(lost, "Ray's raylet died")
+
+    @contextmanager
+    def _present_ray(self) -> Iterator[None]:
+        """Waits while Ray is replaced. Raises ConfigError if it is replaced during the call."""
+        with self._restarting:
+            pass
+        try:
+            yield
+        except SystemExit as error:
+            raise ConfigError("Ray ended meanwhile") from error
 
 
 class ClusterLauncher(Launcher):
@@ -88,6 +161,7 @@ class ClusterLauncher(Launcher):
     def __init__(self, placement: NodePlacement) -> None:
         self._places = RayPlaces(placement)
         self._actors = ServiceActors({"lifetime": "detached", "namespace": NAMESPACE})
+        self._session = ""  # of Ray, known once it is asked for
 
     def open(self) -> None:
         """Does nothing: Ray runs already."""
@@ -143,9 +217,33 @@ class ClusterLauncher(Launcher):
                 self._places.use(name)
         return self._actors.ready()
 
+    def health(self) -> Mapping[str, bool]:
+        """Returns whether Ray's processes on this machine are alive: it is the head."""
+        self._session = self._session or _session_name()
+        return parts_of_ray(self._session)
+
     def counters(self) -> Mapping[str, int]:
         """Counts the workers that took the place of another role."""
         return {"places of another role": self._places.num_stand_ins}
+
+    def read_logs(self, folder: str, query: LogsQuery) -> LogPieces:
+        """Reads the lines that services kept on all nodes."""
+        asked = msgspec.json.encode(query)
+        pieces: dict[str, RingPiece] = {}
+        known: set[str] = set()
+        silent = []
+        for node_id, answer in _on_all_nodes("read", folder, asked).items():
+            if answer is None:
+                silent.append(node_id)
+                continue
+            read = msgspec.json.decode(answer, type=LogPieces)
+            pieces |= read.pieces
+            known |= set(read.known)
+        return LogPieces(pieces, sorted(known), silent)
+
+    def forget_logs(self, folder: str) -> None:
+        """Removes what services kept, on all nodes that answer."""
+        _on_all_nodes("forget", folder, b"")
 
     def dead(self) -> dict[str, str]:
         """Returns the actors that died, each once. Their places stay reserved for now."""
@@ -182,6 +280,58 @@ class ClusterLauncher(Launcher):
 
     def _placement(self, num_gpus: float) -> NodePlacement:
         return self._places.placement.with_gpus(num_gpus)
+
+
+def _on_all_nodes(verb: str, name: str, asked: bytes) -> dict[str, bytes | None]:
+    """Reads or removes the log folders of all live nodes. None: a node did not answer in time.
+
+    Ray keeps the process of such a task for a while, so the next one starts at once.
+    """
+    task = ray.remote(num_cpus=0)(_on_node)
+    asking = {
+        node.node_id[:NODE_CHARS]: task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+            max_retries=0,
+        ).remote(verb, name, asked)
+        for node in nodes()
+    }
+    ray.wait(list(asking.values()), num_returns=len(asking), timeout=LOGS_TIMEOUT_S)
+    answers: dict[str, bytes | None] = {}
+    for node_id, answer in asking.items():
+        try:
+            answers[node_id] = ray.get(answer, timeout=0)
+        except ray.exceptions.RayError as error:
+            log.info("the log lines of node %s are not read: %s", node_id, error)
+            answers[node_id] = None
+            ray.cancel(answer)
+    return answers
+
+
+def _on_node(verb: str, name: str, asked: bytes) -> bytes:
+    """Runs on a node. The keys of rings name it, since a service may have rings on several."""
+    node = node_name()
+    folder = log_folder(name, node)
+    assert folder is not None
+    if verb == "forget":
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        return b""
+    query = msgspec.json.decode(asked, type=LogsQuery)
+    if query.places is not None:
+        suffix = f"@{node}"
+        places = {
+            key.removesuffix(suffix): place
+            for key, place in query.places.items()
+            if key.endswith(suffix)
+        }
+        query = msgspec.structs.replace(query, places=places)
+    read = read_pieces(folder, query)
+    pieces = {f"{service}@{node}": piece for service, piece in read.pieces.items()}
+    return msgspec.json.encode(msgspec.structs.replace(read, pieces=pieces))
+
+
+def _session_name() -> str:
+    """Returns the name of the Ray session that this process has joined."""
+    return str(ray.get_runtime_context().get_session_name())
 
 
 @contextmanager

@@ -8,6 +8,9 @@ Ray reads three settings from the environment when it is imported, so `prepare` 
                starts a Ray, and reaches Ray's processes in their environment.
     no report  Ray sends no usage statistics.
 
+The GCS of this Ray stores its state in RocksDB, in the same folder, so that a keeper can start it
+again (`deploy.ray.gcs_keeper`). Actors go on meanwhile, for at most RECONNECT_TIMEOUT_S.
+
 Ray makes its session folder, which holds sockets and logs, writable for everyone. So that folder is
 made inside a private one.
 """
@@ -15,15 +18,18 @@ made inside a private one.
 import ipaddress
 import logging
 import secrets
-import shutil
-import tempfile
+import threading
 from collections.abc import MutableMapping
-from pathlib import Path
 
+from deploy.local.private_folder import PrivateFolder, end_users_of
+from deploy.ray.gcs_keeper import GCS, Keeper, running
+from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
 NAMESPACE = "baton"
 LOOPBACK = "127.0.0.1"
+RECONNECT_TIMEOUT_S = 600  # then Ray's processes end without a GCS
+HEALTH_CHECKS = 200  # of 3 s: so long actors without a raylet count as alive
 OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; KV and tokens never go there
 
 
@@ -35,6 +41,12 @@ def prepare(environment: MutableMapping[str, str]) -> None:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Lines of services name their process, and are bounded (`deploy.logs`): Ray shows them
+            # as they are, and leaves none out.
+            "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_TIMEOUT_S),
+            "RAY_health_check_failure_threshold": str(HEALTH_CHECKS),
             # Actors without GPUs keep our CUDA_VISIBLE_DEVICES, and Ray gives no warning.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }
@@ -45,23 +57,38 @@ class OwnRay:
     """A Ray that this process starts and stops. `prepare` must run before Ray is imported."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self._folder: PrivateFolder | None = None
+        self._keeper: Keeper | None = None
+        self._num_gcs_restarts = 0  # before this keeper
+
+    @property
+    def num_gcs_restarts(self) -> int:
+        """How often the GCS had to be started again."""
+        return self._num_gcs_restarts + (self._keeper.num_restarts if self._keeper else 0)
 
     def open(self) -> None:
         """Starts Ray and joins it. Raises ConfigError if it would listen beyond loopback."""
         import ray  # its processes inherit the environment of `prepare`
 
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-"))
-        ray.init(
-            address="local",
-            namespace=NAMESPACE,
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(self._folder / "ray"),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-        )
+        self._folder = folder = PrivateFolder()
+        folder.open()
+        gcs_folder = folder.path / "gcs"
+        gcs_folder.mkdir()
+        try:
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder.path / "ray"),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                log_to_driver=True,
+                _system_config={"gcs_storage": "rocksdb", "gcs_storage_path": str(gcs_folder)},
+            )
+        except BaseException:
+            folder.leave()
+            raise
         address = ray.util.get_node_ip_address()
         if not ipaddress.ip_address(address).is_loopback:
             self.close()
@@ -69,6 +96,7 @@ class OwnRay:
                 f"Ray listens on {address}: it was imported before its environment was prepared,"
                 " or this version of Ray does not know RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
             )
+        self._keep_gcs()
 
     def close(self) -> None:
         """Stops Ray and removes its session folder. If Ray did not start, its logs stay."""
@@ -76,7 +104,28 @@ class OwnRay:
 
         if not ray.is_initialized():
             return
+        if self._keeper is not None:
+            self._keeper.stop()
         ray.shutdown()
+        if self._keeper is not None:
+            self._keeper.end_gcs()
+            self._num_gcs_restarts += self._keeper.num_restarts
+            self._keeper = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            end_users_of(self._folder.path)  # agents outlive a killed GCS
+            self._folder.close()
             self._folder = None
+
+    def _keep_gcs(self) -> None:
+        """Watches the GCS in a thread. Raises ConfigError if it cannot be found."""
+        import ray
+
+        context = ray.get_runtime_context()
+        session, port = context.get_session_name(), int(context.gcs_address.rpartition(":")[2])
+        found = [each for each in running(GCS) if each.session == session]
+        if not found:
+            self.close()
+            raise ConfigError(f"no GCS of Ray's session {session} runs on this machine")
+        keeper = Keeper(found[0].at_port(port), MonotonicClock(), shares_fate=True)
+        threading.Thread(target=keeper.run, name="gcs keeper", daemon=True).start()
+        self._keeper = keeper

@@ -8,7 +8,8 @@ Each worker has a placement group of its own, detached and named after the worke
     role has no room          after a while the group takes what another role has left
     worker does not start     the group is given up: another node may do better
     worker is stopped         the group is removed
-    controller dies           the next controller finds the groups by their names
+    controller dies           the next controller finds the groups by their names; a worker that it
+                              starts takes the group of its name, whatever role that was made for
 
 A start takes some milliseconds longer this way. `NodePlacement.choose` picks the node. If programs
 other than Baton took what it counts on, Ray finds a node, or an autoscaler makes one.

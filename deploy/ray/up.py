@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from deploy.admin.schema import PoolsAnswer
+from deploy.admin.schema import Difference, PoolsAnswer
 from deploy.model_source import default_cache
 from deploy.ray import leftovers
 from deploy.ray.config import UpConfig, num_nodes_of, read_cluster
@@ -50,11 +50,16 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """State of a cluster. `pools` is None if no controller runs or it was not asked."""
+    """State of a cluster. `pools` is None if no controller runs or it was not asked.
+
+    `differences` is what a file declared otherwise than it ran, and `left` what still differs.
+    """
 
     session: str
     nodes: tuple[ClusterNode, ...]
     pools: PoolsAnswer | None
+    differences: tuple[Difference, ...] = ()
+    left: tuple[Difference, ...] = ()
 
 
 class HeadAnswer(msgspec.Struct, frozen=True):
@@ -216,12 +221,15 @@ def cluster_of(config: UpConfig) -> Cluster:
 
 
 def bring_up(cluster: Cluster, file: Path, report: Report) -> Status:
-    """Brings up the cluster, then Baton, if they are not up already. Raises ConfigError."""
+    """Brings up the cluster, then Baton, if they are not up already.
+
+    If Baton runs, what the file declares otherwise is carried out. Raises ConfigError.
+    """
     report("looking for the cluster")
     if not cluster.is_up():
         report("making the cluster (ray up)")
         cluster.up()
-    report("starting the controller, the workers and the gateway")
+    report("starting the controller, the workers and the gateway, or changing what differs")
     return cluster.ask("start", file)
 
 

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 import deploy
-from deploy.launcher import STOP_TIMEOUT_S
 from deploy.pools.placement import Node, NodePlacement, nodes_to_start_on
 from deploy.ray.files import CONSTRAINTS
-from engine.config import GatewayConfig, PoolsConfig
+from engine.config import PoolsConfig
 from engine.control import Pools
 
 pytestmark = pytest.mark.ray  # which brings yaml along
 
 FOLDER = Path(deploy.__file__).parent / "cluster"
+KUBERNETES = Path(deploy.__file__).parent / "kubernetes"
 RAY_UP = ("onprem", "aws", "gcp")
 
 # Of KubeRay's own definition, ray-operator/config/crd/bases/ray.io_rayclusters.yaml (August 2026).
@@ -44,10 +44,12 @@ def read(name: str) -> dict[str, Any]:
 
 
 def kubernetes() -> dict[str, dict[str, Any]]:
+    """Objects of the files in `deploy/kubernetes`, by kind and name."""
     import yaml
 
-    documents = yaml.safe_load_all((FOLDER / "kuberay.yaml").read_text())
-    return {document["kind"]: document for document in documents}
+    files = sorted(KUBERNETES.glob("*/*.yaml"))
+    found = [one for file in files for one in yaml.safe_load_all(file.read_text())]
+    return {f"{one['kind']}/{one['metadata']['name']}": one for one in found if "metadata" in one}
 
 
 def unknown(given: dict[str, Any], fields: str) -> set[str]:
@@ -81,9 +83,11 @@ def test_gcs_stores_its_state_in_redis_and_nodes_wait_for_it(name):
     assert all("RAY_gcs_rpc_server_reconnect_timeout_s=600" in c for c in (head, worker))
 
 
-@pytest.mark.parametrize("name", [*RAY_UP, "kuberay"])
-def test_no_password_is_on_a_command_line(name):
-    text = (FOLDER / f"{name}.yaml").read_text()
+@pytest.mark.parametrize(
+    "path", [*(FOLDER / f"{name}.yaml" for name in RAY_UP), *sorted(KUBERNETES.glob("*.yaml"))]
+)
+def test_no_password_is_on_a_command_line(path):
+    text = path.read_text()
     assert "--redis-password" not in text
     assert "--requirepass" not in text
     assert "REDISCLI_AUTH" not in text
@@ -123,16 +127,14 @@ def test_nodes_install_the_versions_of_the_tests():
     pins = CONSTRAINTS.read_text().splitlines()
     assert f"ray=={ray.__version__}" in pins
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins if not pin.startswith("#"))
-    spec = kubernetes()["RayCluster"]["spec"]
+    spec = kubernetes()["RayCluster/baton"]["spec"]
     assert spec["rayVersion"] == ray.__version__
-    image = spec["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
-    assert f"ray=={ray.__version__}" in image
-    redis = kubernetes()["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]
+    redis = kubernetes()["StatefulSet/baton-redis"]["spec"]["template"]["spec"]["containers"][0]
     assert re.fullmatch(r"redis:\d+\.\d+\.\d+", redis["image"])
 
 
 def test_ray_requires_a_token_on_kubernetes():
-    assert kubernetes()["RayCluster"]["spec"]["authOptions"] == {"mode": "token"}
+    assert kubernetes()["RayCluster/baton"]["spec"]["authOptions"] == {"mode": "token"}
 
 
 @pytest.mark.parametrize("name", RAY_UP)
@@ -151,7 +153,7 @@ def test_shells_on_the_head_find_ray_and_the_run_directory(name, tmp_path):
 def node_types(name: str) -> list[Node]:
     """Returns a node of each type, with its resources in the file."""
     if name == "kuberay":
-        groups = kubernetes()["RayCluster"]["spec"]["workerGroupSpecs"]
+        groups = kubernetes()["RayCluster/baton"]["spec"]["workerGroupSpecs"]
         params = [json.loads(json.loads(g["rayStartParams"]["resources"])) for g in groups]
         limits = [g["template"]["spec"]["containers"][0]["resources"]["limits"] for g in groups]
         has = [
@@ -188,7 +190,7 @@ def test_own_machines_offer_both_resources_by_default():
 
 
 def test_kuberay_manifest_uses_existing_fields():
-    cluster = kubernetes()["RayCluster"]
+    cluster = kubernetes()["RayCluster/baton"]
     spec = cluster["spec"]
     assert cluster["apiVersion"] == "ray.io/v1"
     assert not unknown(spec, RAY_CLUSTER)
@@ -202,19 +204,8 @@ def test_kuberay_manifest_uses_existing_fields():
 
 def test_kuberay_manifest_points_the_gcs_to_its_redis():
     documents = kubernetes()
-    options = documents["RayCluster"]["spec"]["gcsFaultToleranceOptions"]
-    (port,) = documents["Service"]["spec"]["ports"]
-    name = documents["Service"]["metadata"]["name"]
-    assert options["redisAddress"] == f"{name}:{port['port']}"
+    options = documents["RayCluster/baton"]["spec"]["gcsFaultToleranceOptions"]
+    (port,) = documents["Service/baton-redis"]["spec"]["ports"]
+    assert options["redisAddress"] == f"baton-redis:{port['port']}"
     secret = options["redisPassword"]["valueFrom"]["secretKeyRef"]
-    assert secret["name"] == documents["Secret"]["metadata"]["name"]
-    assert secret["key"] in documents["Secret"]["stringData"]
-
-
-def test_systemd_waits_for_the_drain_and_signals_one_process_only():
-    lines = (FOLDER / "baton.service").read_text().splitlines()
-    unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
-    assert unit["KillMode"] == "mixed"
-    least_s = GatewayConfig().drain_timeout_s + 2 * STOP_TIMEOUT_S  # gateways, then workers
-    assert int(unit["TimeoutStopSec"]) > least_s
-    assert "--keys-file" in unit["ExecStart"]
+    assert secret == {"name": "baton-redis", "key": "password"}

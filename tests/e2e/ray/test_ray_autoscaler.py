@@ -79,7 +79,7 @@ for num_workers, room in ((3, 4), (0, 0)):
     poll_until(lambda: launcher.room(1) == room, f"there is room for {room}", 60)
     rooms.append(launcher.room(1))
 places = RayPlaces(placement)
-places.take("decode-0", Role.DECODE)
+places.take("worker-0", Role.DECODE)
 rooms.append(launcher.room(1))
 places.give_up_all()
 print("rooms", *rooms)

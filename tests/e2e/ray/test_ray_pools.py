@@ -1,17 +1,24 @@
-"""The controller as an actor: requests go on when it is killed, and the next takes over."""
+"""Requests go on when the controller is killed, or Ray's GCS, and the next one takes over.
+
+What was ordered outlives controller and gateways together.
+"""
 
 import os
 import secrets
+import select
 import signal
 
+import httpx
 import pytest
 
 from deploy.admin.client import AdminClient
+from deploy.admin.schema import PoolsAnswer
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.controller.plan import ControllerPlan
 from deploy.local.deployment import with_admin_key
+from deploy.ray.gcs_keeper import GCS, running
 from deploy.ray.own_ray import OwnRay
-from engine.config import Config, GatewayConfig, WorkerConfig
+from engine.config import Config, GatewayConfig, LogLevel, LogsConfig, WorkerConfig
 from engine.control import Pools
 from tests.kits.operator import CHANGE_S, Trickle
 from tests.kits.services.served import poll_until
@@ -19,9 +26,73 @@ from tests.kits.services.served import poll_until
 pytest.importorskip("ray", reason="Ray is not installed")
 # Each worker imports torch for itself, which takes up to a minute where others compute too.
 pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.timeout(300)]
+FIELDS = {"time", "level", "process", "pid", "logger", "message"}
 
 
-def test_requests_survive_a_killed_controller(tmp_path, monkeypatch):
+def kill_together(*pids: int) -> None:
+    """Kills processes at once, each through a descriptor, which never means another process."""
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    try:
+        for pidfd in pidfds:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], CHANGE_S)[0], "it has ended"
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def orders_outlive_controller_and_gateway(pid: int, before: PoolsAnswer, key: str) -> None:
+    """Kills both, and a worker: then only Ray's table knows that there are to be two workers."""
+    from deploy.ray.controller import find_controller
+
+    pids = {worker.worker_id: worker.pid for worker in before.workers}
+    kill_together(pid, before.gateways[0].pid, pids["worker-1"])
+    url, again = find_controller()
+    assert again != pid
+    with AdminClient(url, key) as admin:
+        poll_until(lambda: admin.pools().settled, lambda: str(admin.pools()), CHANGE_S)
+        after = admin.pools()
+    assert after.wanted == before.wanted
+    assert after.version >= before.version
+    assert {worker.worker_id: worker.pid for worker in after.workers}["worker-0"] == pids[
+        "worker-0"
+    ]
+    with Trickle(after.gateways[0].url) as trickle:
+        poll_until(lambda: len(trickle.answers) > 0, "requests run", CHANGE_S)
+    trickle.check()
+    with AdminClient(url, key) as admin:
+        check_logs(admin, after.gateways[0].url, dead=pids["worker-1"])
+
+
+def check_logs(admin: AdminClient, url: str, *, dead: int) -> None:
+    """Lines of all processes of all nodes are there, and follow: also those of a dead worker."""
+    of_worker = admin.logs("worker-1")
+    pids = {line["pid"] for line in of_worker.lines}
+    assert dead in pids
+    assert len(pids) > 1  # the next worker of the name continues
+    body = {"prompt": "def f(", "max_tokens": 4}
+    for _ in range(4):  # each worker gets one
+        answer = httpx.post(
+            f"{url}/v1/completions", json=body, headers={"x-request-id": "mine"}, timeout=60
+        )
+        assert answer.status_code == 200, answer.text
+    later = admin.logs(None, after=admin.logs(None, 0).after)
+    found = admin.logs(None, 5000)
+    assert all(set(line) >= FIELDS for line in found.lines)
+    times = [line["time"] for line in found.lines]
+    assert times == sorted(times)
+    assert (found.silent, later.overwritten) == ([], [])
+    assert {"controller", "gateway", "worker-0", "worker-1"} <= {
+        line["process"] for line in found.lines
+    }
+    told = [line for line in found.lines if line.get("request", "").endswith(" mine")]
+    assert any(line["process"].startswith("worker-") for line in told), told
+    news = [line["message"] for line in found.lines if line["logger"] == "baton.news"]
+    assert any("worker-1" in message for message in news)
+
+
+def test_requests_survive_a_killed_controller_and_a_killed_gcs(tmp_path, monkeypatch):
     import ray
 
     from deploy.ray.controller import find_controller, start_controller, stop_deployment
@@ -29,7 +100,11 @@ def test_requests_survive_a_killed_controller(tmp_path, monkeypatch):
 
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
     config = with_admin_key(
-        Config(worker=WorkerConfig(kv_mib=64), gateway=GatewayConfig(port=0, model_name="tiny"))
+        Config(
+            worker=WorkerConfig(kv_mib=64),
+            gateway=GatewayConfig(port=0, model_name="tiny"),
+            logs=LogsConfig(level=LogLevel.INFO),
+        )
     )
     pools = Pools(0, 0, mixed=1)  # the fewest that can serve
     plan = ControllerPlan(str(BUNDLED_MODEL), config, pools, secrets.token_hex(16), cores=2)
@@ -59,10 +134,12 @@ def test_requests_survive_a_killed_controller(tmp_path, monkeypatch):
                 }
                 pids = {w.worker_id: w.pid for w in after.workers}
                 assert pids == {w.worker_id: w.pid for w in before.workers}
-                os.kill(pids["mixed-1"], signal.SIGKILL)
-                poll_until(lambda: not admin.pools().settled, "its end is seen", CHANGE_S)
-                poll_until(lambda: admin.pools().settled, lambda: str(admin.pools()), CHANGE_S)
+                session = ray.get_runtime_context().get_session_name()
+                [gcs] = [each for each in running(GCS) if each.session == session]
+                os.kill(gcs.pid, signal.SIGKILL)
+                poll_until(lambda: own_ray.num_gcs_restarts == 1, "the GCS runs again", CHANGE_S)
         trickle.check()
+        orders_outlive_controller_and_gateway(again, after, key)
         stop_deployment()
         left = ray.util.list_named_actors(all_namespaces=True)
         assert left == []

@@ -133,7 +133,7 @@ def of(machine: Island, program: str) -> dict[int, str]:
 
 def test_up_brings_up_cluster_and_baton_and_prints_urls(machine, up, key):
     assert f"serving at {URL}" in up.stderr
-    assert "prefill-0" in up.stderr
+    assert "worker-0" in up.stderr
     assert "all as wanted" in up.stderr
     assert ask(machine, key, 8)
 
@@ -179,6 +179,23 @@ def test_second_up_changes_nothing(machine, config, up):
     assert len(of(machine, "ray::ServiceActor")) == 4  # two workers, two gateways
 
 
+def test_up_changes_what_runs_otherwise_and_names_what_needs_a_restart(machine, config, up):
+    declared = config.with_name("declared.yaml")
+    more = "update: {hold_s: 5}\npools: {spares: 0, price_per_hour: 2}\nrouter: {max_queue: 7}\n"
+    text = "".join(line for line in config.read_text().splitlines(True) if "pools" not in line)
+    declared.write_text(text + more)
+    again = baton(machine, "up", declared, check=False)
+    assert again.returncode == 3, again.stderr
+    assert "update.hold_s" in again.stderr
+    assert "needs a restart: router.max_queue" in again.stdout
+    shown = machine.python(
+        *("-m", "deploy.commands.main", "up", "--diff", "--json", "-c", str(declared)),
+        timeout_s=UP_TIMEOUT_S,
+        check=False,
+    )
+    assert [each["key"] for each in json.loads(shown.stdout)] == ["router.max_queue"]
+
+
 def test_requests_go_on_while_the_gcs_restarts_from_redis(machine, key):
     expected = ask(machine, key, 40)
     (gcs,), (keeper,) = of(machine, "gcs/gcs_server"), of(machine, "deploy.ray.gcs_keeper")
@@ -206,7 +223,7 @@ def test_requests_go_on_while_the_gcs_restarts_from_redis(machine, key):
 def test_status_shows_nodes_and_workers(machine, config, up):
     shown = baton(machine, "status", config).stderr
     assert "127.0.0.1" in shown
-    assert "decode-0" in shown
+    assert "worker-1" in shown
     assert f"serving at {URL}" in shown
 
 
@@ -214,7 +231,7 @@ def test_pools_change_on_the_head_while_it_serves(machine, config, key):
     expected = ask(machine, key, 8)
     command = ("-m", "deploy.commands.main", "pools", "set", "decode=2")
     assert "done" in machine.python(*command, timeout_s=UP_TIMEOUT_S).stdout
-    assert "decode-1" in baton(machine, "status", config).stderr
+    assert "worker-2" in baton(machine, "status", config).stderr
     assert ask(machine, key, 8) == expected
 
 
@@ -226,7 +243,7 @@ def test_next_controller_takes_over_from_a_killed_one(machine, config, key):
         lambda: of(machine, "ray::_ControllerActor").keys() - {controller}, "another one runs", 60
     )
     shown = baton(machine, "status", config).stderr
-    assert "decode-1" in shown
+    assert "worker-2" in shown
     assert "all as wanted" in shown
     assert of(machine, "ray::ServiceActor").keys() == services.keys()
     assert ask(machine, key, 8)

@@ -23,11 +23,14 @@ from deploy.services.spec import GatewayReady, WorkerReady
 from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (
     CONTROL_VERSION,
+    MAIN_LINE,
+    ClusterNews,
     GatewayReport,
     GatewayWelcome,
     Intent,
     Member,
     Members,
+    PoolNews,
     Pools,
     Version,
     decode_from_controller,
@@ -37,11 +40,13 @@ from engine.demand import Observation
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Role
+from router.gateway.metrics.families import decode_metrics
 
 DEADLINE_S = 5.0
+ROLES = {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
 WORKERS = {
     name: WorkerReady(f"{name}:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
-    for name in ("prefill-0", "decode-0")
+    for name in ROLES
 }
 GATEWAY = {"gateway": GatewayReady("http://127.0.0.1:80", "m", 7, "gateway:1")}
 
@@ -94,13 +99,16 @@ class FakeLauncher:
     def dead(self):
         return {}
 
+    def health(self):
+        return {"gcs": True, "raylet": False}
+
     def counters(self):
         return {"nurseries lost": 0}
 
     def start_worker(self, spec):
         self._fail()
         assert self.may_start.wait(DEADLINE_S)
-        ready = WORKERS.get(spec.worker_id, WORKERS["prefill-0"])
+        ready = WORKERS.get(spec.worker_id, WORKERS["worker-0"])
         self.services[spec.worker_id] = ready
         return ready
 
@@ -133,9 +141,8 @@ class World:
     def connect(self, *names: str) -> None:
         """Connects these workers, by default both."""
         for name in names or WORKERS:
-            role = Role(name.removesuffix("-0"))
             address = WORKERS[name].address
-            self.controller._handle(Connected(name, address, role, KVFormat.FP32))
+            self.controller._handle(Connected(name, address, ROLES[name], KVFormat.FP32))
 
     async def talk(self, address: str, _secret: object, link: object) -> None:
         self.links[address] = link
@@ -165,6 +172,8 @@ class FakeGateway:
     """The gateway's end of a session. It takes members of a higher version."""
 
     def __init__(self, members: Members | None) -> None:
+        self.news: list[PoolNews] = []
+        self.cluster: list[ClusterNews] = []
         self.members = members
 
     async def send(self, _frame: bytes) -> None:
@@ -175,6 +184,12 @@ class FakeGateway:
 
     def post(self, frame: bytes) -> None:
         [members] = decode_from_controller(frame)
+        if isinstance(members, PoolNews):
+            self.news.append(members)
+            return
+        if isinstance(members, ClusterNews):
+            self.cluster.append(members)
+            return
         assert isinstance(members, Members)
         if self.members is None or members.version > self.members.version:
             self.members = members
@@ -266,9 +281,8 @@ async def test_gateway_heard_late_supplies_the_intent(playing, monkeypatch):
         world.launcher.num_places = 2
         await world.controller.open()
         for name, ready in others.items():
-            role = Role(name.removesuffix("-0"))
             await until(lambda name=name: name in world.controller.sessions.links)
-            world.controller._handle(Connected(name, ready.address, role, KVFormat.FP32))
+            world.controller._handle(Connected(name, ready.address, ROLES[name], KVFormat.FP32))
         assert {w.state for w in world.controller.machine.workers.values()} == {WorkerState.SERVING}
         gateway = FakeGateway(told)
         await gateway.connect(world.links["gateway:1"])
@@ -279,16 +293,16 @@ async def test_gateway_heard_late_supplies_the_intent(playing, monkeypatch):
 
 
 async def test_launcher_that_raises_is_asked_again(playing):
-    async with playing({"prefill-0": WORKERS["prefill-0"]}) as world:
+    async with playing({"worker-0": WORKERS["worker-0"]}) as world:
         launcher = world.launcher
         await world.controller.open()
         launcher.errors = [OSError("no start"), RuntimeError("no stop")]
-        world.connect("prefill-0")
-        await until(lambda: ("decode-0", True) in launcher.stopped)
+        world.connect("worker-0")
+        await until(lambda: ("worker-1", True) in launcher.stopped)
         workers = world.controller.machine.workers
-        await until(lambda: workers["decode-0"].state is WorkerState.WAITING)
+        await until(lambda: workers["worker-1"].state is WorkerState.WAITING)
         world.clock.at_s = 10.0
-        await until(lambda: workers["decode-0"].state is WorkerState.JOINING)
+        await until(lambda: workers["worker-1"].state is WorkerState.JOINING)
     assert any("did not start: no start" in line for line in world.told), world.told
     assert "the controller has a bug: RuntimeError('no stop')" in world.told
 
@@ -318,13 +332,13 @@ async def test_stopped_worker_is_gone_only_after_its_start_has_ended(playing):
         world.connect()
         launcher.may_start.clear()
         world.controller.order(SetPools(Pools(2, 1)))
-        world.controller.order(Stop("prefill-1"))
+        world.controller.order(Stop("worker-2"))
         # The stop is repeated while the start goes on.
-        await until(lambda: launcher.stopped.count(("prefill-1", True)) > 1)
-        assert machine.workers["prefill-1"].state is WorkerState.STOPPING
+        await until(lambda: launcher.stopped.count(("worker-2", True)) > 1)
+        assert machine.workers["worker-2"].state is WorkerState.STOPPING
         launcher.may_start.set()
-        await until(lambda: "prefill-1" not in machine.workers)
-        assert "prefill-1" not in launcher.services
+        await until(lambda: "worker-2" not in machine.workers)
+        assert "worker-2" not in launcher.services
 
 
 async def test_long_fetches_delay_no_other_order(playing, monkeypatch):
@@ -338,8 +352,8 @@ async def test_long_fetches_delay_no_other_order(playing, monkeypatch):
         world.controller.order(SetPools(Pools(2, 2)))
         num_looks = launcher.num_looks
         await until(lambda: launcher.num_looks > num_looks + 2)
-        world.controller.order(Stop("prefill-1"))
-        await until(lambda: ("prefill-1", True) in launcher.stopped)
+        world.controller.order(Stop("worker-2"))
+        await until(lambda: ("worker-2", True) in launcher.stopped)
         launcher.may_start.set()
 
 
@@ -369,12 +383,12 @@ async def test_first_start_without_expected_nodes_fails_at_once(playing):
 
 
 async def test_places_are_given_up_once_all_found_roles_are_known(playing):
-    async with playing({"prefill-0": WORKERS["prefill-0"]}) as world:
+    async with playing({"worker-0": WORKERS["worker-0"]}) as world:
         await world.controller.open()
         looked = world.launcher.num_looks
         await until(lambda: world.launcher.num_looks > looked + 1)
-        assert world.launcher.kept == []  # it is not known yet that decode-0 is wanted
-        world.connect("prefill-0")
+        assert world.launcher.kept == []  # it is not known yet that worker-1 is wanted
+        world.connect("worker-0")
         await until(lambda: world.launcher.kept != [])
         assert world.launcher.kept[0] == set(WORKERS)
 
@@ -394,7 +408,7 @@ async def test_controller_plans_from_reports_and_asks_for_room(playing, monkeypa
         assert pools.machine.intent.planner is PlannerMode.ON
         world.connect()
         link = world.links["gateway:1"]
-        link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, FLOOD)]))
+        link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0, {MAIN_LINE: FLOOD})]))
         await until(lambda: world.launcher.asked_for == [(6, Pools(3, 1))])
         assert pools.machine.intent.pools == Pools(3, 1)  # there are four places
         assert any(
@@ -413,3 +427,18 @@ async def test_controller_without_a_planner_asks_for_no_room(playing):
         ticked = world.launcher.num_looks
         await until(lambda: world.launcher.num_looks > ticked + 1)
         assert world.launcher.asked_for == []
+
+
+async def test_gateways_get_metrics_and_urls_every_second(playing):
+    async with playing(WORKERS | GATEWAY) as world:
+        gateway = FakeGateway(OLD)
+        opening = asyncio.create_task(world.controller.open())
+        await until(lambda: "gateway:1" in world.links)
+        await gateway.connect(world.links["gateway:1"])
+        await opening
+        await until(lambda: bool(gateway.news))
+        assert gateway.news[0].gateways == ("http://127.0.0.1:80",)
+        assert [each.name for each in gateway.cluster[0].gateways] == ["gateway"]
+        names = {family.name for family in decode_metrics(gateway.news[-1].metrics)}
+        assert names >= {"baton_service_restarts", "baton_launcher_up", "baton_pools_settled"}
+        assert not any("bug" in line for line in world.told)

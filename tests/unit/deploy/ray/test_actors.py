@@ -22,10 +22,15 @@ from engine.messages import Role, WorkerId
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
-USE_RAY = ("deploy.ray.actors", "deploy.ray.launcher", "deploy.ray.controller", "deploy.ray.places")
+USE_RAY = tuple(
+    f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "orders", "places")
+)
 PARTS_OF_RAY: dict[str, dict[str, object]] = {  # none reserves anything
     "ray.autoscaler.sdk": {"request_resources": lambda *, bundles: None},
-    "ray.util.scheduling_strategies": {"PlacementGroupSchedulingStrategy": None},
+    "ray.util.scheduling_strategies": {
+        "NodeAffinitySchedulingStrategy": None,
+        "PlacementGroupSchedulingStrategy": None,
+    },
     "ray.util.placement_group": {
         "PlacementGroup": object,
         "get_placement_group": None,
@@ -163,6 +168,67 @@ def test_failed_actor_leaves_its_name_free(fake_ray, launcher, answer, says):
     assert launcher.dead() == {}
     fake_ray.answer = (READY, "")
     assert launcher.start_gateway(SPEC).pid == 7
+
+
+class FakeOwnRay:
+    """A Ray whose session is replaced at each opening; its raylet may be dead."""
+
+    num_gcs_restarts = 0
+
+    def __init__(self, failures: int = 0) -> None:
+        self.session = 0
+        self.raylet_runs = True
+        self.failures = failures
+
+    def open(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConfigError("no Ray")
+        self.session += 1
+        self.raylet_runs = True
+
+    def close(self) -> None:
+        self.raylet_runs = False
+
+    def use(self, launcher, monkeypatch) -> None:
+        module = sys.modules["deploy.ray.launcher"]
+        parts = {"gcs": True}
+        monkeypatch.setattr(module, "_session_name", lambda: f"session_{self.session}")
+        monkeypatch.setattr(module, "parts_of_ray", lambda _: {**parts, "raylet": self.raylet_runs})
+        launcher._ray = self
+        launcher.open()
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_raylet_that_died_is_replaced_with_all_of_ray(fake_ray, launcher, monkeypatch, failures):
+    own_ray = FakeOwnRay()
+    own_ray.use(launcher, monkeypatch)
+    fake_ray.answer = (READY, "")
+    launcher.start_gateway(SPEC)
+    own_ray.raylet_runs, own_ray.failures = False, failures
+    for _ in range(failures):
+        with pytest.raises(ConfigError, match="no Ray"):
+            launcher.dead()
+    assert launcher.dead() == {SPEC.name: "Ray's raylet died"}
+    assert own_ray.session == 2
+    assert launcher.counters()["restarts of Ray"] == 1
+    assert launcher.dead() == {}
+    assert fake_ray.names == {}
+    assert launcher.start_gateway(SPEC).pid == 7
+
+
+def test_call_that_ray_ends_by_a_system_exit_is_a_failed_start(fake_ray, launcher):
+    fake_ray.answer = SystemExit(0)
+    with pytest.raises(ConfigError, match="Ray ended meanwhile"):
+        launcher.start_gateway(SPEC)
+
+
+def test_closing_launcher_starts_no_ray(fake_ray, launcher, monkeypatch):
+    own_ray = FakeOwnRay()
+    own_ray.use(launcher, monkeypatch)
+    launcher.close()
+    assert launcher.dead() == {}
+    assert own_ray.session == 1
 
 
 def test_unplaced_actor_has_the_short_deadline(fake_ray, launcher):

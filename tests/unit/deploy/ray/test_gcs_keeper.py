@@ -1,5 +1,9 @@
 """The keeper finds the GCS and its session, and restarts it only while Ray runs."""
 
+import os
+import subprocess
+import threading
+
 import pytest
 
 from deploy.ray import gcs_keeper
@@ -43,18 +47,60 @@ def test_a_running_process_shows_its_arguments_and_environment():
     assert any("PATH" in each.environment for each in mine)
 
 
+def test_gcs_with_rocksdb_is_found(monkeypatch):
+    gcs = Command(7, ARGUMENTS[:2], {"RAY_gcs_storage": "rocksdb"})
+    monkeypatch.setattr(gcs_keeper, "running", lambda _: [gcs])
+    assert find() == gcs
+
+
+def test_restarted_gcs_gets_the_port_that_the_first_one_chose():
+    gcs = Command(7, ("gcs_server", "--gcs_server_port=0", "--x=1"), {})
+    assert gcs.at_port(41).arguments == ("gcs_server", "--gcs_server_port=41", "--x=1")
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
+
+
+def test_gcs_that_dies_is_started_again_until_the_keeper_is_stopped(monkeypatch):
+    raylet = Command(8, ("/x/raylet/raylet", "--session-name=session_7"), {})
+    monkeypatch.setattr(gcs_keeper, "running", lambda _: [raylet])
+    monkeypatch.setattr(gcs_keeper.Restarts, "failed", lambda *_: 0.0)
+    first = sleeper()
+    arguments = ("sh", "-c", "exec sleep 60", "--session-name=session_7")
+    gcs = Command(first.pid, arguments, dict(os.environ))
+    keeper = gcs_keeper.Keeper(gcs, MonotonicClock(), shares_fate=True)
+    thread = threading.Thread(target=keeper.run)
+    started = threading.Event()
+    monkeypatch.setattr(gcs_keeper.Restarts, "started", lambda *_: started.set())
+    thread.start()
+    first.kill()
+    first.wait()
+    assert started.wait(5)
+    keeper.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+    keeper.end_gcs()
+    assert keeper.num_restarts == 1
+
+
 def test_gcs_is_not_restarted_after_ray_was_stopped(monkeypatch):
-    there = [Command(8, ("/x/raylet/raylet", "--session-name=session_7"), {})]
-    waits: list[float] = []
-
-    class Pause:
-        def wait(self, seconds: float) -> None:
-            waits.append(seconds)
-            there.clear()  # the raylet ends a moment later
-
-    monkeypatch.setattr(gcs_keeper, "running", lambda _: there)
-    monkeypatch.setattr(gcs_keeper.threading, "Event", Pause)
+    monkeypatch.setattr(gcs_keeper, "running", lambda _: [])
     monkeypatch.setattr(gcs_keeper.subprocess, "Popen", None)
+    monkeypatch.setattr(gcs_keeper.Restarts, "failed", lambda *_: 0.0)
     no_process = 2**22 + 7
     gcs_keeper.Keeper(Command(no_process, ARGUMENTS, {}), MonotonicClock()).run()
-    assert waits == [1.0]
+
+
+def test_keeper_stops_while_the_gcs_runs():
+    gcs = sleeper()
+    keeper = gcs_keeper.Keeper(Command(gcs.pid, ARGUMENTS, {}), MonotonicClock())
+    thread = threading.Thread(target=keeper.run)
+    thread.start()
+    keeper.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+    keeper.end_gcs()
+    assert gcs.poll() is None  # it is not the keeper's
+    gcs.kill()
+    gcs.wait()

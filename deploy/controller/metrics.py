@@ -1,0 +1,149 @@
+"""What the controller measures, for Prometheus: pools, services, the planner, and what runs them.
+
+Gateways export these families on their own /metrics, as they get them once a second. So a scraper
+needs no admin key, and one target shows the whole deployment. The operator's API has them too, for
+the time when no gateway answers.
+
+A series exists from the first scrape on, with the value 0: Prometheus sees no increase in a series
+that begins with 1.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from deploy.pools.gateways import GatewayState
+from deploy.pools.machine import PoolMachine
+from deploy.pools.planning import DecisionKind, DecisionOutcome, Planning
+from deploy.pools.workers.record import WorkerState
+from engine.config import PlannerMode
+from engine.control import CanaryVerdict, EndedCounts, by_number
+from router.gateway.metrics.collectors import counter_of
+
+_COSTLY = frozenset(WorkerState) - {
+    WorkerState.WAITING
+}  # states in which a worker's place is taken
+_process = ProcessCollector(namespace="baton_controller", registry=None)
+
+
+def controller_families(
+    machine: PoolMachine,
+    planning: Planning,
+    *,
+    counters: Mapping[str, int],
+    health: Mapping[str, bool],
+    price_per_hour: float | None,
+) -> Iterator[Metric]:
+    """All that the controller knows. `price_per_hour` is that of one worker."""
+    yield from _services(machine)
+    yield from _state(machine)
+    yield from _canary(machine)
+    yield from _planner(planning, machine.intent.planner)
+    text = "Troubles of the pools and their launcher, by name"
+    yield counter_of("baton_pool_events", text, "event", counters)
+    parts = GaugeMetricFamily(
+        "baton_launcher_up", "1 if a part that services depend on is alive: Ray's", labels=["part"]
+    )
+    for part, is_alive in health.items():
+        parts.add_metric([part], is_alive)
+    yield parts
+    if price_per_hour is not None:
+        num_workers = sum(worker.state in _COSTLY for worker in machine.workers.values())
+        yield GaugeMetricFamily(
+            "baton_cost_per_hour",
+            "Price of the workers that there are, in the configured currency",
+            num_workers * price_per_hour,
+        )
+    yield from _process.collect()
+
+
+def _services(machine: PoolMachine) -> Iterator[Metric]:
+    """Workers and gateways by state, and the failures of each."""
+    workers = GaugeMetricFamily(
+        "baton_pool_workers", "Workers by state", labels=["version", "role", "state"]
+    )
+    found = Counter(
+        (each.version, "" if each.target is None else each.target.value, each.state)
+        for each in machine.workers.values()
+    )
+    for (version, role), state in (
+        (pool, state)
+        for pool in sorted({(version, role) for version, role, _ in found})
+        for state in WorkerState
+    ):
+        workers.add_metric([version, role, state.value], found[version, role, state])
+    yield workers
+    gateways = GaugeMetricFamily("baton_pool_gateways", "Gateways by state", labels=["state"])
+    states = Counter(machine.gateways.values())
+    for gateway_state in GatewayState:
+        gateways.add_metric([gateway_state.value], states[gateway_state])
+    yield gateways
+    restarts = CounterMetricFamily(
+        "baton_service_restarts",
+        "Ends and failed starts of a service, each followed by another start",
+        labels=["service"],
+    )
+    looping = GaugeMetricFamily(
+        "baton_service_crash_looping", "1 after three failures in a row", labels=["service"]
+    )
+    for name in [*sorted(machine.workers, key=by_number), *machine.gateways]:
+        restarts.add_metric([name], machine.restarts.num_ends(name))
+        looping.add_metric([name], machine.restarts.is_looping(name))
+    yield from (restarts, looping)
+
+
+def _state(machine: PoolMachine) -> Iterator[Metric]:
+    """The state of the pools as a whole."""
+    for name, text, value in (
+        ("settled", "1 if everything is as wanted and no change is under way", machine.is_settled),
+        ("max_workers", "The most workers that there can be", machine.limits.max_workers),
+        ("members_version", "Number of the list of workers", machine.members.version),
+        ("rollout", "1 while a version takes over", machine.intent.rollout is not None),
+        ("drained_workers", "Workers kept without work", len(machine.intent.drained)),
+    ):
+        yield GaugeMetricFamily(f"baton_pools_{name}", text, float(value))
+
+
+def _canary(machine: PoolMachine) -> Iterator[Metric]:
+    """What a version that takes over has served in the present step, beside the others."""
+    standing = machine.canary
+    verdicts = GaugeMetricFamily(
+        "baton_canary_verdict",
+        "1 for what is thought of the version that takes over; all 0 if none does",
+        labels=["verdict"],
+    )
+    for each in CanaryVerdict:
+        is_it = standing is not None and standing.verdict is each
+        verdicts.add_metric([each.value.replace(" ", "_")], is_it)
+    yield verdicts
+    requests = GaugeMetricFamily(
+        "baton_canary_requests",
+        "Requests that ended in the present step of a rollout",
+        labels=["served_by", "outcome"],
+    )
+    none = EndedCounts()
+    sides = (none, none) if standing is None else (standing.own, standing.others)
+    for side, counts in zip(("new_version", "others"), sides, strict=True):
+        other = counts.ended - counts.failed - counts.late
+        for outcome, number in (("failed", counts.failed), ("late", counts.late), ("other", other)):
+            requests.add_metric([side, outcome], number)
+    yield requests
+
+
+def _planner(planning: Planning, mode: PlannerMode) -> Iterator[Metric]:
+    modes = GaugeMetricFamily("baton_planner_mode", "1 for the present mode", labels=["mode"])
+    for each in PlannerMode:
+        modes.add_metric([each.value], each is mode)
+    yield modes
+    decisions = CounterMetricFamily(
+        "baton_planner_decisions",
+        "Proposals of the planner that change something",
+        labels=["kind", "outcome"],
+    )
+    for kind in DecisionKind:
+        for outcome in DecisionOutcome:
+            labels = [kind.value, outcome.value.replace(" ", "_")]
+            decisions.add_metric(labels, planning.counts[kind, outcome])
+    yield decisions

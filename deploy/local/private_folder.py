@@ -1,0 +1,143 @@
+"""Folders of a running deployment, and the removal of those that dead ones left.
+
+Only its user may enter a folder. While the deployment runs, it holds a lock on a file in it. The
+kernel frees the lock when the process ends, however it ends. So a folder whose lock is free belongs
+to a dead deployment. The next start removes it, and ends processes that still hold a file of it:
+a gateway that was stopped when its deployment died would keep the port for ever.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import select
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.clock import MonotonicClock
+
+log = logging.getLogger(__name__)
+
+PREFIX = "baton-"
+LOCK = "alive"
+GRACE_S = 2.0  # in which a process of a dead deployment may end by itself
+KILLED_WITHIN_S = 5.0
+RAY = "/ray/core/src/ray/"  # in the path of each program of Ray
+
+
+class PrivateFolder:
+    """A folder from `open` to `close`."""
+
+    path: Path
+
+    def open(self) -> None:
+        """Makes the folder. Raises OSError."""
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        # Locked before it has its name: a start at the same time must not find it free.
+        partial = self.path / f".{LOCK}"
+        self._lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        partial.rename(self.path / LOCK)
+
+    def close(self) -> None:
+        """Removes the folder."""
+        _remove(self.path)
+        os.close(self._lock)
+
+    def leave(self) -> None:
+        """Lets the folder stay for who looks for errors in it. No start removes it."""
+        (self.path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def sweep(parent: Path | None = None) -> list[Path]:
+    """Removes what dead deployments of this user left. Returns their folders."""
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    swept = []
+    for lock in sorted(parent.glob(f"{PREFIX}*/{LOCK}")):
+        with contextlib.suppress(OSError), _held(lock) as is_free:  # it has gone meanwhile
+            if is_free:
+                end_users_of(lock.parent, grace_s=GRACE_S)
+                _remove(lock.parent)
+                swept.append(lock.parent)
+    return swept
+
+
+def end_users_of(folder: Path, *, grace_s: float = 0.0) -> None:
+    """Kills services and processes of Ray that hold a file of the folder open.
+
+    Each has `grace_s` to end by itself.
+    """
+    with contextlib.ExitStack() as stack:
+        found: dict[int, int] = {}  # descriptors of processes, and their ids
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended or belongs to another user
+                pid = int(process.name)
+                if pid != os.getpid() and _uses(process, folder):
+                    pidfd = os.pidfd_open(pid)
+                    stack.callback(os.close, pidfd)
+                    if _uses(process, folder):  # still the same process
+                        found[pidfd] = pid
+        left = _left(list(found), grace_s)
+        for pidfd in left:
+            log.warning("process %d of a deployment that ended is killed", found[pidfd])
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        for pidfd in _left(left, KILLED_WITHIN_S):
+            log.warning("process %d was killed and has not ended", found[pidfd])
+
+
+@contextlib.contextmanager
+def _held(lock: Path) -> Iterator[bool]:
+    """Holds the lock of another deployment if it is free. Raises OSError."""
+    if lock.parent.lstat().st_uid != os.getuid() or lock.parent.is_symlink():
+        yield False
+        return
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        is_free = False
+    else:
+        is_free = True
+    try:
+        yield is_free
+    finally:
+        os.close(descriptor)
+
+
+def _uses(process: Path, folder: Path) -> bool:
+    """True if a process of Python or of Ray holds a file of the folder open. Raises OSError."""
+    program = os.readlink(process / "exe")
+    if program != os.readlink("/proc/self/exe") and RAY not in program:
+        return False
+    files = (os.readlink(each) for each in (process / "fd").iterdir())
+    return any(Path(file).is_relative_to(folder) for file in files)
+
+
+def _left(pidfds: list[int], timeout_s: float) -> list[int]:
+    """Waits for the ends of processes. Returns those that have not ended."""
+    poll = select.poll()
+    left = set(pidfds)
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
+    clock = MonotonicClock()
+    end_s = clock.now_s() + timeout_s
+    while left:
+        ended = poll.poll(max(0.0, end_s - clock.now_s()) * 1000)
+        if not ended:
+            break
+        for pidfd, _ in ended:
+            poll.unregister(pidfd)
+            left.discard(pidfd)
+    return [pidfd for pidfd in pidfds if pidfd in left]
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, or logs that it stays."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        log.warning("%s cannot be removed", folder)

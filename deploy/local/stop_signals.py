@@ -1,0 +1,55 @@
+"""SIGINT and SIGTERM for a command that starts services and has to end them.
+
+While services start, the first signal raises an exception, so that the start is undone. Later
+signals, and all signals after the start, are queued for the command to wait for: the end itself is
+never interrupted.
+"""
+
+import contextlib
+import queue
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopAsked(BaseException):
+    """A signal came while services start."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class StopSignals:
+    """Receives the signals of this process. To be used in the main thread."""
+
+    def __init__(self) -> None:
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # safe to use in a signal handler
+        self._raises = True
+
+    def install(self) -> None:
+        """Takes over both signals."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def keep(self) -> None:
+        """Queues signals from now on instead of raising them."""
+        self._raises = False
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Returns the next signal, or None after the timeout."""
+        with contextlib.suppress(queue.Empty):
+            return self._came.get(timeout=timeout_s)
+        return None
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._raises:
+            self._raises = False
+            raise StopAsked(number)
+        self._came.put(number)
+
+
+def exit_status(number: int) -> int:
+    """Returns the exit status that shells give a command ended by this signal."""
+    return 128 + number

@@ -1,0 +1,86 @@
+"""Folders of dead deployments are removed, and what keeps a port there is ended."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.local import private_folder
+from deploy.local.private_folder import LOCK, PrivateFolder, sweep
+
+HOLDS = "import os, sys; os.open(sys.argv[1], os.O_DIRECTORY); print(flush=True); sys.stdin.read()"
+
+
+@pytest.fixture
+def parent(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(private_folder.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def dead(parent: Path) -> Path:
+    """The folder of a deployment that ended without removing it."""
+    folder = parent / "baton-dead"
+    folder.mkdir()
+    (folder / LOCK).touch()
+    return folder
+
+
+def test_only_folders_of_dead_deployments_are_removed(parent):
+    running = PrivateFolder()
+    running.open()
+    left, other = dead(parent), parent / "baton-of-another-program"
+    other.mkdir()
+    assert sweep() == [left]
+    assert {each.name for each in parent.iterdir()} == {running.path.name, other.name}
+    assert running.path.stat().st_mode & 0o777 == 0o700
+    running.close()
+    assert sweep() == []
+    assert not running.path.exists()
+
+
+def test_a_folder_that_is_left_on_purpose_stays(parent):
+    folder = PrivateFolder()
+    folder.open()
+    folder.leave()
+    assert sweep() == []
+    assert folder.path.is_dir()
+
+
+def test_a_lock_that_another_start_holds_is_respected(parent):
+    left = dead(parent)
+    with (left / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert sweep() == []
+
+
+def test_a_process_of_a_dead_deployment_is_ended_and_no_other(parent, monkeypatch):
+    monkeypatch.setattr(private_folder, "GRACE_S", 0.0)
+    left = dead(parent)
+    folders = [str(left), str(parent)]
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDS, each], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for each in folders
+    ]
+    try:
+        for holder in holders:
+            holder.stdout.readline()
+        assert sweep() == [left]
+        assert holders[0].wait(10) == -9
+        assert holders[1].poll() is None
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.communicate()
+
+
+def test_a_link_is_not_followed(parent, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / LOCK).touch()
+    (parent / "baton-link").symlink_to(elsewhere)
+    assert sweep() == []
+    assert os.listdir(elsewhere) == [LOCK]
