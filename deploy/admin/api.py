@@ -1,25 +1,32 @@
 """The operator's HTTP API. The controller's process serves it; each request needs the admin key."""
 
 import asyncio
+import copy
 import hmac
 import importlib.metadata
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from deploy.admin.audit import address_of, note_order
+from deploy.admin.differences import Declared
+from deploy.admin.logs import answer_logs
 from deploy.admin.schema import (
     DecisionInfo,
+    Declaration,
+    DifferencesAnswer,
     ErrorAnswer,
     ErrorBody,
     FinishBody,
@@ -31,7 +38,9 @@ from deploy.admin.schema import (
     PlannerInfo,
     PoolsAnswer,
     PoolsBody,
+    PreviewAnswer,
     RequestsAnswer,
+    RollbackBody,
     StepInfo,
     UpdateBody,
     VersionInfo,
@@ -44,13 +53,24 @@ from deploy.admin.schema import (
 from deploy.admin.updates import order_of, pools_of
 from deploy.controller.shell import PoolController
 from deploy.local.run_dir import AdminAccess, announce, run_directory
+from deploy.model_source import pinned
+from deploy.pools.effects import (
+    HistoryStep,
+    PoolEffect,
+    SetWorkerRole,
+    StartWorker,
+    StopWorker,
+)
+from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import (
     Abort,
+    AddVersion,
     Drain,
     Finish,
     Flip,
     Order,
     OrderRefused,
+    Rollback,
     SetPlanner,
     SetPools,
     SetWeights,
@@ -67,6 +87,7 @@ from engine.errors import ConfigError
 from engine.messages import LoadReport, WorkerId
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener
+from router.gateway.metrics.families import CompleteFamilies
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +101,7 @@ LIMITS = EdgeLimits(
 _NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0, 0, 0)
 _SILENT = GatewayReport("it does not report", 0, 0, 0, 0, 0.0)
 
+Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 T = TypeVar("T")
 
 
@@ -103,15 +125,18 @@ class AdminService(LoopService[str]):
             raise ConfigError(
                 f"cannot listen on {config.host}:{config.port}: {error.strerror}"
             ) from error
+        host, port = sock.getsockname()[:2]
+        self._controller.admin_url = f"http://{host}:{port}"
         try:
             await self._controller.open()
-            host, port = sock.getsockname()[:2]
             if not is_loopback(config.host):
                 log.warning(
                     "the operator's API listens on %s without TLS: its key can be read", host
                 )
-            url = f"http://{host}:{port}"
-            access = AdminAccess(url, config.key, os.getpid(), self._controller.url)
+            url = self._controller.admin_url
+            access = AdminAccess(
+                url, config.key, os.getpid(), self._controller.url, config.name or ""
+            )
             self._file = announce(run_directory(os.environ), access)
         except BaseException:
             sock.close()
@@ -141,14 +166,19 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
         ("POST", "/v1/workers/{worker_id}/flip", pages.flip),
         ("POST", "/v1/workers/{worker_id}/drain", pages.drain),
         ("POST", "/v1/workers/{worker_id}/stop", pages.stop),
+        ("GET", "/v1/logs", pages.logs),
         ("GET", "/v1/block-events", pages.block_events),
         ("GET", "/v1/planner", pages.planner),
         ("GET", "/v1/versions", pages.versions),
         ("POST", "/v1/versions", pages.add_version),
+        ("POST", "/v1/config", pages.declare),
+        ("POST", "/v1/config/differences", pages.differences),
         ("POST", "/v1/weights", pages.set_weights),
+        ("POST", "/v1/rollback", pages.rollback),
         ("POST", "/v1/versions/{name}/finish", pages.finish),
         ("POST", "/v1/versions/{name}/abort", pages.abort),
         ("POST", "/v1/planner", pages.set_planner),
+        ("GET", "/metrics", pages.metrics),
         ("GET", "/openapi.json", pages.openapi),
     ]
 
@@ -158,7 +188,22 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
         async def answer(request: Request) -> Response:
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
+                log.warning(
+                    "%s %s from %s is refused: its admin key is missing or wrong",
+                    request.method,
+                    request.url.path,
+                    address_of(request),
+                )
                 return _error(401, "unauthorized", "this needs the admin key")
+            response = await answered(request)
+            if request.method != "POST" or hasattr(request.state, "is_preview"):
+                return response
+            refusal = "" if response.status_code < 400 else bytes(response.body).decode()
+            order = getattr(request.state, "order", None)
+            note_order(request, order, response.status_code, refusal)
+            return response
+
+        async def answered(request: Request) -> Response:
             try:
                 return await endpoint(request)
             except OrderRefused as refusal:
@@ -193,6 +238,9 @@ class _Pages:
         found.sort(key=lambda each: -each[1].age_s)
         return _json(200, RequestsAnswer(number, [ListedRequest(*each) for each in found]))
 
+    async def logs(self, request: Request) -> Response:
+        return _json(200, await answer_logs(self._controller, request.query_params))
+
     async def block_events(self, _: Request) -> Response:
         return _json(200, self._controller.sessions.block_events())
 
@@ -204,39 +252,68 @@ class _Pages:
         version = intent.current if name is None else known(intent, name)
         changes = {role: n for role, n in given.items() if n is not None}
         pools = msgspec.structs.replace(version.pools, **changes)
-        return self._order(SetPools(pools, version=name))
+        return self._order(request, SetPools(pools, version=name))
 
     async def versions(self, _: Request) -> Response:
         rollout = self._controller.machine.intent.rollout
         return _json(200, VersionsAnswer(self._versions(), None if rollout is None else rollout.to))
 
     async def add_version(self, request: Request) -> Response:
-        body = await _body(request, UpdateBody)
+        return self._order(request, await self._update(await _body(request, UpdateBody)))
+
+    async def differences(self, request: Request) -> Response:
+        request.state.is_preview = True
+        return _json(200, DifferencesAnswer(tuple((await self._declared(request)).differences)))
+
+    async def declare(self, request: Request) -> Response:
+        """Carries out what is declared, all of it or nothing."""
+        declared = await self._declared(request)
+        orders = [
+            await self._update(each) if isinstance(each, UpdateBody) else each
+            for each in declared.orders()
+        ]
+        return self._order(request, *orders)
+
+    async def _update(self, body: UpdateBody) -> AddVersion:
         try:
-            order = await asyncio.to_thread(order_of, body, self._controller.machine.intent)
+            return await asyncio.to_thread(order_of, body, self._controller.machine.intent)
         except ConfigError as error:
             raise OrderRefused(str(error), status=400) from error
-        return self._order(order)
+
+    async def _declared(self, request: Request) -> Declared:
+        body = await _body(request, Declaration)
+        controller = self._controller
+        try:
+            if body.model is not None:
+                model = await asyncio.to_thread(pinned, body.model)
+                body = msgspec.structs.replace(body, model=model)
+            return Declared(body, controller.config, controller.machine.intent)
+        except ConfigError as error:
+            raise OrderRefused(str(error), status=400) from error
 
     async def set_weights(self, request: Request) -> Response:
-        return self._order(SetWeights((await _body(request, WeightsBody)).weights))
+        return self._order(request, SetWeights((await _body(request, WeightsBody)).weights))
 
     async def finish(self, request: Request) -> Response:
         body = await _body(request, FinishBody)
         pools = None if body.pools is None else pools_of(body.pools, Pools())
-        return self._order(Finish(request.path_params["name"], pools))
+        return self._order(request, Finish(request.path_params["name"], pools))
+
+    async def rollback(self, request: Request) -> Response:
+        return self._order(request, Rollback((await _body(request, RollbackBody)).name))
 
     async def abort(self, request: Request) -> Response:
-        return self._order(Abort(request.path_params["name"]))
+        return self._order(request, Abort(request.path_params["name"]))
 
     async def flip(self, request: Request) -> Response:
-        return self._order(Flip(_worker_id(request), (await _body(request, FlipBody)).role))
+        role = (await _body(request, FlipBody)).role
+        return self._order(request, Flip(_worker_id(request), role))
 
     async def drain(self, request: Request) -> Response:
-        return self._order(Drain(_worker_id(request)))
+        return self._order(request, Drain(_worker_id(request)))
 
     async def stop(self, request: Request) -> Response:
-        return self._order(Stop(_worker_id(request)))
+        return self._order(request, Stop(_worker_id(request)))
 
     async def planner(self, _: Request) -> Response:
         controller, now_s = self._controller, self._clock.now_s()
@@ -244,17 +321,52 @@ class _Pages:
         return _json(200, PlannerAnswer(self._planner(), controller.machine.intent.pools, found))
 
     async def set_planner(self, request: Request) -> Response:
-        return self._order(SetPlanner((await _body(request, PlannerBody)).mode))
+        return self._order(request, SetPlanner((await _body(request, PlannerBody)).mode))
+
+    async def metrics(self, _: Request) -> Response:
+        """The controller's metrics for Prometheus; gateways have them too."""
+        page = generate_latest(CompleteFamilies(self._controller.metrics()))
+        return Response(page, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def openapi(self, _: Request) -> Response:
         return _json(200, openapi(importlib.metadata.version("baton-serve")))
 
-    def _order(self, order: Order) -> Response:
-        """Carries out an order. The answer has the steps that follow from it."""
+    def _order(self, request: Request, *orders: Order) -> Response:
+        """Carries out orders. The answer has the steps that follow from them.
+
+        With `preview=1` a copy of the machine gets them, and the answer is what they would do.
+        """
+        preview = msgspec.convert(request.query_params.get("preview", "0"), Flag, strict=False)
+        if preview:
+            request.state.is_preview = True
+            return self._preview(orders)
+        request.state.order = orders[0] if len(orders) == 1 else orders
+        if len(orders) > 1:  # if one is refused, none is carried out
+            self._preview(orders)
         history = self._controller.machine.history
         before = history[-1].number if history else 0
-        self._controller.order(order)
+        for order in orders:
+            self._controller.order(order)
         return self._answer(202, since=before)
+
+    def _preview(self, orders: Sequence[Order]) -> Response:
+        """Raises OrderRefused if one of them would be refused."""
+        controller, now_s = self._controller, self._clock.now_s()
+        machine = copy.deepcopy(controller.machine)
+        effects: list[PoolEffect] = []
+        for order in orders:
+            if isinstance(order, SetPlanner):
+                controller.planning.check(order.mode)
+            effects += machine.handle(order, now_s)
+        steps = [each for each in effects if isinstance(each, HistoryStep)]
+        answer = PreviewAnswer(
+            before=self._versions(),
+            after=[self._version(version, machine) for version in machine.intent.versions],
+            planner=machine.intent.planner,
+            effects=[line for each in effects if (line := _effect(each))],
+            steps=[_step(s, now_s) for s in steps],
+        )
+        return _json(200, answer)
 
     def _answer(self, status: int, *, since: int) -> Response:
         controller, now_s = self._controller, self._clock.now_s()
@@ -272,8 +384,9 @@ class _Pages:
                 workers=self._workers(),
                 gateways=self._gateways(),
                 planner=self._planner(),
+                troubles=machine.troubles(),
                 counters=controller.counters,
-                steps=[StepInfo(s.number, now_s - s.at_s, s.subject, s.what, s.why) for s in steps],
+                steps=[_step(s, now_s) for s in steps],
             ),
         )
 
@@ -283,10 +396,9 @@ class _Pages:
 
     def _versions(self) -> list[VersionInfo]:
         machine = self._controller.machine
-        return [self._version(version) for version in machine.intent.versions]
+        return [self._version(version, machine) for version in machine.intent.versions]
 
-    def _version(self, version: Version) -> VersionInfo:
-        machine = self._controller.machine
+    def _version(self, version: Version, machine: PoolMachine) -> VersionInfo:
         serving = machine.serving(version.name)
         said = machine.reports_of(version.name)
         return VersionInfo(
@@ -298,14 +410,17 @@ class _Pages:
             serving=Pools(*(serving[role] for role in SERVING_ROLES)),
             weight=version.weight,
             num_requests=sum(each.num_requests for each in said),
-            is_current=version is machine.intent.current,
+            is_current=machine.intent.is_current(version),
             is_leaving=version.is_leaving,
             missing=next((each.missing for each in said if each.missing is not None), None),
+            worker=msgspec.to_builtins(version.worker),
+            line=version.line,
+            is_asleep=version.asleep is not None,
         )
 
     def _workers(self) -> list[WorkerInfo]:
-        workers = self._controller.machine.workers
-        return [self._worker(workers[name]) for name in sorted(workers)]
+        workers = self._controller.machine.workers.values()
+        return [self._worker(worker) for worker in sorted(workers, key=PoolWorker.order)]
 
     def _worker(self, worker: PoolWorker) -> WorkerInfo:
         load, restarts = worker.load or _NO_LOAD, self._controller.machine.restarts
@@ -316,7 +431,7 @@ class _Pages:
             version=worker.version,
             role=worker.role,
             target=worker.target,
-            state=worker.state,
+            state=worker.shown_state,
             state_s=self._clock.now_s() - worker.since_s,
             is_connected=worker.is_connected,
             is_leaving=worker.leaves,
@@ -330,6 +445,8 @@ class _Pages:
             open_leases=load.open_leases,
             num_blocks=0 if ready is None else ready.num_blocks,
             free_blocks=load.free_blocks + load.cached_blocks,
+            kernels=worker.kernels,
+            why=restarts.why(worker.worker_id),
         )
 
     def _gateways(self) -> list[GatewayInfo]:
@@ -355,9 +472,25 @@ class _Pages:
         return found
 
 
+def _effect(effect: PoolEffect) -> str | None:
+    """An effect as a line for people; None for what a preview does not show."""
+    match effect:
+        case StartWorker(worker_id, role, _, version):
+            return f"start {worker_id} as {role.value} of {version.name}"
+        case StopWorker(worker_id, by_force):
+            return f"stop {worker_id} by force" if by_force else f"stop {worker_id}"
+        case SetWorkerRole(worker_id, role):
+            return f"tell {worker_id} to become {role.value}"
+    return None
+
+
 def _decision(decision: PlannerDecision, now_s: float) -> DecisionInfo:
     told = asdict(decision)
     return DecisionInfo(age_s=now_s - told.pop("at_s"), summary=str(decision), **told)
+
+
+def _step(step: HistoryStep, now_s: float) -> StepInfo:
+    return StepInfo(step.number, now_s - step.at_s, step.subject, step.what, step.why, step.role)
 
 
 def _worker_id(request: Request) -> WorkerId:

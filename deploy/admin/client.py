@@ -1,23 +1,28 @@
 """A client of the operator's API, which finds the deployment on this machine by itself."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 import msgspec
 
 from deploy.admin.schema import (
+    Declaration,
+    Difference,
+    DifferencesAnswer,
     ErrorAnswer,
     FinishBody,
+    LogsAnswer,
     PlannerAnswer,
     PoolCounts,
     PoolsAnswer,
+    PreviewAnswer,
     RequestsAnswer,
     UpdateBody,
 )
-from deploy.local.run_dir import announced, run_directory
+from deploy.local.run_dir import AdminAccess, announced, ended, forget, run_directory
 from engine.errors import BatonError, ConfigError
 
 TIMEOUT_S = 10.0
@@ -35,26 +40,50 @@ class AdminError(BatonError):
 
 
 def find_deployment(
-    url: str | None, key: str | None, environment: Mapping[str, str]
+    url: str | None, key: str | None, environment: Mapping[str, str], name: str | None = None
 ) -> tuple[str, str]:
-    """Returns the URL and key of the API: as given, or of the only deployment on this machine.
+    """Returns the URL and key of the API: as given, or of a deployment on this machine.
 
-    Raises ConfigError if there is none, or more than one.
+    `name` is a deployment's name, or the port of its gateway or of this API. Without a name or a
+    URL there must be only one deployment, and none may have ended without saying so: an order meant
+    for that one would go to another. Who names a deployment has seen this. Raises ConfigError.
     """
-    if url is not None and key is not None:
+    if url is not None and key is not None and name is None:
         return url, key
     directory = run_directory(environment)
-    found = [each for each in announced(directory) if url is None or each.admin_url == url]
-    if len(found) == 1:
+    running, dead = announced(directory), ended(directory)
+    found = [
+        each
+        for each in running
+        if url in (None, each.admin_url) and (name is None or _is_called(each, name))
+    ]
+    is_named = name is not None or url is not None
+    if len(found) > 1 or (found and dead and not is_named):
+        what = "several deployments run" if len(found) > 1 else f"{_listed(dead)} has ended"
+        raise ConfigError(f"{what}: choose one with --deployment or --admin-url: {_listed(found)}")
+    if found:
+        if is_named:
+            forget(directory, dead)
         return found[0].admin_url, key or found[0].key
-    if not found:
-        where = f"at {url}" if url is not None else f"in {directory}"
-        raise ConfigError(
-            f"no deployment of yours is announced {where}: start one with `baton serve`, or give "
-            "--admin-url and --admin-key"
-        )
-    several = ", ".join(f"{each.admin_url} (serving {each.url})" for each in found)
-    raise ConfigError(f"several deployments run: choose one with --admin-url: {several}")
+    where = f"at {url}" if url is not None else f"in {directory}"
+    called = "" if name is None else f" as {name}"
+    others = f" (running: {_listed(running)})" if running else ""
+    raise ConfigError(
+        f"no deployment of yours is announced {where}{called}{others}: start one with"
+        " `baton serve`, or give --admin-url and --admin-key"
+    )
+
+
+def _is_called(access: AdminAccess, name: str) -> bool:
+    ports = {str(urlsplit(url).port) for url in (access.url, access.admin_url)}
+    return name == access.name or name in ports
+
+
+def _listed(deployments: Sequence[AdminAccess]) -> str:
+    return ", ".join(
+        f"{f'{each.name} at ' if each.name else ''}{each.admin_url} (serving {each.url})"
+        for each in deployments
+    )
 
 
 class AdminClient:
@@ -75,13 +104,21 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self._http.close()
 
-    def pools(self, since: int = 0) -> PoolsAnswer:
+    def pools(self, since: int = 0, *, timeout_s: float = TIMEOUT_S) -> PoolsAnswer:
         """Returns the pools, with the steps after number `since`. Raises AdminError."""
-        return self._ask("GET", f"/v1/pools?since={since}", PoolsAnswer)
+        return self._ask("GET", f"/v1/pools?since={since}", PoolsAnswer, timeout_s=timeout_s)
 
     def requests(self) -> RequestsAnswer:
         """Returns the requests in service. Raises AdminError."""
         return self._ask("GET", "/v1/requests", RequestsAnswer)
+
+    def logs(
+        self, service: str | None, lines: int | None = None, after: str | None = None
+    ) -> LogsAnswer:
+        """Returns lines that services kept: the last, or what came later. Raises AdminError."""
+        asked = {"service": service, "lines": lines, "after": after}
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        return self._ask("GET", f"/v1/logs?{query}", LogsAnswer)
 
     def set_pools(self, counts: Mapping[str, int], version: str | None = None) -> PoolsAnswer:
         """Orders numbers of workers, by default of the current version. Raises AdminError."""
@@ -104,6 +141,17 @@ class AdminClient:
         wanted = msgspec.to_builtins(body)
         return self._ask("POST", "/v1/versions", PoolsAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
 
+    def differences(self, body: Declaration) -> tuple[Difference, ...]:
+        """Returns what is declared otherwise than it runs. Raises AdminError."""
+        wanted, path = msgspec.to_builtins(body), "/v1/config/differences"
+        answer = self._ask("POST", path, DifferencesAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
+        return answer.differences
+
+    def declare(self, body: Declaration) -> PoolsAnswer:
+        """Orders all that is declared and needs no restart. Raises AdminError."""
+        wanted = msgspec.to_builtins(body)
+        return self._ask("POST", "/v1/config", PoolsAnswer, wanted, timeout_s=UPDATE_TIMEOUT_S)
+
     def set_weights(self, weights: Mapping[str, int]) -> PoolsAnswer:
         """Orders the weights of versions. Raises AdminError."""
         return self._ask("POST", "/v1/weights", PoolsAnswer, {"weights": dict(weights)})
@@ -116,6 +164,18 @@ class AdminClient:
     def abort(self, version: str) -> PoolsAnswer:
         """Orders that a version is removed. Raises AdminError."""
         return self._ask("POST", f"/v1/versions/{quote(version)}/abort", PoolsAnswer)
+
+    def rollback(self, version: str | None = None) -> PoolsAnswer:
+        """Orders that a former version takes over again. Raises AdminError."""
+        return self._ask("POST", "/v1/rollback", PoolsAnswer, {"name": version})
+
+    def give(self, path: str, body: object = None) -> PoolsAnswer:
+        """Gives any order. Raises AdminError."""
+        return self._ask("POST", path, PoolsAnswer, body)
+
+    def preview(self, path: str, body: object = None) -> PreviewAnswer:
+        """Returns what an order would do at once; nothing is changed. Raises AdminError."""
+        return self._ask("POST", f"{path}?preview=1", PreviewAnswer, body)
 
     def _ask(
         self,
@@ -140,6 +200,6 @@ class AdminClient:
         raise AdminError(reason, status=answer.status_code)
 
 
-def connect(url: str | None, key: str | None) -> AdminClient:
+def connect(url: str | None, key: str | None, name: str | None = None) -> AdminClient:
     """Returns a client of the deployment that `find_deployment` chooses. Raises ConfigError."""
-    return AdminClient(*find_deployment(url, key, os.environ))
+    return AdminClient(*find_deployment(url, key, os.environ, name))

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from deploy.logs.reading import DEFAULT_LINES, MAX_LINES
 from deploy.pools.gateways import GatewayState
 from deploy.pools.planning import DecisionOutcome
 from deploy.pools.versions.orders import MAX_WEIGHT
@@ -12,6 +13,7 @@ from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, RequestInfo
 from engine.messages import EventsAddress, Role, WorkerId
 
+RESTART = "a restart"  # what changes a setting that no order does
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Weight = Annotated[int, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
 
@@ -36,14 +38,53 @@ class UpdateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `worker` has settings of `[worker]` by name; omitted settings are as in the current version.
     With a weight the version is served beside the others, with these pools. Without a weight it
     replaces all others, and these are its final pools.
+
+    `canary` are shares of new requests that it has first, per cent, and each lasts `hold_s`;
+    omitted, as in `[update]`. It may only hold shorter sequences than other versions have served
+    lately if it `allows_shorter`.
     """
 
     name: str | None = None
+    of: str | None = None  # the model beside the main one that it is a version of
     model: str | None = None
     model_name: str | None = None  # in the API
     worker: dict[str, Any] | None = None
     pools: PoolCounts | None = None
     weight: Weight | None = None
+    canary: list[int] | None = None
+    hold_s: float | None = None
+    allows_shorter: bool = False
+
+
+class Declaration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file says: its model, and settings by section. What it leaves out is as it runs.
+
+    API keys may be given as hashes, as in `gateway.api_key`.
+    """
+
+    model: str | None = None
+    settings: dict[str, dict[str, Any]] = {}
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A setting that is declared otherwise than it runs, and the order that would change it."""
+
+    key: str
+    running: Any
+    declared: Any
+    order: str  # RESTART, or a command
+
+
+class DifferencesAnswer(msgspec.Struct, frozen=True):
+    """What is declared otherwise than it runs, in the order of the declaration."""
+
+    differences: tuple[Difference, ...]
+
+
+class RollbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The former version that takes over again; omitted, the latest."""
+
+    name: str | None = None
 
 
 class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +132,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     open_leases: int
     num_blocks: int
     free_blocks: int  # including cached ones
+    kernels: str  # what computes; the tokens of workers that differ here may differ
+    why: str = ""  # it ended or did not start, while it does not run
 
 
 class GatewayInfo(msgspec.Struct, frozen=True):
@@ -115,6 +158,7 @@ class StepInfo(msgspec.Struct, frozen=True):
     subject: str
     what: str
     why: str
+    role: Role | None = None  # the worker's, where the text does not say it
 
 
 class PlannerInfo(msgspec.Struct, frozen=True):
@@ -140,6 +184,7 @@ class DecisionInfo(msgspec.Struct, frozen=True):
     why_refused: str
     summary: str  # the decision as one line
     reasons: tuple[str, ...]
+    model: str = ""  # beside the main one
 
 
 class PlannerAnswer(msgspec.Struct, frozen=True):
@@ -151,7 +196,10 @@ class PlannerAnswer(msgspec.Struct, frozen=True):
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
-    """A version of the model. `missing` is the reason why a gateway cannot serve it, or None."""
+    """A version of a model. `missing` is the reason why a gateway cannot serve it, or None.
+
+    `worker` has its settings of `[worker]`, by name.
+    """
 
     name: str
     model: str
@@ -164,6 +212,9 @@ class VersionInfo(msgspec.Struct, frozen=True):
     is_current: bool
     is_leaving: bool
     missing: str | None
+    worker: dict[str, Any]
+    line: str = ""  # the model beside the main one that it is a version of
+    is_asleep: bool = False  # has no workers until a request comes
 
 
 class VersionsAnswer(msgspec.Struct, frozen=True):
@@ -176,7 +227,8 @@ class VersionsAnswer(msgspec.Struct, frozen=True):
 class PoolsAnswer(msgspec.Struct, frozen=True):
     """The pools. `wanted` is for the current version.
 
-    `settled`: everything is as wanted, and no change is under way.
+    `settled`: everything is as wanted, and no change is under way. `troubles` say, a sentence each,
+    what is broken or limited while requests are served.
     """
 
     wanted: Pools
@@ -188,8 +240,23 @@ class PoolsAnswer(msgspec.Struct, frozen=True):
     workers: list[WorkerInfo]
     gateways: list[GatewayInfo]
     planner: PlannerInfo
+    troubles: tuple[str, ...]
     counters: dict[str, int]
     steps: list[StepInfo]  # the latest ones of the history
+
+
+class PreviewAnswer(msgspec.Struct, frozen=True):
+    """What an order would do at once. Nothing was changed.
+
+    Each effect is a line: a start, a stop or a role that a worker would be told. Later moves
+    follow one by one, once the first ones are done.
+    """
+
+    before: list[VersionInfo]
+    after: list[VersionInfo]
+    planner: PlannerMode
+    effects: list[str]
+    steps: list[StepInfo]
 
 
 class WorkersAnswer(msgspec.Struct, frozen=True):
@@ -210,6 +277,19 @@ class RequestsAnswer(msgspec.Struct, frozen=True):
 
     num_requests: int
     requests: list[ListedRequest]
+
+
+class LogsAnswer(msgspec.Struct, frozen=True):
+    """Log lines that services kept, in order of time, as under `logs.format = "json"`.
+
+    `after` asks for what comes next. `has_more`: there is more to get at once.
+    """
+
+    lines: list[dict[str, Any]]
+    after: str
+    has_more: bool
+    overwritten: list[str]  # services that wrote more than is kept, since the answer before
+    silent: list[str]  # nodes that did not answer
 
 
 class BlockEventsAnswer(msgspec.Struct, frozen=True):
@@ -248,6 +328,32 @@ _SINCE = {
     "description": "only steps of the history after this number",
     "schema": {"type": "integer", "minimum": 0},
 }
+_PREVIEW = {
+    "name": "preview",
+    "in": "query",
+    "description": "1: change nothing, and answer 200 with a `PreviewAnswer`",
+    "schema": {"type": "integer", "minimum": 0, "maximum": 1},
+}
+_LOGS = [
+    {
+        "name": "service",
+        "in": "query",
+        "description": "a worker, a gateway or `controller`; all, if it is left out",
+        "schema": {"type": "string"},
+    },
+    {
+        "name": "lines",
+        "in": "query",
+        "description": "so many, the last ones",
+        "schema": {"type": "integer", "minimum": 0, "maximum": MAX_LINES, "default": DEFAULT_LINES},
+    },
+    {
+        "name": "after",
+        "in": "query",
+        "description": "of the answer before: all lines that have come since",
+        "schema": {"type": "string"},
+    },
+]
 # (method, path, summary, body, answer, parameters)
 _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("get", "/v1/pools", "The pools, and what happened to them", None, PoolsAnswer, [_SINCE]),
@@ -273,6 +379,22 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ),
     ("get", "/v1/versions", "Versions of the model", None, VersionsAnswer, []),
     ("post", "/v1/versions", "Start a version beside the others", UpdateBody, PoolsAnswer, []),
+    (
+        "post",
+        "/v1/config",
+        "Carry out what a file declares, but for settings that need a restart",
+        Declaration,
+        PoolsAnswer,
+        [],
+    ),
+    (
+        "post",
+        "/v1/config/differences",
+        "What a file declares otherwise than it runs; nothing is changed",
+        Declaration,
+        DifferencesAnswer,
+        [],
+    ),
     ("post", "/v1/weights", "Share requests among versions", WeightsBody, PoolsAnswer, []),
     (
         "post",
@@ -283,6 +405,8 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
         [_VERSION],
     ),
     ("post", "/v1/versions/{name}/abort", "Remove a version", None, PoolsAnswer, [_VERSION]),
+    ("post", "/v1/rollback", "Let a former version take over", RollbackBody, PoolsAnswer, []),
+    ("get", "/v1/logs", "Log lines of services", None, LogsAnswer, _LOGS),
     ("get", "/v1/block-events", "Keys and addresses of block events", None, BlockEventsAnswer, []),
     ("get", "/v1/planner", "The planner and its decisions", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
@@ -290,7 +414,7 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
 _ERRORS = {
     "400": "not a valid request",
     "401": "no key, or a wrong one",
-    "404": "no such worker or version",
+    "404": "no such worker, version or log",
     "409": "an order that cannot be carried out, with the reason",
 }
 
@@ -298,7 +422,8 @@ _ERRORS = {
 def openapi(version: str) -> dict[str, Any]:
     """Returns the description, OpenAPI 3.1."""
     types = [each for *_, body, answer, _ in _OPERATIONS for each in (body, answer) if each]
-    _, components = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF)
+    named = [*types, PreviewAnswer, ErrorAnswer]
+    _, components = msgspec.json.schema_components(named, ref_template=_REF)
     components |= _with_settings(components.pop("UpdateBody"))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, body, answer, parameters in _OPERATIONS:
@@ -331,7 +456,8 @@ def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
 def _operation(
     method: str, summary: str, *, body: Any, answer: Any, parameters: list[Any]
 ) -> dict[str, Any]:
-    done = ("202", "ordered") if method == "post" else ("200", "the present state")
+    is_order = method == "post" and answer is PoolsAnswer
+    done = ("202", "ordered") if is_order else ("200", "the present state")
     found: dict[str, Any] = {
         "summary": summary,
         "responses": {
@@ -342,6 +468,9 @@ def _operation(
             },
         },
     }
+    if is_order:
+        found["responses"]["200"] = {"description": "preview", "content": _content(PreviewAnswer)}
+        parameters = [*parameters, _PREVIEW]
     if parameters:
         found["parameters"] = parameters
     if body is not None:

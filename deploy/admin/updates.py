@@ -1,7 +1,8 @@
 """Turns the body of an update into a version, and checks it before any worker starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import count
+from math import inf
 from typing import Any
 
 import msgspec
@@ -11,8 +12,8 @@ from deploy.model_source import pinned
 from deploy.pools.formats import check_formats, config_of
 from deploy.pools.orders import AddVersion
 from deploy.pools.versions.rollout import least
-from engine.config import WorkerConfig
-from engine.control import SERVING_ROLES, Intent, Pools, Version
+from engine.config import WorkerConfig, check_canary
+from engine.control import MAIN_LINE, SERVING_ROLES, Intent, Pools, Version
 from engine.errors import ConfigError
 
 
@@ -22,23 +23,37 @@ def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
     Without a weight the version takes over. If the model names a branch, this asks the hub for its
     commit, so call it in a thread. Raises ConfigError.
     """
-    current = intent.current
+    current = _current_of(body.of or MAIN_LINE, intent)
     worker = _changed(current.worker, body.worker or {})
     draft = worker.draft_path
     if draft is not None and not draft.is_dir():
         raise ConfigError(f"{draft}: no such model directory")
-    otherwise = current.pools if body.weight is None else least(current.pools)
+    awake = current.pools if current.asleep is None else current.asleep.pools
+    otherwise = awake if body.weight is None else least(awake)
     pools = pools_of(body.pools, otherwise)
     check_formats({role: config_of(role, worker) for role in SERVING_ROLES if pools.of(role)})
     version = Version(
-        name=body.name or _next_name([version.name for version in intent.versions]),
+        name=body.name or _next_name(current.line, intent),
         model=current.model if body.model is None else pinned(body.model),
         model_name=body.model_name or current.model_name,
         worker=worker,
         pools=pools,
         weight=body.weight or 0,
+        line=current.line,
     )
-    return AddVersion(version, takes_over=body.weight is None)
+    if body.canary is not None:
+        check_canary(body.canary)
+        if body.weight is not None and body.canary:
+            raise ConfigError("a version with a weight does not take over: it has no canary")
+    if body.hold_s is not None and not 0 <= body.hold_s < inf:
+        raise ConfigError(f"hold_s must not be negative, and not {body.hold_s}")
+    return AddVersion(
+        version,
+        takes_over=body.weight is None,
+        canary=None if body.canary is None else tuple(body.canary),
+        hold_s=body.hold_s,
+        allows_shorter=body.allows_shorter,
+    )
 
 
 def pools_of(counts: PoolCounts | None, otherwise: Pools) -> Pools:
@@ -56,5 +71,17 @@ def _changed(worker: WorkerConfig, changes: Mapping[str, Any]) -> WorkerConfig:
         raise ConfigError(f"worker: {error}") from error
 
 
-def _next_name(taken: Sequence[str]) -> str:
-    return next(name for i in count(len(taken) + 1) if (name := f"v{i}") not in taken)
+def _current_of(line: str, intent: Intent) -> Version:
+    """Returns the current version of a model. Raises ConfigError."""
+    found = intent.of_line(line)
+    if not found:
+        there = ", ".join(dict.fromkeys(each.line for each in intent.versions if each.line))
+        raise ConfigError(f"no model beside the main one is called {line!r}; there are: {there}")
+    return found[0]
+
+
+def _next_name(line: str, intent: Intent) -> str:
+    taken = [version.name for version in intent.versions]
+    begin = f"{line}-v" if line else "v"
+    numbers = count(len(intent.of_line(line)) + 1)
+    return next(name for i in numbers if (name := f"{begin}{i}") not in taken)

@@ -1,6 +1,14 @@
-"""`baton chat`: a terminal client of any OpenAI-compatible server, streaming."""
+"""`baton chat`: a terminal client of any OpenAI-compatible server, streaming.
 
-from collections.abc import Iterator
+A line that begins with a slash is a command: `/help` lists them. `//` sends a line that begins with
+a slash. On a terminal the arrow keys edit a line and find earlier ones, which a file keeps.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,6 +16,18 @@ import msgspec
 from rich.console import Console
 
 from engine.errors import BatonError
+
+MAX_HISTORY = 1000  # lines
+COMMANDS = {
+    "/help": "shows this list",
+    "/system [TEXT]": "sets the system message, or removes it",
+    "/set [NAME=VALUE ...]": "sets parameters of requests, as temperature=0; alone, shows them",
+    "/unset NAME ...": "leaves parameters to the server",
+    "/reset": "forgets the conversation, but not the system message",
+    "/retry": "asks for the last answer again",
+    "/save FILE": "writes the conversation as JSON, as a request has it",
+    "/exit": "ends, as Ctrl-D does",
+}
 
 
 class ServerError(BatonError):
@@ -20,18 +40,20 @@ class ChatClient:
     def __init__(self, client: httpx.Client, model: str, options: dict[str, Any]) -> None:
         self._client = client
         self._model = model
-        self._options = options
+        self.options = options
+        self.system = ""
         self.messages: list[dict[str, str]] = []
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The body of a request for the next answer, without `stream`."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {"model": self._model, "messages": [*system, *self.messages], **self.options}
 
     def ask(self, text: str) -> Iterator[str]:
         """Sends a user message and yields the answer in pieces. Raises ServerError."""
         self.messages.append({"role": "user", "content": text})
-        body = {
-            "model": self._model,
-            "messages": self.messages,
-            "stream": True,
-            **self._options,
-        }
+        body = {**self.request, "stream": True}
         pieces: list[str] = []
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -77,22 +99,144 @@ def error_message(body: bytes) -> str:
         return body.decode(errors="replace").split("\n")[0][:200]
 
 
+class ChatRefused(BatonError):
+    """A command of `baton chat` that cannot be carried out."""
+
+
+class ChatCommands:
+    """A conversation and its commands."""
+
+    def __init__(self, client: ChatClient) -> None:
+        self.client = client
+        self.has_ended = False
+
+    def carried_out(self, line: str) -> str:
+        """Carries out a command. Returns what to print. Raises ChatRefused."""
+        name, _, rest = line.partition(" ")
+        words = rest.split()
+        client = self.client
+        match name:
+            case "/help":
+                return "\n".join(f"{usage:24}{what}" for usage, what in COMMANDS.items())
+            case "/system":
+                client.system = rest.strip()
+                return "the system message is " + ("set" if client.system else "removed")
+            case "/set":
+                client.options |= _assigned(words)
+                return _shown(client.options)
+            case "/unset":
+                for word in words:
+                    client.options.pop(word, None)
+                return _shown(client.options)
+            case "/reset":
+                client.messages.clear()
+                return "the conversation is forgotten"
+            case "/save":
+                return _save(client.request, rest.strip())
+            case "/exit" | "/quit":
+                self.has_ended = True
+                return ""
+        raise ChatRefused(f"{name} is no command; /help lists them")
+
+    def last_question(self) -> str:
+        """Takes the last question and its answer back. Raises ChatRefused."""
+        while self.client.messages:
+            last = self.client.messages.pop()
+            if last["role"] == "user":
+                return last["content"]
+        raise ChatRefused("nothing was asked yet")
+
+
+def _assigned(words: list[str]) -> dict[str, Any]:
+    """Reads NAME=VALUE; a value that is no JSON is a text. Raises ChatRefused."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name.isidentifier() and equals):
+            raise ChatRefused(f"write NAME=VALUE, not {word!r}")
+        if name in ("messages", "model", "stream"):
+            raise ChatRefused(f"{name} cannot be set here")
+        try:
+            found[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            found[name] = value
+    return found
+
+
+def _shown(options: Mapping[str, Any]) -> str:
+    shown = (f"{name}={msgspec.json.encode(value).decode()}" for name, value in options.items())
+    return " ".join(shown) or "no parameter is set"
+
+
+def _save(request: Mapping[str, Any], name: str) -> str:
+    """Writes a new file that only its user can read. Raises ChatRefused."""
+    if not name:
+        raise ChatRefused("write /save FILE")
+    path = Path(name).expanduser()
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(request)) + b"\n")
+    except OSError as error:
+        raise ChatRefused(f"{path}: {error.strerror}") from error
+    return f"saved in {path}"
+
+
+def history_file(environment: Mapping[str, str]) -> Path:
+    """Returns where earlier lines are kept."""
+    state = environment.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "baton" / "chat_history"
+
+
+@contextlib.contextmanager
+def line_editing(path: Path) -> Iterator[None]:
+    """Edits lines, and keeps them in a file that only its user can read. Nothing in a pipe."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import readline  # it changes how a terminal behaves
+
+    readline.set_history_length(MAX_HISTORY)
+    with contextlib.suppress(OSError):  # there is none yet, or it cannot be read
+        readline.read_history_file(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # the conversation is over: lines are lost at most
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+            readline.write_history_file(path)
+
+
 def converse(client: ChatClient, console: Console) -> None:
-    """Reads lines and prints answers until end of input."""
-    while True:
-        try:
-            text = console.input("[bold]you>[/bold] ").strip()
-        except (EOFError, KeyboardInterrupt):
-            console.print()
-            return
-        if not text:
-            continue
-        try:
-            for piece in client.ask(text):
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-        except KeyboardInterrupt:
-            client.messages.pop()  # closing the stream has cancelled the answer
-        except ServerError as error:
-            client.messages.pop()
-            console.print(f"[red]{error}[/red]")
-        console.print()
+    """Reads lines, carries out commands, and prints answers until the end of input."""
+    chat = ChatCommands(client)
+    with line_editing(history_file(os.environ)):
+        while not chat.has_ended:
+            try:
+                line = console.input("[bold]you>[/bold] ").strip()
+            except (EOFError, KeyboardInterrupt):
+                console.print()
+                return
+            try:
+                if line == "/retry":
+                    _answer(client, chat.last_question(), console)
+                elif line.startswith("/") and not line.startswith("//"):
+                    if said := chat.carried_out(line):
+                        console.print(said, markup=False, highlight=False, soft_wrap=True)
+                elif line:
+                    _answer(client, line.removeprefix("/"), console)
+            except ChatRefused as error:
+                console.print(str(error), style="red", markup=False, highlight=False)
+
+
+def _answer(client: ChatClient, text: str, console: Console) -> None:
+    """Prints an answer as it comes. Ctrl-C ends the answer, and takes the question back."""
+    try:
+        for piece in client.ask(text):
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        client.messages.pop()  # closing the stream has cancelled the answer
+    except ServerError as error:
+        client.messages.pop()
+        console.print(str(error), style="red", markup=False, highlight=False)
+    console.print()

@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from deploy.commands.options import KeyName, KeysFile
+from deploy.commands.options import AsJson, KeyName, KeysFile
+from deploy.commands.views import Output
 from engine.errors import ConfigError
 from router.access.file import change_keys, read_keys
 from router.access.keys import KeyRecord, hash_of, new_key, with_key, without_key
@@ -70,9 +70,12 @@ def add_command(  # noqa: PLR0913 - a command's options
 
 
 @keys_app.command("list")
-def list_command(file: KeysFile = DEFAULT_FILE) -> None:
+def list_command(file: KeysFile = DEFAULT_FILE, *, as_json: AsJson = False) -> None:
     """Shows all keys, without the secrets."""
-    Console().print(table_of_keys(read_keys(file.expanduser()), datetime.now(UTC)))
+    output, now = Output(as_json=as_json), datetime.now(UTC)
+    output.show(
+        lambda: read_keys(file.expanduser()), lambda keys: table_of_keys(keys, now), watch=False
+    )
 
 
 @keys_app.command("revoke")

@@ -15,7 +15,11 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from deploy.commands.chat import ChatClient, converse, first_model
+from deploy.commands.configuration import config_app
+from deploy.commands.doctor import doctor
+from deploy.commands.events import events_app
 from deploy.commands.keys import keys_app
+from deploy.commands.logs import logs_app
 from deploy.commands.operator import operator_app
 from deploy.commands.up import up_app
 from deploy.commands.versions import update_app
@@ -115,9 +119,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for group in (operator_app, update_app, up_app):
+for group in (operator_app, events_app, logs_app, update_app, up_app):
     app.add_typer(group)
 app.add_typer(keys_app, name="keys")
+app.add_typer(config_app, name="config")
+app.command()(doctor)
 
 
 def _answer_version(asked: bool) -> None:  # noqa: FBT001 - called by typer
@@ -155,7 +161,7 @@ def chat(
         name = model or first_model(client)
         options = {"temperature": temperature, "max_tokens": max_tokens}
         console = Console()
-        console.print(f"{name} at {url}; Ctrl-D ends\n", highlight=False)
+        console.print(f"{name} at {url}; /help lists commands, Ctrl-D ends\n", highlight=False)
         converse(ChatClient(client, name, options), console)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.schema import PoolsAnswer, StepInfo
@@ -17,15 +16,15 @@ from deploy.commands.options import (
     parse_numbers,
 )
 from deploy.commands.views import (
+    Output,
     planner_view,
     pools_view,
     requests_table,
-    show,
-    step_line,
     workers_view,
 )
 from engine.config import PlannerMode
 from engine.control import SERVING_ROLES
+from engine.errors import ConfigError
 from engine.messages import Role
 
 COUNTS = "ROLE=NUMBER"
@@ -37,14 +36,15 @@ operator_app.add_typer(pools_app, name="pools")
 
 
 @operates(pools_app.callback(invoke_without_command=True))
-def pools_command(client: AdminClient, *, watch: Watch = False) -> None:
+def pools_command(client: AdminClient, output: Output, *, watch: Watch = False) -> None:
     """Shows the pools."""
-    show(lambda: pools_view(client.pools()), watch=watch)
+    output.show(client.pools, pools_view, watch=watch)
 
 
 @operates(pools_app.command("set"))
 def set_command(
     client: AdminClient,
+    output: Output,
     counts: Annotated[list[str], typer.Argument(metavar=f"{COUNTS}...")],
     version: Annotated[
         str | None, typer.Option(help="version to change (default: the current one)")
@@ -54,12 +54,13 @@ def set_command(
 ) -> None:
     """Sets the number of workers: `baton pools set prefill=3 decode=5`."""
     wanted = parse_numbers(counts, COUNTS, SERVING_ROLES)
-    follow(client, client.set_pools(wanted, version), wait=wait)
+    follow(client, output, client.set_pools(wanted, version), wait=wait)
 
 
 @operates(operator_app.command("flip"))
 def flip_command(
     client: AdminClient,
+    output: Output,
     worker: WorkerName,
     to: Annotated[
         Role | None, typer.Option(help="new role (default: the other one of prefill and decode)")
@@ -70,37 +71,54 @@ def flip_command(
     """Changes a worker's role in place and moves its sequences. A drained worker serves again."""
     role = to or _other_role(client.pools(), worker)
     answer = client.order(worker, "flip", {"role": role})
-    follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, role))
+    follow(client, output, answer, wait=wait, check=lambda seen: check_role(seen, worker, role))
 
 
 @operates(operator_app.command("drain"))
-def drain_command(client: AdminClient, worker: WorkerName, *, wait: Wait = True) -> None:
+def drain_command(
+    client: AdminClient, output: Output, worker: WorkerName, *, wait: Wait = True
+) -> None:
     """Takes all work from a worker and keeps it; `baton flip WORKER --to ROLE` brings it back."""
     answer = client.order(worker, "drain")
-    follow(client, answer, wait=wait, check=lambda seen: check_role(seen, worker, Role.DRAINED))
+    follow(
+        client, output, answer, wait=wait, check=lambda seen: check_role(seen, worker, Role.DRAINED)
+    )
 
 
 @operates(operator_app.command("stop-worker"))
-def stop_worker_command(client: AdminClient, worker: WorkerName, *, wait: Wait = True) -> None:
+def stop_worker_command(
+    client: AdminClient, output: Output, worker: WorkerName, *, wait: Wait = True
+) -> None:
     """Drains a worker, then ends it. Its pool has one worker less from then on."""
-    follow(client, client.order(worker, "stop"), wait=wait)
+    follow(client, output, client.order(worker, "stop"), wait=wait)
 
 
 @operates(operator_app.command("workers"))
-def workers_command(client: AdminClient, *, watch: Watch = False) -> None:
+def workers_command(client: AdminClient, output: Output, *, watch: Watch = False) -> None:
     """Shows every worker."""
-    show(lambda: workers_view(client.pools().workers), watch=watch)
+    output.show(lambda: client.pools().workers, workers_view, watch=watch)
+
+
+@operates(operator_app.command("top"))
+def top_command(client: AdminClient, output: Output) -> None:
+    """Shows a deployment on the whole terminal, live: views, filter, details and orders."""
+    if output.as_json:
+        raise ConfigError("top is for people: `baton pools --json --watch` is for programs")
+    from deploy.terminal.top import Top  # slow to import
+
+    Top(client).run()
 
 
 @operates(operator_app.command("requests"))
-def requests_command(client: AdminClient, *, watch: Watch = False) -> None:
+def requests_command(client: AdminClient, output: Output, *, watch: Watch = False) -> None:
     """Shows the requests that are being served."""
-    show(lambda: requests_table(client.requests()), watch=watch)
+    output.show(client.requests, requests_table, watch=watch)
 
 
 @operates(operator_app.command("planner"))
 def planner_command(
     client: AdminClient,
+    output: Output,
     mode: Annotated[PlannerMode | None, typer.Argument(help="the new mode")] = None,
     *,
     watch: Watch = False,
@@ -108,11 +126,12 @@ def planner_command(
     """Shows what the planner of the pools proposes and did. With MODE, sets its mode first."""
     if mode is not None:
         client.set_planner(mode)
-    show(lambda: planner_view(client.planner()), watch=watch)
+    output.show(client.planner, planner_view, watch=watch)
 
 
 def follow(
     client: AdminClient,
+    output: Output,
     answer: PoolsAnswer,
     *,
     wait: bool,
@@ -122,12 +141,11 @@ def follow(
 
     At the end `check` raises AdminError if the result is not what was ordered.
     """
-    console = Console()
     for step in _steps(client, answer, wait=wait):
-        console.print(f"  {step_line(step)}", highlight=False)
+        output.step(step)
     if wait:
         check(client.pools())
-        console.print("[green]✓[/green] done")
+        output.done()
 
 
 def check_role(answer: PoolsAnswer, worker_id: str, role: Role) -> None:

@@ -4,15 +4,21 @@ Errors have one place too: a subcommand raises a BatonError, and `deploy.command
 it in one line and exits with status 1.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from deploy.admin.client import connect
-from engine.errors import ConfigError
+from deploy.admin.schema import PoolsAnswer
+from deploy.commands.views import Output
+from deploy.logs.lines import CONTROLLER
+from engine.errors import BatonError, ConfigError
+
+Names = Callable[[PoolsAnswer], Iterable[tuple[str, str]]]  # each with a description
 
 AdminUrl = Annotated[
     str | None,
@@ -25,13 +31,68 @@ AdminUrl = Annotated[
 AdminKey = Annotated[
     str | None, typer.Option("--admin-key", envvar="BATON_ADMIN_KEY", help="key of the admin API")
 ]
+DeploymentName = Annotated[
+    str | None,
+    typer.Option(
+        "--deployment",
+        envvar="BATON_DEPLOYMENT",
+        metavar="NAME|PORT",
+        help="deployment of this machine: its admin.name, or a port (default: the only one)",
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the change is complete")]
 Watch = Annotated[bool, typer.Option("--watch", help="refresh every second until Ctrl-C")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Prefill = Annotated[int | None, typer.Option(help="prefill workers")]
 Decode = Annotated[int | None, typer.Option(help="decode workers")]
 Mixed = Annotated[int | None, typer.Option(help="workers that do both")]
-WorkerName = Annotated[str, typer.Argument(metavar="WORKER")]
-VersionName = Annotated[str, typer.Argument(metavar="VERSION")]
+COMPLETES_WITHIN_S = 2.0  # for each word that a shell completes
+
+
+def _completions(context: typer.Context, incomplete: str, of: Names) -> list[tuple[str, str]]:
+    """Asks the deployment that the options so far name. Without an answer there are none."""
+    url, key, name = (context.params.get(each) for each in ("admin_url", "admin_key", "deployment"))
+    try:
+        with connect(url, key, name) as client:
+            found = list(of(client.pools(timeout_s=COMPLETES_WITHIN_S)))
+    except BatonError:  # a shell that completes a word has no place for a reason
+        return []
+    return [(word, about) for word, about in found if word.startswith(incomplete)]
+
+
+def _workers(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    return _completions(
+        context,
+        incomplete,
+        lambda pools: ((w.worker_id, f"{w.role or w.target}, {w.state}") for w in pools.workers),
+    )
+
+
+def _services(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    def named(pools: PoolsAnswer) -> Iterator[tuple[str, str]]:
+        yield from ((w.worker_id, f"{w.role or w.target}, {w.state}") for w in pools.workers)
+        yield from ((gateway.name, f"gateway, {gateway.state}") for gateway in pools.gateways)
+        yield CONTROLLER, "news of the pools"
+
+    return _completions(context, incomplete, named)
+
+
+def _versions(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    return _completions(
+        context, incomplete, lambda pools: ((v.name, v.model_name) for v in pools.versions)
+    )
+
+
+WorkerName = Annotated[str, typer.Argument(metavar="WORKER", autocompletion=_workers)]
+ServiceName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[SERVICE]",
+        help="a worker, a gateway, or controller (default: all)",
+        autocompletion=_services,
+    ),
+]
+VersionName = Annotated[str, typer.Argument(metavar="VERSION", autocompletion=_versions)]
 KeyName = Annotated[str, typer.Argument(metavar="NAME")]
 ClusterFile = Annotated[
     Path, typer.Option("-c", "--config", help="baton.yaml: cluster, model, pools")
@@ -42,30 +103,47 @@ KeysFile = Annotated[
 ]
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+class _Given(NamedTuple):
+    url: str | None = None
+    key: str | None = None
+    deployment: str | None = None
+    as_json: bool = False
+
+
 def operates(
     register: Callable[[Callable[..., None]], object],
 ) -> Callable[[Callable[..., None]], None]:
-    """Registers a command that gets a client of the admin API as its first parameter.
+    """Registers a command whose first parameters are a client of the admin API and an output.
 
-    The command has the options that lead to the client. Those of a group hold for its subcommands
-    too. A group itself is called only without a subcommand.
+    The command has the options that lead to the client, and `--json`. Those of a group hold for its
+    subcommands too. A group itself is called only without a subcommand.
     """
 
     def declare(command: Callable[..., None]) -> None:
         def run(
             context: typer.Context,
+            deployment: DeploymentName = None,
             admin_url: AdminUrl = None,
             admin_key: AdminKey = None,
+            as_json: AsJson = False,  # noqa: FBT002 - typer passes it by name
             **given: Any,
         ) -> None:
-            group_url, group_key = context.obj or (None, None)
-            context.obj = (admin_url or group_url, admin_key or group_key)
+            group = context.obj or _Given()
+            context.obj = chosen = _Given(
+                admin_url or group.url,
+                admin_key or group.key,
+                deployment or group.deployment,
+                as_json or group.as_json,
+            )
             if context.invoked_subcommand is None:
-                with connect(*context.obj) as client:
-                    command(client, **given)
+                with connect(chosen.url, chosen.key, chosen.deployment) as client:
+                    command(client, Output(as_json=chosen.as_json), **given)
 
         context, *options, _ = signature(run).parameters.values()
-        _, *own = signature(command).parameters.values()
+        _, _, *own = signature(command).parameters.values()
         shown = [context, *own, *(each.replace(kind=each.KEYWORD_ONLY) for each in options)]
         run.__signature__ = Signature(shown)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in shown}
@@ -73,6 +151,14 @@ def operates(
         register(run)
 
     return declare
+
+
+def parse_seconds(text: str) -> float:
+    """Reads a length of time: 90, 90s, 1.5m, 1h. Raises ConfigError."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smh]?)", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no length of time: write 90, 90s, 1.5m or 1h")
+    return float(found[1]) * _SECONDS[found[2]]
 
 
 def parse_numbers(

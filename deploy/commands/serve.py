@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -17,18 +17,21 @@ from rich.console import Console
 from rich.markup import escape
 
 from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
-from deploy.commands.stop_signals import StopAsked, StopSignals, exit_status
 from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.places import load_places
-from deploy.logs import configure_logging
+from deploy.local.service_manager import ServiceManager
+from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
+from deploy.logs.lines import NewsStream, configure_logging, controller_logs
 from deploy.ray import own_ray
 from deploy.services.spec import GatewayReady
 from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,
     GenerationDefaults,
+    LogFormat,
+    LogLevel,
     RouterPolicy,
     Speculate,
     Transport,
@@ -40,6 +43,7 @@ from engine.config import (
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
+JSON_COLUMNS = 2000  # no line of ours is as long, and so none is broken
 LOOK_EVERY_S = 0.1  # how often a stop looks for signals
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
@@ -57,15 +61,6 @@ _OPTIONS = {
         *("kv_transport", "block_size", "threads", "speculate", "draft_model"),
     ),
 }
-
-
-class LogLevel(StrEnum):
-    """The least level of the log lines that are written."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 class LauncherKind(StrEnum):
@@ -160,9 +155,15 @@ def serve(  # noqa: PLR0913 - a command's options
             file_okay=False, help="record prompts, answers and decisions in this directory"
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file")] = None,
     admin_port: Annotated[int | None, typer.Option(help="port of the admin API")] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="of log lines")] = LogLevel.WARNING,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="least level of log lines (default: warning)")
+    ] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="of log lines")] = None,
+    access_log: Annotated[
+        str | None, typer.Option(metavar="FILE", help="one line a request; - is the log")
+    ] = None,
 ) -> None:
     """Serves a model until Ctrl-C; without MODEL, the bundled one."""
     if api_key:
@@ -173,11 +174,14 @@ def serve(  # noqa: PLR0913 - a command's options
         if draft_model is None and speculate in WITH_DRAFT:
             flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
-    configure_logging(log_level, MonotonicClock())
+    as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
+    configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     forget_environment(os.environ)
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
-    deployment.log_level = log_level
-    raise typer.Exit(run(deployment, Console(stderr=True)))
+    console = Console(stderr=True)
+    if as_json:
+        console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
+    raise typer.Exit(run(deployment, console))
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +195,9 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
     if template is not None and not is_template(template):
         flags["gateway.chat_template"] = Path(template)
     flags |= {"gateway.record_dir": options["record"], "admin.port": options["admin_port"]}
+    access = options["access_log"]
+    flags["logs.access"] = access if access in (None, "-") else Path(access)
+    flags |= {"logs.level": options["log_level"], "logs.format": options["log_format"]}
     return {
         path: str(value.expanduser().resolve()) if isinstance(value, Path) else value
         for path, value in flags.items()
@@ -249,6 +256,7 @@ def run(deployment: Deployment, console: Console) -> int:
     Returns the exit status: 0, or 128 plus the number of a signal that came before it served, or
     that came while it waited for answers.
     """
+    manager = ServiceManager(os.environ)
     signals = StopSignals()
     signals.install()
     try:
@@ -261,18 +269,22 @@ def run(deployment: Deployment, console: Console) -> int:
             deployment.close()
         console.print("stopped before it served")
         return exit_status(asked.number)
-    is_serving = True
+    is_serving, as_json = True, deployment.config.logs.format is LogFormat.JSON
 
     def tell(line: str) -> None:
-        if is_serving:
-            console.print(escape(line), highlight=False)
+        if is_serving and not as_json:  # it is in the log
+            console.print(escape(line), highlight=False, soft_wrap=True)
 
     deployment.on_news = tell
     try:
         _say_ready(console, deployment, ready)
+        if not as_json:
+            _say_example(console, deployment, ready)
+        manager.serving(ready.url)
         signals.wait()
     finally:
         is_serving = False
+        manager.stopping()
         number = _stop(deployment, signals, console)
     return 0 if number is None else exit_status(number)
 
@@ -316,7 +328,13 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
     if ready.grpc_port is not None:
         host = urlsplit(ready.url).hostname
         console.print(f"[green]✓[/green] serving gRPC at {host}:{ready.grpc_port}")
-    console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}\n")
+    if models := deployment.config.models:
+        names = ", ".join(f"[bold]{name}[/bold]" for name in models)
+        console.print(f"[green]✓[/green] serving {names} too, by these names")
+    console.print(f"[green]✓[/green] serving [bold]{ready.model_name}[/bold] at {ready.url}")
+
+
+def _say_example(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
     body = (
         f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'
         ' "messages": [{"role": "user", "content": '
@@ -326,6 +344,6 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needs_key else ""
     json = "-H 'Content-Type: application/json'"
     command = f"curl -N {ready.url}/v1/chat/completions{key} {json} -d "
-    console.print("Try it:", highlight=False)
+    console.print("\nTry it:", highlight=False)
     console.print(f"  {command}'{body}'\n", markup=False, highlight=False, soft_wrap=True)
     console.print(f"  baton chat --url {ready.url}\n\nCtrl-C stops everything.", highlight=False)

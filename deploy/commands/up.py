@@ -1,27 +1,96 @@
-"""`baton up`, `baton status` and `baton down`: Baton on a Ray cluster."""
+"""`baton up`, `baton status` and `baton down`: Baton on a Ray cluster; and `baton apply`.
 
+What a file declares counts. `up` and `apply` carry out what runs otherwise, and name what needs a
+restart; then the exit status is 3.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.commands.options import ClusterFile
-from deploy.commands.views import pools_view, table_of
+from deploy.admin.client import AdminClient
+from deploy.admin.declaring import read_declaration
+from deploy.admin.schema import RESTART, Difference
+from deploy.commands.operator import follow
+from deploy.commands.options import AsJson, ClusterFile, Wait, operates
+from deploy.commands.views import DIFFERS, Output, differences_table, pools_view, table_of
 from deploy.ray.config import load_up_config
 from deploy.ray.up import Status, bring_up, cluster_of, take_down
+from engine.errors import ConfigError
 
 up_app = typer.Typer()  # its commands stand at the top level
 
 
 @up_app.command("up")
-def up_command(config: ClusterFile = Path("baton.yaml")) -> None:
-    """Brings up a cluster and Baton on it. Parts that run already stay as they are."""
-    console = Console(stderr=True)
+def up_command(
+    config: ClusterFile = Path("baton.yaml"),
+    *,
+    diff: Annotated[
+        bool,
+        typer.Option("--diff", help="only show what the file declares otherwise; status 3 if so"),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Brings up a cluster and Baton on it, or changes what runs otherwise than FILE declares."""
+    console, output = Console(stderr=True), Output(as_json=as_json)
     cluster = cluster_of(load_up_config(config))
+    if diff:
+        output.differences(cluster.ask("diff", config).differences)
+        return
     with console.status("starting") as progress:
         status = bring_up(cluster, config, progress.update)
-    _say(console, status)
+    if as_json:
+        output.json(status)
+    else:
+        _say(console, status)
+        if status.differences:
+            console.print(differences_table(status.differences))
+    _end(output, status.left)
+
+
+@operates(up_app.command("apply"))
+def apply_command(
+    client: AdminClient,
+    output: Output,
+    config: Annotated[Path, typer.Option("-c", "--config", help="TOML file, or baton.yaml")],
+    *,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="only show what differs; status 3 if something does")
+    ] = False,
+    wait: Wait = True,
+) -> None:
+    """Changes a running deployment to what a file declares, as far as that needs no restart."""
+    declared = read_declaration(config)
+    found = client.differences(declared)
+    if diff or not found:
+        output.differences(found)
+        return
+    output.show(lambda: found, differences_table, watch=False)
+    left: Sequence[Difference] = found
+    before: Sequence[Difference] = ()
+    while left != before and any(each.order != RESTART for each in left):  # one version each time
+        follow(client, output, client.declare(declared), wait=wait)
+        before, left = left, client.differences(declared) if wait else left
+    _end(output, left, was_ordered=not wait)
+
+
+def _end(output: Output, left: Sequence[Difference], *, was_ordered: bool = False) -> None:
+    """Exits with status 3 if something needs a restart. Raises ConfigError for other things left.
+
+    `was_ordered`: the orders were only given, and what follows from them is not awaited.
+    """
+    missed = [each.key for each in left if each.order != RESTART]
+    if missed and not was_ordered:
+        raise ConfigError(f"not as declared: {', '.join(missed)}; see `baton events`")
+    waiting = [each.key for each in left if each.order == RESTART]
+    if waiting:
+        if not output.as_json:
+            output.line(f"[yellow]![/yellow] needs a restart: {escape(', '.join(waiting))}")
+        raise typer.Exit(DIFFERS)
 
 
 @up_app.command("status")

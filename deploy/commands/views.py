@@ -1,8 +1,12 @@
 """Tables that the operator's commands print."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from deploy.admin.schema import (
+    Difference,
     GatewayInfo,
     PlannerAnswer,
     PoolsAnswer,
@@ -18,23 +23,89 @@ from deploy.admin.schema import (
     StepInfo,
     WorkerInfo,
 )
-from engine.control import SERVING_ROLES, Pools
+from engine.control import SERVING_ROLES, Pools, with_role
 
 WATCH_EVERY_S = 1.0
+PIPE_COLUMNS = 1000
+DIFFERS = 3  # exit status; 1 is an error, 2 a wrong command line
 NUM_STEPS = 8  # last steps shown below the tables
 NUM_DECISIONS = 8  # last decisions of the planner
 
 
-def show(view: Callable[[], Group | Table], *, watch: bool) -> None:
-    """Prints a view, or with `watch` refreshes it until Ctrl-C."""
-    console = Console()
-    if not watch:
-        console.print(view())
-        return
-    pause = threading.Event()
-    with Live(view(), console=console, auto_refresh=False) as live:
-        while not pause.wait(WATCH_EVERY_S):
-            live.update(view(), refresh=True)
+T = TypeVar("T")
+
+
+def differences_table(found: Sequence[Difference]) -> Table:
+    """Returns a row for each setting that is declared otherwise than it runs."""
+    columns = ("setting", "running", "declared", "changed by")
+    table = table_of("declared beside running", columns, ())
+    for each in found:
+        values = (escape(msgspec.json.encode(v).decode()) for v in (each.running, each.declared))
+        table.add_row(each.key, *values, each.order)
+    return table
+
+
+class Output:
+    """Prints answers as tables for people, or as JSON for programs: one document a line."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        # A pipe has no width: names are whole there, each row on one line.
+        self._console = console = Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            self._console = Console(width=PIPE_COLUMNS)
+
+    def show(
+        self, ask: Callable[[], T], view: Callable[[T], Group | Table], *, watch: bool
+    ) -> None:
+        """Prints what `ask` returns, or with `watch` refreshes it until Ctrl-C."""
+        pause = threading.Event()
+        if self.as_json:
+            self.json(ask())
+            while watch and not pause.wait(WATCH_EVERY_S):
+                self.json(ask())
+            return
+        if not watch:
+            self._console.print(view(ask()))
+            return
+        with Live(view(ask()), console=self._console, auto_refresh=False) as live:
+            while not pause.wait(WATCH_EVERY_S):
+                live.update(view(ask()), refresh=True)
+
+    def json(self, answer: object) -> None:
+        """Prints one line of JSON at once."""
+        print(msgspec.json.encode(answer).decode(), flush=True)  # noqa: T201 - for programs
+
+    def step(self, step: StepInfo) -> None:
+        """Prints a step of a change."""
+        if self.as_json:
+            self.json(step)
+        else:
+            self.line(f"  {step_line(step)}")
+
+    def line(self, text: str) -> None:
+        """Prints a line in rich's markup."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Prints a remark to standard error, beside what programs read."""
+        typer.echo(text, err=True)
+
+    def differences(self, found: Sequence[Difference]) -> None:
+        """Prints what a file declares otherwise. Exit status 3 if there is something."""
+        if self.as_json:
+            self.json(found)
+        elif found:
+            self._console.print(differences_table(found))
+        else:
+            self._console.print("[green]✓[/green] runs as declared")
+        if found:
+            raise typer.Exit(DIFFERS)
+
+    def done(self) -> None:
+        """Tells people that the change is complete; programs see the exit status."""
+        if not self.as_json:
+            self._console.print("[green]✓[/green] done")
 
 
 def pools_view(answer: PoolsAnswer) -> Group:
@@ -43,12 +114,13 @@ def pools_view(answer: PoolsAnswer) -> Group:
     for role in SERVING_ROLES:
         of_role = [w for w in answer.workers if w.target is role]
         serving = sum(w.state == "serving" and w.is_connected for w in of_role)
-        if answer.wanted.of(role) or of_role:
-            wanted = answer.wanted.of(role)
+        wanted = sum(version.wanted.of(role) for version in answer.versions)
+        if wanted or of_role:
             table.add_row(role, str(wanted), str(serving), str(len(of_role) - serving))
     state = "all as wanted" if answer.settled else "changes are under way"
     planner = f"planner {answer.planner.mode}"
     lines = [f"{state}; at most {answer.max_workers} workers; {planner}"]
+    lines += [f"[red]{escape(trouble)}[/red]" for trouble in answer.troubles]
     lines += [f"  {reason}" for reason in answer.planner.reasons]
     lines += [f"  {step.age_s:5.0f} s ago  {step_line(step)}" for step in answer.steps[-NUM_STEPS:]]
     workers, gateways = workers_view(answer.workers), _gateways_view(answer.gateways)
@@ -69,7 +141,7 @@ def planner_view(answer: PlannerAnswer) -> Group:
 
 
 def _indented(text: str, columns: int) -> Padding:
-    return Padding(text, (0, 0, 0, columns))
+    return Padding(text, (0, 0, 0, columns), expand=False)
 
 
 def _counts(pools: Pools) -> str:
@@ -120,12 +192,18 @@ def workers_view(workers: list[WorkerInfo]) -> Group:
             "" if w.pid is None else str(w.pid),
         )
     remarks = [(w.worker_id, remark) for w in workers if (remark := _remark(w))]
+    if len({w.kernels for w in workers if w.kernels}) > 1:
+        said = ((w.worker_id, w.kernels) for w in workers if w.kernels)
+        remarks += [(name, f"computes with {escape(kernels)}") for name, kernels in said]
     return Group(table, *(f"  {worker_id} {remark}" for worker_id, remark in remarks))
 
 
 def _remark(worker: WorkerInfo) -> str:
+    why = f": {escape(worker.why)}" if worker.why else ""
     if worker.is_crash_looping:
-        return f"[red]failed {worker.failures} times in a row[/red]"
+        return f"[red]failed {worker.failures} times in a row{why}[/red]"
+    if why:
+        return f"[red]{why.removeprefix(': ')}[/red]"
     if worker.state in ("waiting", "starting", "stopping"):
         return ""
     if not worker.is_connected:
@@ -166,4 +244,4 @@ def requests_table(answer: RequestsAnswer) -> Table:
 def step_line(step: StepInfo) -> str:
     """Returns one step of a change with its reason, in rich's markup."""
     why = f"[dim]: {escape(step.why)}[/dim]" if step.why else ""
-    return f"[bold]{escape(step.subject)}[/bold] {escape(step.what)}{why}"
+    return f"[bold]{escape(with_role(step.subject, step.role))}[/bold] {escape(step.what)}{why}"

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from prometheus_client.core import Metric
 from rich.console import Console
 
 from deploy.admin.api import admin_app
@@ -25,6 +26,8 @@ from deploy.commands.operator import COUNTS, check_role
 from deploy.commands.options import parse_numbers
 from deploy.commands.versions import versions_table
 from deploy.commands.views import planner_view, pools_view
+from deploy.controller.metrics import controller_families
+from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.shell import PoolController
 from deploy.controller.tasks import ControllerTasks
@@ -35,7 +38,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused, SetPlanner
 from deploy.pools.planning import Planning
 from deploy.pools.wanted import PoolLimits
-from engine.config import PlannerMode, WorkerConfig
+from engine.config import Config, PlannerMode, UpdateConfig, WorkerConfig
 from engine.control import SERVING_ROLES, GatewayReport, Intent, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.errors import ConfigError
@@ -60,6 +63,7 @@ class FakeController:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, PlannerRules(), order=self._handle)
         self.workers, self.gateways, self.counters = {}, {}, {}
+        self.started = Config(update=UpdateConfig(hold_s=9.0))
         self.sessions = PoolSessions(
             Secret("token"),
             clock=SetClock(),
@@ -73,6 +77,17 @@ class FakeController:
                 self.machine.handle(Connected(name, name, effect.role, KVFormat.FP32), 2.0)
 
     order = PoolController.order
+
+    @property
+    def config(self) -> Config:
+        plan = ControllerPlan("", self.started, Pools(), token="", cores=1)
+        return plan.under(self.machine.intent).config
+
+    def metrics(self) -> list[Metric]:
+        families = controller_families(
+            self.machine, self.planning, counters={}, health={}, price_per_hour=1.5
+        )
+        return list(families)
 
     def _handle(self, event) -> None:
         self.machine.handle(event, 3.0)
@@ -101,7 +116,9 @@ def ask(method, path, body=None, key: str | None = KEY, controller=None) -> http
         ("POST", "/v1/pools"),
         ("GET", "/openapi.json"),
         ("GET", "/v1/requests"),
+        ("GET", "/v1/logs"),
         ("GET", "/v1/block-events"),
+        ("GET", "/metrics"),
     ],
 )
 def test_every_page_needs_the_key(method, path, key):
@@ -136,11 +153,19 @@ async def test_non_ascii_key_is_refused(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_the_controllers_metrics_are_in_prometheus_format():
+    answer = ask("GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = answer.text.splitlines()
+    assert "baton_cost_per_hour 4.5" in lines
+    assert 'baton_service_restarts_total{service="worker-2"} 0.0' in lines
+
+
 def test_pools_are_answered_with_their_history():
     answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
     assert answer.wanted == Pools(2, 1)
     assert answer.settled
-    assert [w.worker_id for w in answer.workers] == ["decode-0", "prefill-0", "prefill-1"]
+    assert [w.worker_id for w in answer.workers] == ["worker-0", "worker-1", "worker-2"]
     assert {w.state for w in answer.workers} == {"serving"}
     assert len(answer.steps) == 6
     later = ask("GET", f"/v1/pools?since={answer.steps[3].number}").json()["steps"]
@@ -158,9 +183,9 @@ def test_order_is_answered_with_its_steps():
         "are to be prefill=2 decode=2 mixed=0",
         "is being started",
     ]
-    assert ask("POST", "/v1/workers/prefill-0/flip", {"role": "decode"}).status_code == 202
-    assert ask("POST", "/v1/workers/prefill-0/drain").status_code == 202
-    assert ask("POST", "/v1/workers/prefill-0/stop").status_code == 202
+    assert ask("POST", "/v1/workers/worker-0/flip", {"role": "decode"}).status_code == 202
+    assert ask("POST", "/v1/workers/worker-0/drain").status_code == 202
+    assert ask("POST", "/v1/workers/worker-0/stop").status_code == 202
     assert ask("POST", "/v1/planner", {"mode": "off"}).status_code == 202
 
 
@@ -172,12 +197,12 @@ def test_order_is_answered_with_its_steps():
         ("/v1/pools", {"prefill": -1}, 400, ">= 0"),
         ("/v1/pools", {"what": 1}, 400, "unknown field"),
         ("/v1/pools", b"{", 400, "truncated"),
-        ("/v1/workers/prefill-0/flip", b'{"role": "\xff"}', 400, "can't decode byte 0xff"),
+        ("/v1/workers/worker-0/flip", b'{"role": "\xff"}', 400, "can't decode byte 0xff"),
         ("/v1/pools", b"x" * 70_000, 413, "too large"),
-        ("/v1/workers/decode-0/flip", {"role": "prefill"}, 409, "last worker that decodes"),
-        ("/v1/workers/decode-0/flip", {"role": "king"}, 400, "Invalid enum value 'king'"),
-        ("/v1/workers/decode-0/drain", None, 409, "last worker that decodes"),
-        ("/v1/workers/decode-0/stop", None, 409, "last worker that decodes"),
+        ("/v1/workers/worker-2/flip", {"role": "prefill"}, 409, "last worker that decodes"),
+        ("/v1/workers/worker-2/flip", {"role": "king"}, 400, "Invalid enum value 'king'"),
+        ("/v1/workers/worker-2/drain", None, 409, "last worker that decodes"),
+        ("/v1/workers/worker-2/stop", None, 409, "last worker that decodes"),
         ("/v1/workers/other/stop", None, 404, "no worker is called other"),
         ("/v1/planner", {"mode": "sometimes"}, 400, "Invalid enum value 'sometimes'"),
         ("/v1/other", None, 404, "Not Found"),
@@ -189,22 +214,55 @@ def test_impossible_request_is_refused_with_the_reason(path, body, status, reaso
     assert reason in answer.json()["error"]["message"]
 
 
+DECLARED = {
+    "settings": {
+        "pools": {"decode": 2, "max_workers": 5, "spares": 1},
+        "update": {"hold_s": 3.0},
+        "router": {"seed": 7},
+    }
+}
+
+
+def test_what_is_declared_is_carried_out_and_the_rest_is_named():
+    controller = FakeController(Pools(2, 1))
+    before = ask("POST", "/v1/config/differences", DECLARED, controller=controller)
+    assert before.status_code == 200
+    found = {each["key"]: each["order"] for each in before.json()["differences"]}
+    assert found == {
+        "pools.decode": "baton pools set",
+        "pools.max_workers": "baton apply",
+        "pools.spares": "baton apply",
+        "update.hold_s": "baton apply",
+        "router.seed": "a restart",
+    }
+    answer = ask("POST", "/v1/config", DECLARED, controller=controller)
+    assert answer.status_code == 202
+    assert answer.json()["wanted"]["decode"] == 2
+    assert answer.json()["max_workers"] == 5
+    limits = controller.machine.limits
+    assert (limits.num_spares, limits.update.hold_s, controller.config.update.hold_s) == (1, 3, 3)
+    after = ask("POST", "/v1/config/differences", DECLARED, controller=controller)
+    assert [each["key"] for each in after.json()["differences"]] == ["router.seed"]
+
+
+def test_of_what_is_declared_all_or_nothing_is_carried_out():
+    controller = FakeController(Pools(2, 1))
+    intent = controller.machine.intent
+    body = {"settings": {"update": {"hold_s": 3.0}, "pools": {"decode": 30}}}
+    answer = ask("POST", "/v1/config", body, controller=controller)
+    assert answer.status_code == 409
+    assert "more than the 4 there can be" in answer.json()["error"]["message"]
+    assert ask("POST", "/v1/config?preview=1", DECLARED, controller=controller).status_code == 200
+    assert controller.machine.intent == intent
+    body = {"settings": {"pools": {"decode": "many"}}}
+    assert ask("POST", "/v1/config", body, controller=controller).status_code == 400
+
+
 def test_openapi_names_every_page_and_resolves_every_reference():
     described = ask("GET", "/openapi.json").json()
-    assert set(described["paths"]) == {
-        "/v1/pools",
-        "/v1/workers",
-        "/v1/requests",
-        "/v1/workers/{worker_id}/flip",
-        "/v1/workers/{worker_id}/drain",
-        "/v1/workers/{worker_id}/stop",
-        "/v1/planner",
-        "/v1/block-events",
-        "/v1/versions",
-        "/v1/weights",
-        "/v1/versions/{name}/finish",
-        "/v1/versions/{name}/abort",
-    }
+    app = admin_app(FakeController(Pools(1, 1)), key=KEY, clock=SetClock())
+    paths = {route.path for route in app.routes}
+    assert set(described["paths"]) == paths - {"/metrics", "/openapi.json"}
     text = msgspec.json.encode(described).decode()
     names = {piece.split('"')[0] for piece in text.split("#/components/schemas/")[1:]}
     assert names <= set(described["components"]["schemas"])
@@ -246,9 +304,9 @@ def test_planner_page_shows_reasons_and_decisions():
     controller.order(SetPlanner(PlannerMode.ON))
     cost = DecodeCost(0.01, 1e-5, 0.0)
     seen = Observation(requests_per_s=9.0, prefill_s_per_s=9.0, queued_s=9.0, decode_cost=cost)
-    report = GatewayReport(None, 1, 3, 0, 0, 0.0, seen)
-    assert controller.planning.tick([report], {}, 4.0 - PlannerRules().cool_down_s) is None
-    assert controller.planning.tick([report], {}, 4.0) is not None
+    report = GatewayReport(None, 1, 3, 0, 0, 0.0, {"": seen})
+    assert controller.planning.tick([report], {}, 4.0 - PlannerRules().cool_down_s) == []
+    assert controller.planning.tick([report], {}, 4.0) != []
     answer = msgspec.json.decode(
         ask("GET", "/v1/planner", controller=controller).content, type=PlannerAnswer
     )
@@ -280,7 +338,7 @@ def test_names_are_not_cut_in_a_narrow_terminal():
     shown = Console(width=80, record=True, file=io.StringIO())
     shown.print(pools_view(answer), versions_table(answer))
     text = shown.export_text()
-    assert {"prefill-0", "decode-0", "decode-1", "1234567", "v1"} <= set(text.split())
+    assert {"worker-0", "worker-1", "worker-2", "1234567", "v1"} <= set(text.split())
     assert "…" not in text
 
 
@@ -300,11 +358,10 @@ def test_announcement_is_private_and_found(tmp_path):
     assert find_deployment("http://other", "mine", {}) == ("http://other", "mine")
 
 
-def test_announcement_of_an_ended_process_is_removed(tmp_path):
-    path = announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7))
+def test_announcement_of_an_ended_process_counts_for_nothing(tmp_path):
+    announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7))
     (tmp_path / "broken.json").write_text("{")
     assert announced(tmp_path) == []
-    assert not path.exists()
     with pytest.raises(ConfigError, match="no deployment of yours is announced in"):
         find_deployment(None, None, {"BATON_RUN_DIR": str(tmp_path)})
     with pytest.raises(ConfigError, match="announced at http://there"):
@@ -315,9 +372,36 @@ def test_several_deployments_need_a_choice(tmp_path):
     announce(tmp_path, ACCESS)
     announce(tmp_path, AdminAccess("http://127.0.0.1:9", "other", os.getppid()))
     environment = {"BATON_RUN_DIR": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"choose one with --admin-url: http.*http"):
+    with pytest.raises(ConfigError, match=r"choose one with --deployment .*: http.*http"):
         find_deployment(None, None, environment)
     assert find_deployment("http://127.0.0.1:9", None, environment)[1] == "other"
+
+
+@pytest.mark.parametrize("name", ["blue", "1", "2"])
+def test_a_deployment_is_named_by_its_name_or_a_port(tmp_path, name):
+    announce(tmp_path, msgspec.structs.replace(ACCESS, name="blue"))
+    announce(tmp_path, AdminAccess("http://127.0.0.1:9", "other", os.getppid()))
+    environment = {"BATON_RUN_DIR": str(tmp_path)}
+    assert find_deployment(None, None, environment, name) == ("http://127.0.0.1:1", "k")
+    with pytest.raises(ConfigError, match=r"announced .* as green \(running: .*blue at http"):
+        find_deployment(None, None, environment, "green")
+
+
+def test_after_an_ended_deployment_the_one_left_must_be_named(tmp_path):
+    environment = {"BATON_RUN_DIR": str(tmp_path)}
+    announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7, url="http://127.0.0.1:3"))
+    announce(tmp_path, ACCESS)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"127\.0\.0\.1:3\) has ended: choose one"):
+            find_deployment(None, None, environment)
+    assert find_deployment(None, None, environment, "2")[1] == "k"
+    assert find_deployment(None, None, environment)[1] == "k"
+
+
+def test_a_deployment_replaces_the_ended_one_of_its_url(tmp_path):
+    announce(tmp_path, msgspec.structs.replace(ACCESS, pid=2**22 + 7))
+    announce(tmp_path, ACCESS)
+    assert find_deployment(None, None, {"BATON_RUN_DIR": str(tmp_path)})[1] == "k"
 
 
 def test_run_directory_writable_by_others_is_refused(tmp_path):
@@ -345,11 +429,11 @@ def test_counts_are_parsed_by_role():
 
 def test_unexpected_result_of_an_order_is_reported():
     answer = msgspec.json.decode(ask("GET", "/v1/pools").content, type=PoolsAnswer)
-    check_role(answer, "prefill-0", Role.PREFILL)
-    with pytest.raises(AdminError, match="prefill-0 is prefill, not decode"):
-        check_role(answer, "prefill-0", Role.DECODE)
-    with pytest.raises(AdminError, match="prefill-9 is gone"):
-        check_role(answer, "prefill-9", Role.DRAINED)
+    check_role(answer, "worker-0", Role.PREFILL)
+    with pytest.raises(AdminError, match="worker-0 is prefill, not decode"):
+        check_role(answer, "worker-0", Role.DECODE)
+    with pytest.raises(AdminError, match="worker-9 is gone"):
+        check_role(answer, "worker-9", Role.DRAINED)
 
 
 def test_versions_can_be_ordered_and_listed():
@@ -394,3 +478,45 @@ def test_version_that_cannot_serve_is_refused_before_any_start(body, reason):
     answer = ask("POST", "/v1/versions", body)
     assert answer.status_code == 400
     assert reason in answer.json()["error"]["message"]
+
+
+def test_a_preview_tells_what_an_order_would_do_and_changes_nothing():
+    controller = FakeController(Pools(1, 1))
+    before = controller.machine.intent
+    answer = ask("POST", "/v1/pools?preview=1", {"decode": 2}, controller=controller)
+    told = answer.json()
+    assert answer.status_code == 200
+    assert [told[when][0]["wanted"]["decode"] for when in ("before", "after")] == [1, 2]
+    assert told["effects"] == ["start worker-2 as decode of v1"]
+    assert any("are to be" in step["what"] for step in told["steps"])
+    assert controller.machine.intent == before
+
+
+def test_a_preview_is_refused_like_its_order():
+    for query in ("", "?preview=1"):
+        answer = ask("POST", f"/v1/workers/worker-2/drain{query}")
+        assert answer.status_code == 409
+    assert ask("POST", "/v1/pools?preview=2", {"decode": 2}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "told"),
+    [
+        ("/v1/pools", {"prefill": 1}, KEY, ["SetPools", "status=202"]),
+        ("/v1/pools?preview=1", {"prefill": 1}, KEY, []),
+        ("/v1/pools", {"prefill": -1}, KEY, ["POST /v1/pools", "status=400"]),
+        ("/v1/workers/none/drain", {}, KEY, ["Drain(worker_id='none')", "refused"]),
+        ("/v1/pools", {"prefill": 1}, "wrong", []),
+    ],
+)
+def test_orders_are_logged_with_their_result(caplog, path, body, key, told):
+    with caplog.at_level("INFO", logger="baton.audit"):
+        ask("POST", path, body, key=key)
+    lines = [each.getMessage() for each in caplog.records if each.name == "baton.audit"]
+    assert len(lines) == bool(told)
+    assert all(word in lines[0] for word in told)
+
+
+def test_a_wrong_key_is_a_warning(caplog):
+    ask("POST", "/v1/pools", {"prefill": 1}, key="wrong")
+    assert "its admin key is missing or wrong" in caplog.text

@@ -63,3 +63,39 @@ def test_cluster_file_is_accepted_for_an_update(tmp_path):
 def test_incompatible_changes_are_refused(worker, reason):
     with pytest.raises(ConfigError, match=reason):
         order_of(UpdateBody(worker=worker), INTENT)
+
+
+MODELS = """
+[worker]
+kv_mib = 64
+
+[models.small]
+model = "/data/small"
+mixed = 2
+
+[models.small.worker]
+kv_dtype = "int8"
+"""
+
+
+def test_a_file_is_read_for_the_model_that_is_updated(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_text(MODELS)
+    body = read_update(path, "small")
+    assert (body.model, body.pools) == ("/data/small", PoolCounts(0, 0, 2))
+    assert body.worker is not None
+    assert (body.worker["kv_mib"], body.worker["kv_dtype"]) == (64, "int8")
+    assert read_update(path).worker == {"kv_mib": 64}
+    with pytest.raises(ConfigError, match="no model is called 'large'; there are: small"):
+        read_update(path, "large")
+
+
+def test_a_version_of_another_model_follows_that_models_current_one():
+    small = Version("small-v1", "/data/small", "small", pools=Pools(0, 0, 2), line="small")
+    intent = Intent((Version(), small))
+    order = order_of(UpdateBody(of="small"), intent)
+    assert (order.version.name, order.version.line) == ("small-v2", "small")
+    assert (order.version.model, order.version.pools) == ("/data/small", Pools(0, 0, 2))
+    assert order_of(UpdateBody(), intent).version.name == "v2"
+    with pytest.raises(ConfigError, match="there are: small"):
+        order_of(UpdateBody(of="large"), intent)

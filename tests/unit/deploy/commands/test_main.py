@@ -84,17 +84,34 @@ def test_version_is_an_option_too(option):
     [
         ("baton s", {"serve", "simulate", "status", "stop-worker"}),
         ("baton keys ", {"add", "list", "revoke"}),
+        ("baton config ", {"check", "reference", "show"}),
+        ("baton logs --fo", {"--follow"}),
     ],
 )
 def test_shells_complete_words(line, words):
-    count = len(line.split(" ")) - 1
+    assert completed(line) == words
+
+
+def test_shells_complete_every_command_of_every_group():
+    root = typer.main.get_command(app)
+    known = completed("baton ")
+    assert {"logs", "top", "events", "serve", "bench"} <= known
+    assert known == set(root.list_commands(None))
+    groups = {name: each for name, each in root.commands.items() if hasattr(each, "commands")}
+    for name, group in groups.items():
+        assert completed(f"baton {name} ") == set(group.commands)
+    assert {"rollback"} <= set(groups["versions"].commands)
+
+
+def completed(line: str) -> set[str]:
+    """The words that a shell would offer for the last one of a line."""
     environment = {
         "_BATON_COMPLETE": "complete_bash",
         "COMP_WORDS": line,
-        "COMP_CWORD": str(count),
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
     }
     done = CliRunner().invoke(app, [], prog_name="baton", env=environment)
-    assert set(done.output.split()) == words
+    return set(done.output.split())
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

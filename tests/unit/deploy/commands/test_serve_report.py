@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from deploy.commands.serve import _say_ready
+from deploy.commands.serve import _say_example, _say_ready
 from deploy.services.spec import GatewayReady, WorkerReady
 from engine.config import Config, GatewayConfig
 
@@ -23,10 +23,12 @@ def report(*, needs_key=False, **says) -> str:
         **says,
     )
     config = Config(gateway=GatewayConfig(keys_file="/keys" if needs_key else None))
-    controller = SimpleNamespace(workers={"decode-0": worker})
+    controller = SimpleNamespace(workers={"worker-1": worker})
     deployment = SimpleNamespace(config=config, controller=controller)
     console = Console(file=StringIO(), width=200)
-    _say_ready(console, deployment, GatewayReady("http://127.0.0.1:8000", "tiny", 8))
+    ready = GatewayReady("http://127.0.0.1:8000", "tiny", 8)
+    _say_ready(console, deployment, ready)
+    _say_example(console, deployment, ready)
     return console.file.getvalue()
 
 

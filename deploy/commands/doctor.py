@@ -1,0 +1,255 @@
+"""`baton doctor`: what this machine has, what Baton would use of it, and why not the rest.
+
+Each probe reads the system and returns findings. None imports torch, Ray or NIXL, and none changes
+anything. A worker may still find out more: that a driver does not fit, for one.
+"""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from deploy.commands.configuration import ConfigFile, configured
+from deploy.commands.defaults import pools_of
+from deploy.commands.options import AsJson
+from deploy.commands.views import Output, table_of
+from deploy.worker.memory import HEAD_ROOM_BYTES, LEAST_BYTES, available_bytes
+from engine.config import Config
+from engine.errors import BatonError
+from engine.native_build import cache_folder, find_compiler
+
+FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+SPARE_FILES = 512  # descriptors of a gateway beside its connections
+LEAST_DISK_BYTES = 2**30
+TOOL_TIMEOUT_S = 10.0
+GIB = 2**30
+NVIDIA = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+
+
+class Verdict(StrEnum):
+    """What a finding means for a deployment."""
+
+    USED = "used"
+    UNUSED = "unused"  # it is missing or not needed; Baton serves without
+    WRONG = "wrong"  # a deployment with this configuration would not start, or would fail
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked for."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    why: str = ""  # it is not used, or what to do
+
+
+def doctor(config: ConfigFile = None, *, as_json: AsJson = False) -> None:
+    """Looks at this machine: found, will be used, why not. Status 1 if something is wrong."""
+    findings = diagnose(configured(config))
+    Output(as_json=as_json).show(lambda: findings, findings_table, watch=False)
+    if any(each.verdict is Verdict.WRONG for each in findings):
+        raise typer.Exit(1)
+
+
+def diagnose(config: Config) -> list[Finding]:
+    """Returns the findings of all probes. A probe that the system refuses is a finding too."""
+    found: list[Finding] = []
+    for probe in PROBES:
+        try:
+            found += probe(config)
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            name = probe.__name__.strip("_")
+            found.append(Finding(name, Verdict.UNUSED, "unknown", f"cannot be read: {error}"))
+    return found
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """Returns a row for each finding."""
+    table = table_of(
+        "this machine", ("what", "verdict", "found", "why"), (), wraps=("found", "why")
+    )
+    styles = {Verdict.USED: "green", Verdict.UNUSED: "dim", Verdict.WRONG: "red"}
+    for each in findings:
+        verdict = f"[{styles[each.verdict]}]{each.verdict}[/]"
+        table.add_row(each.name, verdict, escape(each.found), escape(each.why))
+    return table
+
+
+def processor(cpuinfo: str, cores: int) -> Finding:
+    """Judges the processor by the text of /proc/cpuinfo."""
+    lines = [line for line in cpuinfo.splitlines() if line.startswith("flags")]
+    flags = set(lines[0].split()) if lines else set()
+    has = [name for name in FEATURES if name in flags]
+    found = f"{cores} cores, {platform.machine()}: {', '.join(has) or 'no vector features'}"
+    if {"avx2", "fma"} <= flags:
+        return Finding("processor", Verdict.USED, found)
+    return Finding("processor", Verdict.UNUSED, found, "the C++ kernels need avx2 and fma")
+
+
+def memory(available: int, num_workers: int) -> Finding:
+    """Judges the bytes that may still be allocated."""
+    least = num_workers * (HEAD_ROOM_BYTES + LEAST_BYTES)
+    found = f"{available / GIB:.1f} GiB available for {num_workers} workers"
+    if available >= least:
+        return Finding("memory", Verdict.USED, found)
+    why = f"they take {least / GIB:.1f} GiB without the weights: fewer workers, or more memory"
+    return Finding("memory", Verdict.WRONG, found, why)
+
+
+def descriptors(soft: int, hard: int, connections: int) -> Finding:
+    """Judges the limits of open files. Gateways raise theirs to the hard limit."""
+    found = f"{_limit(soft)} now, {_limit(hard)} at most"
+    if hard == resource.RLIM_INFINITY or hard >= connections + SPARE_FILES:
+        return Finding("descriptors", Verdict.USED, found)
+    why = f"fewer than gateway.max_connections = {connections} are accepted: raise `ulimit -Hn`"
+    return Finding("descriptors", Verdict.UNUSED, found, why)
+
+
+def _processor(_: Config) -> Iterator[Finding]:
+    text = Path("/proc/cpuinfo").read_text()
+    yield processor(text, len(os.sched_getaffinity(0)))
+
+
+def _compiler(_: Config) -> Iterator[Finding]:
+    folder = cache_folder()
+    built = len(list(folder.glob("*.so"))) if folder.is_dir() else 0
+    try:
+        yield Finding("compiler", Verdict.USED, find_compiler())
+    except BatonError as error:
+        yield Finding("compiler", Verdict.UNUSED, "none", f"{error}; plain torch computes")
+    top = next(path for path in (folder, *folder.parents) if path.is_dir())
+    found = f"{folder}: {built} libraries"
+    if os.access(top, os.W_OK):
+        yield Finding("kernel cache", Verdict.USED, found)
+    else:
+        why = f"{top} is not writable: each process builds its own"
+        yield Finding("kernel cache", Verdict.UNUSED, found, why)
+
+
+def _packages(config: Config) -> Iterator[Finding]:
+    for names, extra, is_needed in (
+        (("torch",), "worker", True),
+        (("transformers",), "worker", True),
+        (("ray",), "ray", False),
+        (("nixl-cu12", "nixl-cu13"), "nixl", config.worker.kv_transport == "nixl"),
+    ):
+        versions = [f"{name} {version}" for name in names if (version := _version(name))]
+        if versions:
+            yield Finding(names[0].partition("-")[0], Verdict.USED, ", ".join(versions))
+            continue
+        verdict = Verdict.WRONG if is_needed else Verdict.UNUSED
+        why = f"pip install 'baton-serve[{extra}]'"
+        yield Finding(names[0].partition("-")[0], verdict, "not installed", why)
+
+
+def _gpus(_: Config) -> Iterator[Finding]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        yield Finding("GPUs", Verdict.UNUSED, "none", "no nvidia-smi: workers compute on the CPU")
+        return
+    done = subprocess.run(
+        [tool, *NVIDIA], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[:200]
+        yield Finding("GPUs", Verdict.UNUSED, "none", f"nvidia-smi: {said}")
+        return
+    is_cpu_torch = "+cpu" in (_version("torch") or "")
+    for line in done.stdout.splitlines():
+        if is_cpu_torch:
+            why = "the installed torch was built without CUDA"
+            yield Finding("GPUs", Verdict.UNUSED, line, why)
+        else:
+            yield Finding("GPUs", Verdict.USED, line)
+
+
+def _rdma(_: Config) -> Iterator[Finding]:
+    folder = Path("/sys/class/infiniband")
+    devices = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not devices:
+        why = "KV moves by shared memory, or by TCP between machines"
+        yield Finding("RDMA", Verdict.UNUSED, "no device", why)
+        return
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = f"{', '.join(devices)}; lockable memory {_limit(soft)}"
+    if soft == resource.RLIM_INFINITY:
+        yield Finding("RDMA", Verdict.USED, found)
+    else:
+        yield Finding("RDMA", Verdict.UNUSED, found, "KV may not fit: `ulimit -l unlimited`")
+
+
+def _ports(config: Config) -> Iterator[Finding]:
+    gateway, admin = config.gateway, config.admin
+    for name, host, port in (
+        ("gateway.port", gateway.host, gateway.port),
+        ("gateway.grpc_port", gateway.host, gateway.grpc_port),
+        ("admin.port", admin.host, admin.port),
+    ):
+        if port is None:
+            continue
+        if port == 0:
+            yield Finding(name, Verdict.USED, "the system chooses")
+            continue
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            why = f"{error.strerror}: another server, or a deployment that runs, has it"
+            yield Finding(name, Verdict.WRONG, f"{host}:{port}", why)
+        else:
+            yield Finding(name, Verdict.USED, f"{host}:{port}")
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    yield memory(available_bytes(), pools_of(config.pools).total)
+
+
+def _disks(_: Config) -> Iterator[Finding]:
+    for name, folder in (("shared memory", "/dev/shm"), ("temporary files", "/tmp")):
+        free = shutil.disk_usage(folder).free
+        found = f"{folder}: {free / GIB:.1f} GiB free"
+        if free >= LEAST_DISK_BYTES:
+            yield Finding(name, Verdict.USED, found)
+        else:
+            yield Finding(name, Verdict.WRONG, found, "at least 1 GiB is needed")
+
+
+def _limits(config: Config) -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield descriptors(soft, hard, config.gateway.max_connections)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    yield Finding("processes", Verdict.USED, f"{_limit(soft)} now, {_limit(hard)} at most")
+
+
+PROBES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    _processor,
+    _compiler,
+    _packages,
+    _gpus,
+    _rdma,
+    _memory,
+    _disks,
+    _ports,
+    _limits,
+)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)

@@ -1,0 +1,1 @@
+"""`baton top`: a deployment on a whole terminal, live, with orders."""

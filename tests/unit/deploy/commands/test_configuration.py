@@ -1,0 +1,66 @@
+"""`baton config` shows what is in force, and names what is wrong."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.commands.main import app
+from engine.config_reference import reference_text
+from engine.errors import ConfigError
+
+
+def invoke(*words, **environment):
+    return CliRunner().invoke(app, ["config", *words], env={"COLUMNS": "200", **environment})
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text):
+        path = tmp_path / "baton.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_show_has_every_source(toml):
+    path = toml('[worker]\nkv_mib = 64\n[admin]\nkey = "secret"\n')
+    done = invoke("show", "--changed", "--json", "-c", path, BATON_GATEWAY__PORT="9000")
+    values = {name: each["value"] for name, each in json.loads(done.output).items()}
+    assert values == {"worker.kv_mib": "64", "gateway.port": "9000", "admin.key": '"(hidden)"'}
+
+
+def test_show_marks_defaults():
+    lines = invoke("show").output.splitlines()
+    [line] = [line for line in lines if "worker.kv_mib" in line]
+    assert line.split()[1:] == ['"none"', "default"]
+
+
+def test_reference_is_the_page():
+    assert invoke("reference").output == reference_text()
+    names = [each["variable"] for each in json.loads(invoke("reference", "--json").output)]
+    assert "BATON_WORKER__KV_MIB" in names
+
+
+def test_check_accepts_a_good_file(toml):
+    done = invoke("check", "-c", toml("[worker]\nkv_mib = 64\n"))
+    assert done.exit_code == 0
+    assert "1 settings differ" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[worker]\nkv_mb = 64\n", r"did you mean worker\.kv_mib"),
+        ('[router]\npolicy = "sol"\n', "did you mean slo"),
+        ("[gateway]\nkv_mib = 64\n", r"did you mean worker\.kv_mib"),
+        ("[worker]\nkv_mib = -1\n", r"worker\.kv_mib must be positive"),
+    ],
+)
+def test_check_names_what_is_wrong(toml, text, said):
+    done = invoke("check", "-c", toml(text))
+    assert done.exit_code == 1
+    assert isinstance(done.exception, ConfigError)
+    with pytest.raises(ConfigError, match=said):
+        raise done.exception
