@@ -8,8 +8,10 @@ not wait for it.
 """
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Protocol
 
+from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
 from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
 from engine.control import Pools
 
@@ -74,6 +76,17 @@ class Launcher(Protocol):
     def counters(self) -> Mapping[str, int]:
         """Returns how often each fault of the launcher's own was overcome, by name."""
         return {}
+
+    def health(self) -> Mapping[str, bool]:
+        """Returns which parts that services depend on are alive, by name. Never waits for them.
+
+        Empty where there are none, as for plain processes.
+        """
+        return {}
+
+    def read_logs(self, folder: str, query: LogsQuery) -> LogPieces:
+        """Returns the log lines that services kept. On a single machine all are in one folder."""
+        return read_pieces(Path(folder), query)
 
     def dead(self) -> dict[str, str]:
         """Returns services that ended by themselves since the last call, with how each ended.
