@@ -1,6 +1,8 @@
 """`baton bench`: a command for each benchmark. Only wires them together.
 
 baton bench serve --url http://127.0.0.1:8000 --rate 4 --requests 200 --json serve.json
+baton bench compare before.json after.json
+baton bench clients --peer aiperf=/path/to/its/python --json clients.json
 baton bench engine --peer vllm=/path/to/its/python --json engine.json
 baton bench quality --json quality.json
 baton bench kv --peer mooncake=/path/to/its/python --json kv.json
@@ -24,6 +26,8 @@ import typer
 
 from bench.batches.cli import batches
 from bench.chaos.cli import chaos
+from bench.clients.cli import clients
+from bench.compare.cli import compare
 from bench.comparison.cli import simulator
 from bench.elastic.cli import elastic
 from bench.elastic_live.cli import elastic_live
@@ -33,6 +37,7 @@ from bench.hostile.cli import hostile
 from bench.interference.cli import interference
 from bench.kv.cli import kv
 from bench.moves.cli import moves
+from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
 from bench.router.cli import router
@@ -43,6 +48,8 @@ from bench.validation.cli import validation
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
+app.command()(compare)
+app.command()(clients)
 app.command()(engine)
 app.command()(quality)
 app.command()(kv)
@@ -65,6 +72,7 @@ app.command()(report)
 @app.callback()
 def bench() -> None:
     """Measure a server, or a part of one."""
+    END_SIGNALS.install()
 
 
 if __name__ == "__main__":

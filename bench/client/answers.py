@@ -32,7 +32,7 @@ from bench.client.chunks import (
     shown,
 )
 from bench.client.sse import SseEvent, SseParser
-from bench.common.prompts import Prompt
+from bench.common.prompts import Messages, Prompt
 
 
 class Endpoint(StrEnum):
@@ -57,6 +57,7 @@ class Answer:
     num_prompt_tokens: int | None  # None: the server sent no usage
     num_cached_tokens: int | None
     timeline_s: Mapping[str, float]  # Baton's stages and KV times; empty from other servers
+    said: str = ""  # the text without reasoning, if its reader was to keep it
 
     @property
     def ttft_s(self) -> float:
@@ -94,10 +95,18 @@ class Failure:
 
 
 def request_body(
-    endpoint: Endpoint, prompt: Prompt, *, model: str, output_len: int, temperature: float
+    endpoint: Endpoint,
+    prompt: Prompt | Messages,
+    *,
+    model: str,
+    output_len: int,
+    temperature: float,
 ) -> bytes:
-    """The JSON of one streamed request for exactly `output_len` tokens."""
-    messages = [{"role": "user", "content": prompt}]
+    """The JSON of one streamed request for exactly `output_len` tokens.
+
+    A prompt of the chat endpoint is the text of one message, or all messages.
+    """
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     asked = {"messages": messages} if endpoint is Endpoint.CHAT else {"prompt": prompt}
     return msgspec.json.encode(
         {
@@ -115,8 +124,9 @@ def request_body(
 class AnswerReader:
     """Reads one streamed answer: `feed` for every piece of the body, then `finish`, once."""
 
-    def __init__(self, sent_s: float) -> None:
+    def __init__(self, sent_s: float, *, keeps_text: bool = False) -> None:
         self._sent_s = sent_s
+        self._said: list[str] | None = [] if keeps_text else None
         self._parser = SseParser()
         self._chunk_times_s: list[float] = []
         self._usage = ChunkUsage()
@@ -160,6 +170,8 @@ class AnswerReader:
         choices = chunk.choices or ()
         if any(choice.has_content for choice in choices):
             self._chunk_times_s.append(now_s)
+            if self._said is not None:
+                self._said += [choice.said for choice in choices]
         if any(choice.finish_reason for choice in choices):
             self._complete = True  # some servers never send [DONE]
         self._usage = chunk.usage or self._usage
@@ -177,6 +189,7 @@ class AnswerReader:
             num_prompt_tokens=self._usage.prompt_tokens,
             num_cached_tokens=details.cached_tokens,
             timeline_s=self._timeline_s,
+            said="".join(self._said or ()),
         )
 
 

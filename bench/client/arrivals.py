@@ -3,6 +3,9 @@
 Gaps between requests are independent, with mean 1/rate, and gamma distributed with shape
 `burstiness`. At 1 this is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
 The gaps' coefficient of variation is 1/√burstiness. `vllm bench serve --burstiness` means the same.
+
+In a ramp the rate moves linearly from one to another. A process of rate 1 is stretched: the request
+at its time u is due when the integral of the rate reaches u.
 """
 
 import math
@@ -11,17 +14,38 @@ from random import Random
 
 
 def arrival_times_s(
-    rate_per_s: float, num_requests: int, *, burstiness: float, rng: Random
+    rate_per_s: float,
+    num_requests: int,
+    *,
+    burstiness: float,
+    rng: Random,
+    ramp_to_per_s: float | None = None,
 ) -> list[float]:
     """Due time of each request in seconds from the start, in order; the first is 0.
 
-    With an infinite rate all requests are due at once. Raises ValueError if the rate or the
+    With an infinite rate all requests are due at once. A ramp reaches its last rate with the last
+    request, on average, and keeps it for those that come later. Raises ValueError if a rate or the
     burstiness is not above 0.
     """
     if not rate_per_s > 0 or not burstiness > 0 or not math.isfinite(burstiness):
         raise ValueError(f"rate {rate_per_s} and burstiness {burstiness} must be above 0")
     if math.isinf(rate_per_s) or num_requests == 0:
         return [0.0] * num_requests
+    if ramp_to_per_s is not None:
+        if not 0 < ramp_to_per_s < math.inf:
+            raise ValueError(f"the rate of a ramp's end must be above 0, not {ramp_to_per_s}")
+        units = arrival_times_s(1.0, num_requests, burstiness=burstiness, rng=rng)
+        return [_ramped_s(unit, num_requests, rate_per_s, ramp_to_per_s) for unit in units]
     scale_s = 1 / (rate_per_s * burstiness)
     gaps_s = (rng.gammavariate(burstiness, scale_s) for _ in range(num_requests - 1))
     return list(accumulate(gaps_s, initial=0.0))
+
+
+def _ramped_s(unit: float, num_requests: int, first_per_s: float, last_per_s: float) -> float:
+    """The time at which a ramp over `num_requests` requests has brought `unit` of them."""
+    ramp_s = 2 * num_requests / (first_per_s + last_per_s)
+    if unit >= num_requests:
+        return ramp_s + (unit - num_requests) / last_per_s
+    # Solves first·t + (last - first)·t²/(2·ramp) = unit, in the form that no cancellation spoils.
+    root = math.sqrt(first_per_s**2 + 2 * (last_per_s - first_per_s) / ramp_s * unit)
+    return 2 * unit / (first_per_s + root)

@@ -4,6 +4,14 @@ Figures are in milliseconds, as in reports. Latencies are those of complete answ
 are counted by kind, and a failed request meets no SLO. Throughput is the tokens of complete answers
 over the time from the first request's due time to the end of the last request.
 
+`ttft` and `e2e` count from the moment of sending. `ttft_due` and `e2e_due` count from the time at
+which the load's plan has the request: they include the client's lateness and the wait for a slot.
+Only these show the delay of requests that a slow server kept from being sent (Gil Tene's
+"coordinated omission"). Goodput counts from the due time.
+
+`client/*` is what the client itself cost: processor time of the run, as a share of the machine, for
+each request, and for each content chunk.
+
 Goodput, three definitions, side by side because published figures use all three:
 
 - `goodput/attainment`: share of requests with TTFT and TPOT inside their bounds. DistServe, Zhong
@@ -29,9 +37,11 @@ TBT_SHARE = 0.1
 LATE_MS = 10.0  # if the client's p99 lag is larger, the load differed from the plan
 LENGTH_TOLERANCE = 0.1
 CACHED_SHARE = 0.1
+MOST_CLIENT_SHARE = 0.05  # of the machine's processor time
 MEASURES = {  # in the timeline, but not stages: they overlap with stages
     "kv_transfer": "kv/transfer",
     "kv_exposed": "kv/exposed",
+    "move_pull": "kv/move_pull",
 }
 
 
@@ -42,6 +52,22 @@ class RequestOutcome:
     send_lag_s: float  # the client's own lateness, before any wait for a slot
     slot_wait_s: float | None  # waiting under the concurrency limit; None without one
     result: Answer | Failure
+    due_s: float = 0.0  # from the start of the run
+    session: int = 0
+    turn: int = 0
+
+    @property
+    def delay_s(self) -> float:
+        """Time from the due time to sending."""
+        return self.send_lag_s + (self.slot_wait_s or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCost:
+    """Processor time of all client processes during one run."""
+
+    cpu_s: float
+    num_cores: int  # of the client's machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +76,18 @@ class LoadRun:
 
     duration_s: float
     outcomes: tuple[RequestOutcome, ...]
+    cost: ClientCost | None = None
 
     @property
     def answers(self) -> list[Answer]:
         """The complete answers."""
         results = (outcome.result for outcome in self.outcomes)
         return [result for result in results if isinstance(result, Answer)]
+
+    @property
+    def answered(self) -> list[tuple[RequestOutcome, Answer]]:
+        """The requests with a complete answer, beside it."""
+        return [(one, one.result) for one in self.outcomes if isinstance(one.result, Answer)]
 
     @property
     def failures(self) -> list[Failure]:
@@ -111,28 +143,45 @@ def figures_of_runs(runs: Sequence[LoadRun], slo: SloBounds | None) -> list[dict
             **_tokens(run.answers),
             **_requests(run, kinds),
             **_timeline(run.answers),
+            **_client(run),
         }
         for run in runs
     ]
 
 
-def meets(answer: Answer, slo: SloBounds) -> bool:
-    """True if TTFT and TPOT are within their bounds."""
-    return slo.hold(answer.ttft_s, answer.tpot_s)
+def meets(answer: Answer, slo: SloBounds, *, delay_s: float = 0.0) -> bool:
+    """True if TTFT and TPOT are within their bounds; TTFT begins `delay_s` before sending."""
+    return slo.hold(answer.ttft_s + delay_s, answer.tpot_s)
 
 
-def meets_by_longest_gaps(answer: Answer, slo: SloBounds) -> bool:
+def meets_by_longest_gaps(answer: Answer, slo: SloBounds, *, delay_s: float = 0.0) -> bool:
     """True if TTFT and Mooncake's TBT are within their bounds."""
     tbt_s = mean_of_longest(answer.gaps_s, TBT_SHARE) if answer.gaps_s else None
-    return slo.hold(answer.ttft_s, tbt_s)
+    return slo.hold(answer.ttft_s + delay_s, tbt_s)
 
 
-def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> list[str]:
-    """A line for each reason not to trust the figures."""
+def num_within(run: LoadRun, slo: SloBounds) -> int:
+    """Requests with TTFT from their due time, and TPOT, within their bounds."""
+    return sum(meets(answer, slo, delay_s=one.delay_s) for one, answer in run.answered)
+
+
+def warnings(
+    runs: Sequence[LoadRun],
+    *,
+    input_len: float | None,
+    output_len: float | None,
+    is_shared: bool = False,
+) -> list[str]:
+    """A line for each reason not to trust the figures.
+
+    A length is None if no fixed one was asked for. With `is_shared` the load repeats prefixes by
+    its plan, so cached prompts are no surprise.
+    """
     answers = [answer for run in runs for answer in run.answers]
     return [
         *(f"failed: {kind}" for kind in kinds_of([f for run in runs for f in run.failures])),
         *_late_client(runs),
+        *_costly_client(runs),
         *_waits_for_slots(runs),
         *_other_length(
             "prompt tokens", input_len, [answer.num_prompt_tokens for answer in answers]
@@ -141,7 +190,7 @@ def warnings(runs: Sequence[LoadRun], *, input_len: int, output_len: int) -> lis
             "output tokens", output_len, [answer.num_output_tokens for answer in answers]
         ),
         *_no_usage(answers),
-        *_cached_prompts(answers),
+        *([] if is_shared else _cached_prompts(answers)),
     ]
 
 
@@ -159,6 +208,8 @@ def _latency(run: LoadRun) -> dict[str, Figure]:
         "itl": [gap_s for answer in answers for gap_s in answer.gaps_s],
         "tpot": [answer.tpot_s for answer in answers if answer.tpot_s is not None],
         "e2e": [answer.e2e_s for answer in answers],
+        "ttft_due": [answer.ttft_s + one.delay_s for one, answer in run.answered],
+        "e2e_due": [answer.e2e_s + one.delay_s for one, answer in run.answered],
         "send_lag": [outcome.send_lag_s for outcome in outcomes],
         "slot_wait": [
             wait_s for outcome in outcomes if (wait_s := outcome.slot_wait_s) is not None
@@ -186,8 +237,10 @@ def _throughput(run: LoadRun) -> dict[str, Figure]:
 
 def _goodput(run: LoadRun, slo: SloBounds) -> dict[str, Figure]:
     num_sent = len(run.outcomes)
-    num_met = sum(meets(answer, slo) for answer in run.answers)
-    num_effective = sum(meets_by_longest_gaps(answer, slo) for answer in run.answers)
+    num_met = num_within(run, slo)
+    num_effective = sum(
+        meets_by_longest_gaps(answer, slo, delay_s=one.delay_s) for one, answer in run.answered
+    )
     return {
         "goodput/attainment": Figure(num_met / num_sent, "share"),
         "goodput/effective_capacity": Figure(num_effective / num_sent, "share"),
@@ -231,11 +284,41 @@ def _timeline(answers: Sequence[Answer]) -> dict[str, Figure]:
     }
 
 
+def _client(run: LoadRun) -> dict[str, Figure]:
+    cost = run.cost
+    if cost is None or not run.outcomes:
+        return {}
+    figures = {
+        "client/cpu": Figure(100 * _share_of_machine(run.duration_s, cost), "%"),
+        "client/cpu_per_request": Figure(cost.cpu_s / len(run.outcomes) * 1e6, "µs"),
+    }
+    if num_chunks := sum(len(answer.chunk_times_s) for answer in run.answers):
+        figures["client/cpu_per_event"] = Figure(cost.cpu_s / num_chunks * 1e6, "µs")
+    return figures
+
+
+def _share_of_machine(duration_s: float, cost: ClientCost) -> float:
+    return cost.cpu_s / (duration_s * cost.num_cores)
+
+
+def _costly_client(runs: Sequence[LoadRun]) -> list[str]:
+    shares = [_share_of_machine(run.duration_s, run.cost) for run in runs if run.cost is not None]
+    if not shares or max(shares) <= MOST_CLIENT_SHARE:
+        return []
+    return [
+        f"the client used {max(shares):.1%} of this machine: if the server shares it, run the"
+        " client elsewhere"
+    ]
+
+
 def _late_client(runs: Sequence[LoadRun]) -> list[str]:
     lag = summarize([outcome.send_lag_s for run in runs for outcome in run.outcomes])
     if lag is None or lag.p99 * 1e3 <= LATE_MS:
         return []
-    return [f"the client itself sent late: send lag p99 {lag.p99 * 1e3:.1f} ms"]
+    return [
+        f"the client itself sent late: send lag p99 {lag.p99 * 1e3:.1f} ms; its machine is busy,"
+        " or it needs more --processes"
+    ]
 
 
 def _waits_for_slots(runs: Sequence[LoadRun]) -> list[str]:
@@ -244,16 +327,20 @@ def _waits_for_slots(runs: Sequence[LoadRun]) -> list[str]:
     if waits is None or waits.p99 * 1e3 <= LATE_MS:
         return []
     return [
-        f"requests waited for a slot, p99 {waits.p99 * 1e3:.1f} ms: TTFT, E2E and goodput count"
-        " from the moment of sending and leave this wait out"
+        f"requests waited for a slot, p99 {waits.p99 * 1e3:.1f} ms: ttft and e2e leave this wait"
+        " out; ttft_due, e2e_due and goodput include it"
     ]
 
 
-def _other_length(what: str, asked: int, counted: Sequence[int | None]) -> list[str]:
+def _other_length(what: str, asked: float | None, counted: Sequence[int | None]) -> list[str]:
     known = [n for n in counted if n is not None]
-    if not known or abs(sum(known) / len(known) - asked) <= LENGTH_TOLERANCE * asked:
+    if (
+        asked is None
+        or not known
+        or abs(sum(known) / len(known) - asked) <= LENGTH_TOLERANCE * asked
+    ):
         return []
-    return [f"{asked} {what} were asked for, {sum(known) / len(known):.1f} were counted"]
+    return [f"{asked:g} {what} were asked for, {sum(known) / len(known):.1f} were counted"]
 
 
 def _no_usage(answers: Sequence[Answer]) -> list[str]:

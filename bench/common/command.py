@@ -19,6 +19,7 @@ from rich.console import Console
 from bench.common.report import Report, to_json
 from bench.common.tables import print_head, print_lines, print_results
 from bench.processes.driven import DrivenFailed
+from bench.processes.signals import END_SIGNALS
 from engine.errors import BatonError, ConfigError
 
 T = TypeVar("T")
@@ -79,10 +80,16 @@ def publish(
 
 @contextmanager
 def printed_errors() -> Iterator[None]:
-    """Prints an error that the user can act on, and ends the command with status 1."""
+    """Prints an error that the user can act on, and ends the command with status 1.
+
+    A signal ends it with one line too, and with that signal's status.
+    """
     try:
         yield
     except (BatonError, OSError) as error:
         last_lines = error.last_lines if isinstance(error, DrivenFailed) else ()
         typer.echo("\n".join([f"error: {error}", *last_lines]), err=True)
         raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        typer.echo(f"ended by {END_SIGNALS.last.name}", err=True)
+        raise typer.Exit(END_SIGNALS.exit_status) from error

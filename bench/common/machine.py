@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.common.report import Hardware, Report, Result, Scalar
 
 HERE = Path(__file__).resolve().parent
-OUTPUTS = ("--json", "--plot")
+OUTPUTS = ("--json", "--plot", "--csv", "--html")
 CODE = (":(top)", ":(top,exclude)bench/results", ":(top,exclude)docs", ":(top,exclude)*.md")
 
 

@@ -33,12 +33,22 @@ def print_head(console: Console, report: Report, *, title: str) -> None:
 
 def print_results(console: Console, report: Report, goals: Goals = NO_GOALS) -> None:
     """Prints latencies with a column for each statistic, then every other result in a row."""
-    latencies = [r for r in report.results if r.name.rpartition("/")[2] in STATISTICS]
-    others = [result for result in report.results if result not in latencies]
+    latencies, others = latencies_and_others(report.results)
     if latencies:
         _print(console, _grid(latencies, _thing_and_statistic))
     if others:
         _print(console, _list(others, goals))
+
+
+def latencies_and_others(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """The results that are statistics of something, and the other ones."""
+    latencies = [one for one in results if one.name.rpartition("/")[2] in STATISTICS]
+    return latencies, [one for one in results if one not in latencies]
+
+
+def statistics_of(latencies: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of cells: a row for each thing, a column for each statistic."""
+    return _cells(latencies, _thing_and_statistic)
 
 
 def print_pivot(console: Console, report: Report) -> None:
@@ -88,12 +98,16 @@ def _list(results: Sequence[Result], goals: Goals) -> Table:
 
 
 def _grid(results: Sequence[Result], place: Callable[[Result], tuple[str, str]]) -> Table:
-    """A table with each result in the row and the column that `place` names."""
+    return _table(*_cells(results, place))
+
+
+def _cells(
+    results: Sequence[Result], place: Callable[[Result], tuple[str, str]]
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows, with each result in the row and the column that `place` names."""
     cells = {place(result): _value(result) for result in results}
     rows, columns = (dict.fromkeys(names) for names in zip(*cells, strict=True))
-    return _table(
-        ["", *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
-    )
+    return ["", *columns], [[row, *(cells.get((row, c), "") for c in columns)] for row in rows]
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

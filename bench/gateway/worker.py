@@ -67,6 +67,7 @@ class NullWorkerOptions(msgspec.Struct, frozen=True):
     pace_s: float
     token_ids: tuple[int, ...]
     worker_id: str = "null"
+    kernels: str = ""  # what it says that it computes with
 
 
 @dataclass(slots=True)
@@ -117,7 +118,7 @@ class NullWorker:
     async def _serve(self, frames: AsyncIterator[bytes], send: Send) -> None:
         [hello] = decode_to_worker(await anext(frames))
         assert isinstance(hello, Hello)
-        await send(encode_frame([_welcome(self._options.worker_id)]))
+        await send(encode_frame([_welcome(self._options)]))
         session = _Session(Outbox(send))
         self._sessions.append(session)
         try:
@@ -188,16 +189,17 @@ class NullWorker:
         return LoadReport(NUM_BLOCKS, 0, 0, 0, 0, 0, 0, 0, steps=[step])
 
 
-def _welcome(worker_id: str) -> Welcome:
+def _welcome(options: NullWorkerOptions) -> Welcome:
     return Welcome(
         version=PROTOCOL_VERSION,
-        worker_id=WorkerId(worker_id),
+        worker_id=WorkerId(options.worker_id),
         incarnation=Incarnation("null"),
         role=Role.MIXED,
         fingerprint="null",
         layout=KVLayout(BLOCK_SIZE, KVFormat.FP32, (KVSection(1, 1, head_dim=2),)),
         num_blocks=NUM_BLOCKS,
         max_running=MAX_RUNNING,
+        kernels=options.kernels,
     )
 
 

@@ -11,6 +11,7 @@ from bench.common.shapes import cached_checkpoint
 from bench.kv.plan import HandoffPlan
 from bench.kv.results import Handoffs
 from bench.processes.serving import Options, serving
+from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
 from bench.serve.run import measure as measure_server
 
@@ -39,7 +40,7 @@ def measure(plan: HandoffPlan, transport: str, *, seed: int) -> Handoffs:
                 num_warmup=1,
                 num_repeats=plan.num_repeats,
             ),
-            ask=ServeAsk(plan.prompt_len, OUTPUT_LEN, tokenizer_dir=checkpoint),
+            ask=ServeAsk(fixed(plan.prompt_len), fixed(OUTPUT_LEN), tokenizer_dir=checkpoint),
             seed=seed,
         )
         runs = uvloop.run(measure_server(asked)).runs

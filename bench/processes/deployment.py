@@ -4,7 +4,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from engine.messages import Role
 MARK = "BATON_CHAOS_MARK"
 STARTED_BY = "BATON_CHAOS_STARTED_BY"  # process id
 ORDER_TIMEOUT_S = 5.0
+PROGRAMS_OF_RAY = {"gcs": "gcs/gcs_server", "raylet": "raylet/raylet"}
 WHOLE_WITHIN_S = 60.0  # all workers are back and idle
 STEADY_S = 2.5  # workers report once a second
 
@@ -81,6 +82,7 @@ class SeenPools(msgspec.Struct, frozen=True):
     workers: list[SeenWorker]
     gateways: list[SeenGateway]
     counters: dict[str, int] = {}
+    troubles: tuple[str, ...] = ()
 
     @property
     def by_name(self) -> dict[str, SeenWorker]:
@@ -113,9 +115,10 @@ class _Access(msgspec.Struct):
 class OperatedDeployment:
     """The processes behind a URL on this machine. It takes orders while it is `connected`."""
 
-    def __init__(self, served: ServedDeployment, access: _Access, mark: str) -> None:
-        self.served = served
-        self._access = access
+    def __init__(self, serve: Callable[[], tuple[ServedDeployment, "_Access"]], mark: str) -> None:
+        """`serve` starts the command, and may be called again after its end."""
+        self._serve = serve
+        self.served, self._access = serve()
         self._mark = mark
         self._session: aiohttp.ClientSession | None = None
 
@@ -137,6 +140,10 @@ class OperatedDeployment:
         async with http_session(timeout_s, reuses_connections=reuses_connections) as session:
             self._session = session
             yield session
+
+    def start_again(self) -> None:
+        """Starts the command again after its end, with the same options. Raises ServerFailed."""
+        self.served, self._access = self._serve()
 
     async def look(self) -> SeenPools:
         """Returns the pools as the controller sees them; `NOTHING` if it does not answer."""
@@ -180,7 +187,7 @@ class OperatedDeployment:
 
     def signal(self, pid: int, number: signal.Signals) -> bool:
         """Sends a signal to a process of this deployment. True if the process was still there."""
-        if pid not in (self.pid, *self.served.sessions()):
+        if pid not in (self.pid, *self.served.sessions()) and pid not in self.marked():
             return False
         try:
             os.kill(pid, number)
@@ -208,6 +215,12 @@ class OperatedDeployment:
                 continue
         return found
 
+    def part_of_ray(self, part: str) -> int | None:
+        """Returns the process id of Ray's `gcs` or `raylet`."""
+        program = PROGRAMS_OF_RAY[part]
+        pids = (p for p, line in self.marked().items() if line.split(" ", 1)[0].endswith(program))
+        return next(pids, None)
+
     def interrupt(self) -> None:
         """Interrupts the command, as Ctrl-C does."""
         os.kill(self.pid, signal.SIGINT)
@@ -226,10 +239,15 @@ def operated(
     with TemporaryDirectory(prefix="baton-") as run_dir:
         mark = secrets.token_hex(8)
         marks = {MARK: mark, STARTED_BY: str(os.getpid()), "BATON_RUN_DIR": run_dir}
-        with serving(checkpoint, options, {**environment, **marks}) as served:
-            (path,) = Path(run_dir).glob("*.json")
-            access = msgspec.json.decode(path.read_bytes(), type=_Access)
-            yield OperatedDeployment(served, access, mark)
+        with ExitStack() as stack:
+
+            def serve() -> tuple[ServedDeployment, _Access]:
+                started = serving(checkpoint, options, {**environment, **marks})
+                served = stack.enter_context(started)
+                file = Path(run_dir) / f"{served.pid}.json"
+                return served, msgspec.json.decode(file.read_bytes(), type=_Access)
+
+            yield OperatedDeployment(serve, mark)
 
 
 async def settle(

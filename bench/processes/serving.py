@@ -4,6 +4,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,12 @@ class ServedDeployment:
                 if name == f"baton-{kind}" and _name_and_parent(proc / str(parent))[1] == self.pid:
                     found.append(int(path.name))
         return sorted(found)
+
+
+def free_port() -> int:
+    """Returns a port on which no process listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 def kill_at_once(deployment: ServedDeployment, proc: Path = PROC) -> None:

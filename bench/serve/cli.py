@@ -1,13 +1,14 @@
 """`baton bench serve`: its options, and what is printed, written and plotted."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import uvloop
 
 from bench.client.answers import Endpoint
-from bench.client.load import SloBounds, figures_of_runs, warnings
+from bench.client.load import LoadRun, SloBounds, figures_of_runs, num_within, warnings
 from bench.common.command import (
     JsonOption,
     PlotOption,
@@ -18,10 +19,33 @@ from bench.common.command import (
     quick_option,
 )
 from bench.common.machine import report_here
-from bench.common.plots import plot_cdfs, require_matplotlib
-from bench.common.report import Report, results_of
-from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget, check, config_of, quick
-from bench.serve.run import ServeMeasured, measure
+from bench.common.plots import plot_load, require_matplotlib
+from bench.common.progress import say_on_stderr
+from bench.common.report import Figure, Report, results_of
+from bench.common.series import panels_of
+from bench.serve.html import page_of, spans_of
+from bench.serve.lengths import LengthSpread, lengths_of
+from bench.serve.plan import (
+    ServeAsk,
+    ServeLoad,
+    ServePlan,
+    ServeReplay,
+    ServeTarget,
+    check,
+    config_of,
+    pace_of,
+    quick,
+    shape_of,
+    sized,
+)
+from bench.serve.processes import measure_shown
+from bench.serve.records import csv_of
+from bench.serve.run import ServeMeasured
+from bench.serve.sessions import TalkShape
+from bench.serve.sweep import GOAL, HIGHEST, SHARE_AT, RateSearch, SweepGoal
+from engine.errors import ConfigError
+
+SWEEP_STEP_S = 10.0  # a trial's arrivals last at least so long
 
 
 def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -29,14 +53,40 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
     rate: Annotated[float, typer.Option(help="Requests/s; inf sends all at once.")] = 4.0,
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 64,
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens a request.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Output tokens a request.")] = 64,
+    input_len: Annotated[
+        str, typer.Option(help="Prompt tokens a request: 128, uniform:64-256, lognormal:128,0.8.")
+    ] = "128",
+    output_len: Annotated[str, typer.Option(help="Output tokens a request, likewise.")] = "64",
     burstiness: Annotated[
         float, typer.Option(help="Gamma shape of the gaps: 1 Poisson, less bursts, more even.")
     ] = 1.0,
+    ramp_to: Annotated[
+        float | None, typer.Option(help="Move the rate from --rate to this one.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: so many clients, no rate.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Replay the times, lengths and prefixes of a Mooncake, Azure or Baton trace.",
+        ),
+    ] = None,
+    speed_up: Annotated[float, typer.Option(help="Factor on a trace's rate.")] = 1.0,
+    shorten: Annotated[int, typer.Option(min=1, help="Divisor of a trace's lengths.")] = 1,
+    turns: Annotated[str, typer.Option(help="Turns of a session, as a length.")] = "1",
+    think_s: Annotated[float, typer.Option(min=0.0, help="Mean pause before a turn.")] = 0.0,
+    steps: Annotated[
+        str, typer.Option(help="Requests of an agent's turn, with tools between them.")
+    ] = "1",
+    tool_s: Annotated[float, typer.Option(min=0.0, help="Mean time of a tool.")] = 0.0,
+    tool_len: Annotated[str, typer.Option(help="Tokens of a tool's result.")] = "64",
     concurrency_limit: Annotated[
         int | None, typer.Option(min=1, help="Most requests in flight.")
     ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
     model: Annotated[
         str | None, typer.Option(help="Model name.", show_default="the first listed")
     ] = None,
@@ -50,8 +100,9 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
         ),
     ] = None,
     shared_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens of a prefix that all prompts share.")
+        int, typer.Option(min=0, help="Tokens of a prefix that prompts share.")
     ] = 0,
+    prefixes: Annotated[int, typer.Option(min=1, help="How many shared prefixes.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.")] = 0.0,
     api_key: Annotated[
         str | None, typer.Option(envvar="BATON_API_KEY", help="Sent as a bearer token.")
@@ -63,56 +114,176 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
     slo_tpot_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Bound on TPOT; adds goodput to the report.")
     ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Search the highest rate within the bounds.")
+    ] = False,
+    attainment: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share that a sweep wants within bounds.")
+    ] = 0.9,
     warmup: Annotated[int, typer.Option(min=0, help="Requests sent first and not measured.")] = 2,
     repeat: RepeatOption = 1,
     seed: SeedOption = 0,
     quick_: Annotated[bool, quick_option("At most 16 short requests: under 50 s.")] = False,
     json: JsonOption = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for each request here.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots here.")] = None,
     plot: PlotOption = None,
 ) -> None:
-    """Send an open-loop load to an OpenAI-compatible server and report latency and throughput."""
+    """Send a load to an OpenAI-compatible server and report latency and throughput."""
     is_bounded = slo_ttft_ms is not None or slo_tpot_ms is not None
-    plan = ServePlan(
-        target=ServeTarget(url, endpoint, model, api_key, timeout_s),
-        load=ServeLoad(rate, requests, burstiness, concurrency_limit, warmup, repeat),
-        ask=ServeAsk(input_len, output_len, shared_prefix_len, temperature, tokenizer),
-        slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms) if is_bounded else None,
-        seed=seed,
-    )
     with printed_errors():
-        plan = check(quick(plan) if quick_ else plan)
-        if plot:
-            require_matplotlib()
-        measured: ServeMeasured = uvloop.run(measure(plan))
+        plan = ServePlan(
+            target=ServeTarget(url, endpoint, model, api_key, timeout_s),
+            load=ServeLoad(
+                rate,
+                requests,
+                burstiness,
+                concurrency_limit,
+                warmup,
+                repeat,
+                ramp_to_per_s=ramp_to,
+                clients=clients,
+                num_processes=processes,
+            ),
+            ask=ServeAsk(
+                lengths_of("--input-len", input_len),
+                lengths_of("--output-len", output_len),
+                shared_prefix_len,
+                temperature,
+                tokenizer,
+                prefixes,
+            ),
+            slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms) if is_bounded else None,
+            seed=seed,
+            talk=TalkShape(
+                lengths_of("--turns", turns),
+                think_s,
+                lengths_of("--steps", steps),
+                tool_s,
+                lengths_of("--tool-len", tool_len),
+            ),
+            replay=ServeReplay(trace, speed_up, shorten) if trace else None,
+        )
+        plan = sized(check(quick(plan) if quick_ else plan))
+        for option, path in (("--plot", plot), ("--html", html)):
+            if path:
+                require_matplotlib(option)
+        found: dict[str, Figure] = {}
+        if sweep:
+            plan, measured, found = swept(plan, SweepGoal(attainment), measure_shown)
+        else:
+            measured = measure_shown(plan)
         report = report_here(
             "serve",
             seed=plan.seed,
-            config=config_of(plan, measured.model),
-            results=results_of(figures_of_runs(measured.runs, plan.slo)),
+            config=config_of(plan, measured.model) | ({GOAL: attainment} if sweep else {}),
+            results=(
+                *results_of([found]),
+                *results_of(figures_of_runs(measured.runs, plan.slo)),
+            ),
         )
-        lens = {"input_len": plan.ask.input_len, "output_len": plan.ask.output_len}
-        title = _title(plan, report)
-        publish(report, json, title=title, warnings=warnings(measured.runs, **lens))
+        title, lines = _title(plan, report), _warnings(plan, measured.runs)
+        publish(report, json, title=title, warnings=lines)
+        if csv:
+            _write(csv, csv_of(measured.runs, plan.slo))
+        if html:
+            _write(html, page_of(report, measured.runs, plan.slo, title=title, warnings=lines))
         if plot:
-            _plot(measured, report, plot, title=title)
+            _plot(measured.runs, plan.slo, report, plot, title=title)
 
 
-def _plot(measured: ServeMeasured, report: Report, path: Path, *, title: str) -> None:
-    answers = [answer for run in measured.runs for answer in run.answers]
-    plot_cdfs(
+def swept(
+    plan: ServePlan, goal: SweepGoal, measure: Callable[[ServePlan], ServeMeasured]
+) -> tuple[ServePlan, ServeMeasured, dict[str, Figure]]:
+    """The plan at the highest rate within the bounds, its measurement, and the sweep's figures.
+
+    Raises ConfigError if the plan has no bounds or no rate, or if no rate passes.
+    """
+    _check_sweep(plan)
+    say, search = say_on_stderr(), RateSearch(plan.load.rate_per_s, goal)
+    best: tuple[ServePlan, ServeMeasured] | None = None
+    seed = plan.seed
+    while (rate := search.next_per_s) is not None:
+        number = max(plan.load.num_requests, round(rate * SWEEP_STEP_S))
+        load = replace(plan.load, rate_per_s=rate, num_requests=number, num_repeats=1)
+        trial, seed = replace(plan, load=load, seed=seed), seed + 1  # no trial meets cached prompts
+        measured = measure(trial)
+        [run] = measured.runs
+        step = search.take(num_within(run, plan.slo or SloBounds()), len(run.outcomes))
+        verdict = {None: "again", True: "passed", False: "failed"}[step.passed]
+        unsure = "" if step.is_sure or step.passed is None else ", unsure"
+        say(f"{rate:.3g}/s: {step.num_met} of {step.num_sent} within bounds: {verdict}{unsure}")
+        if step.passed:
+            best = trial, measured
+    if best is None or search.found_per_s is None:
+        raise ConfigError(
+            "--sweep: no rate keeps the bounds; widen them, or begin with a lower --rate"
+        )
+    if not search.is_bounded:
+        say("no rate failed: the true limit is higher")
+    figures = {HIGHEST: Figure(search.found_per_s, "req/s")}
+    for step in sorted(search.steps, key=lambda one: one.rate_per_s):
+        figures[f"{SHARE_AT}{step.rate_per_s:.3g}"] = Figure(step.share, "share")
+    return *best, figures
+
+
+def _check_sweep(plan: ServePlan) -> None:
+    if plan.slo is None:
+        raise ConfigError("--sweep needs --slo-ttft-ms or --slo-tpot-ms")
+    if plan.load.clients is not None or plan.replay is not None or plan.load.ramp_to_per_s:
+        raise ConfigError("--sweep changes --rate: leave out --clients, --trace and --ramp-to")
+    if plan.load.rate_per_s == float("inf"):
+        raise ConfigError("--sweep needs a finite --rate to begin with")
+
+
+def _warnings(plan: ServePlan, runs: tuple[LoadRun, ...]) -> list[str]:
+    """The warnings of a load; lengths are compared only where the plan fixes them."""
+    ask, is_plain = plan.ask, plan.replay is None and plan.talk.is_single
+
+    def fixed_len(spread: LengthSpread) -> float | None:
+        return spread.least if is_plain and spread.least == spread.most else None
+
+    return warnings(
+        runs,
+        input_len=fixed_len(ask.input_len),
+        output_len=fixed_len(ask.output_len),
+        is_shared=not is_plain or ask.shared_prefix_len > 0,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _plot(
+    runs: tuple[LoadRun, ...], slo: SloBounds | None, report: Report, path: Path, *, title: str
+) -> None:
+    answers = [answer for run in runs for answer in run.answers]
+    bounds_ms = {
+        name: None if bound_s is None else bound_s * 1e3
+        for name, bound_s in (
+            ("TTFT", slo.ttft_s if slo else None),
+            ("TPOT", slo.tpot_s if slo else None),
+        )
+    }
+    plot_load(
         {
             "TTFT": [answer.ttft_s * 1e3 for answer in answers],
+            "TPOT": [answer.tpot_s * 1e3 for answer in answers if answer.tpot_s is not None],
             "ITL, between chunks": [gap_s * 1e3 for answer in answers for gap_s in answer.gaps_s],
         },
+        panels_of(
+            spans_of(runs[-1]), bound_ttft_ms=bounds_ms["TTFT"], bound_tpot_ms=bounds_ms["TPOT"]
+        ),
         path,
         title=f"{title}\n{report.hardware.cpu}, commit {report.commit}",
+        bounds_ms=bounds_ms,
     )
 
 
 def _title(plan: ServePlan, report: Report) -> str:
-    load, ask = plan.load, plan.ask
-    return (
-        f"{report.config['model']} at {report.config['url']}: {load.num_repeats} ×"
-        f" {load.num_requests} requests at {load.rate_per_s:g}/s,"
-        f" {ask.input_len} tokens in, {ask.output_len} out"
-    )
+    load = plan.load
+    times = f"{load.num_repeats} × " if load.num_repeats > 1 else ""
+    what = f"{times}{load.num_requests} requests {pace_of(plan)}{shape_of(plan)}"
+    return f"{report.config['model']} at {report.config['url']}: {what}"

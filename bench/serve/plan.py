@@ -1,8 +1,8 @@
-"""The plan of one `bench serve`, from its options. Pure.
+"""The plan of one `bench serve`, from its options. Pure, except that a trace is a file.
 
 Two runs of one plan send the same load: arrival times and prompts are functions of the seed. All
-repetitions have the same arrival times, so that their spread is the server's. Each repetition has
-new prompts, so that none hits the prefix cache of the previous one.
+repetitions have the same arrival times and lengths, so that their spread is the server's. Each
+repetition has new prompts, so that none hits the prefix cache of the previous one.
 """
 
 import math
@@ -13,10 +13,19 @@ from random import Random
 from urllib.parse import urlsplit, urlunsplit
 
 from bench.client.answers import Endpoint
-from bench.client.arrivals import arrival_times_s
 from bench.client.load import SloBounds
-from bench.common.prompts import Prompt, PromptShape, text_prompts, token_prompts
 from bench.common.report import Scalar
+from bench.serve.lengths import LengthSpread, fixed
+from bench.serve.sessions import (
+    ArrivalShape,
+    PromptLengths,
+    Session,
+    TalkShape,
+    arranged,
+    drawn_sessions,
+    replayed,
+)
+from bench.simulator.traces import Trace, read_trace
 from engine.errors import ConfigError
 
 QUICK_REQUESTS = 16
@@ -24,6 +33,8 @@ QUICK_RATE_PER_S = 2.0
 QUICK_TIMEOUT_S = 18.0
 QUICK_INPUT_LEN = 128
 QUICK_OUTPUT_LEN = 32
+MOST_PROCESSES = 64
+WARMUP_LEN = 64  # most tokens of a warm-up's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ class ServeTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServeLoad:
-    """Number and arrival times of requests."""
+    """Number and arrival times of requests. With `clients` the loop is closed."""
 
     rate_per_s: float
     num_requests: int
@@ -47,28 +58,43 @@ class ServeLoad:
     concurrency_limit: int | None = None
     num_warmup: int = 2
     num_repeats: int = 1
+    ramp_to_per_s: float | None = None
+    clients: int | None = None
+    num_processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ServeAsk:
     """The content of each request. Prompts are token ids with a tokenizer, words without one."""
 
-    input_len: int
-    output_len: int
+    input_len: LengthSpread
+    output_len: LengthSpread
     shared_prefix_len: int = 0
     temperature: float = 0.0
     tokenizer_dir: Path | None = None
+    num_prefixes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServeReplay:
+    """A recorded load: its file, factor on its arrival rate, divisor of its lengths."""
+
+    path: Path
+    speed_up: float = 1.0
+    shorten: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """One benchmark of one server."""
+    """One benchmark of one server. With `replay`, arrivals and lengths are the trace's."""
 
     target: ServeTarget
     load: ServeLoad
     ask: ServeAsk
     slo: SloBounds | None = None
     seed: int = 0
+    talk: TalkShape = field(default_factory=TalkShape)
+    replay: ServeReplay | None = None
 
 
 def check(plan: ServePlan) -> ServePlan:
@@ -78,13 +104,46 @@ def check(plan: ServePlan) -> ServePlan:
         raise ConfigError(f"--rate must be above 0, not {load.rate_per_s}")
     if not 0 < load.burstiness < math.inf:
         raise ConfigError(f"--burstiness must be above 0, not {load.burstiness}")
-    if not ask.shared_prefix_len < ask.input_len:
+    if not ask.shared_prefix_len < ask.input_len.least:
         raise ConfigError("--shared-prefix-len must be below --input-len")
     if ask.tokenizer_dir and plan.target.endpoint is Endpoint.CHAT:
         raise ConfigError("--tokenizer makes prompts of token ids, which chat does not take")
     if urlsplit(plan.target.url).scheme not in ("http", "https"):
         raise ConfigError(f"--url must start with http:// or https://, not {plan.target.url!r}")
+    _check_loop(plan)
     return plan
+
+
+def _check_loop(plan: ServePlan) -> None:
+    """Raises ConfigError for options that exclude each other."""
+    load, talk = plan.load, plan.talk
+    if load.ramp_to_per_s is not None:
+        if not 0 < load.ramp_to_per_s < math.inf or math.isinf(load.rate_per_s):
+            raise ConfigError("--ramp-to needs finite rates above 0 at both ends")
+        if load.clients is not None or plan.replay is not None:
+            raise ConfigError("--ramp-to is for open loops, not for --clients or --trace")
+    if load.clients is not None and (plan.replay is not None or load.concurrency_limit is not None):
+        raise ConfigError("--clients excludes --trace and --concurrency-limit")
+    if plan.replay is not None and not talk.is_single:
+        raise ConfigError("--trace excludes --turns and --steps: a trace has its own requests")
+    if not 1 <= load.num_processes <= MOST_PROCESSES:
+        raise ConfigError(f"--processes must be 1 to {MOST_PROCESSES}, not {load.num_processes}")
+    for option, limit in (
+        ("--clients", load.clients),
+        ("--concurrency-limit", load.concurrency_limit),
+    ):
+        if limit is not None and limit < load.num_processes:
+            raise ConfigError(f"{option} must be at least --processes, not {limit}")
+    if not (0 <= talk.think_s < math.inf and 0 <= talk.tool_s < math.inf):
+        raise ConfigError("--think-s and --tool-s must be 0 or more")
+
+
+def sized(plan: ServePlan) -> ServePlan:
+    """The plan with as many requests as its trace has, if that is fewer. Raises TraceError."""
+    if plan.replay is None:
+        return plan
+    number = len(trace_of(plan, plan.replay).requests)
+    return replace(plan, load=replace(plan.load, num_requests=number))
 
 
 def quick(plan: ServePlan) -> ServePlan:
@@ -99,60 +158,126 @@ def quick(plan: ServePlan) -> ServePlan:
         load=replace(
             load,
             rate_per_s=max(load.rate_per_s, QUICK_RATE_PER_S),
+            ramp_to_per_s=load.ramp_to_per_s and max(load.ramp_to_per_s, QUICK_RATE_PER_S),
             num_requests=min(load.num_requests, QUICK_REQUESTS),
             num_repeats=1,
         ),
         ask=replace(
             ask,
-            input_len=max(min(ask.input_len, QUICK_INPUT_LEN), ask.shared_prefix_len + 1),
-            output_len=min(ask.output_len, QUICK_OUTPUT_LEN),
+            input_len=_at_most(ask.input_len, max(QUICK_INPUT_LEN, ask.shared_prefix_len + 1)),
+            output_len=_at_most(ask.output_len, QUICK_OUTPUT_LEN),
         ),
+        talk=TalkShape(),
     )
 
 
-def due_times_s(plan: ServePlan) -> list[float]:
-    """Due time of each request, in seconds from the start of its repetition."""
-    load = plan.load
-    return arrival_times_s(
-        load.rate_per_s,
-        load.num_requests,
-        burstiness=load.burstiness,
-        rng=Random(f"{plan.seed}/arrivals"),
-    )
+def _at_most(lengths: LengthSpread, most: int) -> LengthSpread:
+    return lengths if lengths.most <= most else fixed(most)
 
 
-def prompts(
+def sessions(
     plan: ServePlan, vocab: Sequence[int] | None
-) -> tuple[list[Prompt], list[list[Prompt]]]:
-    """The prompts of the warm-up, and those of each repetition. No two are equal."""
-    load, ask = plan.load, plan.ask
-    shape = PromptShape(
-        num_prompts=load.num_warmup + load.num_repeats * load.num_requests,
-        input_len=ask.input_len,
-        shared_prefix_len=ask.shared_prefix_len,
+) -> tuple[list[Session], list[list[Session]]]:
+    """The sessions of the warm-up, and those of each repetition. Prompts of all differ."""
+    return warmup_sessions(plan, vocab), [
+        repetition(plan, vocab, number) for number in range(plan.load.num_repeats)
+    ]
+
+
+def warmup_sessions(plan: ServePlan, vocab: Sequence[int] | None) -> list[Session]:
+    """Single requests of the plan's typical lengths, sent before anything is measured."""
+    lengths = PromptLengths(
+        fixed(max(round(plan.ask.input_len.typical), plan.ask.shared_prefix_len + 1)),
+        fixed(min(round(plan.ask.output_len.typical), WARMUP_LEN)),
     )
-    rng = Random(f"{plan.seed}/prompts")
-    drawn = token_prompts(vocab, shape, rng) if vocab is not None else text_prompts(shape, rng)
-    warmup, measured = drawn[: load.num_warmup], drawn[load.num_warmup :]
-    size = load.num_requests
-    return warmup, [measured[i * size : (i + 1) * size] for i in range(load.num_repeats)]
+    return drawn_sessions(
+        plan.load.num_warmup,
+        lengths,
+        TalkShape(),
+        vocab,
+        shape=Random(plan.seed),
+        content=Random(f"{plan.seed}/warmup"),
+    )
+
+
+def repetition(plan: ServePlan, vocab: Sequence[int] | None, number: int) -> list[Session]:
+    """The sessions of one repetition."""
+    load, ask = plan.load, plan.ask
+    if plan.replay is not None:
+        return replayed(trace_of(plan, plan.replay), vocab, f"{plan.seed}/{number}")
+    lengths = PromptLengths(ask.input_len, ask.output_len, ask.shared_prefix_len, ask.num_prefixes)
+    drawn = drawn_sessions(
+        load.num_requests,
+        lengths,
+        plan.talk,
+        vocab,
+        shape=Random(f"{plan.seed}/lengths"),
+        content=Random(f"{plan.seed}/prompts/{number}"),
+    )
+    arrivals = ArrivalShape(load.rate_per_s, load.burstiness, load.ramp_to_per_s, load.clients)
+    return arranged(drawn, arrivals, Random(f"{plan.seed}/arrivals"))
+
+
+def trace_of(plan: ServePlan, replay: ServeReplay) -> Trace:
+    """The first requests of the trace, sped up and shortened. Raises TraceError."""
+    read = read_trace(replay.path).first(plan.load.num_requests)
+    return read.sped_up(replay.speed_up).shortened(replay.shorten)
+
+
+def pace_of(plan: ServePlan) -> str:
+    """How fast the load comes, in words."""
+    load, replay = plan.load, plan.replay
+    if replay is not None:
+        return f"of {replay.path.name} × {replay.speed_up:g}"
+    if load.clients is not None:
+        return f"by {load.clients} clients"
+    ramp = f" to {load.ramp_to_per_s:g}" if load.ramp_to_per_s else ""
+    bursts = f", burstiness {load.burstiness:g}" if load.burstiness != 1 else ""
+    return f"at {load.rate_per_s:.4g}{ramp}/s{bursts}"
+
+
+def shape_of(plan: ServePlan) -> str:
+    """What its requests are like, in words; a trace has its own."""
+    if plan.replay is not None:
+        return ""
+    ask, talk = plan.ask, plan.talk
+    shared = f" ({ask.shared_prefix_len} shared)" if ask.shared_prefix_len else ""
+    lens = f", {ask.input_len} tokens in{shared}, {ask.output_len} out"
+    turns = "" if talk.turns.most == 1 else f", {talk.turns} turns a session"
+    steps = "" if talk.steps.most == 1 else f", {talk.steps} steps a turn"
+    return f"{lens}{turns}{steps}"
 
 
 def config_of(plan: ServePlan, model: str) -> dict[str, Scalar]:
     """The plan as a flat mapping for the report, without secrets."""
-    target, slo = plan.target, plan.slo or SloBounds()
-    tokenizer_dir = plan.ask.tokenizer_dir
+    target, slo, talk = plan.target, plan.slo or SloBounds(), plan.talk
+    ask, replay = plan.ask, plan.replay
     return {
         "url": _without_password(target.url),
         "endpoint": str(target.endpoint),
         "model": model,
         "timeout_s": target.timeout_s,
         **{name: _finite(value) for name, value in asdict(plan.load).items()},
-        **asdict(plan.ask),
-        "tokenizer_dir": str(tokenizer_dir) if tokenizer_dir else None,
+        "input_len": _scalar(ask.input_len),
+        "output_len": _scalar(ask.output_len),
+        "shared_prefix_len": ask.shared_prefix_len,
+        "num_prefixes": ask.num_prefixes,
+        "temperature": ask.temperature,
+        "tokenizer_dir": str(ask.tokenizer_dir) if ask.tokenizer_dir else None,
+        "turns": _scalar(talk.turns),
+        "think_s": talk.think_s,
+        "steps": _scalar(talk.steps),
+        "tool_s": talk.tool_s,
+        "trace": replay.path.name if replay else None,
+        "speed_up": replay.speed_up if replay else None,
+        "shorten": replay.shorten if replay else None,
         "slo_ttft_ms": _ms(slo.ttft_s),
         "slo_tpot_ms": _ms(slo.tpot_s),
     }
+
+
+def _scalar(lengths: LengthSpread) -> Scalar:
+    return lengths.least if lengths.least == lengths.most else str(lengths)
 
 
 def base_url(url: str) -> str:

@@ -1,18 +1,21 @@
-"""The shell of `bench serve`: sends a plan's requests to a server and reads the answers.
+"""The shell of `bench serve`: sends a plan's sessions to a server and reads the answers.
 
-This is an open loop. Due times are fixed before the first request. No request waits for another,
-except for a slot under a concurrency limit. If the client is late it sends at once and records its
-lateness. In a closed loop a slow server would slow its own load and look better than it is: Gil
-Tene's "coordinated omission".
+In an open loop due times are fixed before the first request. No request waits for another, except
+for the earlier turns of its own session and for a slot under a concurrency limit. If the client is
+late it sends at once and records its lateness. In a closed loop a slow server slows its own load
+and looks better than it is: Gil Tene's "coordinated omission". A closed loop says how much a server
+does for a fixed number of clients, and no more.
 
-Bodies are encoded before the clock starts. A piece of an answer gets its time when the event loop
-delivers it, before parsing.
+Bodies of first turns are encoded before the clock starts. A piece of an answer gets its time when
+the event loop delivers it, before parsing.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -20,9 +23,11 @@ import msgspec
 
 from bench.client.answers import Answer, AnswerReader, Failure, request_body
 from bench.client.http import http_session
-from bench.client.load import LoadRun, RequestOutcome, RequestsFailed
-from bench.common.prompts import Prompt, plain_token_ids
-from bench.serve.plan import ServePlan, ServeTarget, base_url, due_times_s, prompts
+from bench.client.load import ClientCost, LoadRun, RequestOutcome, RequestsFailed
+from bench.common.prompts import Messages, Prompt, plain_token_ids
+from bench.serve.plan import ServePlan, ServeTarget, base_url, repetition, warmup_sessions
+from bench.serve.sessions import Conversation, Session, SessionTurn
+from bench.serve.tally import Tally
 from engine.clock import Clock, MonotonicClock
 from engine.errors import BatonError
 
@@ -55,8 +60,16 @@ class _ModelList(msgspec.Struct):
 class ServeClient:
     """A client of one server, which keeps and reuses its HTTP connections."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: ServeTarget, clock: Clock) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        target: ServeTarget,
+        clock: Clock,
+        *,
+        keeps_text: bool = False,
+    ) -> None:
         self._session = session
+        self._keeps_text = keeps_text
         self._url = base_url(target.url)
         self._path = target.endpoint.path
         self._clock = clock
@@ -80,7 +93,7 @@ class ServeClient:
 
     async def send(self, body: bytes) -> Answer | Failure:
         """Sends one request and reads its answer to the end."""
-        reader = AnswerReader(sent_s=self._clock.now_s())
+        reader = AnswerReader(self._clock.now_s(), keeps_text=self._keeps_text)
         begun = False
         try:
             async with self._session.post(
@@ -99,31 +112,170 @@ class ServeClient:
         return reader.finish()
 
 
-async def measure(plan: ServePlan, clock: Clock | None = None) -> ServeMeasured:
-    """Warms the server up and runs every repetition of the plan.
+class SessionRunner:
+    """Plays sessions of one plan against one server."""
+
+    def __init__(
+        self, send: Send, plan: ServePlan, model: str, clock: Clock, tally: Tally | None = None
+    ) -> None:
+        self._send = send
+        self._plan = plan
+        self._model = model
+        self._clock = clock
+        self._tally = tally or Tally()
+        limit = plan.load.concurrency_limit
+        self._slots = _slots(limit)
+        self._is_limited = limit is not None
+
+    async def play(self, sessions: Sequence[Session], start_s: float | None = None) -> LoadRun:
+        """Plays all sessions to their ends. `start_s` is when the load's time 0 is."""
+        ready = [(session, self._first(session)) for session in sessions]
+        start_s = self._clock.now_s() if start_s is None else start_s
+        await _sleep_until(start_s, self._clock)
+        cpu_s = time.process_time()
+        if self._plan.load.clients is None:
+            outcomes = await self._open_loop(ready, start_s)
+        else:
+            outcomes = await self._closed_loop(ready, start_s, self._plan.load.clients)
+        cost = ClientCost(time.process_time() - cpu_s, os.cpu_count() or 1)
+        return LoadRun(self._clock.now_s() - start_s, tuple(outcomes), cost)
+
+    def _first(self, session: Session) -> bytes | None:
+        """The body of the only turn. Sessions with history encode theirs as they go."""
+        if session.has_history:
+            return None
+        [turn] = session.turns
+        return self._body(Conversation(self._plan.target.endpoint).prompt(turn), turn)
+
+    async def _open_loop(
+        self, ready: Sequence[tuple[Session, bytes | None]], start_s: float
+    ) -> list[RequestOutcome]:
+        tasks = []
+        async with asyncio.TaskGroup() as group:
+            for session, body in ready:
+                due_s = start_s + (session.due_s or 0.0)
+                await _sleep_until(due_s, self._clock)
+                tasks.append(group.create_task(self._session(session, body, due_s, start_s)))
+        return [outcome for task in tasks for outcome in task.result()]
+
+    async def _closed_loop(
+        self, ready: Sequence[tuple[Session, bytes | None]], start_s: float, num_clients: int
+    ) -> list[RequestOutcome]:
+        waiting: Iterator[tuple[Session, bytes | None]] = iter(ready)
+
+        async def client() -> list[RequestOutcome]:
+            outcomes: list[RequestOutcome] = []
+            for session, body in waiting:  # shared: each client takes the next one
+                due_s = self._clock.now_s()
+                outcomes += await self._session(session, body, due_s, start_s)
+            return outcomes
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(client()) for _ in range(num_clients)]
+        return [outcome for task in tasks for outcome in task.result()]
+
+    async def _session(
+        self, session: Session, body: bytes | None, due_s: float, start_s: float
+    ) -> list[RequestOutcome]:
+        """Plays one session. It ends with its first failure."""
+        talk = Conversation(self._plan.target.endpoint)
+        outcomes: list[RequestOutcome] = []
+        for number, turn in enumerate(session.turns):
+            if number:
+                due_s = self._clock.now_s() + turn.pause_s
+                await _sleep_until(due_s, self._clock)
+            ready_s = self._clock.now_s()
+            this = body or self._body(talk.prompt(turn), turn)
+            self._tally.begun()
+            outcome = await _send_one(
+                self._send, this, due_s, ready_s, self._slots, self._clock, self._is_limited
+            )
+            self._tally.ended(outcome)
+            outcomes.append(
+                replace(outcome, due_s=due_s - start_s, session=session.number, turn=number)
+            )
+            if isinstance(outcome.result, Failure):
+                break
+            talk.answered(turn, outcome.result.said)
+        return outcomes
+
+    def _body(self, prompt: Prompt | Messages, turn: SessionTurn) -> bytes:
+        return request_body(
+            self._plan.target.endpoint,
+            prompt,
+            model=self._model,
+            output_len=turn.output_len,
+            temperature=self._plan.ask.temperature,
+        )
+
+
+async def measure(
+    plan: ServePlan, clock: Clock | None = None, tally: Tally | None = None
+) -> ServeMeasured:
+    """Warms the server up and runs every repetition of the plan, in this process.
 
     Raises ServerUnreachable. Raises RequestsFailed if no request of the warm-up or of all
     repetitions was answered. Other failures are results.
     """
     clock = clock or MonotonicClock()
-    vocab = plain_token_ids(plan.ask.tokenizer_dir) if plan.ask.tokenizer_dir else None
-    warmup, repeats = prompts(plan, vocab)
-    due_s = due_times_s(plan)
-    async with http_session(plan.target.timeout_s) as session:
-        client = ServeClient(session, plan.target, clock)
-        model = plan.target.model or await client.first_model()
-        await _warm_up(client.send, _bodies(plan, model, warmup))
-        limit = plan.load.concurrency_limit
-        runs = [
-            await run_open_loop(
-                client.send, _bodies(plan, model, own), due_s, clock=clock, concurrency_limit=limit
-            )
-            for own in repeats
-        ]
+    model = await prepare(plan, clock)
+    runs = [
+        await play_repetition(plan, number, model=model, clock=clock, tally=tally)
+        for number in range(plan.load.num_repeats)
+    ]
+    return measured_of(model, runs)
+
+
+def measured_of(model: str, runs: Sequence[LoadRun]) -> ServeMeasured:
+    """The result of all repetitions. Raises RequestsFailed if no request was answered."""
     if not any(run.answers for run in runs):
         failures = [failure for run in runs for failure in run.failures]
         raise RequestsFailed(f"all {len(failures)} requests", failures)
     return ServeMeasured(model=model, runs=tuple(runs))
+
+
+async def prepare(plan: ServePlan, clock: Clock) -> str:
+    """Warms the server up; returns the name of its model."""
+    async with http_session(plan.target.timeout_s) as session:
+        client = ServeClient(session, plan.target, clock)
+        model = plan.target.model or await client.first_model()
+        runner = SessionRunner(client.send, _without_limits(plan), model, clock)
+        warmup = warmup_sessions(plan, vocab_of(plan))
+        run = await runner.play([replace(one, due_s=0.0) for one in warmup])
+    if run.failures and not run.answers:
+        raise RequestsFailed(f"all {len(run.failures)} warm-up requests", run.failures)
+    return model
+
+
+async def play_repetition(  # noqa: PLR0913 (what to play, where, and which part of it)
+    plan: ServePlan,
+    number: int,
+    *,
+    model: str,
+    clock: Clock,
+    tally: Tally | None = None,
+    share: slice = slice(None),
+    start_s: Callable[[], float] | None = None,
+) -> LoadRun:
+    """One repetition, or one process's share of its sessions.
+
+    `start_s` is called when all is ready, and gives the moment of the load's time 0.
+    """
+    sessions = repetition(plan, vocab_of(plan), number)[share]
+    keeps_text = any(session.has_history for session in sessions)
+    async with http_session(plan.target.timeout_s) as session:
+        client = ServeClient(session, plan.target, clock, keeps_text=keeps_text)
+        runner = SessionRunner(client.send, plan, model, clock, tally)
+        return await runner.play(sessions, start_s() if start_s else None)
+
+
+def vocab_of(plan: ServePlan) -> list[int] | None:
+    """The token ids that prompts are made of; None for prompts of words."""
+    return plain_token_ids(plan.ask.tokenizer_dir) if plan.ask.tokenizer_dir else None
+
+
+def _without_limits(plan: ServePlan) -> ServePlan:
+    return replace(plan, load=replace(plan.load, clients=None, concurrency_limit=None))
 
 
 async def run_open_loop(
@@ -135,50 +287,49 @@ async def run_open_loop(
     concurrency_limit: int | None = None,
 ) -> LoadRun:
     """Sends each body at its due time, counted from now, and waits for all answers."""
-    slots: AbstractAsyncContextManager[object] = (
-        nullcontext() if concurrency_limit is None else asyncio.Semaphore(concurrency_limit)
-    )
+    slots = _slots(concurrency_limit)
+    is_limited = concurrency_limit is not None
 
     async def one(body: bytes, due_at_s: float) -> RequestOutcome:
-        ready_s = clock.now_s()
-        async with slots:
-            slot_wait_s = None if concurrency_limit is None else clock.now_s() - ready_s
-            result = await send(body)
-        return RequestOutcome(
-            send_lag_s=max(0.0, ready_s - due_at_s), slot_wait_s=slot_wait_s, result=result
-        )
+        outcome = await _send_one(send, body, due_at_s, clock.now_s(), slots, clock, is_limited)
+        return replace(outcome, due_s=due_at_s - start_s)
 
     start_s = clock.now_s()
     async with asyncio.TaskGroup() as group:
         tasks = []
         for body, after_s in zip(bodies, due_s, strict=True):
             due_at_s = start_s + after_s
-            delay_s = max(0.0, due_at_s - clock.now_s())
-            await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
+            await _sleep_until(due_at_s, clock)
             tasks.append(group.create_task(one(body, due_at_s)))
     duration_s = clock.now_s() - start_s
     return LoadRun(duration_s=duration_s, outcomes=tuple(task.result() for task in tasks))
 
 
-async def _warm_up(send: Send, bodies: Sequence[bytes]) -> None:
-    results = await asyncio.gather(*(send(body) for body in bodies))
-    failures = [result for result in results if isinstance(result, Failure)]
-    if failures and len(failures) == len(results):
-        raise RequestsFailed(f"all {len(failures)} warm-up requests", failures)
+def _slots(limit: int | None) -> AbstractAsyncContextManager[object]:
+    return nullcontext() if limit is None else asyncio.Semaphore(limit)
 
 
-def _bodies(plan: ServePlan, model: str, prompts: Sequence[Prompt]) -> list[bytes]:
-    ask = plan.ask
-    return [
-        request_body(
-            plan.target.endpoint,
-            prompt,
-            model=model,
-            output_len=ask.output_len,
-            temperature=ask.temperature,
-        )
-        for prompt in prompts
-    ]
+async def _send_one(  # noqa: PLR0913 (the moment, the wait and the way of one request)
+    send: Send,
+    body: bytes,
+    due_at_s: float,
+    ready_s: float,
+    slots: AbstractAsyncContextManager[object],
+    clock: Clock,
+    is_limited: bool,  # noqa: FBT001
+) -> RequestOutcome:
+    async with slots:
+        slot_wait_s = clock.now_s() - ready_s if is_limited else None
+        result = await send(body)
+    return RequestOutcome(
+        send_lag_s=max(0.0, ready_s - due_at_s), slot_wait_s=slot_wait_s, result=result
+    )
+
+
+async def _sleep_until(at_s: float, clock: Clock) -> None:
+    """Sleeps until then; gives way once even if that is past."""
+    delay_s = max(0.0, at_s - clock.now_s())
+    await asyncio.sleep(delay_s)  # noqa: TID251 (an arrival is an event of the clock)
 
 
 def _said(error: Exception) -> str:

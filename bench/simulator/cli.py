@@ -13,12 +13,13 @@ import typer
 from bench.client.load import SloBounds
 from bench.common.command import JsonOption, PlotOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
-from bench.common.plots import plot_cdfs, require_matplotlib
+from bench.common.plots import plot_load, require_matplotlib
 from bench.common.report import Scalar, results_of
+from bench.common.series import panels_of
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, SimulatedPools, SimulationSetup, simulate
 from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, HardwareProfile, hardware_named, write_hardware
-from bench.simulator.results import figures_of, series_ms
+from bench.simulator.results import figures_of, series_ms, spans_of
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
 from engine.config import RouterConfig, RouterPolicy
 from engine.errors import ConfigError
@@ -39,6 +40,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     mixed: Annotated[int, typer.Option(min=0, help="Workers of both roles.")] = 0,
+    join: Annotated[
+        float | None, typer.Option(min=0.0, help="The last decode worker joins at this second.")
+    ] = None,
+    balance: Annotated[
+        bool, typer.Option(help="Running sequences move to decode workers that joined late.")
+    ] = True,
     policy: Annotated[
         RouterPolicy, typer.Option(help="How workers are chosen.")
     ] = RouterPolicy.SLO,
@@ -94,9 +101,10 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         played = played.sped_up(speed_up).shortened(shorten)
         setup = SimulationSetup(
             profile,
-            _pools(prefill, decode, mixed),
+            _pools(prefill, decode, mixed, join),
             latency_s=latency_ms / 1000,
             max_answer_tokens=max_tokens,
+            joins_s=join,
         )
         slo = SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms)
         router = RouterConfig(
@@ -106,6 +114,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             queue_timeout_s=queue_timeout_s,
             slo_ttft_s=slo.ttft_s if reject else None,
             slo_tpot_s=slo.tpot_s,
+            balance=balance,
         )
         if write_trace_:
             write_trace(played, write_trace_)
@@ -129,7 +138,13 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         title = _title(played, setup, router)
         publish(report, json, title=title)
         if plot:
-            plot_cdfs(series_ms(run), plot, title=title)
+            plot_load(
+                series_ms(run),
+                panels_of(spans_of(run), bound_ttft_ms=slo_ttft_ms, bound_tpot_ms=slo_tpot_ms),
+                plot,
+                title=title,
+                bounds_ms={"TTFT": slo_ttft_ms, "TPOT": slo_tpot_ms},
+            )
 
 
 def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
@@ -139,11 +154,13 @@ def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
     return read if requests is None else read.first(requests)
 
 
-def _pools(prefill: int, decode: int, mixed: int) -> SimulatedPools:
-    """Returns the pools. Raises ConfigError without workers of either role."""
+def _pools(prefill: int, decode: int, mixed: int, joins_s: float | None) -> SimulatedPools:
+    """Returns the pools. Raises ConfigError without workers of either role, also before a join."""
     pools = SimulatedPools(prefill, decode, mixed)
     if not (pools.prefill or pools.mixed) or not (pools.decode or pools.mixed):
         raise ConfigError("a cluster needs workers that prefill and workers that decode")
+    if joins_s is not None and (not decode or decode + mixed < 2):
+        raise ConfigError("a decode worker that joins late needs another worker that decodes")
     return pools
 
 
@@ -162,6 +179,7 @@ def _config(
         "prefill": setup.pools.prefill,
         "decode": setup.pools.decode,
         "mixed": setup.pools.mixed,
+        "join": setup.joins_s,
         "latency_s": setup.latency_s,
         **{name: _scalar(getattr(router, name)) for name in router.__struct_fields__},
     }

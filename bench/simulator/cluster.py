@@ -25,6 +25,8 @@ from msgspec.structs import replace
 from bench.elastic.planned import EVERY_S, SimulatedDecision, SimulatedPlanner
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile
+from bench.simulator.joining import AFTER_S, Evenness
+from bench.simulator.joining import EVERY_S as SAMPLED_EVERY_S
 from bench.simulator.prompts import SimulatedPrompts
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
@@ -60,6 +62,7 @@ from router.machine.events import (
     WorkerJoined,
 )
 from router.machine.machine import RouterMachine
+from router.machine.moves.rule import BALANCED
 from router.machine.requests import Outcome, Request, Timeline
 from router.planning.planner import PlannerRules
 
@@ -97,6 +100,7 @@ class SimulationSetup:
     leaps: bool = True  # as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
     rules: PlannerRules | None = None  # of the planner of pools; None: fixed pools
+    joins_s: float | None = None  # the last decode worker joins then; None: from the start
 
 
 @dataclass(slots=True)
@@ -131,6 +135,8 @@ class SimulatedRun:
     duration_s: float
     num_events: int
     decisions: Sequence[SimulatedDecision] = ()  # of the planner of pools
+    evenness: Evenness | None = None  # after the join of a late worker
+    num_moved: int = 0  # sequences that left a full worker for a faster one
 
 
 def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
@@ -169,6 +175,7 @@ class _Cluster:
         self._num_waiting = 0  # in the machine, for a worker or for a move
         self._ended_s = 0.0
         self._wake_s: float | None = None
+        self._evenness: Evenness | None = None  # from the join of a late worker on
         self._crowd = Crowd(setup.hardware, self._future, setup.chances)
         self._arrives_s: dict[WorkerId, float] = {}  # the last message to each worker
         self._workers = {
@@ -195,9 +202,13 @@ class _Cluster:
 
     def run(self) -> None:
         """Runs from the first arrival to the last answer, until every worker is idle."""
+        joins_s, late = self._setup.joins_s, None
+        if joins_s is not None:
+            late = [w for w in self._workers.values() if w.role is Role.DECODE][-1]
+            self._future.plan(joins_s, Rank.ROUTINE, self._on_late_join, late)
         for worker in self._workers.values():
-            self._handle(WorkerJoined(worker.welcome()))
-            worker.receive([])
+            if worker is not late:
+                self._join(worker)
         self._plan_arrival(0)
         if self._planned is not None:
             self._on_plan_due(self._planned)
@@ -208,6 +219,22 @@ class _Cluster:
             worker.reports = False
         while self._future.step():
             pass
+
+    def _join(self, worker: SimWorker) -> None:
+        self._handle(WorkerJoined(worker.welcome()))
+        worker.receive([])
+
+    def _on_late_join(self, worker: SimWorker) -> None:
+        self._join(worker)
+        self._evenness = Evenness(self._future.now_s)
+        self._on_sample_due(self._evenness)
+
+    def _on_sample_due(self, evenness: Evenness) -> None:
+        now_s = self._future.now_s
+        evenness.sample(self._machine, now_s)
+        if self._num_open and now_s < evenness.began_s + AFTER_S:
+            at_s = now_s + SAMPLED_EVERY_S
+            self._future.plan(at_s, Rank.ROUTINE, self._on_sample_due, evenness)
 
     def validate(self) -> None:
         """Asserts that no worker holds a block or a lease."""
@@ -230,6 +257,8 @@ class _Cluster:
             self._ended_s,
             self._future.num_events,
             () if self._planned is None else self._planned.decisions,
+            self._evenness,
+            self._machine.counters["moved", BALANCED],
         )
 
     def _on_plan_due(self, planned: SimulatedPlanner) -> None:
@@ -423,7 +452,7 @@ def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits
 
 def _names(pools: SimulatedPools) -> Iterable[tuple[WorkerId, Role]]:
     parts = ((Role.PREFILL, pools.prefill), (Role.DECODE, pools.decode), (Role.MIXED, pools.mixed))
-    for role, number in parts:
-        width = len(str(max(number - 1, 0)))
-        for index in range(number):
-            yield WorkerId(f"{role}-{index:0{width}}"), role
+    roles = [role for role, number in parts for _ in range(number)]
+    width = len(str(len(roles) - 1))
+    for index, role in enumerate(roles):
+        yield WorkerId(f"worker-{index:0{width}}"), role

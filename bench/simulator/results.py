@@ -24,8 +24,10 @@ from numpy.typing import NDArray
 
 from bench.client.load import TBT_SHARE, SloBounds
 from bench.common.report import Figure
+from bench.common.series import RequestSpan
 from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import SimulatedRequest, SimulatedRun
+from bench.simulator.joining import join_figures
 from bench.simulator.traces import infinite_cache_hits
 from router.machine.requests import Finished
 
@@ -82,6 +84,7 @@ def figures_of(run: SimulatedRun, slo: SloBounds, *, usd_per_gpu_hour: float) ->
         **_pool_figures(run),
         **_outcome_figures(run),
         **_cost_figures(run, usd_per_gpu_hour),
+        **join_figures(run.evenness, run.num_moved),
     }
 
 
@@ -246,3 +249,16 @@ def series_ms(run: SimulatedRun) -> Mapping[str, list[float]]:
         "TTFT": [one.ttft_s * 1000 for one in answered],
         "TPOT": [one.tpot_s * 1000 for one in answered if one.tpot_s is not None],
     }
+
+
+def spans_of(run: SimulatedRun) -> list[RequestSpan]:
+    """Returns all requests over the simulated time; refused and failed ones have no first token."""
+    return [_span(record) for record in run.records]
+
+
+def _span(record: SimulatedRequest) -> RequestSpan:
+    due_s, times_s = record.asked.arrived_s, record.times_s
+    if latencies_of(record) is None:
+        ended_s = due_s if math.isnan(record.ended_s) else record.ended_s
+        return RequestSpan(due_s, None, max(ended_s, due_s), 0)
+    return RequestSpan(due_s, times_s[0], times_s[-1], len(times_s))

@@ -89,8 +89,10 @@ class Trace:
     def shortened(self, factor: int) -> "Trace":
         """Returns all lengths divided by `factor`, rounded up; prefixes stay shared."""
         if factor < 1 or self.block_tokens % factor:
+            fits = next(n for n in range(max(factor, 1), 0, -1) if self.block_tokens % n == 0)
             raise TraceError(
-                f"lengths cannot be divided by {factor}: blocks have {self.block_tokens} tokens"
+                f"--shorten {factor} does not divide the {self.block_tokens} tokens of a block,"
+                f" as {fits} does"
             )
         return replace(
             self,

@@ -54,17 +54,17 @@ def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iter
     """Starts workers of one thread each, and ends them on leaving. Raises DrivenFailed."""
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
+    roles = [role for role, number in numbers.items() for _ in range(number)]
     specs = [
         {  # a `deploy.services.spec.WorkerSpec`
-            "worker_id": f"{role}-{i}",
+            "worker_id": f"worker-{i}",
             "role": role,
             "model": str(model),
             "config": config,
             "token": token,
             "threads": 1,
         }
-        for role, number in numbers.items()
-        for i in range(number)
+        for i, role in enumerate(roles)
     ]
     with ExitStack() as stack:
         services = [launched("worker", stack) for _ in specs]

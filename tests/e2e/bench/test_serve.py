@@ -13,8 +13,11 @@ from bench import cli
 from bench.client.answers import Answer, Endpoint, Failure
 from bench.client.load import RequestsFailed, SloBounds, figures_of_runs
 from bench.common.report import from_json
+from bench.serve.lengths import fixed
 from bench.serve.plan import ServeAsk, ServeLoad, ServePlan, ServeTarget
+from bench.serve.processes import measure_shown
 from bench.serve.run import ServerUnreachable, measure, run_open_loop
+from bench.serve.sessions import TalkShape
 from engine.clock import MonotonicClock
 
 
@@ -86,7 +89,7 @@ def plan_for(url, **target):
     return ServePlan(
         target=ServeTarget(url, **target),
         load=ServeLoad(rate_per_s=200.0, num_requests=6, num_warmup=2),
-        ask=ServeAsk(input_len=12, output_len=5),
+        ask=ServeAsk(input_len=fixed(12), output_len=fixed(5)),
         slo=SloBounds(ttft_s=10.0, tpot_s=10.0),
     )
 
@@ -252,7 +255,7 @@ def command(monkeypatch):
             async with serving(fault) as (_, url):
                 return await measure(replace(plan, target=replace(plan.target, url=url)))
 
-        monkeypatch.setattr("bench.serve.cli.measure", served)
+        monkeypatch.setattr("bench.serve.cli.measure_shown", lambda plan: asyncio.run(served(plan)))
         load = ("--requests", "4", "--rate", "inf", "--input-len", "8", "--output-len", "3")
         return CliRunner().invoke(cli.app, ["serve", *load, *options])
 
@@ -290,6 +293,50 @@ def test_the_command_ends_with_one_line_when_no_server_is_there():
 def test_the_command_draws_its_distributions(command, tmp_path):
     pytest.importorskip("matplotlib", reason="plots need matplotlib")
     path = tmp_path / "made" / "cdf.png"
-    done = command("--plot", str(path))
+    page, rows = tmp_path / "load.html", tmp_path / "load.csv"
+    done = command("--plot", str(path), "--html", str(page), "--csv", str(rows))
     assert done.exit_code == 0, done.output
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert "The slowest" in page.read_text()
+    assert len(rows.read_text().splitlines()) == 5
+
+
+def test_sessions_send_answers_along_and_wait_for_them():
+    def change(plan):
+        load = replace(plan.load, num_requests=6)
+        return replace(plan, load=load, talk=TalkShape(turns=fixed(3), think_s=0.01))
+
+    server, measured = measure_against(change=change, endpoint=Endpoint.CHAT)
+    [run] = measured.runs
+    talks = [body["messages"] for _, _, body in server.bodies[2:]]
+    assert sorted(len(messages) for messages in talks) == [1, 1, 3, 3, 5, 5]
+    assert all(one["content"] == "xxxxx" for messages in talks for one in messages[1::2])
+    assert sorted((one.session, one.turn) for one in run.outcomes) == [
+        (session, turn) for session in range(2) for turn in range(3)
+    ]
+
+
+def test_a_closed_loop_keeps_its_clients_busy():
+    def change(plan):
+        return replace(plan, load=replace(plan.load, clients=2))
+
+    _, measured = measure_against(change=change)
+    [run] = measured.runs
+    assert len(run.answers) == 6
+    ends = [one.due_s + answer.e2e_s for one, answer in run.answered]
+    assert max(one.due_s for one in run.outcomes) >= min(ends)
+
+
+def test_two_processes_share_one_load():
+    async def go():
+        async with serving() as (server, url):
+            plan = plan_for(url)
+            plan = replace(plan, load=replace(plan.load, num_processes=2, num_requests=10))
+            return server, await asyncio.to_thread(measure_shown, plan)
+
+    server, measured = asyncio.run(go())
+    [run] = measured.runs
+    assert len(run.answers) == 10
+    assert len(server.bodies) == 12
+    assert run.cost.cpu_s > 0
+    assert [one.session for one in run.outcomes] == sorted(one.session for one in run.outcomes)

@@ -120,7 +120,8 @@ def test_decode_workers_compute_prompts_if_allowed_and_faster(prefills_locally):
     setup = SimulationSetup(TINY, SimulatedPools(1, 2), prefills_locally=prefills_locally)
     run = run_of(trace, setup, RouterPolicy.SLO)
     assert all(isinstance(record.outcome, Finished) for record in run.records)
-    where = {record.timeline.prefill_worker.partition("-")[0] for record in run.records}
+    roles = {worker.worker_id: worker.role for worker in run.workers}
+    where = {roles[record.timeline.prefill_worker] for record in run.records}
     assert where == ({"prefill", "decode"} if prefills_locally else {"prefill"})
 
 
@@ -316,10 +317,10 @@ def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
 
 
 CHANGES = [
-    (0.5, "decode-2", Role.PREFILL),
-    (0.8, "prefill-0", Role.DECODE),
-    (1.1, "decode-0", Role.DRAINED),
-    (1.3, "decode-0", Role.MIXED),
+    (0.5, "worker-3", Role.PREFILL),
+    (0.8, "worker-0", Role.DECODE),
+    (1.1, "worker-1", Role.DRAINED),
+    (1.3, "worker-1", Role.MIXED),
 ]
 
 

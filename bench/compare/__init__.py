@@ -1,0 +1,1 @@
+"""`baton bench compare`: two reports of one benchmark, side by side."""

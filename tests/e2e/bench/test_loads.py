@@ -1,0 +1,145 @@
+"""Traces with their real times, and the search for the highest rate, over loopback."""
+
+import asyncio
+import csv
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from aiohttp import web
+from typer.testing import CliRunner
+
+from bench import cli
+from bench.clients.server import KnownServer
+from bench.common.report import from_json
+from bench.serve.run import measure
+
+MOONCAKE = [  # milliseconds, prompt, answer, blocks of 512 tokens
+    (0, 600, 3, [7, 8]),
+    (120, 520, 2, [7, 9]),
+    (120, 30, 1, [11]),
+    (450, 512, 4, [7]),
+]
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 23:59:59.9000000,40,8
+2023-11-17 00:00:00.1000000,80,4
+2023-11-17 00:00:00.7005000,4,12
+"""
+
+
+class Counter(KnownServer):
+    """Serves at most `slots` requests at a time, and keeps the prompts in order of arrival."""
+
+    def __init__(self, ttft_s=0.0, itl_s=0.0, slots=1000):
+        self.prompts = []
+        self._slots = asyncio.Semaphore(slots)
+        super().__init__(ttft_s, itl_s)
+
+    async def _answer(self, request):
+        self.prompts.append((await request.json())["prompt"].split())
+        async with self._slots:
+            return await super()._answer(request)
+
+
+@asynccontextmanager
+async def serving(server):
+    runner = web.AppRunner(server.app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Runs `bench serve` against a server that lives as long as each of its measurements."""
+
+    def run(*options, make=Counter):
+        seen = []
+
+        async def served(plan):
+            server = make()
+            async with serving(server) as url:
+                measured = await measure(replace(plan, target=replace(plan.target, url=url)))
+            seen.append((server, measured))
+            return measured
+
+        monkeypatch.setattr("bench.serve.cli.measure_shown", lambda plan: asyncio.run(served(plan)))
+        done = CliRunner().invoke(cli.app, ["serve", "--warmup", "0", *map(str, options)])
+        assert done.exit_code == 0, done.output
+        return seen, done
+
+    return run
+
+
+def sent_at_their_times(run):
+    """True if each request left as long after the one before as it was due, lateness aside."""
+    left_s = [(one.due_s, one.delay_s, answer.sent_s) for one, answer in run.answered]
+    return all(
+        later[2] - earlier[2]
+        == pytest.approx(later[0] + later[1] - earlier[0] - earlier[1], abs=0.05)
+        for earlier, later in pairwise(left_s)
+    )
+
+
+def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_blocks(load, tmp_path):
+    trace, rows = tmp_path / "trace.jsonl", tmp_path / "rows.csv"
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    trace.write_text("\n".join(json.dumps(dict(zip(names, one, strict=True))) for one in MOONCAKE))
+    [(server, measured)], _ = load("--trace", trace, "--csv", rows)
+    [run] = measured.runs
+    assert [one.due_s for one in run.outcomes] == pytest.approx([0.0, 0.12, 0.12, 0.45])
+    assert sent_at_their_times(run)
+    assert [(a.num_prompt_tokens, a.num_output_tokens) for a in run.answers] == [
+        one[1:3] for one in MOONCAKE
+    ]
+    by_len = {len(prompt): prompt for prompt in server.prompts}
+    assert by_len[600][:512] == by_len[520][:512] == by_len[512]
+    assert by_len[600][512:520] != by_len[520][512:]
+    assert by_len[30] != by_len[512][:30]
+    told = [*csv.DictReader(rows.read_text().splitlines())]
+    assert [float(row["due_s"]) for row in told] == [0.0, 0.12, 0.12, 0.45]
+
+
+def test_an_azure_trace_is_sped_up_and_shortened(load, tmp_path):
+    trace, report = tmp_path / "trace.csv", tmp_path / "report.json"
+    trace.write_text(AZURE)
+    options = ("--trace", trace, "--speed-up", 2, "--shorten", 4, "--json", report)
+    [(server, measured)], done = load(*options)
+    [run] = measured.runs
+    assert [one.due_s for one in run.outcomes] == pytest.approx([0.0, 0.1, 0.40025])
+    assert sent_at_their_times(run)
+    assert [len(prompt) for prompt in server.prompts] == [10, 20, 1]
+    assert [answer.num_output_tokens for answer in run.answers] == [2, 1, 3]
+    assert "3 requests of trace.csv × 2" in done.output
+    assert from_json(report.read_bytes()).config["trace"] == "trace.csv"
+
+
+def test_a_sweep_finds_what_a_server_of_known_capacity_can_do(load, monkeypatch, tmp_path):
+    """Four slots of 50 ms each answer 80 requests a second."""
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    monkeypatch.setattr("bench.serve.cli.SWEEP_STEP_S", 0.25)
+    page, report = tmp_path / "page.html", tmp_path / "report.json"
+    options = ("--rate", 40, "--requests", 20, "--output-len", 1, "--slo-ttft-ms", 250)
+    seen, done = load(
+        *("--sweep", "--attainment", 0.8, *options, "--json", report, "--html", page),
+        make=lambda: Counter(ttft_s=0.05, slots=4),
+    )
+    found = from_json(report.read_bytes())
+    rates = {
+        float(result.name.rpartition("_")[2]): result.value
+        for result in found.results
+        if result.name.startswith("sweep/attainment_at")
+    }
+    highest = found.value("sweep/highest_rate")
+    assert 10 < highest < 160
+    assert any(share < 0.8 for rate, share in rates.items() if rate > highest)
+    assert "within bounds: passed" in done.output
+    assert "within bounds: failed" in done.output
+    assert len(seen) >= len(rates)
+    assert "highest that passed" in page.read_text()
