@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from bench.chaos.plan import OF_GATEWAYS, FaultKind
+from bench.chaos.plan import BREAKS_CONNECTIONS, FaultKind
 from bench.chaos.streams import ReceivedStream, ReceivedUsage
+from engine.control import with_role
+from engine.messages import Role
 
 NOTICED_S = 0.5  # a fault may have caused a gap that begins this long before its report
 SILENCE_S = 0.5  # a fault affects a stream that is silent for this long across it
 BREAKS_WITHIN_S = 1.0  # after a gateway's end: its clients are on the same machine
-REPLACED_AFTER_S = 10.0  # of silence of a gateway: after 5 it is missed, after 5 more ended
+# Of silence of a gateway: after 5 it is missed, after 5 more ended if it is the only one just then.
+REPLACED_AFTER_S = 10.0
 QUIET_BEFORE_S = (
     1.0  # a longer silence means that it stood still: it sends something twice a second
 )
@@ -70,6 +73,10 @@ class Injected:
     ended_s: float
     detail: str = ""
     failure: str | None = None  # why the fault was not carried out fully
+    role: Role | None = None  # the victim's when the fault began, if it is a worker
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {with_role(self.victim, self.role)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +229,7 @@ def _is_hit(streams: Sequence[ReceivedStream], fault: Injected) -> bool:
         for begun_s, ended_s in silences
     ):
         return True
-    if fault.kind in OF_GATEWAYS:
+    if fault.kind in BREAKS_CONNECTIONS:
         return any(is_broken_by(fault, stream) for stream in streams[:-1])
     last = streams[-1]
     return last.num_attempts > 1 and last.sent_s <= fault.begun_s <= last.ended_s

@@ -3,23 +3,38 @@
 A gateway process that dies takes its connections with it. The client then connects again, which
 leads to another process, and sends the same request with the same seed. The answer is the same, so
 the part that was read before is skipped. Nothing else is repeated: a refusal, an error or a stream
-that ends early is the server's answer.
+that ends early is the server's answer. Where no gateway may be there for a while, it knocks again.
 """
 
 import aiohttp
 
 from bench.chaos.asks import ChaosRequest
 from bench.chaos.streams import ReceivedStream, StreamReader
+from bench.common.waiting import pause
 from engine.clock import Clock
 
 MAX_SENDS = 5
+KNOCK_EVERY_S = 0.25
 HEADERS = {"Content-Type": "application/json", "X-Baton-Timeline": "1"}
+
+
+class _NotReady(Exception):
+    """A gateway listens that knows no worker yet."""
 
 
 class ReconnectingClient:
     """One server, over connections that each carry one request."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        clock: Clock,
+        *,
+        refused_for_s: float = 0.0,
+    ) -> None:
+        """`refused_for_s`: for how long no process may listen."""
+        self._refused_for_s = refused_for_s
         self._session = session
         self._url = url
         self._clock = clock
@@ -32,12 +47,29 @@ class ReconnectingClient:
         return streams
 
     async def _send(self, ask: ChaosRequest) -> ReceivedStream:
+        begun_s = self._clock.now_s()
+        while True:
+            stream, was_refused = await self._send_once(ask, begun_s)
+            if not was_refused or self._clock.now_s() - begun_s >= self._refused_for_s:
+                return stream
+            await pause(KNOCK_EVERY_S)
+
+    async def _send_once(self, ask: ChaosRequest, begun_s: float) -> tuple[ReceivedStream, bool]:
+        """Returns the stream, and whether nothing listens, or serves yet."""
+        reader = StreamReader(begun_s)
+        try:
+            return await self._read(ask, reader), False
+        except (aiohttp.ClientConnectorError, _NotReady) as error:
+            return reader.fail(str(error), self._clock.now_s()), True
+
+    async def _read(self, ask: ChaosRequest, reader: StreamReader) -> ReceivedStream:
         clock = self._clock
-        reader = StreamReader(clock.now_s())
         try:
             async with self._session.post(
                 f"{self._url}{ask.path}", data=ask.body, headers=HEADERS
             ) as response:
+                if response.status == 503 and self._refused_for_s:
+                    raise _NotReady(f"status 503: {await response.text()}")
                 if response.status != 200:
                     said = " ".join((await response.text(errors="replace"))[:300].split())
                     return reader.refuse(f"status {response.status}: {said}", clock.now_s())
@@ -45,6 +77,8 @@ class ReconnectingClient:
                     reader.feed(piece, clock.now_s())
         except TimeoutError:
             return reader.refuse("it did not end in time", clock.now_s())
+        except aiohttp.ClientConnectorError:
+            raise
         except aiohttp.ClientError as error:
             return reader.fail(str(error) or type(error).__name__, clock.now_s())
         return reader.finish(clock.now_s())

@@ -5,15 +5,18 @@ go only to processes of the deployment. Orders go to its controller, as an opera
 """
 
 import asyncio
+import resource
 import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from bench.chaos import netns
 from bench.chaos.checker import Injected
-from bench.chaos.plan import OF_GATEWAYS, STOPS, Fault, FaultKind, chosen, kinds_in_turn
+from bench.chaos.plan import OF_GATEWAYS, OF_RAY, STOPS, Fault, FaultKind, chosen, kinds_in_turn
+from bench.common.background import PROC
 from bench.common.waiting import POLL_EVERY_S, holds_within, pause
 from bench.processes.deployment import OperatedDeployment, OrderFailed, SeenPools
 from engine.clock import Clock
@@ -23,8 +26,23 @@ from engine.messages import Role
 RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
 ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
+REPLACED_WITHIN_S = 90.0
 CONTROLLER = "controller"  # the controller's name among victims
+KILLS = frozenset({FaultKind.KILL, FaultKind.POOL, FaultKind.GATEWAY, FaultKind.DISK_FULL})
+TOLD_WITHIN_S = 10.0
 RAREST_FIRST = 0.5  # share of its time for which a fault waits until the rarest kind is possible
+
+
+@dataclass(frozen=True, slots=True)
+class FaultVictim:
+    """What a fault hits: its role if it is a worker, and the process ids of its services."""
+
+    name: str
+    role: Role | None
+    pids: Mapping[str, int]
+
+
+Found = tuple[Fault, FaultVictim]
 
 
 class FaultFailed(BatonError):
@@ -34,7 +52,7 @@ class FaultFailed(BatonError):
 class Injector(Protocol):
     """Injects some kinds of faults into a victim, and undoes them."""
 
-    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Returns a detail for the report, when the fault is over. Raises FaultFailed."""
         ...
 
@@ -43,6 +61,7 @@ def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> li
     """Names of possible victims: none that another fault holds, nor the last working one of its
     pool.
 
+    Of a whole pool the victim is the name of its role: another pool must be there to stand in.
     There is no victim while a gateway process does not know all workers: to that gateway another
     worker would be the last.
     """
@@ -51,16 +70,30 @@ def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> li
         return []
     if kind is FaultKind.STOP_CONTROLLER:
         return [CONTROLLER] if CONTROLLER not in held else []
+    if kind in OF_RAY or kind is FaultKind.EVERYTHING:
+        return [str(kind)] if seen.settled and not held else []
     if kind in OF_GATEWAYS:
         free = sorted(g.name for g in gateways if g.name not in held)
         return free if len(free) > 1 else []
     sound = {w.worker_id: w.role for w in seen.workers if w.works and w.worker_id not in held}
+    if kind is FaultKind.POOL:
+        if len(sound) < len(seen.workers):
+            return []
+        pools = sorted(
+            {str(role) for role in sound.values() if role in (Role.PREFILL, Role.DECODE)}
+        )
+        return pools if len(pools) > 1 else []
 
     def spare(name: str) -> bool:
         rest = [role for other, role in sound.items() if other != name and role is not None]
         return any(role.prefills for role in rest) and any(role.decodes for role in rest)
 
     return sorted(name for name in sound if spare(name))
+
+
+def services_of(victim: str, seen: SeenPools) -> tuple[str, ...]:
+    """Names of the services that a fault hits: of a pool, all its workers."""
+    return tuple(w.worker_id for w in seen.workers if w.role == victim) or (victim,)
 
 
 def pid_of(name: str, seen: SeenPools) -> int | None:
@@ -76,15 +109,17 @@ class Signals:
         self._deployment = deployment
         self._clock = clock
 
-    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
-        """Kills, stops or slows down a process."""
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
+        """Kills, stops or slows down processes."""
         if fault.kind is FaultKind.SLOW:
-            await self._slow(pid, fault.seconds)
+            await self._slow(pids[0], fault.seconds)
         elif fault.kind in STOPS:
-            await self._stop(pid, fault.seconds)
+            await self._stop(pids[0], fault.seconds)
         else:
-            self._send(pid, signal.SIGKILL)
-            await self._until_gone(pid)
+            for pid in pids:
+                self._send(pid, signal.SIGKILL)
+            for pid in pids:
+                await self._until_gone(pid)
         return ""
 
     async def _until_gone(self, pid: int) -> None:
@@ -123,17 +158,86 @@ class Signals:
 class Cuts:
     """Faults of the network around a worker in its own network place."""
 
-    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Cuts off a worker, and any worker that is started in its place.
 
         For the milliseconds that the commands take, no stream is read.
         """
         try:
-            with netns.cut_off(victim, pid):
+            with netns.cut_off(victim, pids[0]):
                 await pause(fault.seconds)
         except (OSError, netns.CommandFailed) as error:
             raise FaultFailed(f"the network was not cut or not healed: {error}") from error
         return ""
+
+
+class FullDisks:
+    """Kills workers where no file can be written when they start again.
+
+    No process that starts meanwhile may write a byte to a file: the kernel's limit on the size of
+    files is 0 in the process that forks workers. So it needs no root and no disk of its own.
+    """
+
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
+        self._deployment = deployment
+        self._clock = clock
+
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
+        """Kills a worker. Returns how soon its deployment told why it does not start again."""
+        parent = parent_of(pids[0])
+        if parent is None or parent not in self._deployment.marked():
+            raise FaultFailed(f"no process of the deployment forks {victim}")
+        before = resource.prlimit(parent, resource.RLIMIT_FSIZE)
+        resource.prlimit(parent, resource.RLIMIT_FSIZE, (0, before[1]))
+        begun_s = self._clock.now_s()
+        try:
+            if not self._deployment.signal(pids[0], signal.SIGKILL):
+                raise FaultFailed(f"process {pids[0]} is gone")
+
+            async def is_told() -> bool:
+                troubles = (await self._deployment.look()).troubles
+                return any(
+                    t.startswith(f"{victim} (") and " did not start: " in t for t in troubles
+                )
+
+            if not await holds_within(is_told, TOLD_WITHIN_S, self._clock):
+                raise FaultFailed(f"why {victim} does not start was not told")
+            told_s = self._clock.now_s() - begun_s
+            await pause(fault.seconds)
+        finally:
+            resource.prlimit(parent, resource.RLIMIT_FSIZE, before)
+        return f"told after {told_s:.1f} s"
+
+
+def parent_of(pid: int, proc: Path = PROC) -> int | None:
+    """Returns the process that started another one, or None if that has ended."""
+    try:
+        status = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    return int(status.rpartition(")")[2].split()[1])
+
+
+class RayKills:
+    """Faults of the deployment's own Ray."""
+
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
+        self._deployment = deployment
+        self._clock = clock
+
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
+        """Kills a process of Ray and waits until another one runs and the pools are whole."""
+        begun_s = self._clock.now_s()
+        if not self._deployment.signal(pids[0], signal.SIGKILL):
+            raise FaultFailed(f"{victim} is gone")
+
+        async def is_replaced() -> bool:
+            found = self._deployment.part_of_ray(victim)
+            return found not in (None, *pids) and (await self._deployment.look()).settled
+
+        if not await holds_within(is_replaced, REPLACED_WITHIN_S, self._clock):
+            raise FaultFailed(f"{victim} was not replaced in {REPLACED_WITHIN_S:g} s")
+        return f"replaced in {self._clock.now_s() - begun_s:.1f} s"
 
 
 class Orders:
@@ -143,7 +247,7 @@ class Orders:
         self._deployment = deployment
         self._clock = clock
 
-    async def inject(self, fault: Fault, victim: str, pid: int) -> str:
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
         """Flips or drains a worker, then restores its role; returns the seconds of the change.
 
         The role is restored even if the worker did not take the other one in time. Otherwise later
@@ -254,8 +358,8 @@ class Director:
             else:
                 group.create_task(self._inject(*found))
 
-    async def _find(self, fault: Fault, until_s: float) -> tuple[Fault, str, int] | None:
-        """Returns the fault to inject now, with its victim and process id; the victim is held."""
+    async def _find(self, fault: Fault, until_s: float) -> Found | None:
+        """Returns the fault to inject now, and its victim, whose processes are held."""
         rarest_until_s = self._clock.now_s() + RAREST_FIRST * (until_s - self._clock.now_s())
         while True:
             if fault is min(self._waiting, key=lambda waiting: waiting.at_s):
@@ -269,9 +373,7 @@ class Director:
                 return None
             await pause(POLL_EVERY_S)
 
-    async def _look_for(
-        self, fault: Fault, kinds: Sequence[FaultKind]
-    ) -> tuple[Fault, str, int] | None:
+    async def _look_for(self, fault: Fault, kinds: Sequence[FaultKind]) -> Found | None:
         seen = await self._deployment.look()
         self._killed = {n: old for n, old in self._killed.items() if pid_of(n, seen) == old}
         held = self._held | self._killed.keys()
@@ -279,23 +381,39 @@ class Director:
             victim = chosen(fault, candidates(kind, seen, held=held))
             if victim is None:
                 continue
-            pid = self._deployment.pid if victim == CONTROLLER else pid_of(victim, seen)
-            if pid is not None:
-                self._held.add(victim)
+            names = services_of(victim, seen)
+            found = (self._pid_of(n, seen) for n in names)
+            pids = {n: pid for n, pid in zip(names, found, strict=True) if pid is not None}
+            if pids:
+                self._held.update(pids)
                 self._counts[kind] += 1
-                return replace(fault, kind=kind), victim, pid
+                worker = seen.by_name.get(victim)
+                role = None if worker is None else worker.role
+                return replace(fault, kind=kind), FaultVictim(victim, role, pids)
         return None
 
-    async def _inject(self, fault: Fault, victim: str, pid: int) -> None:
+    def _pid_of(self, name: str, seen: SeenPools) -> int | None:
+        if name in (CONTROLLER, FaultKind.EVERYTHING):
+            return self._deployment.pid
+        return self._deployment.part_of_ray(name) if name in OF_RAY else pid_of(name, seen)
+
+    async def _inject(self, fault: Fault, victim: FaultVictim) -> None:
         begun_s, failure = self._clock.now_s(), None
-        if fault.kind in (FaultKind.KILL, FaultKind.GATEWAY):
-            self._killed[victim] = pid  # until the controller notices; it is still listed
+        if fault.kind in KILLS:
+            self._killed.update(victim.pids)  # until the controller notices; they are still listed
         detail = ""
         try:
-            detail = await self._injectors[fault.kind].inject(fault, victim, pid)
+            pids = [*victim.pids.values()]
+            detail = await self._injectors[fault.kind].inject(fault, victim.name, pids)
         except FaultFailed as error:
             failure = str(error)
         finally:
-            self._held.discard(victim)
-        end_s = self._clock.now_s()
-        self.injected.append(Injected(fault.kind, victim, begun_s, end_s, detail, failure))
+            self._held.difference_update(victim.pids)
+        self.injected.append(
+            Injected(
+                *(fault.kind, victim.name, begun_s, self._clock.now_s()),
+                detail=detail,
+                failure=failure,
+                role=victim.role,
+            )
+        )

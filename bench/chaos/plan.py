@@ -1,6 +1,7 @@
 """The plan of one `bench chaos`, and the faults that it injects. Pure.
 
     kill             SIGKILL of a worker
+    pool             SIGKILL of all workers of a pool at once
     stop             SIGSTOP of a worker for a while, then SIGCONT
     slow             a worker that runs for a fifth of the time, for a while
     flip             a worker of one pool changes to the other, and back after a while
@@ -9,13 +10,18 @@
     gateway          SIGKILL of a gateway process
     stop-gateway     SIGSTOP of a gateway process for a while
     stop-controller  SIGSTOP of the process that keeps the pools, for a while
+    disk-full        SIGKILL of a worker, and no file may be written where it is started again
+    gcs              SIGKILL of the GCS of the deployment's own Ray
+    raylet           SIGKILL of its raylet: the gateways finish their answers, and Ray is replaced
+    everything       SIGKILL of `baton serve` and all gateways at once. The command starts again,
+                     as under a service manager, and must go on as ordered, not as declared
 
 Kills, if asked for, come every `every_s`. A fault of another kind comes in the middle between two
 kills, so that it meets what the kill left. The other kinds take turns.
 
-`Fault.draw` decides the victim when the fault is due, among the possible ones (`chosen`). No fault
-takes the last working worker of a pool, since the question is whether others take over. A kind
-without a victim gives way to one that has one, and is tried next.
+`Fault.draw` decides the victim when the fault is due, among the possible ones (`chosen`). The
+question is whether others take over, so no fault but `pool` takes the last working worker of a
+pool. A kind without a victim gives way to one that has one, and is tried next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +37,7 @@ from engine.errors import ConfigError
 
 QUICK_REQUESTS = 60
 LASTS_S = (1.5, 4.0)  # of a fault that ends by itself
-LONG_SILENCE_S = 12.0  # longer than a silent peer counts as alive
+LONG_SILENCE_S = 14.0  # longer than a silent peer counts as alive
 LONG_SILENCES = 0.25  # share of all stops and partitions
 FIRST_AT = 0.5  # of `every_s`: after the first requests have begun
 MARGIN = (0.3, 0.7)  # where between two kills another fault comes
@@ -43,6 +49,7 @@ class FaultKind(StrEnum):
     """What a fault does to a service."""
 
     KILL = "kill"
+    POOL = "pool"
     STOP = "stop"
     SLOW = "slow"
     FLIP = "flip"
@@ -51,12 +58,18 @@ class FaultKind(StrEnum):
     GATEWAY = "gateway"
     STOP_GATEWAY = "stop-gateway"
     STOP_CONTROLLER = "stop-controller"
+    DISK_FULL = "disk-full"
+    GCS = "gcs"
+    RAYLET = "raylet"
+    EVERYTHING = "everything"
 
 
 STOPS = frozenset({FaultKind.STOP, FaultKind.STOP_GATEWAY, FaultKind.STOP_CONTROLLER})
 SILENCES = STOPS | {FaultKind.PARTITION}
-LASTING = SILENCES | {FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN}
+LASTING = SILENCES | {FaultKind.DISK_FULL, FaultKind.SLOW, FaultKind.FLIP, FaultKind.DRAIN}
 OF_GATEWAYS = frozenset({FaultKind.GATEWAY, FaultKind.STOP_GATEWAY})
+OF_RAY = frozenset({FaultKind.GCS, FaultKind.RAYLET})
+BREAKS_CONNECTIONS = OF_GATEWAYS | {FaultKind.RAYLET, FaultKind.EVERYTHING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,7 @@ class ChaosPlan:
     prefill: int = 2
     decode: int = 2
     gateways: int = 2
+    spares: int = 0  # workers that take the place of a dead one
     kinds: tuple[FaultKind, ...] = (FaultKind.KILL,)
     seed: int = 0
     kv_mib: int = 24  # of each worker: not all prompts stay cached from run to run
@@ -105,6 +119,16 @@ class ChaosPlan:
         return FaultKind.PARTITION in self.kinds
 
     @property
+    def is_restarted(self) -> bool:
+        """True if the command is killed and started again."""
+        return FaultKind.EVERYTHING in self.kinds
+
+    @property
+    def launcher(self) -> str:
+        """Processes start sooner than actors, so only faults of Ray need it."""
+        return "ray" if OF_RAY & set(self.kinds) else "process"
+
+    @property
     def kv_transport(self) -> Transport:
         """A transport that a cut network stops, unlike shared memory."""
         return Transport.ZMQ if self.is_partitioned else Transport.AUTO
@@ -116,10 +140,18 @@ def check(plan: ChaosPlan) -> ChaosPlan:
         raise ConfigError("chaos needs at least one kind of fault")
     if OF_GATEWAYS & set(plan.kinds) and plan.gateways < 2:
         raise ConfigError("a gateway process can be hit only if there is another one")
+    if OF_RAY & set(plan.kinds) and FaultKind.DISK_FULL in plan.kinds:
+        raise ConfigError("disk-full is for a deployment of processes, without Ray")
+    if OF_RAY & set(plan.kinds) and plan.is_partitioned:
+        raise ConfigError("networks are partitioned without Ray only")
     if not min(plan.rate_per_s, plan.every_s) > 0:
         raise ConfigError("the rate and the time between faults must be above 0")
     if min(plan.prefill, plan.decode) < 1 or max(plan.prefill, plan.decode) < 2:
         raise ConfigError("one pool needs at least two workers, or no worker may fail")
+    if plan.is_restarted and (plan.is_partitioned or OF_RAY & set(plan.kinds)):
+        raise ConfigError("everything is killed in a deployment of processes, without networks")
+    if plan.is_restarted and plan.decode < 2:
+        raise ConfigError("everything needs two decode workers: one of them is ordered")
     return plan
 
 
@@ -190,7 +222,9 @@ def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
         "prefill": plan.prefill,
         "decode": plan.decode,
         "gateways": plan.gateways,
+        "spares": plan.spares,
         "faults": ",".join(plan.kinds),
+        "launcher": plan.launcher,
         "kv_mib": plan.kv_mib,
         "kv_transport": plan.kv_transport,
     }

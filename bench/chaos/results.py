@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.chaos.checker import RequestEnd, affected, longest_stall
-from bench.chaos.plan import OF_GATEWAYS, FaultKind, is_full
+from bench.chaos.plan import BREAKS_CONNECTIONS, FaultKind, is_full
 from bench.chaos.run import ChaosRun
 from bench.chaos.streams import ReceivedPiece, ReceivedStream
 from bench.common.report import Figure, Result, results_of
@@ -89,6 +89,23 @@ def results(run: ChaosRun) -> tuple[Result, ...]:
     return results_of([figures_of(run)])
 
 
+def row_of(run: ChaosRun) -> dict[str, Figure]:
+    """Returns the few figures of a run with one kind of fault, under that kind's name."""
+    found = figures_of(run)
+    [kind] = run.plan.kinds
+    wrong = ("leaked_blocks", "leaked_leases", "leaked_processes")
+    row = {
+        "injected": found["injected"],
+        "lost": found["lost"],
+        "changed": found["changed"],
+        "leaked": Figure(sum(found[name].value for name in wrong), ""),
+        "wrong": Figure(sum(found[n].value for n in ("unsettled", "unfinished", "missing")), ""),
+        "longest_stall_s": found["longest_stall_s"],
+        "longest_first_s": found["longest_first_s"],
+    }
+    return {f"{kind}/{name}": figure for name, figure in row.items()}
+
+
 def missing(run: ChaosRun) -> list[FaultKind]:
     """Kinds that were asked for and hit no service, though there was time for each.
 
@@ -101,7 +118,8 @@ def missing(run: ChaosRun) -> list[FaultKind]:
 
 def has_passed(found: Sequence[Result]) -> bool:
     """True if nothing was lost, changed or leaked, and all required faults came."""
-    return not any(result.value for result in found if result.name in MUST_BE_ZERO)
+    names = (*MUST_BE_ZERO, "leaked", "wrong")
+    return not any(each.value for each in found if each.name.rpartition("/")[2] in names)
 
 
 def complaints(run: ChaosRun) -> list[str]:
@@ -120,11 +138,7 @@ def complaints(run: ChaosRun) -> list[str]:
     if left.detail:
         lines.append(f"left behind: {left.blocks} blocks, {left.leases} leases: {left.detail}")
     lines += [f"still alive: {process}" for process in left.processes]
-    lines += [
-        f"{fault.kind} of {fault.victim}: {fault.failure}"
-        for fault in run.injected
-        if fault.failure
-    ]
+    lines += [f"{fault}: {fault.failure}" for fault in run.injected if fault.failure]
     return lines
 
 
@@ -136,7 +150,7 @@ def _faults_of(run: ChaosRun, number: int) -> str:
     told += [
         f"{fault.kind} {fault.begun_s - begun_s:.1f}..{fault.ended_s - begun_s:.1f}"
         for fault in run.injected
-        if fault.kind in OF_GATEWAYS and abs(fault.begun_s - begun_s) < NEAR_S
+        if fault.kind in BREAKS_CONNECTIONS and abs(fault.begun_s - begun_s) < NEAR_S
     ]
     return ", ".join(told)
 
@@ -147,7 +161,7 @@ def story(run: ChaosRun) -> list[str]:
     A run that is too short to judge names the kinds of faults that it lacked.
     """
     stall = longest_stall(run.streams, run.injected)
-    cause = "no fault" if stall.fault is None else f"{stall.fault.kind} of {stall.fault.victim}"
+    cause = "no fault" if stall.fault is None else str(stall.fault)
     line = f"longest stall: {stall.seconds:.2f} s, request {stall.request}, with {cause}"
     if is_full(run.plan):
         verdict = "met" if stall.seconds <= STALL_GOAL_S else "MISSED"

@@ -21,15 +21,24 @@ from bench.chaos.checker import (
     reply_of,
 )
 from bench.chaos.client import ReconnectingClient
-from bench.chaos.faults import Cuts, Director, Injector, Orders, Signals
+from bench.chaos.faults import Cuts, Director, FullDisks, Injector, Orders, RayKills, Signals
 from bench.chaos.load import open_loop, undisturbed
-from bench.chaos.plan import OF_GATEWAYS, ChaosPlan, Fault, FaultKind, due_times_s, faults_of
+from bench.chaos.plan import (
+    BREAKS_CONNECTIONS,
+    OF_RAY,
+    ChaosPlan,
+    Fault,
+    FaultKind,
+    due_times_s,
+    faults_of,
+)
+from bench.chaos.restarts import WholeRestarts
 from bench.chaos.streams import ReceivedStream
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import holds_within, pause
 from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
-from bench.processes.serving import Options
+from bench.processes.serving import Options, free_port
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
 from engine.clock import Clock, MonotonicClock
@@ -38,6 +47,8 @@ from engine.messages import Role
 MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
 PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
+REPLACES_ALL = frozenset({FaultKind.RAYLET, FaultKind.EVERYTHING})
+REFUSED_FOR_S = 60.0  # by no gateway at all, while all are replaced
 STEADY_AFTER_S = 5.0  # of work; a service killed later does not count as one that cannot start
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # for processes that the command does not wait for
@@ -92,15 +103,20 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
     """
     options: Options = {
         "--prefill": plan.prefill,
-        "--decode": plan.decode,
+        "--decode": plan.decode - plan.is_restarted,  # the other one is ordered, and must come back
         "--weights": "int8",
         "--kv-mib": plan.kv_mib,
         "--kv-transport": plan.kv_transport,
+        "--launcher": plan.launcher,
     }
     environment = {
         "BATON_GATEWAY__PROCESSES": str(plan.gateways),
         "BATON_POOLS__STEADY_S": str(STEADY_AFTER_S),
+        "BATON_POOLS__SPARES": str(plan.spares),
     }
+    if plan.is_restarted:  # at the same port, and with the same file of orders
+        options = {**options, "--port": free_port()}
+        environment["BATON_ADMIN__NAME"] = "chaos"
     with ExitStack() as stack:
         if plan.is_partitioned:
             stack.enter_context(netns.hub())
@@ -120,7 +136,10 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
         asked = chaos_requests(
             plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed
         )
-        client = ReconnectingClient(session, deployment.url, clock)
+        refused_for_s = REFUSED_FOR_S if REPLACES_ALL & set(plan.kinds) else 0.0
+        client = ReconnectingClient(session, deployment.url, clock, refused_for_s=refused_for_s)
+        if plan.is_restarted:
+            await deployment.set_pools(plan.prefill, plan.decode)
         await settle(deployment, whole, clock)
         say(f"{len(asked)} requests undisturbed")
         calm = await undisturbed(client, asked)
@@ -132,6 +151,9 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
             FaultKind.FLIP: orders,
             FaultKind.DRAIN: orders,
             FaultKind.PARTITION: Cuts(),
+            FaultKind.DISK_FULL: FullDisks(deployment, clock),
+            **dict.fromkeys(OF_RAY, RayKills(deployment, clock)),
+            FaultKind.EVERYTHING: WholeRestarts(deployment, clock),
         }
         director = Director(deployment, injectors, clock, kinds=plan.kinds)
         watch = _Watch(deployment, clock)
@@ -148,7 +170,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
         seen = await deployment.look()
         processes = await _end(deployment, clock)
     expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
-    deaths = [f for f in director.injected if f.kind in OF_GATEWAYS]
+    deaths = [f for f in director.injected if f.kind in BREAKS_CONNECTIONS]
     return ChaosRun(
         plan=plan,
         asked=tuple(asked),

@@ -9,6 +9,8 @@ from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
 from bench.interference.plan import InterferenceRequests
+from bench.moves.join_run import measure_joins
+from bench.moves.joining import join_results
 from bench.moves.plan import MovesPlan, check, config_of, quick
 from bench.moves.results import results
 from bench.moves.run import measure
@@ -23,6 +25,9 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
     beside: Annotated[int, typer.Option(min=0, help="Streams that run where those go.")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Flips; results are their medians.")] = 6,
     seed: SeedOption = 0,
+    join: Annotated[
+        bool, typer.Option(help="Start a decode worker beside a full one instead.")
+    ] = False,
     quick_: Annotated[bool, quick_option("Two flips.")] = False,
     json: JsonOption = None,
 ) -> None:
@@ -34,6 +39,12 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
             )
         )
         plan = quick(plan) if quick_ else plan
+        if join:
+            found = join_results(measure_joins(plan, say_on_stderr()))
+            report = report_here("joins", seed=seed, config=config_of(plan), results=found)
+            title = f"a decode worker joins beside one with {streams} streams of {plan.shape}"
+            publish(report, json, title=title)
+            return
         runs = measure(plan, say_on_stderr())
         report = report_here("moves", seed=seed, config=config_of(plan), results=results(runs))
         title = (

@@ -20,6 +20,7 @@ from bench.interference.plan import InterferenceRequests
 from engine.errors import ConfigError
 
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 2, "--threads": 1}
+STAYS = {"BATON_ROUTER__BALANCE": "false"}  # no stream moves before its worker is flipped
 CALM_S = 2.0  # streams run this long undisturbed: as long as a flip may take
 QUICK_REPEATS = 2
 

@@ -13,7 +13,7 @@ from bench.common.prompts import plain_token_ids
 from bench.common.waiting import holds_within, pause
 from bench.interference.plan import bodies
 from bench.interference.run import linked_checkpoint
-from bench.moves.plan import CALM_S, OPTIONS, MovesPlan
+from bench.moves.plan import CALM_S, OPTIONS, STAYS, MovesPlan
 from bench.moves.results import MovesRun
 from bench.processes.deployment import OperatedDeployment, operated
 from bench.serve.plan import ServeTarget
@@ -24,7 +24,7 @@ from engine.messages import Role
 
 REQUEST_TIMEOUT_S = 120.0
 ORDER_WITHIN_S = 30.0
-DECODERS = ("decode-0", "decode-1")
+DECODERS = ("worker-1", "worker-2")  # of one prefill and two decode workers
 
 
 class NotFlipped(BatonError):
@@ -35,7 +35,7 @@ def measure(plan: MovesPlan, say: Say = say_nothing) -> list[MovesRun]:
     """Carries out the plan. Raises ServerFailed, RequestsFailed, NotFlipped, OrderFailed."""
     with linked_checkpoint(plan.shape, seed=plan.seed) as checkpoint:
         say("starting 1 + 2 workers")
-        with operated(checkpoint, OPTIONS) as deployment:
+        with operated(checkpoint, OPTIONS, STAYS) as deployment:
             vocab = plain_token_ids(checkpoint)
             runs: list[MovesRun] = uvloop.run(_measure(plan, deployment, vocab, say))
     return runs

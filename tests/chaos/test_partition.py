@@ -1,7 +1,7 @@
 """A network that falls apart under load, again and again: no request is lost or changed.
 
-    near   the gateway, prefill-0, decode-0
-    far    prefill-1, decode-1
+    near   the gateway, worker-0 (prefill), worker-2 (decode)
+    far    worker-1 (prefill), worker-3 (decode)
 
 The controller and the clients are on neither side. A cut takes two workers from the gateway and
 half of all hand-overs their way, without a word to anybody: packets vanish.
@@ -53,12 +53,12 @@ def deployment(link: Link) -> Iterator[tuple[str, AdminClient]]:
     """The gateway's URL, and its operator."""
     config = Config(
         worker=WorkerConfig(kv_mib=24, weights=WeightFormat.INT8, kv_transport=Transport.ZMQ),
-        gateway=GatewayConfig(port=0, model_name="m"),
+        gateway=GatewayConfig(port=0, model_name="m", open_to_all=True),
         pools=PoolsConfig(prefill=2, decode=2),
         admin=AdminConfig(key=KEY),
     )
     with network(link) as (near, far):
-        far_workers = ("prefill-1", "decode-1")
+        far_workers = ("worker-1", "worker-3")
         launcher = ProcessLauncher(place_of=lambda _, name: far if name in far_workers else near)
         running = Deployment(launcher, model=BUNDLED_MODEL, config=config)
         url = running.open().url

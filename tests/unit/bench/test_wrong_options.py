@@ -48,7 +48,7 @@ SIMULATE = "simulate --trace synthetic --requests 3"
         (f"{SIMULATE} --hardware h300", "h200-qwen3-8b"),
         (f"{SIMULATE} --prefill 0", "workers that prefill"),
         (f"{SIMULATE} --speed-up 0", "sped up"),
-        (f"{SIMULATE} --shorten 7", "divided"),
+        (f"{SIMULATE} --shorten 7", "does not divide"),
     ],
 )
 def test_wrong_option_is_reported_in_one_line(command, said):

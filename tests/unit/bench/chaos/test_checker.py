@@ -172,8 +172,8 @@ def test_what_came_before_a_connection_broke_counts(piece):
 
 
 def test_the_longest_stall_is_between_two_chunks_and_has_the_fault_that_began_in_it():
-    kill = Injected(FaultKind.KILL, "decode-0", 4.0, 4.0)
-    stop = Injected(FaultKind.STOP, "decode-1", 1.0, 8.0)
+    kill = Injected(FaultKind.KILL, "worker-1", 4.0, 4.0)
+    stop = Injected(FaultKind.STOP, "worker-2", 1.0, 8.0)
     requests = [
         [stream(said("a", at_s=3.9), said("b", at_s=4.1), end(4.2))],
         [stream(said("a", at_s=3.0), said("b", at_s=6.0), end(6.1))],
@@ -191,7 +191,7 @@ def test_a_stall_goes_from_connection_to_connection():
 
 
 def test_requests_are_affected_that_fell_silent_or_were_placed_or_sent_again():
-    kill = Injected(FaultKind.KILL, "decode-0", 4.0, 4.0)
+    kill = Injected(FaultKind.KILL, "worker-1", 4.0, 4.0)
     calm = [stream(said("a", at_s=3.9), said("b", at_s=4.1), end(4.2))]
     calm = [replace(calm[0], sent_s=3.8, ended_s=4.2)]
     silent = [stream(said("a", at_s=3.9), said("b", at_s=4.6), end(4.7))]

@@ -18,11 +18,13 @@ from bench.chaos.faults import (
     FaultFailed,
     Orders,
     candidates,
+    parent_of,
 )
 from bench.chaos.plan import (
     LASTING,
     LONG_SILENCE_S,
     OF_GATEWAYS,
+    OF_RAY,
     ChaosPlan,
     Fault,
     FaultKind,
@@ -40,7 +42,7 @@ from engine.config import Transport
 from engine.errors import ConfigError
 from engine.messages import Role
 
-ALL = tuple(FaultKind)
+ALL = tuple(kind for kind in FaultKind if kind not in OF_RAY)
 PLAN = ChaosPlan(num_requests=1000, rate_per_s=4, every_s=5, kinds=ALL, seed=3)
 
 
@@ -105,6 +107,8 @@ def test_a_victim_is_drawn_from_all_who_may_be_hit():
         ({"gateways": 1}, "another one"),
         ({"rate_per_s": 0.0}, "above 0"),
         ({"prefill": 1, "decode": 1}, "at least two workers"),
+        ({"kinds": (FaultKind.EVERYTHING, FaultKind.GCS)}, "of processes"),
+        ({"kinds": (FaultKind.EVERYTHING,), "decode": 1}, "two decode workers"),
     ],
 )
 def test_a_plan_that_can_show_nothing_is_refused(changes, message):
@@ -136,7 +140,12 @@ def test_every_worker_may_be_hit_while_pools_are_complete():
     assert candidates(FaultKind.KILL, pools(P0, P1, D0, D1), held=()) == ["d0", "d1", "p0", "p1"]
 
 
-OF_WORKERS = sorted(set(FaultKind) - OF_GATEWAYS - {FaultKind.STOP_CONTROLLER})
+OF_WORKERS = sorted(
+    set(FaultKind)
+    - OF_GATEWAYS
+    - OF_RAY
+    - {FaultKind.POOL, FaultKind.STOP_CONTROLLER, FaultKind.EVERYTHING}
+)
 
 
 @pytest.mark.parametrize("kind", OF_WORKERS)
@@ -165,6 +174,15 @@ def test_no_fault_while_a_gateway_does_not_know_all_workers(kind):
         assert candidates(kind, seen, held=()) == []
 
 
+def test_a_whole_pool_is_hit_only_while_all_workers_work():
+    assert candidates(FaultKind.POOL, pools(P0, D0, D1), held=()) == ["decode", "prefill"]
+    assert candidates(FaultKind.POOL, pools(P0, D0, D1), held=["d1"]) == []
+    assert candidates(FaultKind.POOL, pools(P0, P1), held=()) == []
+    pool = Fault(0.0, FaultKind.POOL, 0.0)
+    _, faults = directed(pools(P0, D0, D1), pool, kinds=(FaultKind.POOL,))
+    assert faults == [(FaultKind.POOL, "decode", [7, 7])]
+
+
 def test_a_mixed_worker_counts_for_both_pools():
     mixed = worker("m0", Role.MIXED)
     assert candidates(FaultKind.KILL, pools(mixed, P0, D0), held=()) == ["d0", "m0", "p0"]
@@ -179,6 +197,21 @@ def test_controller_is_stopped_once_at_a_time_and_only_with_known_gateways():
     assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=()) == [CONTROLLER]
     assert candidates(FaultKind.STOP_CONTROLLER, pools(P0, D0), held=[CONTROLLER]) == []
     assert candidates(FaultKind.STOP_CONTROLLER, NOTHING, held=()) == []
+
+
+@pytest.mark.parametrize("kind", sorted(OF_RAY))
+def test_parts_of_ray_are_hit_while_nothing_else_is_under_way(kind):
+    whole = pools(P0, D0)
+    assert candidates(kind, whole, held=()) == [kind.value]
+    assert candidates(kind, whole, held=["p0"]) == []
+    assert candidates(kind, msgspec.structs.replace(whole, settled=False), held=()) == []
+
+
+def test_faults_of_ray_need_services_on_ray_and_no_partition():
+    assert ChaosPlan(kinds=(FaultKind.GCS,)).launcher == "ray"
+    assert ChaosPlan(kinds=(FaultKind.KILL,)).launcher == "process"
+    with pytest.raises(ConfigError, match="without Ray"):
+        check(ChaosPlan(kinds=(FaultKind.RAYLET, FaultKind.PARTITION)))
 
 
 def test_the_rarest_kind_goes_first_and_a_kill_is_nothing_else():
@@ -226,10 +259,10 @@ def test_fault_without_victim_gives_way_to_another_kind():
     kinds = (FaultKind.KILL, FaultKind.DRAIN, FaultKind.GATEWAY)
     drain = Fault(0.0, FaultKind.DRAIN, 0.0)
     director, faults = directed(pools(P0, D0), drain, kinds=kinds)
-    assert faults == [(FaultKind.GATEWAY, "g0", 8)]
+    assert faults == [(FaultKind.GATEWAY, "g0", [8])]
     assert [fault.kind for fault in director.injected] == [FaultKind.GATEWAY]
     director, faults = directed(pools(P0, P1, D0), drain, kinds=kinds)
-    assert faults == [(FaultKind.DRAIN, "p0", 7)]
+    assert faults == [(FaultKind.DRAIN, "p0", [7])]
 
 
 def test_kill_without_victim_is_skipped():
@@ -241,7 +274,7 @@ def test_kill_without_victim_is_skipped():
 def test_the_process_that_keeps_the_pools_is_the_command_itself():
     stop = Fault(0.0, FaultKind.STOP_CONTROLLER, 0.0)
     _, faults = directed(pools(P0, D0), stop, kinds=(FaultKind.STOP_CONTROLLER,))
-    assert faults == [(FaultKind.STOP_CONTROLLER, CONTROLLER, 99)]
+    assert faults == [(FaultKind.STOP_CONTROLLER, CONTROLLER, [99])]
 
 
 class LaterClock:
@@ -296,7 +329,7 @@ def test_an_order_that_was_refused_leaves_nothing_to_take_back():
 def test_the_network_of_a_process_that_is_gone_cannot_be_cut():
     cut, free_pid = Fault(0.0, FaultKind.PARTITION, 0.0), 2**22 + 1
     with pytest.raises(FaultFailed, match=f"/proc/{free_pid}"):
-        asyncio.run(Cuts().inject(cut, "p0", free_pid))
+        asyncio.run(Cuts().inject(cut, "p0", [free_pid]))
 
 
 @pytest.mark.parametrize(
@@ -355,3 +388,16 @@ def test_many_prompts_begin_alike():
     assert len(begins) <= 8
     prompts = [tuple(body["prompt"]) for body in bodies if "prompt" in body]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_disks_are_full_for_processes_only():
+    assert candidates(FaultKind.DISK_FULL, pools(P0, D0, D1), held=()) == ["d0", "d1"]
+    with pytest.raises(ConfigError, match="without Ray"):
+        check(ChaosPlan(kinds=(FaultKind.DISK_FULL, FaultKind.GCS)))
+
+
+def test_parent_is_found_whatever_the_name_of_the_process(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text("7 (baton) (x) 1) S 42 7 7 0")
+    assert parent_of(7, tmp_path) == 42
+    assert parent_of(8, tmp_path) is None

@@ -7,9 +7,11 @@ import pytest
 from bench.chaos.asks import chaos_requests
 from bench.chaos.checker import Injected, Reply, RequestEnd, RequestVerdict
 from bench.chaos.plan import ChaosPlan, FaultKind, quick
-from bench.chaos.results import complaints, has_passed, results, story
+from bench.chaos.results import complaints, has_passed, results, row_of, story
 from bench.chaos.run import ChaosRun, LeftBehind
 from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage
+from bench.common.report import results_of
+from engine.messages import Role
 
 KINDS = (FaultKind.KILL, FaultKind.FLIP, FaultKind.DRAIN)
 USAGE = ReceivedUsage(prompt_tokens=7, completion_tokens=2)
@@ -21,7 +23,7 @@ RUN = ChaosRun(
     expected=(Reply((), USAGE),),
     streams=((ANSWER,),),
     verdicts=(RequestVerdict(RequestEnd.SAME),),
-    injected=tuple(Injected(kind, "prefill-0", 2.0, 2.0) for kind in KINDS),
+    injected=tuple(Injected(kind, "worker-0", 2.0, 2.0, role=Role.PREFILL) for kind in KINDS),
     skipped=(),
     outages=(),
     left=LeftBehind(0, 0),
@@ -54,7 +56,7 @@ def test_a_fault_that_failed_is_told_of_and_fails_the_run():
     failed = replace(RUN.injected[1], failure="not serving as decode in 20 s")
     run = replace(RUN, injected=(*RUN.injected, failed))
     assert not has_passed(results(run))
-    assert complaints(run) == ["flip of prefill-0: not serving as decode in 20 s"]
+    assert complaints(run) == ["flip of worker-0 (prefill): not serving as decode in 20 s"]
 
 
 def test_kind_without_any_victim_fails_the_run():
@@ -77,4 +79,15 @@ def test_short_run_needs_one_fault_and_names_missing_kinds():
 def test_the_longest_stall_is_held_against_its_goal(until_s, verdict):
     slow = replace(ANSWER, pieces=(PIECES[0], replace(PIECES[1], at_s=until_s)))
     (line,) = story(replace(RUN, streams=((slow,),)))
-    assert line.endswith(f"with kill of prefill-0; goal of 10 s {verdict}")
+    assert line.endswith(f"with kill of worker-0 (prefill); goal of 10 s {verdict}")
+
+
+def test_run_with_one_kind_of_fault_is_a_row_under_its_name():
+    one = replace(RUN, plan=replace(RUN.plan, kinds=(FaultKind.KILL,)))
+    row = row_of(one)
+    assert row["kill/longest_stall_s"].unit == "s"
+    assert row["kill/lost"].value == row["kill/leaked"].value == 0
+    assert has_passed(results_of([row])) == (row["kill/wrong"].value == 0)
+    harmed = replace(one, left=LeftBehind(1, 0))
+    assert row_of(harmed)["kill/leaked"].value == 1
+    assert not has_passed(results_of([row_of(harmed)]))

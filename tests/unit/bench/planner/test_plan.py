@@ -28,7 +28,7 @@ ASK = PlanInput(
 )
 SHALLOW = Depth(num_requests=60, seed=0)
 COMMAND = [
-    *("plan", "--model", "qwen3-8b", "--rps", "30", "--input", "2000", "--output", "20"),
+    *("plan", "--model", "qwen3-8b", "--rps", "12", "--input", "2000", "--output", "20"),
     *("--slo-ttft", "1000", "--slo-tpot", "25", "--requests", "40"),
 ]
 
