@@ -1,39 +1,55 @@
 # A fresh machine needs `make serve` and `make test` only. Each makes the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+# Python compiles what it imports, once; pip would compile 18,000 files, for over a minute.
+INSTALL := pip install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 CPP := $(wildcard */native/src/*.cpp */native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h)
 
-.PHONY: install environments serve test check format test-core test-parts test-services test-ray test-chaos test-long fuzz clean
+.PHONY: install environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-long fuzz clean
 
-install: .venv/.installed
+install: .venv/.compiled
 
 # All that tests need. With --jobs they are made side by side.
-environments: .venv/.installed .venv-core/.installed .venv-clients/.installed
+environments: install .venv-core/.installed .venv-clients/.installed
 
 # torch comes first, so that no later package pulls in another build of it.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,dev]'
+	$(BIN)/$(INSTALL) -c constraints.txt torch
+	$(BIN)/$(INSTALL) -c constraints.txt -e '.[serve,dev]'
+	@touch $@
+
+# Not by the first start, nor by each of several processes that start together.
+.venv/.compiled: .venv/.installed
+	$(BIN)/python -c 'import engine.model.runner, hypothesis, openai, pytest, ray'
 	@touch $@
 
 serve: install
 	$(BIN)/baton serve
 
-check: install
+check: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/yamllint --strict deploy
+	$(BIN)/hadolint deploy/container/Dockerfile
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-# Three parts at a time: services mostly wait, and parts that only compute give way to them (`nice`).
-# The output of each part is printed when it ends.
+# Three parts at a time, the longest first: services mostly wait, and parts that only compute give
+# way to them (`nice`). The output of each part is printed when it ends.
 test: install .venv-core/.installed
-	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-parts test-core test-ray test-chaos
+	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-api test-models test-core test-parts test-ray test-chaos
+
+# Real processes: what a gateway answers, and all else.
+API := tests/e2e/compat tests/e2e/gateway
+
+test-api: install .venv-clients/.installed
+	$(BIN)/python -m pytest -m 'not long and not ray' $(API)
 
 test-services: install .venv-clients/.installed
-	$(BIN)/python -m pytest -m 'not long and not ray' tests/e2e
+	$(BIN)/python -m pytest -m 'not long and not ray' tests/e2e $(addprefix --ignore ,$(API))
 
 test-ray: install
 	$(BIN)/python -m pytest -m 'ray and not long' tests/e2e
@@ -41,8 +57,11 @@ test-ray: install
 test-chaos: install
 	$(BIN)/python -m pytest tests/chaos
 
+test-models: install
+	nice $(BIN)/python -m pytest tests/model
+
 test-parts: install
-	nice $(BIN)/python -m pytest tests --ignore tests/unit --ignore tests/e2e --ignore tests/chaos
+	nice $(BIN)/python -m pytest tests $(addprefix --ignore tests/,unit e2e chaos model)
 
 # The unit tests in an environment without torch and Ray: the core needs neither.
 test-core: .venv-core/.installed
@@ -58,16 +77,30 @@ fuzz: install
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000
 	$(BIN)/python -m tests.fuzz.grammars --runs 20000
 
-# Not beside the other one: both write the package's metadata into this folder.
-.venv-core/.installed: pyproject.toml constraints.txt | .venv/.installed
-	$(PYTHON) -m venv .venv-core
-	.venv-core/bin/pip install --quiet -c constraints.txt -e '.[bench,test]'
+# Not beside .venv/.installed: both write the package's metadata into this folder.
+.venv-core/.installed: .venv-core/.libraries | .venv/.installed
+	.venv-core/bin/$(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
+
+# All that '.[bench,otel,test]' needs. This may run beside .venv/.installed.
+.venv-core/.libraries: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-core
+	$(PYTHON) -c "$$LIST_NEEDS" bench otel test > .venv-core/needs.txt
+	.venv-core/bin/$(INSTALL) -c constraints.txt -r .venv-core/needs.txt
+	@touch $@
+
+define LIST_NEEDS
+import sys, tomllib
+project = tomllib.load(open('pyproject.toml', 'rb'))['project']
+needs = [project['optional-dependencies'][extra] for extra in sys.argv[1:]]
+print(*project['dependencies'], *sum(needs, []), sep='\n')
+endef
+export LIST_NEEDS
 
 # Public clients, which need other versions of packages. Without npm its client is left out.
 .venv-clients/.installed: tests/e2e/clients/constraints.txt
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/pip install --quiet -r tests/e2e/clients/constraints.txt
+	.venv-clients/bin/$(INSTALL) -r tests/e2e/clients/constraints.txt
 	-npm install --silent --no-audit --no-fund --prefix .venv-clients openai@7.57.0
 	@touch $@
 

@@ -3,7 +3,10 @@
 import heapq
 import random
 from collections import Counter
+from collections.abc import Mapping
 from itertools import count
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,6 +47,7 @@ from engine.control import GatewayReport, Intent, Member, Pools, Version, Versio
 from engine.layout import KVFormat
 from engine.messages import LoadReport, Role, WorkerId
 
+CONTEXT_LEN = 4096  # tokens
 SAME = WorkerConfig()
 APART = WorkerConfig(decode_kv_dtype=KVFormat.INT8)
 IDLE = LoadReport(8, 0, 0, 0, 0, 0, 0, 0)
@@ -51,6 +55,12 @@ BUSY = LoadReport(8, 0, 0, 0, 0, 1, 1, 0)
 
 
 ONE_EACH = Pools(1, 1)
+NONE_BESIDE: Mapping[str, Any] = MappingProxyType({})
+
+
+def model_version(name: str, pools: Pools) -> Version:
+    """Returns the first version of a model beside the main one."""
+    return Version(f"{name}-v1", name, name, pools=pools, line=name)
 
 
 class FakePoolProcess:
@@ -71,11 +81,26 @@ class PoolWorld:
     """A machine with a fake launcher, workers and clock: effects become events a little later."""
 
     def __init__(
-        self, pools: Pools = ONE_EACH, max_workers: int = 8, config=SAME, gateways=("gateway",)
+        self,
+        pools: Pools = ONE_EACH,
+        max_workers: int = 8,
+        config=SAME,
+        gateways=("gateway",),
+        num_spares: int = 0,
+        others: Mapping[str, Pools] = NONE_BESIDE,
+        idle_s: Mapping[str, float] = NONE_BESIDE,
     ) -> None:
+        """`others` are models beside the main one, with their pools. `idle_s` is of these."""
         self.now_s = 0.0
-        limits = PoolLimits(max_workers, drain_timeout_s=20)
-        intent = Intent((Version(worker=config, pools=pools),))
+        limits = PoolLimits(
+            max_workers,
+            num_spares=num_spares,
+            idle_s=idle_s,
+            drain_timeout_s=20,
+            gateways_share_socket=len(gateways) > 1,
+        )
+        main = Version(worker=config, pools=pools)
+        intent = Intent((main, *(model_version(name, own) for name, own in others.items())))
         self.machine = PoolMachine(intent, limits=limits, gateways=gateways)
         self.rng = random.Random(1)
         self.processes: dict[str, FakePoolProcess] = {}
@@ -84,6 +109,11 @@ class PoolWorld:
         self.queue: list[tuple[float, int, object]] = []
         self.number = count()
         self.requests: Counter[str] = Counter()  # running requests, by version
+        self.ends: dict[str, tuple[int, int, int]] = {}  # ended, failed, late: of each second
+        self.ended: dict[str, list[int]] = {}  # the sums, by version
+        self.hung: dict[str, int] = {}  # answers that hang, by version
+        self.longest_len: dict[str, int] = {}  # by version
+        self.probes: dict[str, str | None] = {}  # what gateways found, by version
         self.missing: dict[str, str] = {}  # what gateways lack for a version
         self.silent: set[str] = set()  # gateways
         self.hanging: set[str] = set()  # gateways that are never reached
@@ -122,10 +152,21 @@ class PoolWorld:
     def report(self) -> None:
         """Lets gateways that serve report on the present members."""
         members = self.machine.members
+        for name, ends in self.ends.items():
+            sums = self.ended.setdefault(name, [0, 0, 0])
+            if (version := members.intent.version(name)) is not None and version.weight:
+                self.ended[name] = [total + each for total, each in zip(sums, ends, strict=True)]
         versions = {
-            version.name: VersionReport(self.missing.get(version.name), number, "fp")
+            version.name: VersionReport(
+                self.missing.get(version.name),
+                self.requests[version.name],
+                "fp",
+                *self.ended.get(version.name, (0, 0, 0)),
+                self.longest_len.get(version.name, 0),
+                self.probes.get(version.name, ""),
+                self.hung.get(version.name, 0),
+            )
             for version in members.intent.versions
-            for number in [self.requests[version.name]]
         }
         report = GatewayReport(None, members.version, 2, 0, 0, 0.0, versions=versions)
         for name, state in self.machine.gateways.items():
@@ -181,10 +222,11 @@ class PoolWorld:
             self.later(WorkerStartFailed(worker_id, start, reason))
             return
         address = f"{worker_id}@{start}"
-        kv_format = formats_of(wanted.version.worker)[role]
+        holds = Role.DECODE if role is Role.DRAINED else role
+        kv_format = formats_of(wanted.version.worker)[holds]
         self.processes[worker_id] = FakePoolProcess(role, wanted.version.name, kv_format)
         self.addresses[worker_id] = address
-        self.later(WorkerStarted(worker_id, start, address), self.start_s)
+        self.later(WorkerStarted(worker_id, start, address, CONTEXT_LEN), self.start_s)
         if wanted.version.name in self.unreachable_versions:
             self.processes[worker_id].is_deaf = True
         else:
@@ -209,6 +251,8 @@ class PoolWorld:
         if process is None or process.is_deaf:
             return
         version = self.machine.intent.version(process.version)
+        if version is not None and version.asleep is not None:  # its requests wait till it wakes
+            return
         if version is None or version.is_over:
             assert not self.requests[process.version]
             return
@@ -242,7 +286,7 @@ class PoolWorld:
             intent, limits=self.machine.limits, gateways=["gateway"], **known
         )
         workers = tuple(
-            Member(WorkerId(name), self.addresses[name], process.version)
+            Member(WorkerId(name), self.addresses[name], process.version, CONTEXT_LEN)
             for name, process in self.processes.items()
         )
         self.feed(Found(workers, gateways))

@@ -8,6 +8,7 @@ two workers come in any order.
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cache
 from math import inf
 
 import msgspec
@@ -72,10 +73,11 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.moves.rule import DRAINED
+from router.machine.moves.rule import BALANCED, DRAINED
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
 from router.native.machine import native_machine
 from router.recording.records import Recorder, replay
+from tests.kits.seeds import seeds
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 NUM_BLOCKS, MAX_RUNNING = 8, 3
@@ -671,11 +673,21 @@ def test_without_faults_every_accepted_request_is_answered(seed):
     assert all(isinstance(outcome, Finished | Rejected) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_each_request_ends_once_and_correctly_despite_faults(seed):
+DAYS_OF_FAULTS = seeds(25)
+
+
+@cache  # two tests look at the same days
+def day_of_faults(seed: int) -> tuple[list[Outcome], Counter[tuple[str, str]], Counter[bool]]:
+    """Returns the outcomes of a day, what its machine counted, and its followers."""
     rng = random.Random(seed)
     world = busy_day(rng, troubles=rng.choice([0.1, 0.3, 0.6]))
     outcomes = [client.outcomes[0] for client in world.clients.values()]
+    return outcomes, world.machine.counters, world.num_followers
+
+
+@pytest.mark.parametrize("seed", DAYS_OF_FAULTS)
+def test_each_request_ends_once_and_correctly_despite_faults(seed):
+    outcomes, _, _ = day_of_faults(seed)
     assert any(isinstance(outcome, Finished) for outcome in outcomes)
 
 
@@ -708,6 +720,80 @@ def day_of_flips(rng: random.Random) -> World:
         world.pass_time(0.01 if rng.random() < 0.95 else 0.6)
     world.run_down(rng)
     return world
+
+
+class RowsCost(EverythingPays):
+    """Costs with which a step takes long for each sequence, so that balance pays."""
+
+    def decode_cost(self, worker: WorkerView) -> DecodeCost:
+        return DecodeCost(0.001, 0.1, 0.0)
+
+
+def strike_moves(rng: random.Random, world: World) -> None:
+    """Lets the source or the target of a move die, or both, or change its role; fails copies."""
+    attempts = [f.attempt for f in world.machine.state.flights.values() if f.attempt is not None]
+    ends = [i for a in attempts if a.move is not None for i in (a.decode, a.move.decode)]
+    ends += [i for a in attempts if a.is_moved and not a.kv_ready for i in (a.prefill, a.decode)]
+    if ends and rng.random() < 0.1:
+        for _ in range(rng.choice([1, 1, 2])):
+            world.lose(rng.choice(ends))
+    worker = world.workers.get(rng.choice(ends)) if ends else None
+    if worker is not None and rng.random() < 0.05:
+        world.change_role(worker, rng.choice((Role.PREFILL, Role.DRAINED)))
+    copying = [w for w in world.workers.values() if any(i.endswith(".copy") for i in w.seqs)]
+    if copying and rng.random() < 0.05:
+        rng.choice(copying).give_back(rng)
+
+
+def day_of_joins(rng: random.Random) -> World:
+    """Runs long answers on decode workers that join late and die at any moment of a move."""
+    world = World(
+        msgspec.structs.replace(CONFIG, move_timeout_s=0.5, balance_gain=0.05, max_attempts=6)
+    )
+    world.machine = native_machine(world.config, estimates=RowsCost())
+    for step in range(500):
+        if step % 40 == 20:
+            for name in ("p0", "p1", "d0", "d1"):
+                world.join(name)
+                if world.workers[name].role is not ROLES[name[0]]:
+                    world.change_role(world.workers[name], ROLES[name[0]])
+        if step % 40 == 12:
+            world.lose(rng.choice(("d0", "d1")))
+        if step % 5 == 0:
+            for worker in world.workers.values():
+                worker.report(rng, others=0.0)
+        if rng.random() < 0.2:
+            world.ask(some_prompt(rng, world)[:6], rng.randint(12, 30), (), 1)
+        for worker in list(world.workers.values()):
+            for act in (world.take, world.tell, world.take, world.tell):
+                act(worker)
+            world.work(worker, rng)
+        strike_moves(rng, world)
+        world.pass_time(0.05 if rng.random() < 0.97 else 0.6)
+    world.run_down(rng)
+    return world
+
+
+def test_deaths_of_either_end_of_a_balancing_move_change_no_token(monkeypatch):
+    monkeypatch.setattr("router.policies.balancing.LEAST_LEFT", 1.0)
+    monkeypatch.setattr("router.policies.balancing.PAYBACK", 0.0)
+    monkeypatch.setattr("router.machine.moves.balancing.REST_S", 0.5)
+    monkeypatch.setattr("router.machine.moves.balancing.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("router.machine.moves.balancing.STALE_S", 0.1)
+    monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 64)
+    monkeypatch.setattr(f"{__name__}.MAX_RUNNING", 8)
+    counted: Counter[tuple[str, str]] = Counter()
+    for seed in range(10):
+        world = day_of_joins(random.Random(seed))
+        counted += world.machine.counters
+    assert counted["ended", "finished"] > 300
+    assert counted["moved", BALANCED] > 20
+    assert counted["balance", "called off"] > 15  # the target died, or its copy did not come
+    assert counted["retried", "worker lost"] > 300
+    for reason in (ROLE_CHANGED, DRAINED):
+        assert counted["moved", reason] > 0, reason
+    for reason in ("copy failed", "copy late"):
+        assert counted["fallback", reason] > 0, reason
 
 
 def test_role_flips_reach_all_ends_of_a_move():
@@ -744,10 +830,9 @@ def test_each_policy_finishes_requests_and_replays_exactly(policy):
 def test_faults_reach_all_outcomes_and_all_ends_of_an_offer():
     counted: Counter[tuple[str, str]] = Counter()
     followers: Counter[bool] = Counter()
-    for seed in range(20):
-        world = busy_day(random.Random(seed), troubles=0.3)
-        counted += world.machine.counters
-        followers += world.num_followers
+    for _, counted_by_day, followers_of_day in map(day_of_faults, DAYS_OF_FAULTS):
+        counted += counted_by_day
+        followers += followers_of_day
     for outcome in ("finished", "rejected", "failed", "cancelled"):
         assert counted["ended", outcome] > 0, outcome
     assert counted["prefix offer", "asked"] > 100

@@ -116,6 +116,13 @@ def source(
         ours.close()
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Source]:
+    """A source of all tests that only read from it."""
+    with source("lasting") as other:
+        yield other
+
+
 @dataclass
 class Sink:
     agent: NixlAgent
@@ -159,44 +166,41 @@ def read_all(reader: NixlReader, read_id: int, num_blocks: int = NUM_BLOCKS) -> 
 # ---------------------------------------------------------------- reads
 
 
-def test_scattered_blocks_arrive_and_no_other_block_is_touched(sink):
+def test_scattered_blocks_arrive_and_no_other_block_is_touched(sink, lasting):
     sink.pool.blocks[:] = contents(NUM_BLOCKS, seed=2)
     expected = sink.pool.blocks.copy()
     rng = np.random.default_rng(3)
     there, here = rng.permutation(NUM_BLOCKS)[:40], rng.permutation(NUM_BLOCKS)[:40]
-    with source() as other:
-        reader = sink.connect(other)
-        for first in (0, 10, 20, 30):  # several in flight
-            part = slice(first, first + 10)
-            reader.fetch(first, there[part].tolist(), here[part].tolist())
-        assert ends(reader, 4) == {0: None, 10: None, 20: None, 30: None}
-        assert reader.num_outstanding == 0
-        expected[here] = other.bytes[there]
-        np.testing.assert_array_equal(sink.pool.blocks, expected)
+    reader = sink.connect(lasting)
+    for first in (0, 10, 20, 30):  # several in flight
+        part = slice(first, first + 10)
+        reader.fetch(first, there[part].tolist(), here[part].tolist())
+    assert ends(reader, 4) == {0: None, 10: None, 20: None, 30: None}
+    assert reader.num_outstanding == 0
+    expected[here] = lasting.bytes[there]
+    np.testing.assert_array_equal(sink.pool.blocks, expected)
 
 
-def test_adjacent_blocks_arrive_where_they_belong(sink):
-    with source() as other:
-        reader = sink.connect(other)
-        reader.fetch(1, [5, 6, 7, 8, 20], [30, 31, 32, 40, 41])
-        assert ends(reader) == {1: None}
-        np.testing.assert_array_equal(
-            sink.pool.blocks[[30, 31, 32, 40, 41]], other.bytes[[5, 6, 7, 8, 20]]
-        )
-        assert not np.delete(sink.pool.blocks, [30, 31, 32, 40, 41], axis=0).any()
+def test_adjacent_blocks_arrive_where_they_belong(sink, lasting):
+    reader = sink.connect(lasting)
+    reader.fetch(1, [5, 6, 7, 8, 20], [30, 31, 32, 40, 41])
+    assert ends(reader) == {1: None}
+    np.testing.assert_array_equal(
+        sink.pool.blocks[[30, 31, 32, 40, 41]], lasting.bytes[[5, 6, 7, 8, 20]]
+    )
+    assert not np.delete(sink.pool.blocks, [30, 31, 32, 40, 41], axis=0).any()
 
 
-def test_only_the_pieces_of_each_record_are_read(sink):
+def test_only_the_pieces_of_each_record_are_read(sink, lasting):
     pieces = (RecordPiece(0, 64, 1000), RecordPiece(8192, 4096, 128))
     there, here = [63, 0, 31], [1, 62, 5]
-    with source() as other:
-        reader = sink.connect(other, pieces=pieces)
-        reader.fetch(9, there, here)
-        assert ends(reader) == {9: None}
-        expected = np.zeros_like(other.bytes)
-        expected[here, 64:1064] = other.bytes[there, :1000]
-        expected[here, 4096:4224] = other.bytes[there, 8192:8320]
-        np.testing.assert_array_equal(sink.pool.blocks, expected)
+    reader = sink.connect(lasting, pieces=pieces)
+    reader.fetch(9, there, here)
+    assert ends(reader) == {9: None}
+    expected = np.zeros_like(lasting.bytes)
+    expected[here, 64:1064] = lasting.bytes[there, :1000]
+    expected[here, 4096:4224] = lasting.bytes[there, 8192:8320]
+    np.testing.assert_array_equal(sink.pool.blocks, expected)
 
 
 def test_a_source_may_have_more_blocks_than_the_sink(sink):
@@ -208,14 +212,13 @@ def test_a_source_may_have_more_blocks_than_the_sink(sink):
 
 
 @pytest.mark.parametrize(("there", "here"), [(NUM_BLOCKS, 0), (-1, 0), (0, NUM_BLOCKS), (0, -1)])
-def test_a_block_outside_its_pool_is_refused_before_anything_is_read(sink, there, here):
-    with source() as other:
-        reader = sink.connect(other)
-        with pytest.raises(IndexError):
-            reader.fetch(1, [1, there], [1, here])
-        assert reader.num_outstanding == 0
-        assert read_all(reader, 2) is None
-        assert sink.agent.num_restarts == 0
+def test_a_block_outside_its_pool_is_refused_before_anything_is_read(sink, lasting, there, here):
+    reader = sink.connect(lasting)
+    with pytest.raises(IndexError):
+        reader.fetch(1, [1, there], [1, here])
+    assert reader.num_outstanding == 0
+    assert read_all(reader, 2) is None
+    assert sink.agent.num_restarts == 0
 
 
 def test_the_source_is_notified_of_the_read_by_its_id(sink):
@@ -248,18 +251,17 @@ def test_the_source_is_notified_of_the_read_by_its_id(sink):
         ({"metadata": b""}, "cannot be reached"),
     ],
 )
-def test_a_false_offer_is_refused(sink, changed, reason):
-    with source() as other:
-        offer = msgspec.structs.replace(other.offer, **changed)
-        with pytest.raises(NixlUnavailable, match=reason):
-            sink.agent.connect(offer, NUM_BLOCKS, record_bytes=BLOCK_BYTES)
-        assert read_all(sink.connect(other), 1) is None
+def test_a_false_offer_is_refused(sink, lasting, changed, reason):
+    offer = msgspec.structs.replace(lasting.offer, **changed)
+    with pytest.raises(NixlUnavailable, match=reason):
+        sink.agent.connect(offer, NUM_BLOCKS, record_bytes=BLOCK_BYTES)
+    assert read_all(sink.connect(lasting), 1) is None
 
 
 @pytest.mark.parametrize("piece", [RecordPiece(1, 0, BLOCK_BYTES), RecordPiece(0, 1, BLOCK_BYTES)])
-def test_a_piece_that_exceeds_its_record_is_refused(sink, piece):
-    with source() as other, pytest.raises(NixlUnavailable, match="within"):
-        sink.connect(other, pieces=[piece])
+def test_a_piece_that_exceeds_its_record_is_refused(sink, lasting, piece):
+    with pytest.raises(NixlUnavailable, match="within"):
+        sink.connect(lasting, pieces=[piece])
 
 
 def test_a_host_without_nixl_gets_a_clear_error(monkeypatch):

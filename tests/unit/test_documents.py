@@ -23,6 +23,7 @@ def ours(*programs: str) -> list[Command]:
 def test_linked_files_exist(page):
     absent = [str(path) for path in documents.links(page) if not path.exists()]
     assert not absent
+    assert not documents.absent_anchors(page)
 
 
 @pytest.mark.parametrize("command", ours("baton"), ids=str)

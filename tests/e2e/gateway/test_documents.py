@@ -72,7 +72,7 @@ def test_baton_chat_answers_what_is_typed(served):
     options = ["--url", served.url, "--max-tokens", "8", "--temperature", "0"]
     chat = [sys.executable, "-m", "deploy.commands.main", "chat", *options]
     lines = said(chat, "def add(a, b):\n").splitlines()
-    assert lines[0].endswith(f"at {served.url}; Ctrl-D ends")
+    assert lines[0].endswith(f"at {served.url}; /help lists commands, Ctrl-D ends")
     assert "".join(lines[1:]).replace("you>", "").strip()
 
 

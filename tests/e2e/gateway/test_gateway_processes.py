@@ -1,24 +1,30 @@
 """Several gateway processes on one port, in front of a worker that computes nothing."""
 
 import asyncio
+import http.client
+import json
 import os
 import select
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
 from deploy.services import gateway as gateway_service
 from deploy.services.gateway import GatewayService
 from deploy.services.spec import GatewayReady, GatewaySpec
+from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
 from engine.control import Intent, Members, Version
 from engine.errors import ConfigError
+from engine.net.grpc_library import grpc
 from router.access.file import change_keys
 from router.access.keys import with_key, without_key
 from tests.kits.router.access import record
@@ -31,7 +37,7 @@ NUM_REQUESTS = 18
 
 def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
     keys = None if keys_file is None else str(keys_file)
-    gateway = GatewayConfig(port=port, processes=2, keys_file=keys)
+    gateway = GatewayConfig(port=port, grpc_port=0, processes=2, keys_file=keys)
     config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
     return Deployment(NullWorkers(NURSERY), model=BUNDLED_MODEL, config=config)
 
@@ -42,7 +48,7 @@ def serving(tmp_path, monkeypatch) -> Iterator[Deployment]:
     running = deployment()
     running.open()
     yield running
-    directory = Path(running._siblings.name)
+    directory = running._shared.path
     assert directory.is_dir()
     running.close()
     assert not directory.exists()
@@ -56,6 +62,17 @@ def ask(url: str, num_requests: int = NUM_REQUESTS) -> None:
         body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def ask_by_grpc(gateway: GatewayReady, num_requests: int = NUM_REQUESTS) -> None:
+    """Asks for the health, each time over its own connection."""
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    for _ in range(num_requests):
+        with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}", own) as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=10
+            )
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def finished(url: str) -> dict[str, float]:
@@ -95,7 +112,7 @@ def restarted(running: Deployment, name: str, deadline_s: float = 60) -> list[st
 
 def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     first, second = serving.gateways
-    assert first.url == second.url
+    assert (first.url, first.grpc_port) == (second.url, second.grpc_port)
     assert first.pid != second.pid
     url = first.url
     assert httpx.get(f"{url}/ready").status_code == 200
@@ -137,12 +154,64 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     assert all(counts[process] > before.get(process, 0) for process in counts)
 
 
-@pytest.mark.long  # takes ten seconds
+@contextmanager
+def streams(url: str, number: int) -> Iterator[list[http.client.HTTPResponse]]:
+    """Begins streams of about a second, each over its own connection."""
+    host, port = url.removeprefix("http://").split(":")
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with ExitStack() as stack:
+        begun = []
+        for _ in range(number):
+            connection = http.client.HTTPConnection(host, int(port), timeout=30)
+            stack.callback(connection.close)
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+            )
+            begun.append(stack.enter_context(connection.getresponse()))
+        yield begun
+
+
+def test_a_stopped_process_delays_no_new_client_and_its_streams_go_on(serving):
+    stopped = serving.gateways[1]
+    with streams(stopped.url, 8) as begun:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            ask(stopped.url)
+            ask_by_grpc(stopped)
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        for stream in begun:
+            assert stream.read().splitlines()[-2:] == [b"data: [DONE]", b""]
+    assert [gateway.pid for gateway in serving.gateways][1] == stopped.pid
+
+
+@pytest.mark.long  # takes fifteen seconds
+def test_no_stream_is_lost_with_a_process_that_is_stopped_for_fourteen_seconds(serving):
+    stopped, clock = serving.gateways[1], MonotonicClock()
+    with streams(stopped.url, 40) as begun:
+        end_s = clock.now_s() + 14
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            while clock.now_s() < end_s:
+                ask(stopped.url)
+                ask_by_grpc(stopped)
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        assert [stream.read()[-8:] for stream in begun] == [b"[DONE]\n\n"] * 40
+    assert [gateway.pid for gateway in serving.gateways][1] == stopped.pid
+    assert "requests lost with gateways" not in serving.controller.counters
+
+
+@pytest.mark.long  # takes forty seconds
 def test_a_process_that_hangs_is_ended_and_started_again(serving):
     hung = serving.gateways[1]
     os.kill(hung.pid, signal.SIGSTOP)
+    trouble = "gateway-1 does not answer. New requests go to the others."
+    machine = serving.controller.machine
+    poll_until(lambda: trouble in machine.troubles(), "the controller tells it", 12)
+    ask(hung.url)
     assert restarted(serving, "gateway-1")[-3:] == [
-        "gateway-1 is stopped: no session for 5 s",
+        "gateway-1 is stopped: no session for 30 s",
         "gateway-1 was stopped: it is started again in 1 s",
         "gateway-1 was started again",
     ]
@@ -181,7 +250,8 @@ def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypa
         change_keys(path, lambda records: with_key(records, record("second", "bob")))
         change_keys(path, lambda records: without_key(records, "ann"))
         poll_until(lambda: statuses(url, bearer(b"first")) == {401}, "the key is refused", 10)
-        assert statuses(url, bearer(b"second")) == {200}
+        # The connections before may all have led to one process.
+        poll_until(lambda: statuses(url, bearer(b"second")) == {200}, "the key is known", 10)
         path.unlink()
         poll_until(lambda: statuses(url, bearer(b"second")) == {401}, "no key is valid", 10)
         assert [gateway.pid for gateway in running.gateways] == pids
@@ -189,34 +259,15 @@ def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypa
         running.close()
 
 
-def listens(sock: socket.socket) -> bool:
-    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def test_a_joining_process_gets_no_connection_before_it_is_ready():
-    with gateway_service._bind(GatewayConfig(port=0, processes=2), is_first=True) as first:
-        assert listens(first)
-        host, port = first.getsockname()
-        config = GatewayConfig(port=port, processes=2)
-        with gateway_service._bind(config, is_first=False) as second:
-            assert not listens(second)
-            first.settimeout(5)
-            for _ in range(NUM_REQUESTS):
-                with socket.create_connection((host, port), timeout=5):
-                    first.accept()[0].close()
-            gateway_service._listen(second)
-            assert listens(second)
-
-
 def test_a_gateway_that_does_not_open_gives_its_port_back(tmp_path, monkeypatch):
     bound = []
 
-    def bind(*args: object, **options: object) -> socket.socket:
-        bound.append(real_bind(*args, **options))
+    def listen(*address: object) -> socket.socket:
+        bound.append(real_listen(*address))
         return bound[0]
 
-    real_bind = gateway_service._bind
-    monkeypatch.setattr(gateway_service, "_bind", bind)
+    real_listen = gateway_service.listen_on
+    monkeypatch.setattr(gateway_service, "listen_on", listen)
     members = Members(1, (), Intent((Version(model=str(tmp_path)),)))
     spec = GatewaySpec(members, GatewayConfig(port=0), RouterConfig(), "token")
     with pytest.raises(ConfigError):

@@ -8,6 +8,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from deploy.services.shared_port import listen_on
 from engine.errors import ConfigError
 from engine.net.grpc_library import grpc
 from router.access.fixed import FixedKeys
@@ -19,6 +20,7 @@ from router.gateway.inference.answers import FINAL, IGNORED
 from router.gateway.inference.service import SERVICE
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.certificates import make_certificate, needs_openssl
+from tests.kits.router.access import access_lines
 from tests.kits.router.gateway import FakeRouter, Never, answer, tokens
 from tests.kits.router.inference import (
     InferenceClient,
@@ -230,6 +232,56 @@ async def test_models_need_a_key_and_probes_do_not():
         assert len(await responses_to(client, a_stream(), metadata=right)) == 3
 
 
+@pytest.fixture
+def lines():
+    with access_lines() as found:
+        yield found
+
+
+@in_time
+async def test_each_request_is_a_line_of_the_access_log(lines):
+    async with inference(FakeRouter(answer("hi"), answer("hi")), keys=KEYS) as client:
+        right = (("authorization", "Bearer right"), ("x-request-id", "mine"))
+        await client.ModelInfer(request_of(), metadata=right)
+        await responses_to(
+            client, a_stream(), a_stream(sampling_parameters={"temperature": -1}), metadata=right
+        )
+        await status_of(client.ModelInfer(request_of()))
+        await client.ServerLive(pb.ServerLiveRequest())
+        await status_of(client.ModelReady(pb.ModelReadyRequest(name="other"), metadata=right))
+    whole, refused, streamed, keyless, live, unknown = sorted_as_told(lines)
+    assert {line["method"] for line in lines} == {"GRPC"}
+    assert {line["client"] for line in lines} == {"127.0.0.1"}
+    assert whole["path"] == f"/{SERVICE}/ModelInfer"
+    assert (whole["status"], whole["request_id"], whole["outcome"]) == (200, "mine", "finished")
+    assert (whole["prompt_tokens"], whole["completion_tokens"] > 0) == (2, True)
+    assert whole["request"].startswith("cmpl-")
+    assert (streamed["path"], streamed["status"]) == (f"/{SERVICE}/ModelStreamInfer", 200)
+    assert (refused["path"], refused["status"]) == (f"/{SERVICE}/ModelStreamInfer", 400)
+    assert (keyless["status"], keyless["outcome"]) == (401, "invalid")
+    assert (live["path"], live["status"]) == (f"/{SERVICE}/ServerLive", 200)
+    assert unknown["status"] == 404
+
+
+def sorted_as_told(lines):
+    """The two lines of a stream may come in any order: the refused request first."""
+    first, *two, third, fourth, fifth = lines
+    return first, *sorted(two, key=lambda line: -line["status"]), third, fourth, fifth
+
+
+@in_time
+async def test_a_client_that_leaves_is_a_line_of_the_access_log(lines):
+    router = FakeRouter([tokens("a"), Never()])
+    async with inference(router) as client:
+        call = client.ModelInfer(request_of())
+        await router.waiting.wait()
+        call.cancel()
+        while not any(line["path"].endswith("ModelInfer") for line in lines):
+            await client.ServerLive(pb.ServerLiveRequest())
+    [line] = [line for line in lines if line["path"].endswith("ModelInfer")]
+    assert (line["status"], line["outcome"]) == (0, "cancelled")
+
+
 @pytest.mark.parametrize("ends", ["cancel", "deadline"])
 @pytest.mark.parametrize("streams", [False, True])
 @in_time
@@ -273,7 +325,7 @@ async def test_tls_uses_the_certificate_and_follows_its_change(tmp_path):
     tls = TlsFiles(*files)
     tls.open()
     server = server_of(FakeRouter(answer("hi")), tls=tls)
-    port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
+    port = await server.open("127.0.0.1", 0)
 
     async def ask():
         roots = grpc.ssl_channel_credentials(files[0].read_bytes())
@@ -293,16 +345,43 @@ async def test_tls_uses_the_certificate_and_follows_its_change(tmp_path):
 
 
 @in_time
-async def test_only_processes_of_one_deployment_share_a_port():
-    first, second, stranger = (server_of(FakeRouter()) for _ in range(3))
+async def test_a_taken_port_is_told():
+    first, stranger = server_of(FakeRouter()), server_of(FakeRouter())
     try:
-        port = await first.open("127.0.0.1", 0, shares=True, is_first=True)
-        assert await second.open("127.0.0.1", port, shares=True, is_first=False) == port
+        port = await first.open("127.0.0.1", 0)
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} for gRPC"):
-            await stranger.open("127.0.0.1", port, shares=True, is_first=True)
+            await stranger.open("127.0.0.1", port)
     finally:
-        for server in (first, second, stranger):
-            await server.close(0.0)
+        await first.close(0.0)
+
+
+@needs_openssl
+@pytest.mark.parametrize("is_secure", [False, True])
+@in_time
+async def test_processes_that_share_a_socket_answer_alike_and_large(tmp_path, is_secure):
+    files = make_certificate(tmp_path, "shared") if is_secure else None
+    tls = None if files is None else TlsFiles(*files)
+    if tls is not None:
+        tls.open()
+    text = "yo" * 200_000  # more than any buffer between
+    servers = [server_of(FakeRouter(answer("hi")), tls=tls) for _ in range(2)]
+    with listen_on("127.0.0.1", 0) as sock:
+        for number, server in enumerate(servers):
+            shared = sock.dup()
+            assert await server.open_on(shared, tmp_path, str(number)) == sock.getsockname()[1]
+        address = "{}:{}".format(*sock.getsockname())
+    for left in (2, 1):  # the second time one of them has closed
+        for _ in range(4):
+            if files is None:
+                channel = grpc.aio.insecure_channel(address)
+            else:
+                roots = grpc.ssl_channel_credentials(files[0].read_bytes())
+                channel = grpc.aio.secure_channel(address, roots)
+            async with channel:
+                client = InferenceClient(channel)
+                assert await client.ModelInfer(request_of("yo"), timeout=5)
+                assert await status_of(client.ModelInfer(request_of(text), timeout=5))
+        await servers[left - 1].close(0.0)
 
 
 @pytest.mark.parametrize("hurries", [False, True])
@@ -310,7 +389,7 @@ async def test_only_processes_of_one_deployment_share_a_port():
 async def test_a_server_that_closes_waits_for_answers_unless_it_is_hurried(hurries):
     router = FakeRouter([tokens("a"), Never()])
     server = server_of(router)
-    port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
+    port = await server.open("127.0.0.1", 0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = InferenceClient(channel).ModelInfer(request_of())
         await router.waiting.wait()

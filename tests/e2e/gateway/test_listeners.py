@@ -3,15 +3,19 @@
 The kernel is asked for the sockets: the settings of a process prove nothing.
 """
 
+import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from deploy.admin.client import AdminClient, find_deployment
 from engine.net.grpc_library import grpc
 from tests.kits.services.served import Served, command_line, marked_pids, serve
 from tests.kits.services.sockets import Listener, listeners, tree
@@ -30,6 +34,8 @@ CALLS = {  # one method of each service of Ray, by the program that has it
     "/ray.rpc.ObjectManagerService/Pull": "raylet/raylet",
     "/ray.rpc.CoreWorkerService/PushTask": "ray::ServiceActor",
 }
+FIELDS = {"time", "level", "process", "pid", "logger", "message"}
+LOGGED_WITHIN_S = 30.0  # from a line to the next one that Ray passes on
 RUN_SOMETHING = """
 import ray
 ray.init(address={address!r}, logging_level="ERROR", log_to_driver=False)
@@ -39,7 +45,8 @@ print(ray.get(ray.remote(num_cpus=0)(lambda: "ran").remote(), timeout=20))
 
 @pytest.fixture(scope="module")
 def on_ray() -> Iterator[Served]:
-    with serve("--launcher", "ray", BATON_ADMIN__KEY=KEY) as running:
+    logs = ("--log-format", "json", "--log-level", "info")
+    with serve("--launcher", "ray", *logs, BATON_ADMIN__KEY=KEY) as running:
         yield running
 
 
@@ -71,6 +78,30 @@ def _answer(listener: Listener, method: str) -> grpc.StatusCode:
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
+
+
+@pytest.mark.ray
+def test_all_lines_on_ray_are_json_and_name_their_process(on_ray):
+    expected, printed = {"controller", "gateway", "worker-0", "worker-1"}, on_ray.printed
+    while not expected <= (found := processes(printed)).keys():
+        ready, _, _ = select.select([on_ray.process.stderr], [], [], LOGGED_WITHIN_S)
+        assert ready, f"Ray did not pass on a line of each: {found}"
+        printed += os.read(on_ray.process.stderr.fileno(), 4096).decode()
+    assert len(set(found.values())) == len(found)
+    assert all(line.keys() >= FIELDS for line in json_lines(printed))
+    port = on_ray.url.rpartition(":")[2]
+    with AdminClient(*find_deployment(None, KEY, os.environ, port)) as admin:
+        kept = admin.logs(None)
+    assert expected <= {line["process"] for line in kept.lines}
+
+
+def processes(printed: str) -> dict[str, int]:
+    return {line["process"]: line["pid"] for line in json_lines(printed)}
+
+
+def json_lines(printed: str) -> list[dict[str, Any]]:
+    """Returns the lines that are complete."""
+    return [json.loads(line) for line in printed.splitlines(keepends=True) if line[-1] == "\n"]
 
 
 def test_plain_processes_listen_on_loopback_only(served):
@@ -136,7 +167,7 @@ def test_ray_serves_and_its_folder_is_private(on_ray):
         timeout=60,
     )
     assert response.status_code == 200
-    assert response.json()["baton_timeline"]["decode_worker"] == "decode-0"
+    assert response.json()["baton_timeline"]["decode_worker"] == "worker-1"
     folder = session_folder(on_ray).parent.parent
     assert (folder.stat().st_mode & 0o777, folder.stat().st_uid) == (0o700, os.getuid())
 

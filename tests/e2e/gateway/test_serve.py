@@ -77,14 +77,14 @@ def test_stages_of_the_timeline_sum_to_less_than_the_clients_time(served):
     assert len(stages) == 7
     assert all(value >= 0 for value in stages)
     assert 0 < sum(stages) < took_s
-    assert (timeline["prefill_worker"], timeline["decode_worker"]) == ("prefill-0", "decode-0")
+    assert (timeline["prefill_worker"], timeline["decode_worker"]) == ("worker-0", "worker-1")
 
 
 def test_metrics_count_every_block_by_state(served):
     def blocks() -> dict[str, float]:
         return matching(r"baton_worker_blocks\{", metrics(served.url))
 
-    workers = ("prefill-0", "decode-0")
+    workers = ("worker-0", "worker-1")
     poll_until(
         lambda: all(any(f'"{name}"' in series for series in blocks()) for name in workers),
         "both workers have reported their blocks",
@@ -138,12 +138,15 @@ def test_kv_formats_that_cannot_be_exchanged_are_one_clear_line():
 def test_nixl_where_it_is_not_installed_is_one_clear_line(tmp_path):
     for package in PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise ImportError('not [here]')")
-    arguments = ("serve", "--launcher", "process", "--kv-transport", "nixl")
-    result = run_command(*arguments, PYTHONPATH=str(tmp_path))
-    assert result.returncode == 1
-    [line] = result.stderr.strip().splitlines()
-    assert re.match(r"error: (prefill|decode)-0: .*\bNIXL\b", line)
-    assert all(f"{package}: not [here]" in line for package in PACKAGES)  # the line is no markup
+    arguments = ("serve", "--launcher", "process", "--kv-transport", "nixl", "--port", "0")
+    folder = {"PYTHONPATH": str(tmp_path), "BATON_RUN_DIR": str(tmp_path)}
+    for _ in range(2):  # a start that fails leaves no orders for the next one
+        result = run_command(*arguments, BATON_ADMIN__NAME="fails", **folder)
+        assert result.returncode == 1
+        [line] = result.stderr.strip().splitlines()
+        assert re.match(r"error: worker-[01]: .*\bNIXL\b", line)
+        assert all(f"{package}: not [here]" in line for package in PACKAGES)  # no markup
+        assert not list(tmp_path.glob("*.orders"))
 
 
 def test_the_version_is_printed():

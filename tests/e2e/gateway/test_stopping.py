@@ -148,6 +148,16 @@ def test_a_second_signal_ends_at_once():
         assert took_s < 5
 
 
+def test_when_the_command_is_killed_answers_end_at_once():
+    with serving(drain_s=60) as running:
+        answers = running.streams(FOR_EVER)
+        running.process.kill()
+        assert {error_code(answer.result(10)) for answer in answers} == {"server_shutdown"}
+        status, _, text = running.ended()
+        assert status == -signal.SIGKILL
+        assert "the controller died: answers that run are ended" in text
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "num_processes",

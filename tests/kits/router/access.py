@@ -1,9 +1,13 @@
-"""A keys file for tests, and a clock and a calendar that a test sets."""
+"""A keys file for tests, a clock and a calendar that a test sets, and lines of the access log."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.log_context import ACCESS
 from router.access.file import KeyFile, change_keys
 from router.access.keys import KeyRecord, hash_of
 
@@ -40,3 +44,20 @@ def open_keys(path: Path, clock: SetClock) -> KeyFile:
     keys = KeyFile(path, clock, lambda: clock.unix_s)
     keys.open()
     return keys
+
+
+@contextmanager
+def access_lines() -> Iterator[list[dict[str, Any]]]:
+    """The fields and texts of the lines that are logged meanwhile."""
+    found: list[dict[str, Any]] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.fields | {"text": record.getMessage()})
+
+    keeper, level = Keeper(), ACCESS.level
+    ACCESS.addHandler(keeper)
+    ACCESS.setLevel(logging.INFO)
+    yield found
+    ACCESS.removeHandler(keeper)
+    ACCESS.setLevel(level)

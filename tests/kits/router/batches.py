@@ -94,7 +94,6 @@ async def batch_app(
     *,
     keys: Any = None,
     runs: bool = True,
-    siblings: Any = None,
     **bounds: Any,
 ):
     """An app whose batches run, unless told otherwise."""
@@ -107,7 +106,6 @@ async def batch_app(
         rng=random.Random(1),
         grammars=CheckedAtOnce(),
         keys=keys,
-        siblings=siblings,
         storage=storage,
         background=background,
     )

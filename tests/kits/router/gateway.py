@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.messages import FinishReason, RequestId, WorkerId
 from engine.net.trust import Secret
+from router.cluster.transfers import MovedKv
 from router.gateway.app import create_app
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
@@ -108,6 +109,8 @@ class FakeRouter:
         self.not_ready: str | None = None
         self.capacity: int | None = None  # tokens
         self.statuses: dict[WorkerId, WorkerStatus] = {}
+        self.severed_pairs: list[tuple[WorkerId, WorkerId]] = []
+        self.moved: list[MovedKv] = []
         self.events: dict[tuple[str, str], int] = {}
 
     async def submit(
@@ -164,6 +167,16 @@ class FakeRouter:
     def queue_len(self) -> int:
         return 7
 
+    def severed(self) -> Mapping[tuple[WorkerId, WorkerId], float]:
+        return dict.fromkeys(self.severed_pairs, 3.0)
+
+    def transfers(self) -> list[MovedKv]:
+        return list(self.moved)
+
+    def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
+        known = {request.request_id for request in self.requests}
+        return {each: TIMELINE for each in request_ids if each in known}
+
     def counters(self) -> Mapping[tuple[str, str], int]:
         return self.events
 
@@ -195,7 +208,7 @@ def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings:
 
 
 def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
-    keys = settings.pop("keys", None)
+    keys, board = settings.pop("keys", None), settings.pop("board", None)
     return create_app(
         versions,
         settings=GatewaySettings(SECRET, **settings),
@@ -203,6 +216,7 @@ def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any
         rng=random.Random(1),
         grammars=CheckedAtOnce(),
         keys=keys,
+        board=board,
     )
 
 

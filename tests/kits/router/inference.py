@@ -60,7 +60,7 @@ def server_of(
 async def inference(router: FakeRouter, **settings: Any) -> AsyncIterator[InferenceClient]:
     """A client of a server on a loopback port that the system chose."""
     server = server_of(router, **settings)
-    port = await server.open("127.0.0.1", 0, shares=False, is_first=True)
+    port = await server.open("127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield InferenceClient(channel)

@@ -58,11 +58,11 @@ class Driver:
         info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
         return self.handle(WorkerJoined(info))
 
-    def ask(self, name="r", prompt=(1, 2, 3, 4, 5), max_tokens=4):
+    def ask(self, name="r", prompt=(1, 2, 3, 4, 5), max_tokens=4, **fields):
         limits = Limits(max_len=len(prompt) + max_tokens)
-        return self.handle(
-            Arrived(Request(RequestId(name), tuple(prompt), Sampling(), limits, self.now_s - 0.5))
-        )
+        received_s = self.now_s - 0.5
+        request = Request(RequestId(name), tuple(prompt), Sampling(), limits, received_s, **fields)
+        return self.handle(Arrived(request))
 
     def say(self, worker: str, message, after_s: float = 0.0):
         self.now_s += after_s

@@ -9,20 +9,24 @@ from typing import Any
 
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener
+from router.gateway.background import BackgroundWork
 
 
 @contextmanager
-def served(app: Any) -> Iterator[str]:
-    """Serves the app on a port that the system chooses. Yields its URL."""
+def served(app: Any, work: BackgroundWork | None = None) -> Iterator[str]:
+    """Serves the app with its background work, on a port of the system. Yields the URL."""
     sock = socket.create_server(("127.0.0.1", 0))
     host, port = sock.getsockname()[:2]
     is_open, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
         listener = Listener(app, Book(EdgeLimits()))
+        background = work or BackgroundWork()
+        await background.open()
         listener.open(sock)
         is_open.set()
         await stop.wait()
+        await background.close(1.0)
         await listener.close(0.0, lambda: None)
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)

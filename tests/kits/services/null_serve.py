@@ -1,5 +1,5 @@
-"""`python -m tests.kits.services.null_serve DRAIN_S PACE_S`: `baton serve`, whose worker computes
-nothing."""
+"""`python -m tests.kits.services.null_serve DRAIN_S PACE_S [NAME]`: `baton serve`, whose workers
+compute nothing. NAME is the deployment's."""
 
 import sys
 
@@ -9,17 +9,19 @@ from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.commands.serve import run
 from deploy.local.deployment import Deployment
 from deploy.local.nursery import Nursery
-from deploy.logs import configure_logging
+from deploy.logs.lines import LogSource, configure_logging
 from engine.clock import MonotonicClock
-from engine.config import Config, GatewayConfig, PoolsConfig
+from engine.config import AdminConfig, Config, GatewayConfig, PoolsConfig
 from tests.kits.services.null_workers import NullWorkers
 
 
 def main() -> None:
-    configure_logging("warning", MonotonicClock())
-    drain_s, pace_s = map(float, sys.argv[1:])
+    configure_logging(LogSource("null"), MonotonicClock())
+    drain_s, pace_s = map(float, sys.argv[1:3])
+    name = sys.argv[3] if len(sys.argv) > 3 else None
     gateway = GatewayConfig(port=0, drain_timeout_s=drain_s)
-    config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
+    pools = PoolsConfig(mixed=1, max_workers=4)
+    config = Config(gateway=gateway, pools=pools, admin=AdminConfig(name=name))
     launcher = NullWorkers(Nursery(), pace_s)
     sys.exit(run(Deployment(launcher, model=BUNDLED_MODEL, config=config), Console(stderr=True)))
 

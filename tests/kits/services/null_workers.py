@@ -1,6 +1,7 @@
-"""A launcher whose worker computes nothing, for gateway tests without torch."""
+"""A launcher whose workers compute nothing, for gateway tests without torch."""
 
 import sys
+from collections.abc import Mapping
 
 import msgspec
 
@@ -12,22 +13,33 @@ from deploy.services.spec import WorkerReady, WorkerSpec
 
 
 class NullWorkers(ProcessLauncher):
-    """A launcher of real gateways and of a worker that sends each answer a token every `pace_s`."""
+    """A launcher of real gateways, and of workers that send each answer a token every `pace_s`."""
 
-    def __init__(self, nursery: Nursery, pace_s: float = 0.001) -> None:
+    def __init__(
+        self, nursery: Nursery, pace_s: float = 0.001, kernels: Mapping[str, str] | None = None
+    ) -> None:
+        """`kernels`: what workers say that they compute with, by name."""
         super().__init__(nursery)
         self._pace_s = pace_s
+        self._kernels = kernels or {}
+        self._workers: list[Driven] = []
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         options = NullWorkerOptions(
-            spec.token, pace_s=self._pace_s, token_ids=(300, 301), worker_id=spec.worker_id
+            spec.token,
+            pace_s=self._pace_s,
+            token_ids=(300, 301),
+            worker_id=spec.worker_id,
+            kernels=self._kernels.get(spec.worker_id, ""),
         )
         argument = msgspec.json.encode(options).decode()
-        self.worker = Driven("worker", [sys.executable, "-m", "bench.gateway.worker", argument])
-        self.worker.start()
-        facts = self.worker.ready(30)
+        worker = Driven("worker", [sys.executable, "-m", "bench.gateway.worker", argument])
+        self._workers.append(worker)
+        worker.start()
+        facts = worker.ready(30)
         return WorkerReady(facts["address"], facts["pid"], 4096, NUM_BLOCKS, 1, 0.0)
 
     def close(self) -> None:
         super().close()
-        self.worker.close()
+        for worker in self._workers:
+            worker.close()

@@ -34,7 +34,9 @@ class Served:
     process: "subprocess.Popen[bytes]"
     mark: str
     num_blocks: int  # of all workers; to be set where there come to be others
+    printed: str = ""  # until it served
     grpc: str = ""  # its address, if it serves gRPC
+    run_dir: str = ""  # where it is announced, if the test chose that
 
 
 def marked_pids(mark: str) -> list[int]:
@@ -128,6 +130,7 @@ def serve(
     )
     try:
         served = _served(process, mark)
+        served.run_dir = environment.get("BATON_RUN_DIR", "")
         yield served
         conserved(served)
         process.send_signal(signal.SIGINT)
@@ -144,12 +147,12 @@ def _served(process, mark: str) -> Served:
     clock = MonotonicClock()
     end_s = clock.now_s() + START_TIMEOUT_S
     printed = b""
-    while (found := re.search(rb"serving \S+ at (http://\S+)", printed)) is None:
+    while (found := re.search(rb"serving \S+ at (http://[^\s\"]+)", printed)) is None:
         ready, _, _ = select.select([process.stderr], [], [], max(0.0, end_s - clock.now_s()))
         piece = os.read(process.stderr.fileno(), 4096) if ready else b""
         assert piece, f"baton serve did not start: {printed.decode()}"
         printed += piece
     num_blocks = sum(map(int, re.findall(rb"(\d+) KV blocks", printed)))
-    grpc = re.search(rb"serving gRPC at (\S+)", printed)
+    grpc = re.search(rb"serving gRPC at ([^\s\"]+)", printed)
     address = "" if grpc is None else grpc[1].decode()
-    return Served(found[1].decode(), process, mark, num_blocks, address)
+    return Served(found[1].decode(), process, mark, num_blocks, printed.decode(), address)

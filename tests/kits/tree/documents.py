@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 _BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s#]*)(?:#([\w-]+))?\)")
+_HEADING = re.compile(r"^#{1,6} +(.+?)\s*$", re.MULTILINE)
 _PATH = re.compile(  # of a file or, with a slash at its end, a folder
     r"`((?:router|prefill|decode|kvtransfer|deploy|bench|engine|tests|docs)/[\w./-]*(?:\.\w+|/))`"
 )
@@ -37,7 +38,7 @@ class Command:
 
 def documents() -> list[str]:
     """Paths of the documents that users read."""
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(str(page.relative_to(ROOT)) for page in pages)
 
 
@@ -61,11 +62,32 @@ def links(document: str) -> Iterator[Path]:
     """Files and folders that a document links to, or names in backticks by their whole path."""
     page = ROOT / document
     text = page.read_text("utf-8")
-    for target in _LINK.findall(text):
-        if "://" not in target:
+    for target, _ in _LINK.findall(text):
+        if target and "://" not in target:
             yield page.parent / target
     for path in _PATH.findall(text):
         yield ROOT / path.rstrip(".")
+
+
+def absent_anchors(document: str) -> list[str]:
+    """Links of a document to headings that the page they lead to does not have."""
+    page = ROOT / document
+    absent = []
+    for target, anchor in _LINK.findall(page.read_text("utf-8")):
+        if not anchor or "://" in target:
+            continue
+        there = page.parent / target if target else page
+        if anchor not in _anchors(there.read_text("utf-8")):
+            absent.append(f"{target}#{anchor}")
+    return absent
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in _HEADING.findall(text)
+    }
 
 
 def _words(line: str) -> list[str]:

@@ -21,6 +21,7 @@ _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[^a-z])")
+_CLASS = re.compile(r"^\s*class ", re.MULTILINE)
 _LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 
 
@@ -91,13 +92,19 @@ def product_trees(files: Mapping[str, str]) -> Iterator[tuple[str, ast.Module]]:
             yield path, ast.parse(text)
 
 
+def product_classes(files: Mapping[str, str]) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Each class of the product and its file. Only files with classes are parsed."""
+    with_classes = {path: text for path, text in files.items() if _CLASS.search(text)}
+    for path, tree in product_trees(with_classes):
+        yield from ((path, node) for node in _statements(tree) if isinstance(node, ast.ClassDef))
+
+
 def class_homes(files: Mapping[str, str]) -> dict[str, list[str]]:
     """The files that define each public class of the product, by its name."""
     homes: dict[str, list[str]] = defaultdict(list)
-    for path, tree in product_trees(files):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes[node.name].append(path)
+    for path, node in product_classes(files):
+        if not node.name.startswith("_"):
+            homes[node.name].append(path)
     return homes
 
 
@@ -105,9 +112,7 @@ def class_sizes(files: Mapping[str, str]) -> list[ClassSize]:
     """Classes of the product, the longest first."""
     found = [
         ClassSize(node.name, path, (node.end_lineno or node.lineno) - node.lineno + 1)
-        for path, tree in product_trees(files)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        for path, node in product_classes(files)
     ]
     return sorted(found, key=lambda size: size.num_lines, reverse=True)
 
@@ -165,6 +170,14 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield from (cell.strip() for cell in stripped.strip("|").split("|"))
         elif stripped.startswith("#"):
             yield stripped.lstrip("# ")
+
+
+def _statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Each statement, and what only holds statements. Expressions are left out: they are many."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            yield node
+            yield from _statements(node)
 
 
 def _git(*arguments: str) -> str:

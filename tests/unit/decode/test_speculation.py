@@ -27,6 +27,7 @@ VOCAB_SIZE = 1000
 PROMPT_LEN = 64
 MAX_DRAFT_TOKENS = 8
 MEAN_NOISE = 1 + 0.003 * 3
+PIECE = 256  # tokens of a text that are drawn at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,11 @@ class Texts:
     def at(self, seq_id: SeqId, position: int) -> int:
         text = self.known.setdefault(seq_id, [])
         while len(text) <= position:
-            at = len(text) if self.period is None else len(text) % self.period
-            text.append(random.Random(f"{seq_id} {at}").randrange(self.vocab_size))
+            if text and self.period is not None:
+                text += text[: self.period]
+            else:
+                rng = random.Random(f"{seq_id} {len(text)}")
+                text += rng.choices(range(self.vocab_size), k=self.period or PIECE)
         return text[position]
 
 

@@ -1,0 +1,34 @@
+"""Workers that compute with different kernels are told by metrics, `/ready` and the controller."""
+
+import httpx
+
+from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.local.deployment import Deployment
+from engine.config import Config, GatewayConfig, PoolsConfig
+from tests.kits.services.cluster import NURSERY
+from tests.kits.services.null_workers import NullWorkers
+from tests.kits.services.served import matching, metrics, poll_until
+
+KERNELS = {
+    "worker-0": "cpu avx512 fused",
+    "worker-1": "cpu avx512 fused",
+    "worker-2": "cpu avx2 fused",
+}
+TROUBLE = "differ: worker-2 with cpu avx2 fused, the others with cpu avx512 fused"
+
+
+def test_kernels_that_differ_are_told_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path))
+    config = Config(gateway=GatewayConfig(port=0), pools=PoolsConfig(mixed=3))
+    running = Deployment(NullWorkers(NURSERY, kernels=KERNELS), model=BUNDLED_MODEL, config=config)
+    url = running.open().url
+    try:
+        found = matching(r"baton_worker_kernels\{", metrics(url))
+        assert found == {
+            f'baton_worker_kernels{{kernels="{kernels}",worker="{name}"}}': 1.0
+            for name, kernels in KERNELS.items()
+        }
+        poll_until(lambda: TROUBLE in str(running.controller.machine.troubles()), "told", 10)
+        poll_until(lambda: TROUBLE in httpx.get(f"{url}/ready").text, "the gateway tells it", 10)
+    finally:
+        running.close()

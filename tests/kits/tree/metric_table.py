@@ -1,0 +1,174 @@
+"""Every metric of a gateway, read from one that has all its parts.
+
+`python -m tests.kits.tree.metric_table` prints the tables of docs/metrics.md.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.controller.metrics import controller_families
+from deploy.pools.events import PoolTick
+from deploy.pools.machine import PoolMachine
+from deploy.pools.planning import Planning, rules_of
+from deploy.pools.wanted import PoolLimits
+from engine.config import Config
+from engine.control import Intent, Members, PoolNews, Version
+from engine.messages import LoadReport, Role, WorkerId
+from router.access.fixed import FixedKeys
+from router.cluster.costs import CostErrors
+from router.edge.limits import Book, EdgeLimits
+from router.gateway.app import app_of, parts_of
+from router.gateway.background import BackgroundWork
+from router.gateway.metrics.families import encode_metrics
+from router.gateway.metrics.pools import PoolBoard
+from router.gateway.metrics.process import ProcessMeter
+from router.gateway.metrics.siblings import Siblings
+from router.gateway.metrics.workers import COUNTER_TEXTS, GAUGE_TEXTS
+from router.gateway.requests.calls import GatewaySettings
+from router.machine.requests import Forecast
+from router.port import WorkerStatus
+from tests.kits.grammar_checks import CheckedAtOnce
+from tests.kits.router.gateway import (
+    SECRET,
+    STOP,
+    TIMELINE,
+    FakeRouter,
+    TickingClock,
+    versions_of,
+)
+
+SECTIONS = (  # title, prefixes; a metric belongs to the first that fits
+    ("Under vLLM's names", ("vllm:",)),
+    ("Workers", ("baton_worker_", "baton_draft", "baton_accepted", "baton_cost_error")),
+    ("Controller", ("baton_controller_", "baton_launcher_", "baton_planner_", "baton_cost_")),
+    ("Pools", ("baton_pool", "baton_service_", "baton_version_", "baton_canary_")),
+    ("Keys", ("baton_key_",)),
+    ("Batches and kept responses", ("baton_batch", "baton_response")),
+    ("Router", ("baton_router_", "baton_queue_", "baton_severed_", "baton_predict")),
+    (
+        "Gateway",
+        ("baton_edge_", "baton_tls_", "baton_conn", "baton_gateway", "baton_event", "http_"),
+    ),
+    ("Process", ("process_",)),
+    ("Requests", ("",)),
+)
+ORDER = (
+    *("Requests", "Router", "Workers", "Pools", "Controller", "Keys", "Gateway", "Process"),
+    *("Batches and kept responses", "Under vLLM's names"),
+)
+WITHOUT_REASON = frozenset(COUNTER_TEXTS) - {
+    *("failed_fetches", "fallbacks", "held_steps", "leases_ended", "prefix_offers"),
+    *("pulls_failed", "refused_connections", "refused_sessions"),
+}
+
+
+def full_load() -> LoadReport:
+    """A load report with every count and gauge that a worker may send."""
+    counters = {name if name in WITHOUT_REASON else f"{name}:reason": 1.0 for name in COUNTER_TEXTS}
+    more = {"drafted:ngram": 1.0, "accepted:ngram": 1.0, "accepted_len:1": 1.0}
+    gauges = dict.fromkeys(GAUGE_TEXTS, 1.0)
+    return LoadReport(1, 1, 1, 1, 1, 1, 1, 1, counters | more, gauges=gauges)
+
+
+def controller_metrics(config: Config) -> list[Metric]:
+    """The metrics of a controller that starts."""
+    machine = PoolMachine(Intent((Version(),)), limits=PoolLimits(4), gateways=["gateway"])
+    machine.handle(PoolTick(), 0.0)
+    planning = Planning(machine, rules_of(config), order=lambda _: None)
+    found = controller_families(
+        machine,
+        planning,
+        counters={"workers died": 1},
+        health={"gcs": True, "raylet": True},
+        price_per_hour=2.0,
+    )
+    return list(found)
+
+
+def full_page() -> str:
+    """/metrics of a gateway process beside others, with all parts and a controller."""
+    router, clock = FakeRouter(), TickingClock()
+    forecast = Forecast(wait_s=1.0, tpot_s=0.1, errors=CostErrors(0.1, 0.1, 0.1))
+    router.statuses[WorkerId("m0")] = WorkerStatus(
+        Role.MIXED, full_load(), 0, 0, forecast, kernels="cpu avx2 fused"
+    )
+    router.severed_pairs.append((WorkerId("p0"), WorkerId("d0")))
+    router.events["moved", "flip"] = 1
+    versions = versions_of(router)
+    parts = parts_of(
+        versions,
+        settings=GatewaySettings(SECRET),
+        clock=clock,
+        rng=None,
+        grammars=CheckedAtOnce(),
+        siblings=Siblings(None, "0"),
+    )
+    board = PoolBoard(versions, _StillClock())
+    board.members = Members(1, (), Intent((Version(),)))
+    board.take(PoolNews(encode_metrics(controller_metrics(Config()))))
+    keys, edge, background = FixedKeys([]), Book(EdgeLimits()), BackgroundWork()
+    app_of(
+        parts,
+        keys=keys,
+        siblings=Siblings(None, "0"),
+        edge=edge,
+        background=background,
+        board=board,
+        process=ProcessMeter(clock),
+    )
+    for counts in (keys.counters, edge.refusals, edge.tls_events, parts.grammars.counters):
+        counts["reason"] = 1
+    with parts.metrics.request() as meter:
+        meter.accept(0.0, 1, "v1", key="alice")
+        choice = meter.choice(1)
+        choice.tokens(2, 1.0)
+        choice.tokens(2, 2.0)
+        choice.end(STOP, TIMELINE, 2.0)
+        meter.end(STOP, 2.0)
+    parts.metrics.note_status("POST", "/v1/completions", 200)
+    parts.metrics.prediction_ratio.observe(1.0, ("ttft",))
+    return parts.metrics.exposition().decode()
+
+
+class _StillClock:
+    def now_s(self) -> float:
+        return 0.0
+
+
+@cache
+def full_families() -> list[Metric]:
+    return list(text_string_to_metric_families(full_page()))
+
+
+def tables(families: Sequence[Metric] | None = None) -> str:
+    """The Markdown of docs/metrics.md: a table for each part."""
+    found = full_families() if families is None else families
+    by_section: dict[str, list[Metric]] = {title: [] for title in ORDER}
+    for metric in found:
+        title = next(t for t, prefixes in SECTIONS if metric.name.startswith(prefixes))
+        by_section[title].append(metric)
+    lines: list[str] = []
+    for title, metrics in by_section.items():
+        lines += [f"### {title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+        lines += [_row(metric) for metric in sorted(metrics, key=lambda each: each.name)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(metric: Metric) -> str:
+    name = metric.name + ("_total" if metric.type == "counter" else "")
+    labels = ", ".join(f"`{label}`" for label in _labels(metric))
+    return f"| `{name}` | {metric.type} | {labels} | {metric.documentation} |"
+
+
+def _labels(metric: Metric) -> Iterable[str]:
+    found: Iterator[str] = (label for sample in metric.samples for label in sample.labels)
+    return [label for label in dict.fromkeys(found) if label not in ("le", "process", "quantile")]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tables())
