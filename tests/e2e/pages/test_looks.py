@@ -119,39 +119,44 @@ def test_pages_work_fit_and_can_be_used_by_all_in_every_look(tabs, url, axe):
     tabs.run(check())
 
 
-def test_death_decision_severed_pair_and_canary_are_shown_with_their_reasons(tabs, pools, url):
+def test_death_decision_severed_pair_and_canary_are_shown_with_their_reasons(tabs):
+    pools = ShownPools()  # fresh: lanes show what happened in the last seconds only
+
     def marks(kind):
         labels = f"[...document.querySelectorAll('#strip .mark[aria-label^={kind}]')]"
         return f"{labels}.map((each) => each.getAttribute('aria-label')).join('\\n')"
 
     async def check():
-        async with dashboard(tabs, url) as page:
-            deaths = await page.run(marks("death"))
-            assert f"{pools.dead} (prefill) ended. it is started again in 1 s" in deaths
-            assert "did not start: no space left on device" in deaths
-            decisions = await page.run(marks("planner"))
-            assert "planner (on) prefill 2 → 3, decode 2 → 1: done. prefill needs" in decisions
-            assert await page.run("document.querySelectorAll('#lanes .lane-event').length") > 1
-            row = (
-                "[...document.querySelectorAll('#workers tbody tr')].find((each) => "
-                f"each.textContent.startsWith('{pools.dead}')).textContent"
-            )
-            assert "3 failures, crash-looping" in await page.run(row)
-            assert "no space left on device" in await page.run(row)
-            assert "no space" in await page.run("document.querySelector('#troubles').innerText")
-            severed = await page.run("document.querySelector('#severed').textContent")
-            roles = pools.roles.items()
-            sources = [name for name, role in roles if role is Role.PREFILL]
-            sink = next(name for name, role in roles if role is Role.DECODE)
-            assert f"{sources[1]} → {sink}" in severed
-            assert "severed" in await page.run(
-                "document.querySelector('#transfers .cut').innerText"
-            )
-            planner = await page.run("document.querySelector('#planner-reasons').innerText")
-            assert "prefill 2 → 3, decode 2 → 1: done" in planner
-            canary = await page.run("document.querySelector('#canary').innerText")
-            assert "v2 takes over: too few requests to judge. It has 5 %" in canary
-            assert "then 50 %, then all" in canary
+        with shown(pools) as url:
+            async with dashboard(tabs, url) as page:
+                await look(page)
+
+    async def look(page):
+        deaths = await page.run(marks("death"))
+        assert f"{pools.dead} (prefill) ended. it is started again in 1 s" in deaths
+        assert "did not start: no space left on device" in deaths
+        decisions = await page.run(marks("planner"))
+        assert "planner (on) prefill 2 → 3, decode 2 → 1: done. prefill needs" in decisions
+        await page.run("document.querySelector('#lane-span').value = '60'")
+        await page.until("document.querySelectorAll('#lanes .lane-event').length > 1")
+        row = (
+            "[...document.querySelectorAll('#workers tbody tr')].find((each) => "
+            f"each.textContent.startsWith('{pools.dead}')).textContent"
+        )
+        assert "3 failures, crash-looping" in await page.run(row)
+        assert "no space left on device" in await page.run(row)
+        assert "no space" in await page.run("document.querySelector('#troubles').innerText")
+        severed = await page.run("document.querySelector('#severed').textContent")
+        roles = pools.roles.items()
+        sources = [name for name, role in roles if role is Role.PREFILL]
+        sink = next(name for name, role in roles if role is Role.DECODE)
+        assert f"{sources[1]} → {sink}" in severed
+        assert "severed" in await page.run("document.querySelector('#transfers .cut').innerText")
+        planner = await page.run("document.querySelector('#planner-reasons').innerText")
+        assert "prefill 2 → 3, decode 2 → 1: done" in planner
+        canary = await page.run("document.querySelector('#canary').innerText")
+        assert "v2 takes over: too few requests to judge. It has 5 %" in canary
+        assert "then 50 %, then all" in canary
 
     tabs.run(check())
 
