@@ -1,0 +1,190 @@
+"""What all policies share: which block follows which, and queues that give up leaves first.
+
+    Forest     the cached blocks and how many cached children each has
+    LeafQueue  some of these blocks in the order of their last use; the oldest leaf goes first
+
+A queue finds the oldest leaf in amortised constant time. It meets blocks from the oldest on. A
+block that has a child *waits* apart. Once its last child leaves, it competes by its old age.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from operator import eq
+
+from engine.worker.blocks import BlockHash
+from kvtransfer.store.eviction.seam import Link, MayGo
+
+
+class Forest:
+    """The cached blocks, and the number of cached children of each.
+
+    A block may be cached while its parent is not: the parent may come later.
+    """
+
+    def __init__(self) -> None:
+        self.parents: dict[BlockHash, BlockHash | None] = {}
+        self._num_children: dict[BlockHash, int] = {}  # also of parents that are not cached
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self.parents
+
+    def is_leaf(self, block: BlockHash) -> bool:
+        """True if no cached block follows this one."""
+        return block not in self._num_children
+
+    def add(self, block: BlockHash, parent: BlockHash | None) -> bool:
+        """Adds a block. Returns False, and changes nothing, if it is there already."""
+        if block in self.parents:
+            return False
+        if parent == block:  # a lie, which would keep it from ever being a leaf
+            parent = None
+        self.parents[block] = parent
+        if parent is not None:
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+        return True
+
+    def add_all(self, links: list[Link]) -> list[BlockHash]:
+        """Adds many blocks. Returns those that were not there, in order."""
+        known = self.parents
+        fresh = dict(links)
+        lies = any(map(eq, fresh.keys(), fresh.values()))
+        if lies or len(fresh) != len(links) or not known.keys().isdisjoint(fresh):
+            return [block for block, parent in links if self.add(block, parent)]
+        known.update(fresh)
+        counts = self._num_children
+        for parent, num in Counter(fresh.values()).items():
+            if parent is not None:
+                counts[parent] = counts.get(parent, 0) + num
+        return list(fresh)
+
+    def remove(self, block: BlockHash) -> BlockHash | None:
+        """Removes a block. Returns its parent if that is cached and has become a leaf."""
+        parent = self.parents.pop(block)
+        if parent is None:
+            return None
+        left = self._num_children[parent] - 1
+        if left:
+            self._num_children[parent] = left
+            return None
+        del self._num_children[parent]
+        return parent if parent in self.parents else None
+
+    def deepest_first(self) -> list[BlockHash]:
+        """All blocks, each before the block that it follows."""
+        depths: dict[BlockHash, int] = {}
+        for block in self.parents:
+            path: list[BlockHash] = []
+            at: BlockHash | None = block
+            while at is not None and at in self.parents and at not in depths:
+                depths[at] = 0  # also ends a walk in a circle, which only a lie could make
+                path.append(at)
+                at = self.parents[at]
+            depth = depths[at] + 1 if at is not None and at in depths else 0
+            for each in reversed(path):
+                depths[each] = depth
+                depth += 1
+        return sorted(depths, key=depths.__getitem__, reverse=True)
+
+    def validate(self) -> None:
+        """Asserts that the counts of children are true."""
+        counts = Counter(parent for parent in self.parents.values() if parent is not None)
+        assert counts == self._num_children
+
+
+class LeafQueue:
+    """Blocks in the order of their last use, of which leaves go first. Part of a forest."""
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._ticks = 0
+        # Both give each block the tick of its last use. A waiting block was met as a non-leaf.
+        self._order: OrderedDict[BlockHash, int] = OrderedDict()
+        self._waiting: dict[BlockHash, int] = {}
+        self._freed: list[tuple[int, BlockHash]] = []  # heap; an entry may be out of date
+        self._held: list[tuple[int, BlockHash]] = []  # set aside during one choice
+
+    def __len__(self) -> int:
+        return len(self._order) + len(self._waiting)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._order or block in self._waiting
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        yield from self._waiting
+        yield from self._order
+
+    def push(self, block: BlockHash) -> None:
+        """Adds a block as the most recently used one, or makes it that."""
+        self._ticks += 1
+        self._waiting.pop(block, None)
+        self._order[block] = self._ticks
+        self._order.move_to_end(block)
+
+    def push_all(self, blocks: list[BlockHash]) -> None:
+        """Adds new blocks, the least recently used first."""
+        first = self._ticks + 1
+        self._ticks += len(blocks)
+        self._order.update(zip(blocks, range(first, self._ticks + 1), strict=True))
+
+    def discard(self, block: BlockHash) -> None:
+        """Removes a block if it is here."""
+        if self._order.pop(block, None) is None:
+            self._waiting.pop(block, None)
+
+    def freed(self, block: BlockHash) -> None:
+        """Notes that the last child of a block left."""
+        tick = self._waiting.get(block)
+        if tick is not None:
+            heappush(self._freed, (tick, block))
+
+    def oldest(self, may_go: MayGo) -> BlockHash | None:
+        """The least recently used leaf that may go; None if there is none.
+
+        Blocks that may not go are set aside until `restore`.
+        """
+        while self._freed:
+            tick, block = self._freed[0]
+            if self._waiting.get(block) == tick and self._forest.is_leaf(block):
+                if may_go(block):
+                    return block
+                self._held.append((tick, block))
+            heappop(self._freed)
+        while self._order:
+            block = next(iter(self._order))
+            if self._forest.is_leaf(block) and may_go(block):
+                return block
+            tick = self._order.pop(block)
+            self._waiting[block] = tick
+            if self._forest.is_leaf(block):
+                self._held.append((tick, block))
+        return None
+
+    def restore(self) -> None:
+        """Takes the blocks back that may not go now; perhaps they may at the next choice."""
+        for entry in self._held:
+            heappush(self._freed, entry)
+        self._held.clear()
+
+    def validate(self) -> None:
+        """Asserts that no leaf is out of reach, and that ticks ascend."""
+        assert not self._held
+        assert self._order.keys().isdisjoint(self._waiting)
+        ticks = list(self._order.values())
+        assert ticks == sorted(ticks)
+        reachable = set(self._freed)
+        for block, tick in self._waiting.items():
+            assert not self._forest.is_leaf(block) or (tick, block) in reachable
+        assert all(block in self._forest for block in self)
+
+
+def rest(forest: Forest, num_blocks: int, may_go: MayGo) -> Iterable[BlockHash]:
+    """Blocks that may go although a child of theirs is cached, the deepest first.
+
+    Only for a choice that has used up all leaves: the cost grows with the tier.
+    """
+    found = (block for block in forest.deepest_first() if may_go(block))
+    return [block for block, _ in zip(found, range(num_blocks), strict=False)]

@@ -1,0 +1,57 @@
+"""The seam between a tier of the store and the policy that chooses what leaves it.
+
+A tier (memory, disk) tells its policy what came, what was read and what left, and asks it for
+victims. A policy holds hashes and counts, never bytes of KV. It has no clock: `now_s` is monotonic
+seconds, and never goes back.
+
+Blocks are blocks of prefixes. A block is useful only while all blocks before it are cached. So
+every policy chooses *leaves* first: a block leaves before the block that it follows.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from engine.worker.blocks import BlockHash
+from kvtransfer.store.eviction.hints import SessionHint
+
+MayGo = Callable[[BlockHash], bool]
+Link = tuple[BlockHash, BlockHash | None]  # a block, and the block before it in its prompt
+
+
+class Eviction(Protocol):
+    """Chooses which blocks of one tier leave. Owned by one thread."""
+
+    def __len__(self) -> int:
+        """Blocks of the tier."""
+
+    def __contains__(self, block: object) -> bool:
+        """True for a block of the tier."""
+
+    def add(self, block: BlockHash, parent: BlockHash | None, now_s: float) -> None:
+        """Adds a block that was stored just now. A block that is there already stays as it is."""
+
+    def add_all(self, links: Iterable[Link], now_s: float) -> None:
+        """Adds blocks found at a start, the least recently used first."""
+
+    def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
+        """Records that a prompt read these blocks, first block first.
+
+        Blocks that the tier does not hold are ignored.
+        """
+
+    def remove(self, block: BlockHash) -> None:
+        """Forgets a block that left the tier for another reason. Unknown blocks are ignored."""
+
+    def choose(self, num_blocks: int, may_go: MayGo) -> list[BlockHash]:
+        """Removes and returns victims, in the order in which they should leave.
+
+        Returns fewer if not enough blocks may go. `may_go` is false for a block that a lease or a
+        running write holds. A block with a cached child is chosen only after every leaf that may
+        go.
+        """
+
+    def hint(self, hint: SessionHint, now_s: float) -> None:
+        """Takes what a client says about a session. Most policies ignore it."""
+
+    def validate(self) -> None:
+        """Asserts every invariant of the policy."""
