@@ -116,6 +116,21 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class StoreEviction(StrEnum):
+    """The rule by which the store's tiers give up blocks. A block goes before those before it."""
+
+    LRU = "lru"  # the least recently used
+    ARC = "arc"  # recency against frequency, by what was evicted too early
+
+
+class StoreWrites(StrEnum):
+    """When the store writes blocks from memory to its lower tiers."""
+
+    THROUGH = "through"  # soon after they came
+    USED = "used"  # once a prompt has used them
+    OFF = "off"  # never: lower tiers are only read
+
+
 class PlannerMode(StrEnum):
     """The treatment of the planner's decisions."""
 
@@ -508,6 +523,36 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require_positive("models", self, ("idle_s",))
 
 
+class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The store of KV, which keeps prefixes beyond their workers: one for each node and version."""
+
+    memory_mib: int = 0  # KV blocks in memory; 0: there is no store
+    disk: str | None = None  # a directory on a local disk; None: no blocks on disk
+    disk_gib: float = 64.0  # of blocks on disk
+    objects: str | None = None  # a URL as fsspec takes it: s3://bucket/folder; None: no objects
+    objects_gib: float = 1024.0  # of objects
+    eviction: StoreEviction = StoreEviction.LRU  # the choice of blocks that leave a full tier
+    writes: StoreWrites = StoreWrites.THROUGH  # when blocks go from memory to disk and objects
+    copies: int = 2  # stores that may hold a block; the others do not take it
+    take_mib_per_s: float = 512.0  # new blocks are taken from workers no faster
+    pinned_share: float = 0.1  # of each tier, that one API key may pin
+
+    def __post_init__(self) -> None:
+        _require_not_negative("store", self, ("memory_mib", "copies"))
+        _require_positive("store", self, ("disk_gib", "objects_gib", "take_mib_per_s"))
+        _require(0 <= self.pinned_share <= 1, "store.pinned_share must be from 0 to 1")
+        has_lower = self.disk is not None or self.objects is not None
+        _require(
+            self.memory_mib > 0 or not has_lower,
+            "store.disk and store.objects need store.memory_mib: blocks are loaded into memory",
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """True if there is a store."""
+        return self.memory_mib > 0
+
+
 class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The operator's API, by default on loopback."""
 
@@ -544,6 +589,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pools: PoolsConfig = PoolsConfig()
     update: UpdateConfig = UpdateConfig()
     planner: PlannerConfig = PlannerConfig()
+    store: StoreConfig = StoreConfig()
     admin: AdminConfig = AdminConfig()
     logs: LogsConfig = LogsConfig()
     models: dict[str, ModelConfig] = {}

@@ -41,8 +41,8 @@ class Pools(msgspec.Struct, frozen=True):
         return self.prefill + self.decode + self.mixed
 
     def of(self, role: Role) -> int:
-        """Returns the number of workers of a role; 0 for drained workers."""
-        return 0 if role is Role.DRAINED else int(getattr(self, role))
+        """Returns the number of workers of a role; 0 for roles without a pool."""
+        return int(getattr(self, role)) if role in SERVING_ROLES else 0
 
     def moved(self, old: Role, new: Role) -> "Pools":
         """Returns the pools with one worker moved between roles."""
@@ -59,7 +59,7 @@ class Pools(msgspec.Struct, frozen=True):
 
 SERVING_ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 NO_WORKERS = Pools(0, 0, 0)
-_ROLES = (*SERVING_ROLES, Role.DRAINED, None)
+_ROLES = (*SERVING_ROLES, Role.DRAINED, Role.STORE, None)
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,9})", re.DOTALL)
 
 

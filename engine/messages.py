@@ -23,13 +23,15 @@ from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout
 from engine.net.trust import SALT_BYTES
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 # Reasons for which a worker gives a sequence back.
 PREEMPTED = "preempted"  # no memory is left for it
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
 PULL_FAILED = "pull failed"  # how the reason begins if its KV did not come
 ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role
 MAX_FRAME_BYTES = 64 * 2**20
+MAX_HASHES = 65_536  # of blocks, in one message
+HASH_BYTES = 16  # of a block, as `engine.worker.blocks` computes it
 
 RequestId = NewType("RequestId", str)
 SeqId = NewType("SeqId", str)
@@ -43,6 +45,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 # The key of the tenant's block hashes: see `engine.net.trust.Secret.salt`.
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
 
 
 class Role(StrEnum):
@@ -54,6 +58,7 @@ class Role(StrEnum):
     DECODE = "decode"
     MIXED = "mixed"
     DRAINED = "drained"  # accepts nothing: its sequences end here or are moved away
+    STORE = "store"  # computes nothing: it keeps blocks of others, and offers them
 
     @property
     def prefills(self) -> bool:
@@ -64,6 +69,10 @@ class Role(StrEnum):
     def decodes(self) -> bool:
         """True if the worker can generate tokens."""
         return self in (Role.DECODE, Role.MIXED)
+
+
+# The roles that a worker can take. A store is a store for life.
+ROLES_OF_WORKERS = frozenset(Role) - {Role.STORE}
 
 
 class FinishReason(StrEnum):
@@ -268,6 +277,22 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
     salt: Salt = b""
 
 
+class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Lease those of these blocks that this worker holds, in this order: a store keeps them."""
+
+    seq_id: SeqId
+    hashes: Hashes
+
+
+class Prefetch(msgspec.Struct, frozen=True, tag=True):
+    """Bring these leading blocks of a prompt into memory: it will be placed soon.
+
+    Only a store acts on it. It is a hint, and is not answered.
+    """
+
+    hashes: Hashes
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Free what this sequence, or an offer for it, holds: no gateway needs it any more."""
 
@@ -331,11 +356,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillStarted(msgspec.Struct, frozen=True, tag=True):
-    """The first chunk is about to run. `lease` is None if generation stays in this worker."""
+    """The first chunk is about to run. `lease` is None if generation stays in this worker.
+
+    `num_pulled_blocks` blocks of it were pulled in `pull_s` seconds, as in
+    `engine.worker.events.PullDone`. Zero seconds mean that the time is unknown.
+    """
 
     seq_id: SeqId
     num_cached_tokens: int
     lease: LeaseRef | None
+    num_pulled_blocks: int = 0
+    pull_s: float = 0.0
 
 
 class PrefillDone(msgspec.Struct, frozen=True, tag=True):
@@ -391,6 +422,17 @@ class PrefixOffered(msgspec.Struct, frozen=True, tag=True):
 
     seq_id: SeqId
     lease: LeaseRef | None
+
+
+class BlocksOffered(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `OfferBlocks`: `lease` covers the blocks at the places `held` in the question.
+
+    It is None if the worker holds none of them.
+    """
+
+    seq_id: SeqId
+    lease: LeaseRef | None
+    held: list[int] = []
 
 
 class GivenBack(msgspec.Struct, frozen=True, tag=True):
@@ -481,7 +523,17 @@ class StillStepping(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = (
-    Hello | Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
+    Hello
+    | Prefill
+    | Generate
+    | Decode
+    | FirstToken
+    | OfferPrefix
+    | OfferBlocks
+    | Prefetch
+    | Cancel
+    | HandOver
+    | SetRole
 )
 ToGateway = (
     Welcome
@@ -492,6 +544,7 @@ ToGateway = (
     | DecodeStarted
     | Tokens
     | PrefixOffered
+    | BlocksOffered
     | GivenBack
     | HandedOver
     | RoleChanged

@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 
 from engine.messages import Generate, LeaseId, LeaseRef, Logprobs, Prefill, SeqId
 from engine.worker.blocks import BlockId, BlockPool
-from engine.worker.events import AbortPull, Effect, HoldLease, PullFailed, StartPull
+from engine.worker.events import (
+    AbortPull,
+    Effect,
+    HoldLease,
+    PullDone,
+    PullFailed,
+    StartPull,
+)
 from engine.worker.sequence import Sequence
 
 
@@ -31,6 +38,8 @@ class PendingPrompt:
     place: int  # in the order of arrival
     prefix: LeaseRef | None = None  # held until its pull starts or it is given up
     pulled: tuple[BlockId, ...] = ()  # being written, from the first block that was not cached
+    num_pulled: int = 0  # blocks that a pull which ended well brought
+    pull_s: float = 0.0  # that it took
     lease_id: LeaseId | None = None  # open from the first chunk until the lease ends
     num_leased_ready: int = 0  # blocks by which the lease has grown
     num_top: int | None = None  # log-probabilities of the prompt are wanted, with so many others
@@ -138,13 +147,17 @@ class WaitingPrompts:
 
     # ------------------------------------------------------------ ends
 
-    def end_pull(self, seq_id: SeqId, failed: PullFailed | None) -> PendingPrompt | None:
+    def end_pull(self, ended: PullDone | PullFailed) -> PendingPrompt | None:
         """Keeps the pulled blocks that arrived. Returns the prompt, which can be computed now."""
+        seq_id = ended.seq_id
+        failed = ended if isinstance(ended, PullFailed) else None
         prompt = self.pulling.get(seq_id) or self.aborting.get(seq_id)
         if prompt is None:
             if failed is not None:
                 self._lose_offer(seq_id)
             return None
+        if isinstance(ended, PullDone):
+            prompt.num_pulled, prompt.pull_s = len(prompt.pulled), ended.transfer_s
         seq = prompt.seq
         self._pool.end_write(prompt.pulled)
         first = seq.num_computed_tokens // self._block_size

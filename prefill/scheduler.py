@@ -131,10 +131,8 @@ class PrefillScheduler:
                 return self._forget_gateway(gateway_id)
             case LeaseEnded(lease_id, reason):
                 return self._on_lease_ended(lease_id, reason)
-            case PullDone(seq_id):
-                return self._on_pull_ended(seq_id, None)
-            case PullFailed(seq_id):
-                return self._on_pull_ended(seq_id, event)
+            case PullDone() | PullFailed():
+                return self._on_pull_ended(event)
             case _:
                 return []
 
@@ -156,8 +154,8 @@ class PrefillScheduler:
     def _is_known(self, seq_id: SeqId) -> bool:
         return seq_id in self.waiting or seq_id in self.computing or LeaseId(seq_id) in self.leases
 
-    def _on_pull_ended(self, seq_id: SeqId, failed: PullFailed | None) -> list[Effect]:
-        prompt = self.waiting.end_pull(seq_id, failed)
+    def _on_pull_ended(self, ended: PullDone | PullFailed) -> list[Effect]:
+        prompt = self.waiting.end_pull(ended)
         if prompt is None:
             return []
         effects = self._begin(prompt)
@@ -188,7 +186,9 @@ class PrefillScheduler:
         seq = prompt.seq
         self.computing[seq.seq_id] = prompt
         lease, effects = self._open_lease(prompt)
-        started = PrefillStarted(seq.seq_id, seq.num_cached_tokens, lease)
+        started = PrefillStarted(
+            seq.seq_id, seq.num_cached_tokens, lease, prompt.num_pulled, prompt.pull_s
+        )
         return [*effects, Emit(seq.gateway_id, started)]
 
     def _open_lease(self, prompt: PendingPrompt) -> tuple[LeaseRef | None, list[Effect]]:

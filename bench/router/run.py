@@ -39,8 +39,16 @@ from bench.router.plan import (
     RouterCase,
     RouterPlan,
 )
-from engine.messages import PROTOCOL_VERSION, Incarnation, Role, SeqId, Welcome, WorkerId
-from engine.worker.blocks import HASH_BYTES, BlockHash
+from engine.messages import (
+    HASH_BYTES,
+    PROTOCOL_VERSION,
+    Incarnation,
+    Role,
+    SeqId,
+    Welcome,
+    WorkerId,
+)
+from engine.worker.blocks import BlockHash
 from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView
 from router.native.fleet import Fleet

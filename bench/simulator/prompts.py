@@ -15,8 +15,8 @@ from itertools import chain, repeat
 from typing import cast, overload
 
 from bench.simulator.traces import Trace, TraceRequest, prompt_tokens
-from engine.messages import ComputePrompt, Decode, OfferPrefix, RequestId, Sampling
-from engine.worker.blocks import HASH_BYTES, BlockHash, hash_block
+from engine.messages import HASH_BYTES, ComputePrompt, Decode, OfferPrefix, RequestId, Sampling
+from engine.worker.blocks import BlockHash, hash_block
 from engine.worker.intake import MAX_ID, PromptFacts, read_prompt
 from router.prefixes.map import PrefixHashes
 

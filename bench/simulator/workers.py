@@ -496,7 +496,7 @@ def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]
     last: BlockHash | None = None  # the last hash in it, if it is an event of stored blocks
     for item in news:
         if type(item) is Stored:
-            block_hash, parent, _ = item
+            block_hash, parent, *_ = item
             if last is None or last != parent:
                 events.append(event := stored([], parent, block_size=block_size))
                 hashes = event.block_hashes

@@ -37,6 +37,7 @@ from engine.grammar.guides import LlGuides
 from engine.layout import KVFormat
 from engine.messages import (
     PROTOCOL_VERSION,
+    ROLES_OF_WORKERS,
     Decode,
     GatewayId,
     Generate,
@@ -476,10 +477,10 @@ def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
     pool is made at the start.
     """
     if config.decode_kv_dtype is None:
-        return frozenset(Role)
+        return ROLES_OF_WORKERS
     return frozenset(
         other
-        for other in Role
+        for other in ROLES_OF_WORKERS
         if other is Role.DRAINED or (other is Role.DECODE) == (role is Role.DECODE)
     )
 

@@ -27,13 +27,13 @@ Sources: vLLM 0.32, vllm/distributed/kv_events.py (`EventBatch`, `KVCacheEvent`,
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.messages import Incarnation, WorkerId
-from engine.worker.blocks import HASH_BYTES, BlockHash, CacheNews, Evicted, Stored
+from engine.messages import Hash, Incarnation, WorkerId
+from engine.worker.blocks import BlockHash, CacheNews, Evicted, Stored
 
 NUMBER_BYTES = 8
 END_NUMBER = 2 ** (8 * NUMBER_BYTES) - 1  # vLLM's -1
@@ -42,15 +42,17 @@ MAX_BATCHES = 10_000  # kept for subscribers that missed some; vLLM's `buffer_st
 MAX_KEPT_BYTES = 16 * 2**20  # size of the kept batches
 MAX_BLOCKS_PER_BATCH = 4096
 MAX_BATCH_BYTES = 4 * 2**20  # enough for blocks of 128 tokens with their ids
+MAX_MEDIUM_CHARS = 16
 
-Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+
+Medium = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Blocks became cached. Each follows the one before it, and the first follows the parent.
 
-    `token_ids` are those of all the blocks, or none. The last three fields are vLLM's; Baton leaves
-    them empty.
+    `token_ids` are those of all the blocks, or none. `medium` says where a store keeps them, and
+    workers leave it empty. The fields about LoRA are vLLM's, and empty.
     """
 
     block_hashes: list[Hash]
@@ -58,7 +60,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     token_ids: list[int]
     block_size: int  # tokens
     lora_id: int | None
-    medium: str | None
+    medium: Medium | None
     lora_name: str | None
 
 
@@ -66,7 +68,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Blocks are no longer cached."""
 
     block_hashes: list[Hash]
-    medium: str | None
+    medium: Medium | None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +133,7 @@ def stored(
     *,
     block_size: int,
     token_ids: Sequence[int] = (),
+    medium: str | None = None,
 ) -> BlockStored:
     """Returns an event. The fields that Baton does not have are empty."""
     return BlockStored(
@@ -139,7 +142,7 @@ def stored(
         token_ids=list(token_ids),
         block_size=block_size,
         lora_id=None,
-        medium=None,
+        medium=medium,
         lora_name=None,
     )
 
@@ -161,7 +164,8 @@ class EventLog:
         self._max_kept_bytes = max_kept_bytes
         self._recent: deque[bytes] = deque()  # the last one's number is `num_batches` - 1
         self._recent_bytes = 0
-        self._cached: dict[BlockHash, BlockHash | None] = {}  # block to parent; oldest first
+        # What is cached, oldest first: block and medium, to parent.
+        self._cached: dict[tuple[BlockHash, str | None], BlockHash | None] = {}
         self.num_batches = 0
 
     def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
@@ -175,9 +179,9 @@ class EventLog:
             self.num_batches += 1
         for item in news:
             if isinstance(item, Stored):
-                self._cached[item.block_hash] = item.parent
+                self._cached[item.block_hash, item.medium] = item.parent
             else:
-                self._cached.pop(item.block_hash, None)
+                self._cached.pop((item.block_hash, item.medium), None)
         return numbered
 
     def since(self, first: int) -> list[Numbered]:
@@ -188,16 +192,15 @@ class EventLog:
 
     def snapshot(self, unix_s: float) -> Iterator[Numbered]:
         """Yields all blocks that are cached now, in pieces; each piece is made when requested."""
-        number, cached = self.num_batches, list(self._cached.items())
+        number = self.num_batches
+        cached = [Stored(block, parent, (), m) for (block, m), parent in self._cached.items()]
         return self._pieces(number, cached, unix_s)
 
-    def _pieces(
-        self, number: int, cached: list[tuple[BlockHash, BlockHash | None]], unix_s: float
-    ) -> Iterator[Numbered]:
+    def _pieces(self, number: int, cached: list[Stored], unix_s: float) -> Iterator[Numbered]:
         events: list[BlockEvent] = [AllBlocksCleared()]
         for start in range(0, max(len(cached), 1), MAX_BLOCKS_PER_BATCH):
             part = cached[start : start + MAX_BLOCKS_PER_BATCH]
-            events += self._events_of([Stored(*pair) for pair in part])
+            events += self._events_of(part)
             yield number, _encode(EventBatch(unix_s, events))
             events = []
 
@@ -215,13 +218,13 @@ class EventLog:
         last: BlockEvent | None = None
         for item in news:
             if isinstance(item, Evicted):
-                if isinstance(last, BlockRemoved):
+                if isinstance(last, BlockRemoved) and last.medium == item.medium:
                     last.block_hashes.append(item.block_hash)
                     continue
-                last = BlockRemoved([item.block_hash], medium=None)
+                last = BlockRemoved([item.block_hash], medium=item.medium)
             else:
                 token_ids = item.token_ids if self._with_token_ids else ()
-                if isinstance(last, BlockStored) and last.block_hashes[-1] == item.parent:
+                if _continues(last, item):
                     last.block_hashes.append(item.block_hash)
                     last.token_ids.extend(token_ids)
                     continue
@@ -230,6 +233,16 @@ class EventLog:
                     item.parent,
                     block_size=self._block_size,
                     token_ids=token_ids,
+                    medium=item.medium,
                 )
             events.append(last)
         return events
+
+
+def _continues(last: BlockEvent | None, item: Stored) -> TypeGuard[BlockStored]:
+    """True if the block follows those of the last event, on the same medium."""
+    return (
+        isinstance(last, BlockStored)
+        and last.block_hashes[-1] == item.parent
+        and last.medium == item.medium
+    )

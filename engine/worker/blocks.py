@@ -35,11 +35,10 @@ from operator import mul
 from typing import NamedTuple, NewType
 
 from engine.errors import OutOfBlocks
+from engine.messages import HASH_BYTES
 
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
-
-HASH_BYTES = 16
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
@@ -103,12 +102,14 @@ class Stored(NamedTuple):
     block_hash: BlockHash
     parent: BlockHash | None
     token_ids: Sequence[int] = ()  # the block's tokens, if known
+    medium: str | None = None  # where a store keeps it; None: in a worker's pool
 
 
 class Evicted(NamedTuple):
     """A block can no longer be found by its hash."""
 
     block_hash: BlockHash
+    medium: str | None = None  # that it left
 
 
 CacheNews = Stored | Evicted
@@ -174,6 +175,11 @@ class BlockPool:
             found.append(block)
         return found
 
+    def find(self, hashes: Iterable[BlockHash]) -> list[tuple[int, BlockId]]:
+        """The blocks among `hashes` that are in the pool, each with its place in `hashes`."""
+        found = ((place, self._by_hash.get(h)) for place, h in enumerate(hashes))
+        return [(place, block) for place, block in found if block is not None]
+
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Takes that many blocks for a sequence, evicting cached ones. Raises OutOfBlocks."""
         if num_blocks > len(self._idle):
@@ -222,7 +228,7 @@ class BlockPool:
             known[block] = block_hash
         self._num_cached += sum(map(self._idle.__contains__, blocks))
         if news is not None:
-            news += map(_stored, zip(hashes, parents, repeat(()), strict=False))
+            news += map(_stored, zip(hashes, parents, repeat(()), repeat(None), strict=False))
 
     def take_news(self) -> list[CacheNews]:
         """Blocks that were stored and evicted since the last call, in order."""

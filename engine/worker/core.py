@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.messages import (
+    ROLES_OF_WORKERS,
     WRONG_ROLE,
     Decode,
     Generate,
@@ -76,7 +77,7 @@ class Duties:
     """The role of a worker, and the roles that it may take."""
 
     role: Role = Role.MIXED
-    possible: Collection[Role] = tuple(Role)
+    possible: Collection[Role] = ROLES_OF_WORKERS
     prefills_locally: bool = False  # as in `Welcome`, while the role is decode
 
     @property

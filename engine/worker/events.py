@@ -19,7 +19,9 @@ from engine.messages import (
     HandOver,
     LeaseId,
     LeaseRef,
+    OfferBlocks,
     OfferPrefix,
+    Prefetch,
     Prefill,
     RoleChanged,
     SeqId,
@@ -32,11 +34,25 @@ from engine.worker.sequence import Sequence
 # ---------------------------------------------------------------- events
 
 
+OfGateway = (
+    Prefill
+    | Generate
+    | Decode
+    | FirstToken
+    | OfferPrefix
+    | OfferBlocks
+    | Prefetch
+    | Cancel
+    | HandOver
+    | SetRole
+)
+
+
 class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
     """A gateway's message. `guide` is that of its grammar if the shell opened it, or the error."""
 
     gateway_id: GatewayId
-    message: Prefill | Generate | Decode | FirstToken | OfferPrefix | Cancel | HandOver | SetRole
+    message: OfGateway
     guide: OpenedGuide | None = None
 
 

@@ -23,17 +23,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from engine.messages import (
+    BlocksOffered,
     Cancel,
     GatewayId,
     HandedOver,
     LeaseId,
+    OfferBlocks,
     OfferPrefix,
     PrefixOffered,
     SeqId,
     TransferAddress,
 )
 from engine.worker.batch import Row, RowResult
-from engine.worker.blocks import BlockPool
+from engine.worker.blocks import BlockHash, BlockPool
 from engine.worker.core import Scheduled, Workload
 from engine.worker.events import (
     Adopted,
@@ -116,6 +118,8 @@ class PrefixOffers:
         match event:
             case FromGateway(gateway_id, OfferPrefix() as message):
                 return self._offer(gateway_id, message)
+            case FromGateway(gateway_id, OfferBlocks() as message):
+                return self._offer_blocks(gateway_id, message)
             case FromGateway(_, Cancel(seq_id)):
                 lease_ids = (prefix_lease_id(seq_id), moved_lease_id(seq_id))
                 return [RevokeLease(lease_id) for lease_id in lease_ids if lease_id in self.leases]
@@ -157,6 +161,21 @@ class PrefixOffers:
         self._counters["prefix_offers:held"] += 1
         lease, effects = self.leases.open(lease_id, gateway_id, block_ids, num_ready=len(block_ids))
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
+
+    def _offer_blocks(self, gateway_id: GatewayId, message: OfferBlocks) -> list[Effect]:
+        """Leases blocks by their hashes, wherever they are in a prompt."""
+        lease_id = prefix_lease_id(message.seq_id)
+        if lease_id in self.leases:
+            return []  # a repeated request gets no second answer
+        hashes = dict.fromkeys(BlockHash(each) for each in message.hashes)
+        found = self._pool.find(hashes)
+        if not found or len(hashes) < len(message.hashes):
+            return [Emit(gateway_id, BlocksOffered(message.seq_id, None))]
+        self._counters["offered_blocks"] += len(found)
+        block_ids = tuple(block for _, block in found)
+        lease, effects = self.leases.open(lease_id, gateway_id, block_ids, num_ready=len(block_ids))
+        held = [place for place, _ in found]
+        return [*effects, Emit(gateway_id, BlocksOffered(message.seq_id, lease, held))]
 
     def _hand_over(self, leaving: Leaving) -> list[Effect]:
         """Moves the blocks of a sequence to a lease."""

@@ -6,6 +6,7 @@ from engine.messages import (
     PREEMPTED,
     ROLE_CHANGED,
     WRONG_ROLE,
+    BlocksOffered,
     Decode,
     DecodeStarted,
     FirstToken,
@@ -55,8 +56,8 @@ class Progress:
     ) -> list[RouterEffect]:
         """Handles a worker's message."""
         state = self._state
-        if isinstance(message, Welcome | Refused | StillStepping):
-            return []  # `router.service` handles these
+        if isinstance(message, Welcome | Refused | StillStepping | BlocksOffered):
+            return []  # `router.service` handles these; stores alone ask for blocks
         if isinstance(message, LoadReport | RoleChanged):
             return self._on_own_news(worker_id, message, now_s)
         flight = state.by_seq.get(message.seq_id)

@@ -19,8 +19,8 @@ from collections.abc import Sequence, Set
 from weakref import finalize
 
 from engine.errors import BatonError
-from engine.messages import WorkerId
-from engine.worker.blocks import HASH_BYTES, BlockHash
+from engine.messages import HASH_BYTES, WorkerId
+from engine.worker.blocks import BlockHash
 from router.native import library
 
 

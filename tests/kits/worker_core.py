@@ -226,8 +226,8 @@ def revoked(name) -> RevokeLease:
     return RevokeLease(LeaseId(name))
 
 
-def started(name, cached=0, lease=None, gateway="g") -> Emit:
-    return emit(PrefillStarted(SeqId(name), cached, lease), gateway)
+def started(name, cached=0, lease=None, gateway="g", pulled=0) -> Emit:
+    return emit(PrefillStarted(SeqId(name), cached, lease, pulled), gateway)
 
 
 def prefilled(name, token=SAMPLED, finish=None, gateway="g") -> Emit:

@@ -1,0 +1,159 @@
+"""All blocks of a store: in memory, in its lower tiers, and on their way from there to memory.
+
+Sinks read memory only. A block of a lower tier is first loaded into a slot of memory. Several
+leases and prefetches may wait for one load.
+
+Each change of what can be found is noted as news, with its medium. A lower tier that has stepped
+back counts as empty until it works again; what it holds is remembered.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.worker.blocks import BlockHash, BlockId, CacheNews, Evicted, Stored
+from kvtransfer.store.events import LOWER, EraseBlock, LoadBlock, Medium
+from kvtransfer.store.shelf import Shelf
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A block that is being read into memory."""
+
+    medium: Medium
+    slot: BlockId
+    parent: BlockHash | None
+    begun_s: float
+
+
+class Holdings:
+    """The shelves of a store. Only its methods change them, but for holders of slots."""
+
+    def __init__(self, shelves: Mapping[Medium, Shelf]) -> None:
+        """`shelves` has one for memory, and one for each lower tier in use."""
+        self.shelves = shelves
+        self.memory = shelves[Medium.HOST]
+        self.loads: dict[BlockHash, Load] = {}
+        self.off: dict[Medium, str] = {}  # tiers that have stepped back, and why
+        self.counters: Counter[str] = Counter()
+        self._news: list[CacheNews] = []
+
+    # ------------------------------------------------------------ questions
+
+    def __contains__(self, block: object) -> bool:
+        return any(block in shelf for shelf in self.shelves.values())
+
+    def medium_of(self, block: BlockHash) -> Medium | None:
+        """Returns the fastest medium from which a block can be had now."""
+        if block in self.memory:
+            return Medium.HOST
+        for medium in LOWER:
+            if medium in self.shelves and medium not in self.off and block in self.shelves[medium]:
+                return medium
+        return None
+
+    def num_leading(self, blocks: Sequence[BlockHash]) -> int:
+        """Returns how many leading blocks can be had, from whatever medium."""
+        for number, block in enumerate(blocks):
+            if block not in self.loads and self.medium_of(block) is None:
+                return number
+        return len(blocks)
+
+    def take_news(self) -> list[CacheNews]:
+        """Returns what changed since the last call, in order."""
+        news, self._news = self._news, []
+        return news
+
+    # ------------------------------------------------------------ memory
+
+    def take(self, num: int) -> list[BlockId]:
+        """Takes slots of memory to write to; fewer if the others are held."""
+        slots, evicted = self.memory.take(num)
+        self._news += [Evicted(block, Medium.HOST) for block in evicted]
+        return slots
+
+    def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
+        """Notes that a slot of memory holds a block. Returns False if it was there already."""
+        is_new = self.memory.put(slot, block, parent, now_s)
+        if is_new:
+            self._news.append(Stored(block, parent, (), Medium.HOST))
+        return is_new
+
+    def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
+        """Notes that a prompt reads these blocks."""
+        for shelf in self.shelves.values():
+            shelf.use(blocks, now_s)
+
+    # ------------------------------------------------------------ lower tiers
+
+    def load(self, block: BlockHash, slot: BlockId, now_s: float) -> LoadBlock:
+        """Begins to read a block of a lower tier into a slot of memory that was taken."""
+        medium = self.medium_of(block)
+        assert medium in LOWER
+        shelf = self.shelves[medium]
+        place = shelf.find(block)
+        assert place is not None
+        shelf.lease([place])
+        self.loads[block] = Load(medium, slot, shelf.parent(block), now_s)
+        return LoadBlock(medium, block, place, slot)
+
+    def end_load(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
+        """Ends a load. A block that could not be read is forgotten, but for faults of the tier."""
+        load = self.loads.pop(block)
+        shelf = self.shelves[load.medium]
+        place = shelf.find(block)
+        if place is not None:
+            shelf.end_lease([place])
+        if fault is None:
+            self.counters[f"loaded_blocks:{load.medium}"] += 1
+            self.put(load.slot, block, load.parent, now_s)
+            return []
+        self.counters[f"failed_loads:{load.medium}_{fault}"] += 1
+        self.memory.give_back(load.slot)
+        return [] if place is None else self.drop_from(load.medium, block)
+
+    def written(
+        self,
+        medium: Medium,
+        place: BlockId,
+        block: BlockHash,
+        parent: BlockHash | None,
+        now_s: float,
+    ) -> None:
+        """Notes a block that was written to a lower tier."""
+        if self.shelves[medium].put(place, block, parent, now_s) and medium not in self.off:
+            self._news.append(Stored(block, parent, (), medium))
+
+    def take_place(self, medium: Medium) -> BlockId | None:
+        """Takes a slot of a lower tier to write to; None if all are held."""
+        slots, evicted = self.shelves[medium].take(1)
+        if medium not in self.off:
+            self._news += [Evicted(block, medium) for block in evicted]
+        return slots[0] if slots else None
+
+    def drop_from(self, medium: Medium, block: BlockHash) -> list[EraseBlock]:
+        """Forgets a block of one tier."""
+        place = self.shelves[medium].drop(block)
+        if place is None:
+            return []
+        if medium not in self.off:
+            self._news.append(Evicted(block, medium))
+        return [] if medium is Medium.HOST else [EraseBlock(medium, block, place)]
+
+    def turn(self, medium: Medium, fault: str | None) -> None:
+        """Takes a lower tier out of use, or back into use."""
+        if (medium in self.off) == (fault is not None):
+            return
+        links = self.shelves[medium].links()
+        if fault is not None:
+            self.off[medium] = fault
+            self._news += [Evicted(block, medium) for block, _ in links]
+        else:
+            del self.off[medium]
+            self._news += [Stored(block, parent, (), medium) for block, parent in links]
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        for shelf in self.shelves.values():
+            shelf.validate()
+        assert not any(block in self.memory for block in self.loads)

@@ -1,0 +1,235 @@
+"""The core of a store: what it keeps, offers, takes in and writes down. No I/O.
+
+Events go in and effects come out. Each event is followed by what time and room allow: the next
+batch from a worker, the next writes to a lower tier. `next_wake_s` says when to send `StoreTick`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.config import StoreWrites
+from engine.messages import (
+    WRONG_ROLE,
+    BlocksOffered,
+    Cancel,
+    Decode,
+    Generate,
+    GivenBack,
+    HandedOver,
+    HandOver,
+    LoadReport,
+    OfferBlocks,
+    OfferPrefix,
+    Prefetch,
+    Prefill,
+    SeqId,
+    TransferAddress,
+)
+from engine.worker.blocks import BlockHash, CacheNews
+from engine.worker.events import (
+    Emit,
+    FromGateway,
+    GatewayLost,
+    LeaseEnded,
+    PullDone,
+    PullFailed,
+)
+from engine.worker.intake import ReadPrompt, read_prompt
+from engine.worker.offers import prefix_lease_id
+from kvtransfer.store.events import (
+    LOWER,
+    DropAll,
+    FromPeer,
+    Hinted,
+    Loaded,
+    Medium,
+    PeerJoined,
+    PeerLost,
+    PeerNews,
+    StoreEffect,
+    StoreEvent,
+    StoreTick,
+    TierTurned,
+    Written,
+)
+from kvtransfer.store.holdings import Holdings
+from kvtransfer.store.intake import IntakePace, StoreIntake
+from kvtransfer.store.offers import LOAD_TIMEOUT_S, StoreOffers
+from kvtransfer.store.shelf import Shelf
+from kvtransfer.store.write_down import WriteDown
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTerms:
+    """What a store is built for. `name` begins the ids of its pulls, and is new at each start."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+    address: TransferAddress
+    pace: IntakePace
+    writes: StoreWrites = StoreWrites.THROUGH
+    read: ReadPrompt = read_prompt
+
+
+class StoreMachine:
+    """All state of a store. Owned by one thread."""
+
+    def __init__(self, terms: StoreTerms, shelves: Mapping[Medium, Shelf]) -> None:
+        """`shelves` has one for memory, and one for each lower tier, with what a start found."""
+        self._counters: Counter[str] = Counter()
+        self.holdings = Holdings(shelves)
+        self.offers = StoreOffers(
+            self.holdings,
+            block_size=terms.block_size,
+            address=terms.address,
+            counters=self._counters,
+            read=terms.read,
+        )
+        self.intake = StoreIntake(
+            self.holdings,
+            name=terms.name,
+            block_bytes=terms.block_bytes,
+            pace=terms.pace,
+            counters=self._counters,
+        )
+        self._downs = [
+            WriteDown(self.holdings, medium, terms.writes, self._counters)
+            for medium in LOWER
+            if medium in shelves
+        ]
+
+    def handle(self, event: StoreEvent, now_s: float) -> list[StoreEffect]:
+        """Handles an event, and goes on with what may be done now."""
+        effects = self._handle(event, now_s)
+        effects += self.offers.revoke_late(now_s)
+        effects += self.intake.advance(now_s, num_leases=len(self.offers.leases))
+        self._pass_down()
+        for down in self._downs:
+            effects += down.advance()
+        return effects
+
+    def take_news(self) -> list[CacheNews]:
+        """Returns which blocks came to or left which medium since the last call, in order."""
+        return self.holdings.take_news()
+
+    def next_wake_s(self) -> float | None:
+        """Returns when time alone may bring something to do."""
+        wakes = [self.intake.next_wake_s()]
+        wakes += [load.begun_s + LOAD_TIMEOUT_S for load in self.holdings.loads.values()]
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
+        """Returns what the store holds in memory now, with these counters and its own."""
+        counts = self.holdings.memory.counts()
+        return LoadReport(
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            owned_blocks=counts.owned,
+            leased_blocks=counts.leased,
+            in_flight_blocks=counts.in_flight,
+            waiting_seqs=0,
+            running_seqs=0,
+            open_leases=open_leases,
+            counters={**counters, **self.counters},
+        )
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Counts of what happened since the start, by "name" or "name:reason"."""
+        evicted = {
+            f"evicted_blocks:{medium}": shelf.num_evicted
+            for medium, shelf in self.holdings.shelves.items()
+        }
+        return {**self._counters, **self.holdings.counters, **evicted}
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        self.holdings.validate()
+        self.offers.validate()
+        self.intake.validate()
+        for down in self._downs:
+            down.validate()
+
+    # ------------------------------------------------------------ events
+
+    def _handle(self, event: StoreEvent, now_s: float) -> list[StoreEffect]:  # noqa: C901
+        match event:
+            case FromGateway():
+                return self._on_message(event, now_s)
+            case GatewayLost(gateway_id):
+                return self.offers.forget_gateway(gateway_id)
+            case LeaseEnded(lease_id):
+                self.offers.end(lease_id)
+            case PullDone() | PullFailed():
+                self.intake.on_pulled(event, now_s)
+            case PeerJoined(peer_id, is_store):
+                self.intake.join(peer_id, is_store=is_store)
+            case PeerLost(peer_id):
+                self.intake.lose(peer_id)
+            case PeerNews(peer_id, events):
+                self.intake.follow(peer_id, events, now_s)
+            case FromPeer(peer_id, message):
+                return self.intake.on_offered(peer_id, message)
+            case Loaded():
+                return self._on_loaded(event, now_s)
+            case Written(medium, block, fault):
+                down = next(each for each in self._downs if each.medium is medium)
+                return [*down.on_written(block, fault, now_s)]
+            case TierTurned(medium, fault):
+                self.holdings.turn(medium, fault)
+            case Hinted(hint):
+                for shelf in self.holdings.shelves.values():
+                    shelf.eviction.hint(hint, now_s)
+            case DropAll():
+                return self._drop_all()
+            case StoreTick():
+                pass
+        return []
+
+    def _on_message(self, event: FromGateway, now_s: float) -> list[StoreEffect]:
+        match event.message:
+            case OfferPrefix() as message:
+                effects = self.offers.offer(event.gateway_id, message, now_s)
+                self._note_used(message.seq_id)
+                return effects
+            case Prefetch(hashes):
+                return self.offers.prefetch([BlockHash(each) for each in hashes], now_s)
+            case Cancel(seq_id):
+                return self.offers.cancel(prefix_lease_id(seq_id))
+            case Prefill(seq_id) | Generate(seq_id) | Decode(seq_id):
+                return [Emit(event.gateway_id, GivenBack(seq_id, WRONG_ROLE))]
+            case HandOver(seq_id):
+                return [Emit(event.gateway_id, HandedOver(seq_id, None))]
+            case OfferBlocks(seq_id):
+                return [Emit(event.gateway_id, BlocksOffered(seq_id, None))]
+        return []
+
+    def _on_loaded(self, event: Loaded, now_s: float) -> list[StoreEffect]:
+        effects: list[StoreEffect] = [*self.holdings.end_load(event.block, event.fault, now_s)]
+        return effects + self.offers.on_loaded(event.slot, is_good=event.fault is None)
+
+    def _note_used(self, seq_id: SeqId) -> None:
+        lease = self.offers.leases.get(prefix_lease_id(seq_id))
+        if lease is not None:
+            for down in self._downs:
+                down.used(lease.blocks)
+
+    def _pass_down(self) -> None:
+        """Lets lower tiers know what came into memory."""
+        taken, self.intake.taken = self.intake.taken, []
+        if taken:
+            for down in self._downs:
+                down.came(taken)
+
+    def _drop_all(self) -> list[StoreEffect]:
+        """Forgets all blocks. Slots that sinks read are free when their leases end."""
+        for down in self._downs:
+            down.drop_all()
+        effects: list[StoreEffect] = []
+        for medium, shelf in self.holdings.shelves.items():
+            blocks: Sequence[BlockHash] = [block for block, _ in shelf.links()]
+            for block in blocks:
+                effects += self.holdings.drop_from(medium, block)
+        return effects

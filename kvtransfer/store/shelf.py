@@ -1,0 +1,176 @@
+"""The slots of one tier of the store, in memory or on disk. Integers and hashes only.
+
+    free ──take──> writing ──put──> cached ──(evicted by take, or dropped)──> free
+                      └──give_back (the write failed)──────────────────────────┘
+
+A cached block may be leased (a sink reads it) or copied (it is written to another tier). A slot
+that is writing may be leased too: its lease grows once the block is there. A slot is handed out
+again only when it is not writing and nothing holds it. At all times
+
+    num_slots = free + cached + copied + leased + writing       (each slot counted once, in the
+                                                                 last state that applies)
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from engine.worker.blocks import BlockCounts, BlockHash, BlockId
+from kvtransfer.store.eviction.seam import Eviction, Link
+
+
+class Shelf:
+    """Which slot holds which block, and what holds the slot. Owned by one thread."""
+
+    def __init__(self, num_slots: int, eviction: Eviction) -> None:
+        assert num_slots >= 0
+        self.num_slots = num_slots
+        self.eviction = eviction
+        self._slots: dict[BlockHash, BlockId] = {}
+        self._blocks: dict[BlockId, BlockHash] = {}  # the same, reversed
+        self._parents: dict[BlockHash, BlockHash | None] = {}
+        self._free = [BlockId(i) for i in reversed(range(num_slots))]
+        self._writing: set[BlockId] = set()
+        self._leased: Counter[BlockId] = Counter()
+        self._copied: set[BlockId] = set()
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._slots)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._slots
+
+    def find(self, block: BlockHash) -> BlockId | None:
+        """Returns the slot of a block."""
+        return self._slots.get(block)
+
+    def parent(self, block: BlockHash) -> BlockHash | None:
+        """Returns the block before one that is here."""
+        return self._parents[block]
+
+    def links(self) -> list[Link]:
+        """Returns all blocks with their parents, in the order in which they came."""
+        return list(self._parents.items())
+
+    # ------------------------------------------------------------ blocks come and go
+
+    def take(self, num: int) -> tuple[list[BlockId], list[BlockHash]]:
+        """Takes slots to write to. Returns them, and the blocks that were evicted for them.
+
+        Returns fewer slots if all others are held.
+        """
+        evicted: list[BlockHash] = []
+        if num > len(self._free):
+            evicted = self.eviction.choose(num - len(self._free), self._may_go)
+            for block in evicted:
+                self._forget(block)
+            self.num_evicted += len(evicted)
+        num = min(num, len(self._free))
+        slots = [self._free.pop() for _ in range(num)]
+        self._writing.update(slots)
+        return slots, evicted
+
+    def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
+        """Ends a write: the slot holds this block. Returns False if another slot does already."""
+        self._writing.remove(slot)
+        if block in self._slots:
+            self._settle(slot)
+            return False
+        self._slots[block], self._blocks[slot] = slot, block
+        self._parents[block] = parent
+        self.eviction.add(block, parent, now_s)
+        return True
+
+    def put_all(self, found: Iterable[tuple[BlockId, BlockHash, BlockHash | None]]) -> None:
+        """Fills an empty shelf with what a start found, the least recently used first."""
+        assert not self._slots
+        entries = list(found)
+        self._slots = {block: slot for slot, block, _ in entries}
+        self._blocks = {slot: block for slot, block, _ in entries}
+        self._parents = {block: parent for _, block, parent in entries}
+        assert len(self._slots) == len(self._blocks) == len(entries)
+        self._free = [slot for slot in self._free if slot not in self._blocks]
+        self.eviction.add_all(self._parents.items(), 0.0)
+
+    def give_back(self, slot: BlockId) -> None:
+        """Ends a write that failed."""
+        self._writing.remove(slot)
+        self._settle(slot)
+
+    def use(self, blocks: Sequence[BlockHash], now_s: float) -> None:
+        """Notes that a prompt reads these blocks, the first one first."""
+        self.eviction.use(blocks, now_s)
+
+    def drop(self, block: BlockHash) -> BlockId | None:
+        """Forgets a block and returns its slot. The slot is free once nothing holds it."""
+        slot = self._slots.get(block)
+        if slot is not None:
+            self.eviction.remove(block)
+            self._forget(block)
+        return slot
+
+    # ------------------------------------------------------------ holders
+
+    def lease(self, slots: Iterable[BlockId]) -> None:
+        """Adds a lease to slots that are writing or cached."""
+        self._leased.update(slots)
+
+    def end_lease(self, slots: Iterable[BlockId]) -> None:
+        """Ends a lease."""
+        for slot in slots:
+            self._leased[slot] -= 1
+            assert self._leased[slot] >= 0, f"slot {slot} is let go more often than it was held"
+            if not self._leased[slot]:
+                del self._leased[slot]
+                self._settle(slot)
+
+    def begin_copy(self, slot: BlockId) -> None:
+        """Keeps a cached block in its slot until `end_copy`: it is read for another tier."""
+        assert slot in self._blocks
+        assert slot not in self._copied
+        self._copied.add(slot)
+
+    def end_copy(self, slot: BlockId) -> None:
+        """Ends a copy."""
+        self._copied.remove(slot)
+        self._settle(slot)
+
+    # ------------------------------------------------------------ questions
+
+    def counts(self) -> BlockCounts:
+        """Counts the slots as the blocks of a pool; what is copied counts as owned."""
+        writing = len(self._writing)
+        leased = sum(slot not in self._writing for slot in self._leased)
+        copied = sum(slot not in self._leased for slot in self._copied)
+        cached = self.num_slots - len(self._free) - writing - leased - copied
+        return BlockCounts(len(self._free), cached, copied, leased, writing)
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert self.counts().total == self.num_slots
+        assert len(self._slots) == len(self._blocks) == len(self._parents) == len(self.eviction)
+        assert all(self._blocks[slot] == block for block, slot in self._slots.items())
+        free = set(self._free)
+        assert len(free) == len(self._free)
+        held = self._writing | set(self._blocks) | set(self._leased) | self._copied
+        assert not free & held
+        assert len(free) + len(held) == self.num_slots
+        assert not self._writing & set(self._blocks)
+        assert not self._writing & self._copied
+        assert min(self._leased.values(), default=1) > 0
+
+    def _may_go(self, block: BlockHash) -> bool:
+        slot = self._slots[block]
+        return slot not in self._leased and slot not in self._copied
+
+    def _forget(self, block: BlockHash) -> None:
+        slot = self._slots.pop(block)
+        del self._blocks[slot], self._parents[block]
+        self._settle(slot)
+
+    def _settle(self, slot: BlockId) -> None:
+        """Frees a slot if it has no content and no holder."""
+        is_held = slot in self._writing or slot in self._leased or slot in self._copied
+        if not is_held and slot not in self._blocks:
+            self._free.append(slot)

@@ -1,0 +1,127 @@
+"""Copies of blocks from a store's memory to its lower tiers.
+
+A block is written to the disk soon after it came (`through`), or once a prompt has used it
+(`used`), or never (`off`). Writes wait while blocks are read from the disk. What is evicted from
+memory before its turn is dropped and counted: a slow disk never makes the store wait.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.config import StoreWrites
+from engine.worker.blocks import BlockHash, BlockId
+from kvtransfer.store.events import EraseBlock, Medium, StoreEffect, WriteBlock
+from kvtransfer.store.holdings import Holdings
+
+MAX_WRITES = 16  # on their way to one tier
+MAX_QUEUED = 262_144  # blocks that wait for one tier; the oldest is dropped
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A block on its way from a slot of memory to a place in the lower tier."""
+
+    slot: BlockId
+    place: BlockId
+    parent: BlockHash | None
+    is_wanted: bool = True  # until all blocks are dropped
+
+
+class WriteDown:
+    """The blocks that wait for one lower tier, and those on their way to it."""
+
+    def __init__(
+        self, holdings: Holdings, medium: Medium, writes: StoreWrites, counters: Counter[str]
+    ) -> None:
+        self._holdings = holdings
+        self.medium = medium
+        self._writes = writes
+        self._counters = counters
+        self._queue: OrderedDict[BlockHash, None] = OrderedDict()
+        self._under_way: dict[BlockHash, _Writing] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait or are on their way."""
+        return len(self._queue) + len(self._under_way)
+
+    def came(self, blocks: Collection[BlockHash]) -> None:
+        """Notes blocks that are new in memory."""
+        if self._writes is StoreWrites.THROUGH:
+            self._enqueue(blocks)
+
+    def used(self, blocks: Collection[BlockHash]) -> None:
+        """Notes blocks that a prompt uses."""
+        if self._writes is StoreWrites.USED:
+            self._enqueue(blocks)
+
+    def _enqueue(self, blocks: Collection[BlockHash]) -> None:
+        shelf = self._holdings.shelves[self.medium]
+        if self.medium in self._holdings.off:
+            self._drop("tier_off", len(blocks))
+            return
+        for block in blocks:
+            if block not in shelf and block not in self._under_way:
+                self._queue[block] = None
+        while len(self._queue) > MAX_QUEUED:
+            self._queue.popitem(last=False)
+            self._drop("queue_full", 1)
+
+    def advance(self) -> list[StoreEffect]:
+        """Begins writes, as far as the tier has room for more."""
+        holdings = self._holdings
+        if self.medium in holdings.off or self._is_read():
+            return []
+        effects: list[StoreEffect] = []
+        while self._queue and len(self._under_way) < MAX_WRITES:
+            block, _ = self._queue.popitem(last=False)
+            slot = holdings.memory.find(block)
+            if slot is None:
+                self._drop("evicted_first", 1)
+                continue
+            if block in holdings.shelves[self.medium]:
+                continue
+            place = holdings.take_place(self.medium)
+            if place is None:
+                self._drop("no_place", 1)
+                continue
+            holdings.memory.begin_copy(slot)
+            parent = holdings.memory.parent(block)
+            self._under_way[block] = _Writing(slot, place, parent)
+            effects.append(WriteBlock(self.medium, block, parent, slot, place))
+        return effects
+
+    def _is_read(self) -> bool:
+        """True while a block is read from this tier: reads come first."""
+        return any(load.medium is self.medium for load in self._holdings.loads.values())
+
+    def on_written(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
+        """Ends a write."""
+        writing = self._under_way.pop(block)
+        place = writing.place
+        self._holdings.memory.end_copy(writing.slot)
+        if fault is not None:
+            self._holdings.shelves[self.medium].give_back(place)
+            self._counters[f"failed_writes:{self.medium}_{fault}"] += 1
+            return []
+        if not writing.is_wanted:
+            self._holdings.shelves[self.medium].give_back(place)
+            return [EraseBlock(self.medium, block, place)]
+        self._counters[f"written_blocks:{self.medium}"] += 1
+        self._holdings.written(self.medium, place, block, writing.parent, now_s)
+        return []
+
+    def drop_all(self) -> None:
+        """Drops what waits, and what is on its way once it has arrived."""
+        self._queue.clear()
+        for writing in self._under_way.values():
+            writing.is_wanted = False
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        assert len(self._under_way) <= MAX_WRITES
+
+    def _drop(self, why: str, num: int) -> None:
+        if num:
+            self._counters[f"dropped_writes:{self.medium}_{why}"] += num
