@@ -16,7 +16,7 @@ import queue
 import secrets
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -25,6 +25,7 @@ import msgspec
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
+from deploy.worker.gateway_sessions import GatewaySessions
 from deploy.worker.guide_opening import GuideOpening
 from deploy.worker.process_facts import cpu_s, process_gauges
 from deploy.worker.request_ids import RequestIds
@@ -32,7 +33,6 @@ from deploy.worker.step_watch import StepWatch
 from engine import native_build
 from engine.clock import Clock
 from engine.config import WorkerConfig
-from engine.errors import ProtocolError
 from engine.grammar.guides import LlGuides
 from engine.layout import KVFormat
 from engine.messages import (
@@ -44,19 +44,17 @@ from engine.messages import (
     Hello,
     Incarnation,
     Prefill,
-    Refused,
     Role,
     RoleChanged,
     SetRole,
     StillStepping,
     ToGateway,
+    ToWorker,
     TransferAddress,
     Welcome,
     WorkerId,
-    decode_to_worker,
     encode_frame,
 )
-from engine.net.rpc import Send, SessionServer
 from engine.net.trust import Secret
 from engine.worker.batch import Runner
 from engine.worker.block_events import EventLog
@@ -76,8 +74,6 @@ log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
 _WHY_NOT = "workers of that role hold KV in another format"
-HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_FRAMES = 4096  # of one gateway, which is cut off if it has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +122,16 @@ class WorkerHost:
         self._on_crash = on_crash
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        # Outbox of each session until the step thread knows of its end; None: it is cut off.
-        self._gateways: dict[GatewayId, asyncio.Queue[bytes | None] | None] = {}
+        self._sessions = GatewaySessions(
+            identity.secret,
+            identity.host,
+            welcome=self._welcome,
+            listen=self._listen,
+            on_lost=self._on_gateway_lost,
+        )
         self._duties = Duties(
             identity.role, roles_of(identity.role, config), config.prefills_locally
         )
-        self._refused: Counter[str] = Counter()  # refused sessions, by reason
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
         self._long_step: StillStepping | None = None  # the present step, if it is long
@@ -174,17 +174,11 @@ class WorkerHost:
             host=self._identity.host,
         )
         self._events = self._publisher.open()
-        self._server = SessionServer(
-            self._session,
-            self._identity.secret,
-            self._identity.host,
-            on_refused=self._count_refused,
-        )
         self._watch = StepWatch(self._config.step_timeout_s, self._clock.now_s())
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
         self._watching = asyncio.create_task(self._watch_steps())
-        return await self._server.open()
+        return await self._sessions.open()
 
     def _open_core(self, address: TransferAddress) -> WorkerCore:
         config, model = self._config, self._model
@@ -215,7 +209,7 @@ class WorkerHost:
     async def close(self) -> None:
         """Ends sessions and threads."""
         self._watching.cancel()
-        await self._server.close()
+        await self._sessions.close()
         self._stopping = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, 30)
@@ -226,17 +220,7 @@ class WorkerHost:
 
     # ------------------------------------------------------------ gateways (asyncio thread)
 
-    def _count_refused(self, reason: str) -> None:
-        self._refused[f"refused_sessions:{reason}"] += 1
-
-    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
-        gateway_id = await self._shake_hands(frames, send)
-        if gateway_id is None:
-            return
-        outbox: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNSENT_FRAMES)
-        outbox.put_nowait(encode_frame([self._welcome()]))  # role changes follow it in order
-        self._gateways[gateway_id] = outbox
-        sender = asyncio.create_task(_send_all(outbox, send))
+    def _listen(self, gateway_id: GatewayId) -> "_Listener":
         opening = GuideOpening(
             gateway_id,
             self._model.guides,
@@ -244,39 +228,10 @@ class WorkerHost:
             put=self._inbox.put,
             on_crash=self._on_crash,
         )
-        reader = asyncio.create_task(self._read_all(gateway_id, opening, frames))
-        try:
-            await asyncio.wait([sender, reader], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sender.cancel()
-            reader.cancel()
-            await asyncio.gather(sender, reader, return_exceptions=True)
-            opening.close()
-            self._inbox.put(
-                GatewayLost(gateway_id)
-            )  # must precede the next session of this gateway
-            del self._gateways[gateway_id]
-            log.info("gateway %s is gone", gateway_id)
+        return _Listener(opening, self._request_ids, self._duties.possible)
 
-    async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> GatewayId | None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                messages = decode_to_worker(await anext(frames))
-        except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
-            log.warning("a gateway was refused: %s", error)
-            return None
-        match messages:
-            case [Hello(version=version)] if version != PROTOCOL_VERSION:
-                reason = f"protocol version differs: ours {PROTOCOL_VERSION}, yours {version}"
-            case [Hello(gateway_id=gateway_id)] if gateway_id in self._gateways:
-                reason = "a session of this gateway is open"
-            case [Hello(gateway_id=gateway_id)]:
-                return gateway_id
-            case _:
-                reason = "the first frame must be one Hello"
-        log.warning("a gateway was refused: %s", reason)
-        await send(encode_frame([Refused(reason)]))
-        return None
+    def _on_gateway_lost(self, gateway_id: GatewayId) -> None:
+        self._inbox.put(GatewayLost(gateway_id))
 
     def _welcome(self) -> Welcome:
         return Welcome(
@@ -305,36 +260,9 @@ class WorkerHost:
                 self._loop_lag_s = max(self._loop_lag_s, self._clock.now_s() - due_s)
                 self._long_step = self._watch.look(self._clock.now_s())
                 if self._long_step is not None:
-                    self._post_all(encode_frame([self._long_step]))
+                    self._sessions.post_all(encode_frame([self._long_step]))
         except Exception as error:  # StepStuck, or a bug: no other part notices a stuck step
             self._on_crash(error)
-
-    async def _read_all(
-        self, gateway_id: GatewayId, opening: GuideOpening, frames: AsyncIterator[bytes]
-    ) -> None:
-        async for frame in frames:
-            try:
-                messages = decode_to_worker(frame)
-            except ProtocolError as error:
-                log.warning("cut off gateway %s: %s", gateway_id, error)
-                return
-            for message in messages:
-                if isinstance(message, Hello):
-                    continue  # a second Hello has no meaning
-                if isinstance(message, SetRole) and message.role not in self._duties.possible:
-                    log.warning("this worker cannot become a %s worker: %s", message.role, _WHY_NOT)
-                if isinstance(message, Prefill | Generate | Decode):
-                    self._take_request(message, opening)
-                else:
-                    opening.take(message)
-
-    def _take_request(self, message: Prefill | Generate | Decode, opening: GuideOpening) -> None:
-        """Takes a sequence. All lines about it have the ids of its request."""
-        self._request_ids.note(message.seq_id, message.client_id)
-        with self._request_ids.logged(message.seq_id):
-            kind = type(message).__name__.lower()
-            log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))
-            opening.take(message)
 
     def _on_transfer(self, event: Event) -> None:
         """Passes on what the transfer thread reports. A failure is logged with its request."""
@@ -415,7 +343,7 @@ class WorkerHost:
     def _send(self, frames: Mapping[GatewayId, list[ToGateway]]) -> None:
         for gateway_id, messages in frames.items():
             frame = encode_frame(messages)
-            self._loop.call_soon_threadsafe(self._post, gateway_id, frame)
+            self._loop.call_soon_threadsafe(self._sessions.post, gateway_id, frame)
 
     def _publish(self) -> None:
         """Publishes which blocks became cached or left the cache since the last step."""
@@ -425,7 +353,7 @@ class WorkerHost:
 
     def _report(self) -> None:
         counters = Counter(self._endpoint.counters())
-        for more in (self._publisher.counters, native_build.counters, self._refused):
+        for more in (self._publisher.counters, native_build.counters, self._sessions.refused):
             counters.update(more)
         measured = {**counters, **self._effort.counters(), "cpu_seconds": cpu_s()}
         load = self._core.load(self._endpoint.source.num_leases, measured)
@@ -433,7 +361,7 @@ class WorkerHost:
             load, num_event_batches=self._publisher.num_batches, gauges=self._gauges()
         )
         frame = encode_frame([load])
-        self._loop.call_soon_threadsafe(self._post_all, frame)
+        self._loop.call_soon_threadsafe(self._sessions.post_all, frame)
 
     def _gauges(self) -> dict[str, float]:
         lag_s, self._loop_lag_s = self._loop_lag_s, 0.0
@@ -450,24 +378,7 @@ class WorkerHost:
         if message.role is not self._duties.role:
             log.info("this worker is a %s worker now", message.role)
         self._duties = replace(self._duties, role=message.role)
-        self._post_all(encode_frame([message]))
-
-    def _post_all(self, frame: bytes) -> None:
-        for gateway_id in list(self._gateways):
-            self._post(gateway_id, frame)
-
-    def _post(self, gateway_id: GatewayId, frame: bytes) -> None:
-        outbox = self._gateways.get(gateway_id)
-        if outbox is None:
-            return  # it left or is cut off: its sequences are being cancelled
-        try:
-            outbox.put_nowait(frame)
-        except asyncio.QueueFull:
-            log.warning("gateway %s reads too slowly and is cut off", gateway_id)
-            self._gateways[gateway_id] = None
-            while not outbox.empty():
-                outbox.get_nowait()
-            outbox.put_nowait(None)
+        self._sessions.post_all(encode_frame([message]))
 
 
 def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
@@ -490,6 +401,28 @@ def served_as(fingerprint: str, kv_wire_dtype: KVFormat | None) -> str:
     return fingerprint if kv_wire_dtype is None else f"{fingerprint}-wire_{kv_wire_dtype}"
 
 
-async def _send_all(outbox: "asyncio.Queue[bytes | None]", send: Send) -> None:
-    while (frame := await outbox.get()) is not None:
-        await send(frame)
+class _Listener:
+    """Takes the messages of one gateway. Lines about a sequence have the ids of its request."""
+
+    def __init__(
+        self, opening: GuideOpening, request_ids: RequestIds, possible: Collection[Role]
+    ) -> None:
+        self._opening = opening
+        self._request_ids = request_ids
+        self._possible = possible
+
+    def take(self, message: ToWorker) -> None:
+        assert not isinstance(message, Hello)
+        if isinstance(message, SetRole) and message.role not in self._possible:
+            log.warning("this worker cannot become a %s worker: %s", message.role, _WHY_NOT)
+        if not isinstance(message, Prefill | Generate | Decode):
+            self._opening.take(message)
+            return
+        self._request_ids.note(message.seq_id, message.client_id)
+        with self._request_ids.logged(message.seq_id):
+            kind = type(message).__name__.lower()
+            log.info("takes a sequence: %s, %d tokens", kind, len(message.token_ids))
+            self._opening.take(message)
+
+    def close(self) -> None:
+        self._opening.close()

@@ -194,7 +194,7 @@ class _Line:
 
 
 class SessionServer:
-    """Serves sessions on a port that the system chooses, to clients that hold the secret."""
+    """Serves sessions to clients that hold the secret."""
 
     def __init__(
         self,
@@ -204,11 +204,14 @@ class SessionServer:
         *,
         silence_s: float = SILENCE_S,
         on_refused: Callable[[str], None] = lambda reason: None,
+        port: int = 0,
     ) -> None:
         """A session whose client is silent for longer than `silence_s` is cancelled.
 
-        `on_refused` gets the reason, one of a few, why a session did not begin.
+        `on_refused` gets the reason, one of a few, why a session did not begin. With `port` 0 the
+        system chooses one.
         """
+        self._port = port
         self._session = session
         self._secret = secret
         self._host = host
@@ -218,7 +221,7 @@ class SessionServer:
         self._on_refused = on_refused
 
     async def open(self) -> str:
-        """Starts to listen; returns the address, host:port."""
+        """Starts to listen; returns the address, host:port. Raises OSError if the port is taken."""
         methods = {METHOD: self._handle, CHALLENGE_METHOD: self._answer_challenge}
         # All are streams: gRPC reads the message of any other call before a handler is asked.
         handlers = {
@@ -227,7 +230,10 @@ class SessionServer:
         generic = grpc.method_handlers_generic_handler(SERVICE, handlers)
         self._server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._server.add_generic_rpc_handlers((generic,))
-        port = self._server.add_insecure_port(f"{self._host}:0")
+        try:
+            port = self._server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:  # what gRPC raises for any failure to bind
+            raise OSError(f"cannot listen on port {self._port}: {error}") from error
         address = f"{self._host}:{port}"
         process_key = secrets.token_bytes(KEY_BYTES)
         self._challenger = Challenger(self._secret, address, process_key=process_key)

@@ -7,7 +7,8 @@ import pytest
 
 from decode.hold import HOLD_S
 from deploy.worker import host as worker_host
-from deploy.worker.host import MAX_UNSENT_FRAMES, ModelFacts, WorkerHost, WorkerIdentity
+from deploy.worker.gateway_sessions import MAX_UNSENT_FRAMES
+from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.step_watch import StepWatch
 from engine.config import WorkerConfig
 from engine.messages import (
