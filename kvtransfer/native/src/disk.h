@@ -7,7 +7,8 @@
 //
 // A read ends in a buffer of this engine. Only verified bytes are copied to the row, under the lock
 // that `cancel` and `close` take. So once these return, nothing is written to the row any more, even
-// if the disk hangs.
+// if the disk hangs. In the same way a write that is given up leaves no header: its row may be in
+// other use already, and then the payload and its checksum are not of the block in the header.
 #pragma once
 
 #include <pthread.h>
@@ -130,21 +131,22 @@ class DiskEngine {
     return count;
   }
 
-  // Its outcome still comes, but a read writes to its row no more.
+  // Its outcome still comes. A read writes to its row no more, a write leaves no header.
   void cancel(uint64_t tag) {
     const std::lock_guard lock(mutex_);
     cancelled_.insert(tag);
   }
 
-  // No read writes to its row any more, and nothing starts. Waits for what is under way. Returns
-  // false if that has not ended by then: this engine and its files must then be left as they are.
+  // No read writes to its row any more. Waits for what has been submitted. Returns false if that has
+  // not ended by then: no header is written any more, and this engine and its files must be left as
+  // they are.
   bool close(double timeout_s) {
     std::unique_lock lock(mutex_);
     is_closing_ = true;
     signal(wake_fd_);
-    if (!ended_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                         [&] { return has_ended_; }))
-      return false;
+    const std::chrono::duration<double> timeout(timeout_s);
+    is_abandoned_ = !ended_.wait_for(lock, timeout, [&] { return has_ended_; });
+    if (is_abandoned_) return false;
     lock.unlock();
     thread_.join();
     return true;
@@ -215,10 +217,7 @@ class DiskEngine {
 
   bool take_arrival(DiskOperation& operation) {
     const std::lock_guard lock(mutex_);
-    while (is_closing_ && !arrivals_.empty()) {
-      outcomes_.push_back({arrivals_.front().tag, 0, ECANCELED});
-      arrivals_.pop_front();
-    }
+    if (is_abandoned_) arrivals_.clear();
     if (arrivals_.empty() || idle_.empty()) return false;
     operation = arrivals_.front();
     arrivals_.pop_front();
@@ -285,7 +284,11 @@ class DiskEngine {
     return 0;
   }
 
-  int64_t write_final_header(const Flight& flight) const {
+  int64_t write_final_header(const Flight& flight) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_abandoned_ || cancelled_.contains(flight.operation.tag)) return ECANCELED;
+    }
     Header header = flight.operation.header;
     header.payload_checksum = flight.checksum;
     header.checksum = header_checksum(header);
@@ -320,7 +323,7 @@ class DiskEngine {
   std::deque<DiskOperation> arrivals_;
   std::deque<DiskOutcome> outcomes_;
   std::unordered_set<uint64_t> cancelled_;
-  bool is_closing_ = false, has_ended_ = false;
+  bool is_closing_ = false, is_abandoned_ = false, has_ended_ = false;
   std::condition_variable ended_;
 };
 

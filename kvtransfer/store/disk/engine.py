@@ -77,12 +77,16 @@ class DiskEngine(Protocol):
         """Returns the outcomes since the last call."""
 
     def cancel(self, tag: int) -> None:
-        """Once this returns, the operation writes to its row no more. Its outcome still comes."""
+        """Once this returns, a read writes to its row no more, and a write leaves no header.
+
+        The caller may then use the row for something else. An outcome still comes.
+        """
 
     def close(self, timeout_s: float) -> bool:
-        """Once this returns, no row is written to any more. Waits for what is under way.
+        """Once this returns, no row is written to any more. Waits for what was submitted.
 
-        Returns False if that has not ended in time. The files must then stay open.
+        Returns False if that has not ended in time. No header is written then any more, but the
+        files must stay open and the rows in memory.
         """
 
 

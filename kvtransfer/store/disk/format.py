@@ -20,8 +20,8 @@ Pure: arrays and bytes only.
 """
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from enum import IntEnum
 
 import numpy as np
@@ -114,6 +114,9 @@ class RecoveredBlocks:
         return dict(zip(self.hashes.tolist(), found, strict=True))
 
 
+_COLUMNS = tuple(field.name for field in fields(RecoveredBlocks))
+
+
 def unsealed_header(
     geometry: DiskGeometry, slot: int, *, block_hash: bytes, parent: bytes | None, sequence: int
 ) -> bytes:
@@ -181,26 +184,35 @@ def judge(
     return verdicts.astype(np.uint8)
 
 
-def recovered(headers: Headers) -> tuple[RecoveredBlocks, int]:
-    """Returns the blocks of headers that are fine, and how many had a later duplicate."""
-    by_age = headers[np.argsort(headers["sequence"], kind="stable")]
-    latest = _without_duplicates(by_age)
+def claimed(headers: Headers) -> RecoveredBlocks:
+    """Returns the blocks that headers claim, in their order."""
     return RecoveredBlocks(
-        slots=latest["slot"].astype(np.int64),
-        hashes=latest["hash"].copy(),
-        parents=latest["parent"].copy(),
-        has_parent=latest["has_parent"] != 0,
-        sequences=latest["sequence"].copy(),
-        checksums=latest["payload_checksum"].copy(),
-    ), len(headers) - len(latest)
+        slots=headers["slot"].astype(np.int64),
+        hashes=headers["hash"].copy(),
+        parents=headers["parent"].copy(),
+        has_parent=headers["has_parent"] != 0,
+        sequences=headers["sequence"].copy(),
+        checksums=headers["payload_checksum"].copy(),
+    )
 
 
-def _without_duplicates(by_age: Headers) -> Headers:
-    """Returns the headers without those of which a later one has the same hash."""
-    words = np.ascontiguousarray(by_age["hash"]).view("<u8").reshape(len(by_age), 2)
-    order = np.argsort(words[:, 0], kind="stable")
-    firsts = words[order, 0]
-    if not np.any(firsts[1:] == firsts[:-1]):  # nearly always, and much faster
-        return by_age
-    last_by_hash = {block_hash: i for i, block_hash in enumerate(by_age["hash"].tolist())}
-    return by_age[np.sort(np.fromiter(last_by_hash.values(), np.int64, len(last_by_hash)))]
+def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
+    """Returns the blocks of all pieces, the oldest first; of one hash only the latest.
+
+    There must be at least one piece.
+    """
+    joined = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in _COLUMNS}
+    order = np.argsort(joined["sequences"], kind="stable")
+    order = _without_duplicates(order, joined["hashes"])
+    return RecoveredBlocks(**{name: column[order] for name, column in joined.items()})
+
+
+def _without_duplicates(
+    order: npt.NDArray[np.int64], hashes: npt.NDArray[np.void]
+) -> npt.NDArray[np.int64]:
+    """Returns `order` without the rows of which a later one has the same hash."""
+    halves = np.sort(hashes.view("<u8")[::2])
+    if not np.any(halves[1:] == halves[:-1]):  # nearly always, and much faster
+        return order
+    last_by_hash = {block_hash: i for i, block_hash in enumerate(hashes[order].tolist())}
+    return order[np.sort(np.fromiter(last_by_hash.values(), np.int64, len(last_by_hash)))]

@@ -13,10 +13,13 @@ from kvtransfer.store.disk.format import (
     DiskGeometry,
     RecoveredBlocks,
     Verdict,
+    claimed,
     judge,
-    recovered,
+    merged,
 )
 from kvtransfer.store.disk.slabs import SlabFiles
+
+NO_BLOCKS = claimed(np.empty(0, HEADER))
 
 
 def recover(
@@ -26,12 +29,13 @@ def recover(
 
     Raises OSError if the table cannot be read.
     """
-    fine, verdicts = [np.empty(0, HEADER)], np.zeros(len(Verdict), np.int64)
+    pieces, verdicts = [NO_BLOCKS], np.zeros(len(Verdict), np.int64)
     for first_slot, headers in files.headers():
         found = judge(headers, first_slot, geometry, checksums)
-        fine.append(headers[found == Verdict.FINE])
+        pieces.append(claimed(headers[found == Verdict.FINE]))
         verdicts += np.bincount(found, minlength=len(Verdict))
-    blocks, verdicts[Verdict.DUPLICATE] = recovered(np.concatenate(fine))
+    blocks = merged(pieces)
+    verdicts[Verdict.DUPLICATE] = verdicts[Verdict.FINE] - len(blocks)
     skipped = Counter({verdict.name.lower(): int(verdicts[verdict]) for verdict in Verdict})
     del skipped["fine"], skipped["empty"]
     return blocks, +skipped

@@ -44,9 +44,10 @@ class ThreadEngine:
         self._files = files
         self._arrivals: SimpleQueue[DiskOperation | None] = SimpleQueue()
         self._outcomes: deque[DiskOutcome] = deque()
-        self._lock = threading.Lock()  # of the two below, and of all rows that are written to
+        self._lock = threading.Lock()  # of those below, and of all rows that are written to
         self._cancelled: set[int] = set()
         self._is_closing = False
+        self._is_abandoned = False
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
@@ -71,17 +72,21 @@ class ThreadEngine:
         return found
 
     def cancel(self, tag: int) -> None:
-        """Once this returns, the operation writes to its row no more."""
+        """Once this returns, a read writes to its row no more, and a write leaves no header."""
         with self._lock:
             self._cancelled.add(tag)
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for what is under way. Returns False if that has not ended in time."""
+        """Waits for what was submitted. Returns False if that has not ended in time."""
         with self._lock:
             self._is_closing = True
         for _ in self._threads:
             self._arrivals.put(None)
-        return _join(self._threads, timeout_s)
+        if _join(self._threads, timeout_s):
+            return True
+        with self._lock:
+            self._is_abandoned = True
+        return False
 
     def _run(self) -> None:
         buffer = np.frombuffer(mmap.mmap(-1, self._files.stride_bytes), np.uint8)
@@ -92,7 +97,7 @@ class ThreadEngine:
 
     def _do(self, operation: DiskOperation, buffer: Row) -> tuple[int, int]:
         """Returns the error, and the checksum of what was written."""
-        if self._is_closing:
+        if self._is_abandoned:
             return errno.ECANCELED, 0
         try:
             match operation.verb:
@@ -127,6 +132,9 @@ class ThreadEngine:
         checksum = disk_checksum(buffer.data[: self._files.block_bytes])
         if error := _move(os.pwritev, operation, buffer):
             return error, 0
+        with self._lock:
+            if self._is_abandoned or operation.tag in self._cancelled:
+                return errno.ECANCELED, 0
         return self._write_header(operation, sealed_header(operation.header, checksum)), checksum
 
     def _write_header(self, operation: DiskOperation, header: bytes) -> int:

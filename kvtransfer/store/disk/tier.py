@@ -44,16 +44,14 @@ from kvtransfer.store.disk.format import (
     ALIGNMENT,
     EMPTY,
     HASH_BYTES,
-    HEADER,
     HEADER_BYTES,
     DiskGeometry,
     RecoveredBlocks,
-    recovered,
     unsealed_header,
 )
 from kvtransfer.store.disk.growth import SlabGrowth
 from kvtransfer.store.disk.health import DiskHealth
-from kvtransfer.store.disk.recovery import recover
+from kvtransfer.store.disk.recovery import NO_BLOCKS, recover
 from kvtransfer.store.disk.slabs import SLAB_BYTES, SlabFiles
 from kvtransfer.store.disk.threads import ThreadEngine
 from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_checksums
@@ -62,6 +60,7 @@ log = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20  # of buffers for requests under way, unless blocks are very large
 FEWEST_UNDER_WAY = 2
+_abandoned: list["DiskTier"] = []  # their engines may still use rows: these must stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +190,7 @@ class DiskTier:
             os.close(self._fd)
         else:
             self._counters["abandoned"] += 1
+            _abandoned.append(self)
             log.warning("%s is left open: the disk hangs", self._directory)
         return is_ended
 
@@ -484,7 +484,7 @@ class DiskTier:
         except OSError as error:
             self._counters[f"errors:{reason_of(error.errno or 0)}"] += 1
             log.warning("%s: no block is recovered: %s", self._directory, error)
-            return recovered(np.empty(0, HEADER))[0]
+            return NO_BLOCKS
         for verdict, number in skipped.items():
             self._counters[f"skipped:{verdict}"] += number
         return blocks

@@ -115,11 +115,11 @@ class UringEngine:
                 return found
 
     def cancel(self, tag: int) -> None:
-        """Once this returns, the operation writes to its row no more."""
+        """Once this returns, a read writes to its row no more, and a write leaves no header."""
         self._library.baton_disk_cancel(self._engine, tag)
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for what is under way. Returns False if that has not ended in time."""
+        """Waits for what was submitted. Returns False if that has not ended in time."""
         return bool(self._library.baton_disk_close(self._engine, timeout_s))
 
 
