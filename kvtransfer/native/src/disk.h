@@ -1,0 +1,330 @@
+// Moves blocks between rows of memory and slots of files, on a thread of its own.
+//
+// A slot's header lies in a table, in another file. A write clears the header, then writes the
+// payload, then the header: a crash in between leaves an empty slot, never a wrong block. Payloads
+// bypass the page cache (O_DIRECT) through io_uring. Headers go through the page cache, which
+// outlives the process; these writes take microseconds and are made in line.
+//
+// A read ends in a buffer of this engine. Only verified bytes are copied to the row, under the lock
+// that `cancel` and `close` take. So once these return, nothing is written to the row any more, even
+// if the disk hangs. In the same way a write that is given up leaves no header: its row may be in
+// other use already, and then the payload and its checksum are not of the block in the header.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <unordered_set>
+#include <vector>
+
+#include "uring.h"
+#include "xxh3.h"
+
+namespace baton {
+
+// One entry of the table; mirrored in format.py.
+struct Header {
+  uint8_t magic[8];
+  uint32_t version, has_parent;
+  uint8_t identity[16], hash[16], parent[16];
+  uint64_t payload_bytes, payload_checksum, sequence, slot, slab_slots;
+  uint8_t reserved[16];
+  uint64_t checksum;
+};
+static_assert(sizeof(Header) == 128);
+
+// XXH3-64; short input is hashed with zeros behind it (see xxh3.h).
+inline uint64_t disk_checksum(const uint8_t* bytes, int64_t num_bytes) {
+  if (num_bytes >= Xxh3::kFewestBytes) return Xxh3(bytes, num_bytes).digest();
+  uint8_t padded[256]{};
+  std::memcpy(padded, bytes, num_bytes);
+  return Xxh3(padded, sizeof padded).digest();
+}
+
+inline uint64_t header_checksum(const Header& header) {
+  return disk_checksum(reinterpret_cast<const uint8_t*>(&header), offsetof(Header, checksum));
+}
+
+enum Kind : int32_t { kRead = 0, kWrite = 1, kClear = 2 };
+
+// These three are mirrored in library.py.
+struct DiskFiles {
+  int64_t stride_bytes;  // of slots: a multiple of kAlignment
+  int64_t payload_bytes;
+  int32_t table_fd;
+  int32_t done_fd;  // an eventfd that is signalled when there are outcomes
+  int32_t depth;    // reads and writes under way at once
+};
+
+struct DiskOperation {
+  uint64_t tag;
+  int64_t offset;        // of the slot in its slab
+  int64_t table_offset;  // of its header in the table
+  uint8_t* row;
+  uint64_t checksum;  // that a read expects
+  int32_t slab_fd;
+  Kind kind;
+  Header header;  // that a write leaves, without checksums
+};
+
+struct DiskOutcome {
+  uint64_t tag;
+  uint64_t checksum;  // of what was written
+  int64_t error;      // 0, an errno, or one of those below
+};
+
+constexpr int64_t kShort = -1;    // the file ends within the slot
+constexpr int64_t kDamaged = -2;  // the payload does not have the expected checksum
+constexpr int64_t kAlignment = 4096;
+
+class DiskEngine {
+ public:
+  explicit DiskEngine(const DiskFiles& files) : files_(files), flights_(files.depth) {}
+  DiskEngine(const DiskEngine&) = delete;
+  DiskEngine& operator=(const DiskEngine&) = delete;
+
+  ~DiskEngine() {
+    if (buffers_ != MAP_FAILED) munmap(buffers_, buffers_bytes());
+    if (wake_fd_ >= 0) ::close(wake_fd_);
+  }
+
+  // Returns 0 or an errno.
+  int open() {
+    // One entry each, and one to wake up.
+    if (const int error = ring_.open(static_cast<uint32_t>(files_.depth) + 1)) return error;
+    wake_fd_ = eventfd(0, EFD_CLOEXEC);
+    if (wake_fd_ < 0) return errno;
+    buffers_ =
+        mmap(nullptr, buffers_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (buffers_ == MAP_FAILED) return errno;
+    for (int32_t i = 0; i < files_.depth; ++i) {
+      flights_[i].buffer = static_cast<uint8_t*>(buffers_) + i * files_.stride_bytes;
+      idle_.push_back(i);
+    }
+    return start_thread();
+  }
+
+  void submit(const DiskOperation* operations, int64_t count) {
+    {
+      const std::lock_guard lock(mutex_);
+      arrivals_.insert(arrivals_.end(), operations, operations + count);
+    }
+    signal(wake_fd_);
+  }
+
+  int64_t reap(DiskOutcome* outcomes, int64_t most) {
+    const std::lock_guard lock(mutex_);
+    int64_t count = 0;
+    for (; count < most && !outcomes_.empty(); ++count, outcomes_.pop_front()) {
+      outcomes[count] = outcomes_.front();
+      cancelled_.erase(outcomes_.front().tag);
+    }
+    return count;
+  }
+
+  // Its outcome still comes. A read writes to its row no more, a write leaves no header.
+  void cancel(uint64_t tag) {
+    const std::lock_guard lock(mutex_);
+    cancelled_.insert(tag);
+  }
+
+  // No read writes to its row any more. Waits for what has been submitted. Returns false if that has
+  // not ended by then: no header is written any more, and this engine and its files must be left as
+  // they are.
+  bool close(double timeout_s) {
+    std::unique_lock lock(mutex_);
+    is_closing_ = true;
+    signal(wake_fd_);
+    const std::chrono::duration<double> timeout(timeout_s);
+    is_abandoned_ = !ended_.wait_for(lock, timeout, [&] { return has_ended_; });
+    if (is_abandoned_) return false;
+    lock.unlock();
+    thread_.join();
+    return true;
+  }
+
+ private:
+  struct Flight {
+    DiskOperation operation;
+    uint8_t* buffer;  // of this flight, aligned
+    uint8_t* bytes;   // what is read or written: the buffer, or a row that is aligned itself
+    int64_t num_done;
+    uint64_t checksum;
+  };
+  static constexpr uint64_t kWake = UINT64_MAX;  // the user_data of the read of `wake_fd_`
+
+  size_t buffers_bytes() const {
+    return static_cast<size_t>(files_.depth) * static_cast<size_t>(files_.stride_bytes);
+  }
+
+  static void signal(int fd) {
+    const uint64_t one = 1;
+    // It fails only if 2^64 signals wait already.
+    [[maybe_unused]] const auto written = ::write(fd, &one, sizeof one);
+  }
+
+  int start_thread() {
+    sigset_t all, before;  // signals are for Python's main thread
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = 0;
+    try {
+      thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& refused) {
+      error = refused.code().value();
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return error;
+  }
+
+  void run() {
+    await_wake();
+    while (start_arrivals()) {
+      const int error = ring_.enter(1);
+      if (error && error != EINTR && error != EAGAIN && error != EBUSY) std::abort();  // a bug
+      ring_.take_completions([this](uint64_t user_data, int32_t result) {
+        if (user_data == kWake) {
+          await_wake();
+        } else {
+          advance(flights_[user_data], result);
+        }
+      });
+    }
+    const std::lock_guard lock(mutex_);
+    has_ended_ = true;
+    ended_.notify_all();
+  }
+
+  void await_wake() {
+    ring_.push(IORING_OP_READ, wake_fd_, &num_wakes_, sizeof num_wakes_, 0, kWake);
+  }
+
+  // Returns false if all has ended and no more may start.
+  bool start_arrivals() {
+    for (DiskOperation operation; take_arrival(operation);) start(operation);
+    const std::lock_guard lock(mutex_);
+    return !(is_closing_ && arrivals_.empty() && idle_.size() == flights_.size());
+  }
+
+  bool take_arrival(DiskOperation& operation) {
+    const std::lock_guard lock(mutex_);
+    if (is_abandoned_) arrivals_.clear();
+    if (arrivals_.empty() || idle_.empty()) return false;
+    operation = arrivals_.front();
+    arrivals_.pop_front();
+    return true;
+  }
+
+  void start(const DiskOperation& operation) {
+    const int32_t index = idle_.back();
+    idle_.pop_back();
+    Flight& flight = flights_[index];
+    flight.operation = operation;
+    flight.num_done = 0;
+    flight.checksum = 0;
+    flight.bytes = flight.buffer;
+    if (operation.kind != kRead) {
+      const Header empty{};
+      const int64_t error = write_header(operation, empty);
+      if (error || operation.kind == kClear) return end(flight, error);
+      prepare_payload(flight);
+    }
+    request(flight);
+    // What follows takes the processor's time: let the disk begin.
+    ring_.enter(0);
+  }
+
+  void prepare_payload(Flight& flight) const {
+    uint8_t* row = flight.operation.row;
+    const int64_t num_bytes = files_.payload_bytes;
+    if (num_bytes == files_.stride_bytes && reinterpret_cast<uintptr_t>(row) % kAlignment == 0) {
+      flight.bytes = row;
+    } else {
+      std::memcpy(flight.buffer, row, num_bytes);
+      std::memset(flight.buffer + num_bytes, 0, files_.stride_bytes - num_bytes);
+    }
+    flight.checksum = disk_checksum(flight.bytes, num_bytes);
+  }
+
+  // Asks the kernel for what is missing.
+  void request(const Flight& flight) {
+    const DiskOperation& operation = flight.operation;
+    ring_.push(operation.kind == kRead ? IORING_OP_READ : IORING_OP_WRITE, operation.slab_fd,
+               flight.bytes + flight.num_done,
+               static_cast<uint32_t>(files_.stride_bytes - flight.num_done),
+               operation.offset + flight.num_done, &flight - flights_.data());
+  }
+
+  void advance(Flight& flight, int32_t result) {
+    if (result == -EINTR || result == -EAGAIN) return request(flight);
+    if (result < 0) return end(flight, -result);
+    flight.num_done += result;
+    if (flight.num_done < files_.stride_bytes) {
+      if (result == 0 || result % kAlignment) return end(flight, kShort);
+      return request(flight);
+    }
+    end(flight, flight.operation.kind == kRead ? deliver(flight) : write_final_header(flight));
+  }
+
+  int64_t deliver(const Flight& flight) {
+    const DiskOperation& operation = flight.operation;
+    if (disk_checksum(flight.buffer, files_.payload_bytes) != operation.checksum) return kDamaged;
+    const std::lock_guard lock(mutex_);
+    if (is_closing_ || cancelled_.contains(operation.tag)) return ECANCELED;
+    std::memcpy(operation.row, flight.buffer, files_.payload_bytes);
+    return 0;
+  }
+
+  int64_t write_final_header(const Flight& flight) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_abandoned_ || cancelled_.contains(flight.operation.tag)) return ECANCELED;
+    }
+    Header header = flight.operation.header;
+    header.payload_checksum = flight.checksum;
+    header.checksum = header_checksum(header);
+    return write_header(flight.operation, header);
+  }
+
+  int64_t write_header(const DiskOperation& operation, const Header& header) const {
+    const ssize_t written = pwrite(files_.table_fd, &header, sizeof header, operation.table_offset);
+    if (written < 0) return errno;
+    return written == sizeof header ? 0 : kShort;
+  }
+
+  void end(const Flight& flight, int64_t error) {
+    {
+      const std::lock_guard lock(mutex_);
+      outcomes_.push_back({flight.operation.tag, flight.checksum, error});
+      idle_.push_back(static_cast<int32_t>(&flight - flights_.data()));
+    }
+    signal(files_.done_fd);
+  }
+
+  const DiskFiles files_;
+  Ring ring_;
+  int wake_fd_ = -1;
+  uint64_t num_wakes_ = 0;
+  void* buffers_ = MAP_FAILED;
+  std::vector<Flight> flights_;
+  std::vector<int32_t> idle_;  // flights; of the engine's thread, once it runs
+  std::thread thread_;
+
+  std::mutex mutex_;  // of all below
+  std::deque<DiskOperation> arrivals_;
+  std::deque<DiskOutcome> outcomes_;
+  std::unordered_set<uint64_t> cancelled_;
+  bool is_closing_ = false, is_abandoned_ = false, has_ended_ = false;
+  std::condition_variable ended_;
+};
+
+}  // namespace baton

@@ -1,0 +1,218 @@
+"""The header of a slot on disk, and which entries of a table of headers are to be believed.
+
+One table holds the headers of all slots, in order; `native/src/disk.h` has the same structure:
+
+    bytes      field
+    0 … 8      magic, "BATON-KV"
+    8 … 16     version; 1 if there is a parent, else 0
+    16 … 64    identity of model and layout; hash of the block; hash of its parent, or zeros
+    64 … 104   bytes of the payload; xxh3-64 of the payload; sequence number; slot; slots a slab
+    104 … 120  zeros
+    120 … 128  xxh3-64 of the bytes before
+
+Numbers are little-endian. Below 241 bytes XXH3 is another algorithm, which our C++ lacks. So input
+that short is hashed with zeros behind it, 256 bytes in all.
+
+An empty slot has a header of zeros. The slot and the slots a slab are in the header because a table
+and slabs that do not fit each other would name the wrong payload.
+
+Pure: arrays and bytes only.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+HEADER_BYTES = 128
+HASH_BYTES = 16  # of blocks, and of identities
+ALIGNMENT = 4096  # of slots and of direct I/O, bytes
+VERSION = 1
+MAGIC = b"BATON-KV"
+EMPTY = bytes(HEADER_BYTES)
+
+HEADER = np.dtype(
+    [
+        ("magic", "V8"),
+        ("version", "<u4"),
+        ("has_parent", "<u4"),
+        ("identity", "V16"),
+        ("hash", "V16"),
+        ("parent", "V16"),
+        ("payload_bytes", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("sequence", "<u8"),
+        ("slot", "<u8"),
+        ("slab_slots", "<u8"),
+        ("reserved", "V16"),
+        ("checksum", "<u8"),
+    ]
+)
+_UNSEALED = struct.Struct("<8sII16s16s16sQQQQQ16s")  # a header without its checksum
+_CHECKSUM = struct.Struct("<Q")
+_PAYLOAD_CHECKSUM_OFFSET = 72
+_SHORTEST_BYTES = 241
+
+Headers = npt.NDArray[np.void]  # [n] of HEADER
+Checksums = Callable[[Headers], npt.NDArray[np.uint64]]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGeometry:
+    """What decides where on disk a block lies, and which blocks are ours."""
+
+    identity: bytes  # 16 bytes
+    block_bytes: int
+    slab_slots: int  # in each file of slots; the last may hold fewer
+    max_slots: int
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes from one slot to the next: a block, rounded up for direct I/O."""
+        return -(-self.block_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Verdict(IntEnum):
+    """What is the matter with an entry of the table: the first of these that applies."""
+
+    FINE = 0
+    EMPTY = 1
+    NO_HEADER = 2  # another magic
+    OTHER_VERSION = 3
+    DAMAGED = 4  # torn, or bits have flipped
+    OTHER_IDENTITY = 5
+    OTHER_GEOMETRY = 6  # payloads of another size, or another place
+    DUPLICATE = 7  # another slot has the same block, written later
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecoveredBlocks:
+    """The blocks on disk, the oldest first. Arrays are [n]; row i of each is of one block."""
+
+    slots: npt.NDArray[np.int64]
+    hashes: npt.NDArray[np.void]  # V16
+    parents: npt.NDArray[np.void]  # V16, zeros if there is none
+    has_parent: npt.NDArray[np.bool_]
+    sequences: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]  # of payloads
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def slot_by_hash(self) -> dict[bytes, int]:
+        """Returns the slot of each block, the oldest first."""
+        return dict(zip(self.hashes.tolist(), self.slots.tolist(), strict=True))
+
+    def parent_by_hash(self) -> dict[bytes, bytes | None]:
+        """Returns the parent of each block, the oldest first."""
+        parents = zip(self.parents.tolist(), self.has_parent.tolist(), strict=True)
+        found = (parent if has_parent else None for parent, has_parent in parents)
+        return dict(zip(self.hashes.tolist(), found, strict=True))
+
+
+_COLUMNS = tuple(field.name for field in fields(RecoveredBlocks))
+
+
+def unsealed_header(
+    geometry: DiskGeometry, slot: int, *, block_hash: bytes, parent: bytes | None, sequence: int
+) -> bytes:
+    """Returns a header that lacks both checksums, which are found when the block is written."""
+    return _UNSEALED.pack(
+        MAGIC,
+        VERSION,
+        parent is not None,
+        geometry.identity,
+        block_hash,
+        parent or bytes(HASH_BYTES),
+        geometry.block_bytes,
+        0,
+        sequence,
+        slot,
+        geometry.slab_slots,
+        bytes(HASH_BYTES),
+    ) + bytes(_CHECKSUM.size)
+
+
+def sealed_header(unsealed: bytes, payload_checksum: int) -> bytes:
+    """Returns the header with both checksums."""
+    header = bytearray(unsealed)
+    _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_OFFSET, payload_checksum)
+    _CHECKSUM.pack_into(header, _UNSEALED.size, disk_checksum(header[: _UNSEALED.size]))
+    return bytes(header)
+
+
+def disk_checksum(content: bytes | bytearray | memoryview) -> int:
+    """Returns the xxh3-64 of a payload or of the bytes of a header before its own checksum."""
+    if len(content) < _SHORTEST_BYTES:
+        content = bytes(content).ljust(256, b"\0")
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def slow_header_checksums(headers: Headers) -> npt.NDArray[np.uint64]:
+    """Returns the checksum that each header should have. C++ does the same, faster."""
+    entries = memoryview(headers.tobytes())
+    starts = range(0, len(entries), HEADER_BYTES)
+    found = (disk_checksum(entries[at : at + _UNSEALED.size]) for at in starts)
+    return np.fromiter(found, np.uint64, len(headers))
+
+
+def judge(
+    headers: Headers, first_slot: int, geometry: DiskGeometry, checksums: Checksums
+) -> npt.NDArray[np.uint8]:
+    """Returns the Verdict on each entry of a piece of the table that begins at `first_slot`."""
+    num_headers = len(headers)
+    words = headers.view("<u8").reshape(num_headers, HEADER_BYTES // 8)
+    slots = np.arange(first_slot, first_slot + num_headers, dtype=np.uint64)
+    tests = (
+        (Verdict.EMPTY, ~words.any(axis=1)),
+        (Verdict.NO_HEADER, headers["magic"] != np.void(MAGIC)),
+        (Verdict.OTHER_VERSION, headers["version"] != VERSION),
+        (Verdict.DAMAGED, headers["checksum"] != checksums(headers)),
+        (Verdict.OTHER_IDENTITY, headers["identity"] != np.void(geometry.identity)),
+        (
+            Verdict.OTHER_GEOMETRY,
+            (headers["payload_bytes"] != geometry.block_bytes)
+            | (headers["slot"] != slots)
+            | (headers["slab_slots"] != geometry.slab_slots),
+        ),
+    )
+    verdicts = np.select([test for _, test in tests], [verdict for verdict, _ in tests], 0)
+    return verdicts.astype(np.uint8)
+
+
+def claimed(headers: Headers) -> RecoveredBlocks:
+    """Returns the blocks that headers claim, in their order."""
+    return RecoveredBlocks(
+        slots=headers["slot"].astype(np.int64),
+        hashes=headers["hash"].copy(),
+        parents=headers["parent"].copy(),
+        has_parent=headers["has_parent"] != 0,
+        sequences=headers["sequence"].copy(),
+        checksums=headers["payload_checksum"].copy(),
+    )
+
+
+def merged(pieces: Sequence[RecoveredBlocks]) -> RecoveredBlocks:
+    """Returns the blocks of all pieces, the oldest first; of one hash only the latest.
+
+    There must be at least one piece.
+    """
+    joined = {name: np.concatenate([getattr(piece, name) for piece in pieces]) for name in _COLUMNS}
+    order = np.argsort(joined["sequences"], kind="stable")
+    order = _without_duplicates(order, joined["hashes"])
+    return RecoveredBlocks(**{name: column[order] for name, column in joined.items()})
+
+
+def _without_duplicates(
+    order: npt.NDArray[np.int64], hashes: npt.NDArray[np.void]
+) -> npt.NDArray[np.int64]:
+    """Returns `order` without the rows of which a later one has the same hash."""
+    halves = np.sort(hashes.view("<u8")[::2])
+    if not np.any(halves[1:] == halves[:-1]):  # nearly always, and much faster
+        return order
+    last_by_hash = {block_hash: i for i, block_hash in enumerate(hashes[order].tolist())}
+    return order[np.sort(np.fromiter(last_by_hash.values(), np.int64, len(last_by_hash)))]

@@ -1,0 +1,41 @@
+"""What is on disk after a start: one scan of the table of headers.
+
+Payloads are not read here. They are verified whenever they are read.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from kvtransfer.store.disk.format import (
+    HEADER,
+    Checksums,
+    DiskGeometry,
+    RecoveredBlocks,
+    Verdict,
+    claimed,
+    judge,
+    merged,
+)
+from kvtransfer.store.disk.slabs import SlabFiles
+
+NO_BLOCKS = claimed(np.empty(0, HEADER))
+
+
+def recover(
+    files: SlabFiles, geometry: DiskGeometry, checksums: Checksums
+) -> tuple[RecoveredBlocks, Counter[str]]:
+    """Returns the blocks on disk, and how many entries were skipped for which reason.
+
+    Raises OSError if the table cannot be read.
+    """
+    pieces, verdicts = [NO_BLOCKS], np.zeros(len(Verdict), np.int64)
+    for first_slot, headers in files.headers():
+        found = judge(headers, first_slot, geometry, checksums)
+        pieces.append(claimed(headers[found == Verdict.FINE]))
+        verdicts += np.bincount(found, minlength=len(Verdict))
+    blocks = merged(pieces)
+    verdicts[Verdict.DUPLICATE] = verdicts[Verdict.FINE] - len(blocks)
+    skipped = Counter({verdict.name.lower(): int(verdicts[verdict]) for verdict in Verdict})
+    del skipped["fine"], skipped["empty"]
+    return blocks, +skipped

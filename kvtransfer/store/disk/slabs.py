@@ -1,0 +1,231 @@
+"""The files of one identity: a table of headers, and slabs of slots.
+
+    directory/headers            128 bytes a slot, see `format`
+    directory/slab-00000 …       `slab_slots` slots each; the last may hold fewer
+
+Files are allocated before they are used, slab by slab, so a full disk is met here and not in the
+middle of a write. Everything is opened below a descriptor of the directory, which is also locked
+(flock). So two processes never use one directory, and a removed one is not filled again.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from engine.errors import BatonError
+from kvtransfer.store.disk.format import HASH_BYTES, HEADER, HEADER_BYTES, DiskGeometry, Headers
+
+SLAB_BYTES = 1 << 30  # at most, unless a block is larger
+TABLE_NAME = "headers"
+_SLAB_NAME = re.compile(r"slab-(\d{5})")
+_IDENTITY_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # KV tells what users wrote
+_PIECE = 1 << 13  # headers read at once: they stay in the processor's cache
+
+
+class DiskUnusable(BatonError):
+    """A directory that cannot hold blocks; `reason` is an errno's name, for counters."""
+
+    def __init__(self, directory: Path, error: OSError) -> None:
+        super().__init__(f"{directory} cannot hold blocks: {error.strerror or error}")
+        self.reason = errno.errorcode.get(error.errno or 0, "unknown")
+
+
+class DirectoryInUse(BatonError):
+    """A directory of blocks that another process, or another part of this one, has open."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"{directory} is in use by another store")
+
+
+def identity_directory(root: Path, identity: bytes) -> Path:
+    """Returns the directory below `root` of an identity (16 bytes)."""
+    return root / identity.hex()
+
+
+def directories(root: Path) -> dict[Path, int]:
+    """Returns the directories of identities below `root`, with the bytes that each takes up.
+
+    What cannot be read is left out.
+    """
+    with suppress(OSError):
+        return {path: _taken_bytes(path) for path in root.iterdir() if _is_identity(path)}
+    return {}
+
+
+def remove_directory(directory: Path) -> None:
+    """Deletes an identity's files, and the directory unless others have put files there.
+
+    Raises DirectoryInUse, and DiskUnusable if files cannot be deleted.
+    """
+    try:
+        directory_fd = _locked(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DiskUnusable(directory, error) from error
+    try:
+        for name in os.listdir(directory_fd):
+            if name == TABLE_NAME or _SLAB_NAME.fullmatch(name):
+                os.unlink(name, dir_fd=directory_fd)
+        directory.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise DiskUnusable(directory, error) from error
+    finally:
+        os.close(directory_fd)
+
+
+class SlabFiles:
+    """The open files of one identity. The table is `table_fd`; slab i is `slab_fds[i]`.
+
+    `is_direct` is False if the file system does without direct I/O: slabs then go through the page
+    cache.
+    """
+
+    def __init__(self, directory: Path, geometry: DiskGeometry) -> None:
+        self.table_fd = -1
+        self.slab_fds: list[int] = []
+        self.is_direct = True
+        self._directory = directory
+        self._geometry = geometry
+        self._directory_fd = -1
+
+    def open(self) -> None:
+        """Locks the directory and opens the table; makes them if they are absent.
+
+        Raises DirectoryInUse, DiskUnusable.
+        """
+        try:
+            self._directory.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+            self._directory_fd = _locked(self._directory)
+            self.table_fd = os.open(TABLE_NAME, _FLAGS, _FILE_MODE, dir_fd=self._directory_fd)
+        except OSError as error:
+            self.close()
+            raise DiskUnusable(self._directory, error) from error
+
+    def close(self) -> None:
+        """Closes all files, which unlocks the directory."""
+        for fd in (*self.slab_fds, self.table_fd, self._directory_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.table_fd = self._directory_fd = -1
+        self.slab_fds = []
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are allocated."""
+        return min(len(self.slab_fds) * self._geometry.slab_slots, self._geometry.max_slots)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all slots are allocated."""
+        return self.num_slots == self._geometry.max_slots
+
+    def count_slabs(self) -> int:
+        """Returns how many slabs there are on disk, counted to the last. Raises OSError."""
+        names = map(_SLAB_NAME.fullmatch, os.listdir(self._directory_fd))
+        return max((int(name[1]) + 1 for name in names if name), default=0)
+
+    def drop_slabs(self) -> None:
+        """Deletes slabs beyond the greatest slot, left by a larger store. Raises OSError."""
+        geometry = self._geometry
+        for index in range(-(-geometry.max_slots // geometry.slab_slots), self.count_slabs()):
+            with suppress(FileNotFoundError):
+                os.unlink(_slab_name(index), dir_fd=self._directory_fd)
+        if os.fstat(self.table_fd).st_size > geometry.max_slots * HEADER_BYTES:
+            os.ftruncate(self.table_fd, geometry.max_slots * HEADER_BYTES)
+
+    def allocate_slab(self) -> int:
+        """Opens the next slab, and allocates it with its part of the table. Returns its descriptor.
+
+        It counts once it is appended to `slab_fds`: another thread may call this. Raises OSError.
+        """
+        index, geometry = len(self.slab_fds), self._geometry
+        first = index * geometry.slab_slots
+        slots = min(geometry.slab_slots, geometry.max_slots - first)
+        fd = self._open_slab(_slab_name(index))
+        before_bytes = os.fstat(fd).st_size
+        try:
+            _allocate(fd, slots * geometry.stride_bytes)
+            _allocate(self.table_fd, (first + slots) * HEADER_BYTES)
+        except OSError:
+            os.ftruncate(fd, before_bytes)  # give back what was allocated until the disk was full
+            os.close(fd)
+            raise
+        return fd
+
+    def slab_place(self, slot: int) -> tuple[int, int]:
+        """Returns the descriptor of the slot's slab, and the slot's offset there in bytes."""
+        index, row = divmod(slot, self._geometry.slab_slots)
+        return self.slab_fds[index], row * self._geometry.stride_bytes
+
+    def headers(self) -> Iterator[tuple[int, Headers]]:
+        """Yields the table in pieces, each with the slot that it begins with. Raises OSError.
+
+        Only slots that are allocated have one. A table that ends early yields less.
+        """
+        for first in range(0, self.num_slots, _PIECE):
+            wanted = min(_PIECE, self.num_slots - first) * HEADER_BYTES
+            piece = os.pread(self.table_fd, wanted, first * HEADER_BYTES)
+            num_headers = len(piece) // HEADER_BYTES
+            yield first, np.frombuffer(piece, HEADER, num_headers)
+            if len(piece) < wanted:
+                return
+
+    def empty_table(self) -> None:
+        """Clears all headers. Raises OSError."""
+        os.ftruncate(self.table_fd, 0)
+        _allocate(self.table_fd, self.num_slots * HEADER_BYTES)
+
+    def _open_slab(self, name: str) -> int:
+        if self.is_direct:
+            try:
+                return os.open(name, _FLAGS | os.O_DIRECT, _FILE_MODE, dir_fd=self._directory_fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.is_direct = False
+        return os.open(name, _FLAGS, _FILE_MODE, dir_fd=self._directory_fd)
+
+
+def _slab_name(index: int) -> str:
+    return f"slab-{index:05}"
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    """Makes a file at least that long, with room on disk. Raises OSError."""
+    if num_bytes > os.fstat(fd).st_size:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+
+def _locked(directory: Path) -> int:
+    """Returns a descriptor of the directory that holds its lock. Raises DirectoryInUse, OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_ino != directory.stat().st_ino:  # removed and made again since `open`
+            raise DirectoryInUse(directory)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise DirectoryInUse(directory) from error
+    except (OSError, DirectoryInUse):
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_identity(path: Path) -> bool:
+    return bool(_IDENTITY_NAME.fullmatch(path.name)) and stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _taken_bytes(directory: Path) -> int:
+    return sum(file.lstat().st_blocks * 512 for file in directory.iterdir())

@@ -1,0 +1,528 @@
+"""Blocks in fixed slots on disk: written, read and forgotten by the number of the slot.
+
+It knows nothing of which blocks are worth keeping: the caller decides which slot holds which block.
+One thread calls everything here, and nothing blocks except `open` and `close`. `fd` becomes
+readable when `poll` has something to return.
+
+What is promised after a crash, without any fdatasync:
+
+    the process dies       each block whose write has been reported is there; one whose write was
+                           under way is there as a whole, or its slot is empty
+    the machine dies       blocks of the last seconds may be lost; a payload that did not reach the
+                           disk does not have the checksum in its header, so its read fails
+
+Operations on one slot take place in the order of the calls. A fault of the disk is a failed request
+with a reason, never an exception. After several in a row the tier is off for a growing pause: each
+request then fails at once, but for one trial a pause.
+
+The reasons: an errno's name; `short` (a file ends early), `damaged` (not the bytes that were
+written), `timeout`, `off`, `no_slot` (not allocated), `not_held` (the slot has another block),
+`cleared` (while it was written).
+"""
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtransfer.store.disk.engine import (
+    DAMAGED,
+    DiskEngine,
+    DiskOperation,
+    DiskOutcome,
+    DiskVerb,
+    EngineFiles,
+    Row,
+    reason_of,
+)
+from kvtransfer.store.disk.format import (
+    ALIGNMENT,
+    EMPTY,
+    HASH_BYTES,
+    HEADER_BYTES,
+    DiskGeometry,
+    RecoveredBlocks,
+    unsealed_header,
+)
+from kvtransfer.store.disk.growth import SlabGrowth
+from kvtransfer.store.disk.health import DiskHealth
+from kvtransfer.store.disk.recovery import NO_BLOCKS, recover
+from kvtransfer.store.disk.slabs import SLAB_BYTES, SlabFiles
+from kvtransfer.store.disk.threads import ThreadEngine
+from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_checksums
+
+log = logging.getLogger(__name__)
+
+BUFFER_BYTES = 64 << 20  # of buffers for requests under way, unless blocks are very large
+FEWEST_UNDER_WAY = 2
+_abandoned: list["DiskTier"] = []  # their engines may still use rows: these must stay in memory
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTuning:
+    """How a disk is used, and when it is left alone."""
+
+    depth: int = 32  # requests under way at once
+    timeout_s: float = 10.0  # of a request
+    most_failures: int = 8  # in a row, until the disk is off
+    pause_s: float = 1.0  # the first one
+    most_pause_s: float = 60.0
+    slab_bytes: int = SLAB_BYTES  # with another value, blocks on disk are not recovered
+    with_uring: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskRead:
+    """Reads the block of a slot into `row`, which a failed read leaves as it was."""
+
+    slot: int
+    block_hash: bytes
+    row: Row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskWrite:
+    """Writes `row` to a slot, in place of what is there. `row` must not change meanwhile."""
+
+    slot: int
+    block_hash: bytes
+    row: Row
+    parent: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DiskDone:
+    """A request has ended; `reason` is None if it did what it should."""
+
+    request: DiskRead | DiskWrite
+    reason: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A request, or the clearing of a header, until the engine is done with it."""
+
+    tag: int
+    verb: DiskVerb
+    slot: int
+    request: DiskRead | DiskWrite | None = None
+    deadline_s: float = 0.0
+    is_late: bool = False  # its timeout has been reported
+
+
+class DiskTier:
+    """The blocks of one identity (16 bytes) in one directory. `open` it first.
+
+    Raises ValueError if `block_bytes` or `max_bytes` leave no slot.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        identity: bytes,
+        block_bytes: int,
+        max_bytes: int,
+        tuning: DiskTuning | None = None,
+    ) -> None:
+        self._tuning = tuning or DiskTuning()
+        self._geometry = _geometry(identity, block_bytes, max_bytes, self._tuning.slab_bytes)
+        self._directory = directory
+        self._files = SlabFiles(directory, self._geometry)
+        self._health = self._new_health(self._tuning.most_failures)
+        self._engine: DiskEngine
+        self._growth: SlabGrowth
+        self._fd = -1
+        self._depth = max(
+            FEWEST_UNDER_WAY, min(self._tuning.depth, BUFFER_BYTES // self._geometry.stride_bytes)
+        )
+        self._counters: Counter[str] = Counter()
+
+        max_slots = self._geometry.max_slots
+        self._is_held = np.zeros(max_slots, np.bool_)
+        self._hashes = np.zeros(max_slots, f"V{HASH_BYTES}")
+        self._checksums = np.zeros(max_slots, np.uint64)
+        self._next_sequence = 1
+        self._next_tag = 0
+        self._num_used = 0  # slots up to the highest that was written to
+        self._flights: dict[int, _Flight] = {}  # by tag, the oldest first
+        self._queues: dict[int, deque[_Flight]] = {}  # by slot; the first is with the engine
+        self._ready: list[DiskOperation] = []  # not yet given to the engine
+        self._done: list[DiskDone] = []
+        self._is_clearing = False
+
+    def open(self, now_s: float) -> RecoveredBlocks:
+        """Opens the files and returns the blocks that are there, the oldest first.
+
+        Raises DirectoryInUse, and DiskUnusable if the directory cannot be used at all.
+        """
+        self._files.open()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._growth = SlabGrowth(self._files, self._fd, self._new_health(most_failures=1))
+        self._allocate_known_slabs(now_s)
+        if not self._files.is_direct:
+            self._fall_back("no_direct", "the file system does without direct I/O")
+        self._engine = self._new_engine()
+        blocks = self._recover()
+        self._is_held[blocks.slots] = True
+        self._hashes[blocks.slots] = blocks.hashes
+        self._checksums[blocks.slots] = blocks.checksums
+        if len(blocks):
+            self._next_sequence = int(blocks.sequences[-1]) + 1
+            self._num_used = int(blocks.slots.max()) + 1
+        self._counters["recovered"] += len(blocks)
+        return blocks
+
+    def close(self, timeout_s: float) -> bool:
+        """Stops. Once this returns, no row is written to any more. Requests get no answer.
+
+        Waits for what is under way. Returns False if the disk hangs for longer: the files and the
+        lock of the directory then stay with this process.
+        """
+        is_ended = self._engine.close(timeout_s) and self._growth.close(timeout_s)
+        if is_ended:
+            self._files.close()
+            os.close(self._fd)
+        else:
+            self._counters["abandoned"] += 1
+            _abandoned.append(self)
+            log.warning("%s is left open: the disk hangs", self._directory)
+        return is_ended
+
+    @property
+    def fd(self) -> int:
+        """A descriptor that becomes readable when `poll` has something to do."""
+        return self._fd
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are allocated: 0 … num_slots - 1. It grows as they come into use."""
+        return self._files.num_slots
+
+    @property
+    def max_slots(self) -> int:
+        """Slots that there may ever be."""
+        return self._geometry.max_slots
+
+    @property
+    def room(self) -> int:
+        """Requests that are accepted now."""
+        if self._is_clearing:
+            return 0
+        return max(0, self._depth - len(self._flights) - len(self._done))
+
+    @property
+    def off_reason(self) -> str | None:
+        """The reason of the last failure while the disk is left alone, or None."""
+        return self._health.off_reason
+
+    @property
+    def is_off(self) -> bool:
+        """True while the disk is left alone."""
+        return self._health.off_reason is not None
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Counters since the start, by `name` or `name:reason`."""
+        return dict(self._counters)
+
+    def read(self, requests: Sequence[DiskRead], now_s: float) -> int:
+        """Starts as many of the requests as there is room for, and returns how many."""
+        return self._accept(DiskVerb.READ, requests, now_s)
+
+    def write(self, requests: Sequence[DiskWrite], now_s: float) -> int:
+        """Starts as many of the requests as there is room for, and returns how many."""
+        return self._accept(DiskVerb.WRITE, requests, now_s)
+
+    def forget(self, slot: int, now_s: float) -> None:
+        """Clears the header of a slot, so that its block is not recovered."""
+        if self._is_held[slot] or slot in self._queues:
+            self._is_held[slot] = False
+            self._enqueue(self._flight(DiskVerb.CLEAR, slot), now_s)
+            self._hand_over()
+
+    def clear(self) -> None:
+        """Forgets all blocks. Headers are cleared when requests under way have ended.
+
+        Until then there is no room for others.
+        """
+        self._is_held[:] = False
+        self._is_clearing = True
+        self._empty_if_idle()
+
+    def poll(self, now_s: float) -> list[DiskDone]:
+        """Returns the requests that have ended since the last call."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        for outcome in self._engine.reap():
+            self._take(outcome, now_s)
+        self._expire(now_s)
+        self._grow(now_s)
+        self._hand_over()
+        self._empty_if_idle()
+        done, self._done = self._done, []
+        return done
+
+    def _accept(
+        self, verb: DiskVerb, requests: Sequence[DiskRead] | Sequence[DiskWrite], now_s: float
+    ) -> int:
+        accepted = requests[: self.room]
+        for request in accepted:
+            self._check(request, verb)
+            flight = self._flight(verb, request.slot)
+            flight.request, flight.deadline_s = request, now_s + self._tuning.timeout_s
+            self._enqueue(flight, now_s)
+        self._hand_over()
+        if self._done:  # some have failed already
+            os.eventfd_write(self._fd, 1)
+        return len(accepted)
+
+    def _check(self, request: DiskRead | DiskWrite, verb: DiskVerb) -> None:
+        """Raises ValueError if the request is a mistake of the caller."""
+        row = request.row
+        if row.dtype != np.uint8 or row.shape != (self._geometry.block_bytes,):
+            raise ValueError(f"a row of {row.dtype} {row.shape} is no block")
+        if not row.flags.c_contiguous or (verb is DiskVerb.READ and not row.flags.writeable):
+            raise ValueError("a row must be contiguous, and writable to be read into")
+        if len(request.block_hash) != HASH_BYTES or not 0 <= request.slot < self.max_slots:
+            raise ValueError(f"slot {request.slot}, a hash of {len(request.block_hash)} bytes")
+
+    def _flight(self, verb: DiskVerb, slot: int) -> _Flight:
+        flight = _Flight(self._next_tag, verb, slot)
+        self._next_tag += 1
+        self._flights[flight.tag] = flight
+        return flight
+
+    def _enqueue(self, flight: _Flight, now_s: float) -> None:
+        queue = self._queues.setdefault(flight.slot, deque())
+        queue.append(flight)
+        if len(queue) == 1:
+            self._start(flight, now_s)
+
+    def _start(self, flight: _Flight, now_s: float) -> None:
+        """Makes the first flight of a slot ready for the engine, or ends it with a reason."""
+        reason = self._refusal(flight, now_s)
+        if reason is not None:
+            self._end(flight, reason, now_s)
+        else:
+            self._ready.append(self._operation(flight))
+
+    def _refusal(self, flight: _Flight, now_s: float) -> str | None:
+        if flight.is_late:
+            return "timeout"
+        if flight.slot >= self.num_slots:
+            return "no_slot"
+        if isinstance(flight.request, DiskRead) and not self._holds(flight.request):
+            return "not_held"
+        if not self._health.admits(now_s):
+            return "off"
+        return None
+
+    def _holds(self, request: DiskRead) -> bool:
+        is_same = self._hashes[request.slot].tobytes() == request.block_hash
+        return is_same and bool(self._is_held[request.slot])
+
+    def _operation(self, flight: _Flight) -> DiskOperation:
+        slot, request, header, checksum = flight.slot, flight.request, EMPTY, 0
+        if isinstance(request, DiskRead):
+            checksum = int(self._checksums[slot])
+        else:
+            self._is_held[slot] = False
+        if isinstance(request, DiskWrite):
+            header = self._header(request)
+            self._num_used = max(self._num_used, slot + 1)
+        slab_fd, offset = self._files.slab_place(slot)
+        return DiskOperation(
+            tag=flight.tag,
+            verb=flight.verb,
+            table_offset=slot * HEADER_BYTES,
+            slab_fd=slab_fd,
+            offset=offset,
+            row=None if request is None else request.row,
+            header=header,
+            checksum=checksum,
+        )
+
+    def _header(self, request: DiskWrite) -> bytes:
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        return unsealed_header(
+            self._geometry,
+            request.slot,
+            block_hash=request.block_hash,
+            parent=request.parent,
+            sequence=sequence,
+        )
+
+    def _hand_over(self) -> None:
+        if self._ready:
+            self._engine.submit(self._ready)
+            self._ready = []
+
+    def _take(self, outcome: DiskOutcome, now_s: float) -> None:
+        """Ends the flight of an outcome."""
+        flight = self._flights[outcome.tag]
+        if outcome.error in (0, DAMAGED):  # the disk answers
+            self._succeeded()
+        elif not flight.is_late:
+            self._failed(reason_of(outcome.error), now_s)
+        reason = reason_of(outcome.error) if outcome.error else None
+        if reason is None and flight.verb is DiskVerb.WRITE:
+            reason = self._keep(flight, outcome.checksum)
+        elif outcome.error == DAMAGED:
+            self._is_held[flight.slot] = False
+            self._clear_next(flight)
+        self._end(flight, reason, now_s)
+
+    def _keep(self, flight: _Flight, checksum: int) -> str | None:
+        """Takes note of a block that has been written, unless it came too late."""
+        assert flight.request is not None, "a write has a request"
+        if flight.is_late:  # its row may have changed while it was written
+            self._clear_next(flight)
+            return "timeout"
+        if self._is_clearing:
+            return "cleared"
+        self._is_held[flight.slot] = True
+        self._hashes[flight.slot] = np.void(flight.request.block_hash)
+        self._checksums[flight.slot] = checksum
+        return None
+
+    def _clear_next(self, flight: _Flight) -> None:
+        """Clears the slot's header before anything else happens to the slot."""
+        self._queues[flight.slot].insert(1, self._flight(DiskVerb.CLEAR, flight.slot))
+
+    def _end(self, flight: _Flight, reason: str | None, now_s: float) -> None:
+        """Lets go of a slot's first flight, and starts the next."""
+        del self._flights[flight.tag]
+        if not flight.is_late:
+            self._report(flight, reason)
+        queue = self._queues[flight.slot]
+        queue.popleft()
+        if queue:
+            self._start(queue[0], now_s)
+        else:
+            del self._queues[flight.slot]
+
+    def _report(self, flight: _Flight, reason: str | None) -> None:
+        if reason is not None:
+            self._counters[f"errors:{reason}"] += 1
+        else:
+            verb = flight.verb.name.lower()
+            self._counters[f"{verb}s"] += 1
+            if flight.request is not None:
+                self._counters[f"{verb}_bytes"] += self._geometry.block_bytes
+        if flight.request is not None:
+            self._done.append(DiskDone(flight.request, reason))
+
+    def _expire(self, now_s: float) -> None:
+        """Reports requests that take too long. Their slots stay busy until the engine is done."""
+        for flight in self._flights.values():
+            if flight.request is None or flight.is_late:
+                continue
+            if flight.deadline_s > now_s:
+                return
+            self._engine.cancel(flight.tag)
+            self._failed("timeout", now_s)
+            self._report(flight, "timeout")
+            flight.is_late = True
+
+    def _succeeded(self) -> None:
+        if self.is_off:
+            log.info("%s is in use again", self._directory)
+        self._health.succeeded()
+
+    def _failed(self, reason: str, now_s: float) -> None:
+        if self._health.failed(reason, now_s):
+            self._counters["offs"] += 1
+            log.warning("%s is off: %s", self._directory, reason)
+
+    def _grow(self, now_s: float) -> None:
+        """Allocates the next slab as soon as the last one is in use."""
+        self._count_growth(self._growth.finish(now_s))
+        if self._num_used > self.num_slots - self._geometry.slab_slots:
+            self._growth.start(now_s)
+
+    def _count_growth(self, reason: str | None) -> None:
+        if reason is not None:
+            self._counters[f"growth_errors:{reason}"] += 1
+            log.warning("%s stays at %d slots: %s", self._directory, self.num_slots, reason)
+
+    def _empty_if_idle(self) -> None:
+        if not self._is_clearing or self._flights:
+            return
+        self._is_clearing = False
+        self._is_held[:] = False
+        self._num_used = 0
+        try:
+            self._files.empty_table()
+        except OSError as error:
+            self._counters[f"errors:{reason_of(error.errno or 0)}"] += 1
+            log.warning("%s is not cleared, blocks may come back: %s", self._directory, error)
+
+    def _allocate_known_slabs(self, now_s: float) -> None:
+        """Opens the slabs that are there, at least one. A fault leaves fewer slots."""
+        try:
+            self._files.drop_slabs()
+            num_slabs = self._files.count_slabs()
+        except OSError as error:
+            self._count_growth(reason_of(error.errno or 0))
+            return
+        while not self._files.is_whole and len(self._files.slab_fds) < max(1, num_slabs):
+            reason = self._growth.grow_now(now_s)
+            if reason is not None:
+                self._count_growth(reason)
+                return
+
+    def _recover(self) -> RecoveredBlocks:
+        try:
+            blocks, skipped = recover(self._files, self._geometry, header_checksums())
+        except OSError as error:
+            self._counters[f"errors:{reason_of(error.errno or 0)}"] += 1
+            log.warning("%s: no block is recovered: %s", self._directory, error)
+            return NO_BLOCKS
+        for verdict, number in skipped.items():
+            self._counters[f"skipped:{verdict}"] += number
+        return blocks
+
+    def _new_engine(self) -> DiskEngine:
+        files = EngineFiles(
+            table_fd=self._files.table_fd,
+            done_fd=self._fd,
+            stride_bytes=self._geometry.stride_bytes,
+            block_bytes=self._geometry.block_bytes,
+            depth=self._depth,
+        )
+        if self._tuning.with_uring:
+            uring = UringEngine(files)
+            try:
+                uring.open()
+            except UringUnavailable as error:
+                self._fall_back(error.reason, str(error))
+            else:
+                return uring
+        threads = ThreadEngine(files)
+        threads.open()
+        return threads
+
+    def _fall_back(self, reason: str, message: str) -> None:
+        self._counters[f"fallbacks:{reason}"] += 1
+        log.warning("%s: blocks are read and written in a slower way: %s", self._directory, message)
+
+    def _new_health(self, most_failures: int) -> DiskHealth:
+        pauses = {"pause_s": self._tuning.pause_s, "most_pause_s": self._tuning.most_pause_s}
+        return DiskHealth(most_failures, **pauses)
+
+
+def _geometry(identity: bytes, block_bytes: int, max_bytes: int, slab_bytes: int) -> DiskGeometry:
+    if len(identity) != HASH_BYTES or block_bytes < 1:
+        raise ValueError(f"an identity of {len(identity)} bytes, blocks of {block_bytes}")
+    stride_bytes = -(-block_bytes // ALIGNMENT) * ALIGNMENT
+    max_slots = max_bytes // (stride_bytes + HEADER_BYTES)
+    if max_slots < 1:
+        raise ValueError(f"{max_bytes} bytes hold no block of {block_bytes}")
+    return DiskGeometry(identity, block_bytes, max(1, slab_bytes // stride_bytes), max_slots)

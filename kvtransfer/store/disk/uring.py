@@ -1,0 +1,159 @@
+"""The engine in C++: io_uring on a thread of its own, without the interpreter's lock.
+
+Structures mirror those of the same names in native/src/disk.h.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_int32, c_int64, c_ubyte, c_uint64, c_void_p
+from functools import cache
+
+import numpy as np
+
+from engine.errors import BuildError
+from engine.native_build import Sources, built_library, open_library
+from kvtransfer.native.library import SOURCES as TRANSFER_SOURCES
+from kvtransfer.store.disk.engine import DiskOperation, DiskOutcome, EngineFiles
+from kvtransfer.store.disk.format import HEADER_BYTES, Checksums, Headers, slow_header_checksums
+
+SOURCES = Sources("disk", TRANSFER_SOURCES.folder, "disk.cpp")
+_REAPED = 64  # outcomes a call
+
+
+class NativeFiles(Structure):
+    """DiskFiles of disk.h."""
+
+    _fields_ = (
+        ("stride_bytes", c_int64),
+        ("payload_bytes", c_int64),
+        ("table_fd", c_int32),
+        ("done_fd", c_int32),
+        ("depth", c_int32),
+    )
+
+
+class NativeOperation(Structure):
+    """DiskOperation of disk.h."""
+
+    _fields_ = (
+        ("tag", c_uint64),
+        ("offset", c_int64),
+        ("table_offset", c_int64),
+        ("row", c_void_p),
+        ("checksum", c_uint64),
+        ("slab_fd", c_int32),
+        ("kind", c_int32),
+        ("header", c_ubyte * HEADER_BYTES),
+    )
+
+
+class NativeOutcome(Structure):
+    """DiskOutcome of disk.h."""
+
+    _fields_ = (("tag", c_uint64), ("checksum", c_uint64), ("error", c_int64))
+
+
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "baton_disk_header_checksums": (None, (c_void_p, c_int64, c_void_p)),
+    "baton_disk_open": (c_int32, (POINTER(NativeFiles), POINTER(c_void_p))),
+    "baton_disk_submit": (None, (c_void_p, c_void_p, c_int64)),
+    "baton_disk_reap": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "baton_disk_cancel": (None, (c_void_p, c_uint64)),
+    "baton_disk_close": (c_int32, (c_void_p, c_double)),
+}
+
+
+class UringUnavailable(Exception):
+    """io_uring cannot be used here; `reason` is one word for counters."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class UringEngine:
+    """A DiskEngine. `open` starts it; after `close` it must not be used."""
+
+    def __init__(self, files: EngineFiles) -> None:
+        self._files = files
+        self._library: ctypes.CDLL
+        self._engine = c_void_p()
+        self._outcomes = (NativeOutcome * _REAPED)()
+
+    def open(self) -> None:
+        """Starts the engine. Raises UringUnavailable."""
+        try:
+            self._library = disk_library()
+        except (BuildError, OSError) as error:
+            raise UringUnavailable("no_library", str(error)) from error
+        files = NativeFiles(
+            stride_bytes=self._files.stride_bytes,
+            payload_bytes=self._files.block_bytes,
+            table_fd=self._files.table_fd,
+            done_fd=self._files.done_fd,
+            depth=self._files.depth,
+        )
+        refused = self._library.baton_disk_open(ctypes.byref(files), ctypes.byref(self._engine))
+        if refused:
+            raise UringUnavailable("no_uring", f"io_uring: {os.strerror(refused)}")
+
+    def submit(self, operations: Sequence[DiskOperation]) -> None:
+        """Takes operations; each has an outcome later."""
+        batch = (NativeOperation * len(operations))(*map(_native, operations))
+        self._library.baton_disk_submit(self._engine, batch, len(operations))
+
+    def reap(self) -> list[DiskOutcome]:
+        """Returns the outcomes since the last call."""
+        found: list[DiskOutcome] = []
+        while True:
+            count = self._library.baton_disk_reap(self._engine, self._outcomes, _REAPED)
+            found += (
+                DiskOutcome(one.tag, one.error, one.checksum) for one in self._outcomes[:count]
+            )
+            if count < _REAPED:
+                return found
+
+    def cancel(self, tag: int) -> None:
+        """Once this returns, a read writes to its row no more, and a write leaves no header."""
+        self._library.baton_disk_cancel(self._engine, tag)
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits for what was submitted. Returns False if that has not ended in time."""
+        return bool(self._library.baton_disk_close(self._engine, timeout_s))
+
+
+@cache
+def disk_library() -> ctypes.CDLL:
+    """Returns the library, building it if needed. Raises BuildError, OSError."""
+    return open_library(built_library(SOURCES), SIGNATURES)
+
+
+def header_checksums() -> Checksums:
+    """Returns what computes the checksums of headers: C++ if it can be built, else Python."""
+    try:
+        library = disk_library()
+    except (BuildError, OSError):
+        return slow_header_checksums
+
+    def native_checksums(headers: Headers) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+        found = np.empty(len(headers), np.uint64)
+        address = headers.ctypes.data
+        library.baton_disk_header_checksums(address, len(headers), found.ctypes.data)
+        return found
+
+    return native_checksums
+
+
+def _native(operation: DiskOperation) -> NativeOperation:
+    row = operation.row
+    return NativeOperation(
+        tag=operation.tag,
+        offset=operation.offset,
+        table_offset=operation.table_offset,
+        row=None if row is None else row.ctypes.data,
+        checksum=operation.checksum,
+        slab_fd=operation.slab_fd,
+        kind=operation.verb,
+        header=(c_ubyte * HEADER_BYTES).from_buffer_copy(operation.header),
+    )

@@ -1,0 +1,135 @@
+"""Tiers of blocks on disk, for tests.
+
+The content of a block follows from its hash. A tier's time is 0 unless a test lets it pass.
+"""
+
+import hashlib
+import os
+import select
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.clock import MonotonicClock
+from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
+
+IDENTITY = b"model and layout"
+DEADLINE_S = 20.0  # of a test's waiting
+ENGINES = ("uring", "threads")
+CLOCK = MonotonicClock()
+
+
+def new_tier(directory, engine="threads", *, block_bytes=4096, num_slots=8, **tuning):
+    """A tier that is not open, with two slots a slab unless told otherwise."""
+    stride_bytes = -(-block_bytes // 4096) * 4096
+    tuning = {"slab_bytes": 2 * stride_bytes, **tuning}
+    return DiskTier(
+        Path(directory),
+        identity=IDENTITY,
+        block_bytes=block_bytes,
+        max_bytes=num_slots * (stride_bytes + 128),
+        tuning=DiskTuning(with_uring=engine == "uring", **tuning),
+    )
+
+
+@contextmanager
+def opened(directory, engine="threads", **options):
+    """An open tier with all its slots, and what it recovered."""
+    tier = new_tier(directory, engine, **options)
+    blocks = tier.open(0.0)
+    if engine == "uring" and "fallbacks:no_uring" in tier.counters:
+        tier.close(DEADLINE_S)
+        pytest.skip("io_uring is not allowed here")
+    try:
+        yield tier, blocks
+    finally:
+        tier.close(DEADLINE_S)
+
+
+def hash_of(number):
+    return number.to_bytes(16, "little")
+
+
+def content_of(block_hash, block_bytes=4096):
+    """The only bytes that a block of this hash may have."""
+    seed = int.from_bytes(hashlib.sha256(block_hash).digest()[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, block_bytes, np.uint8)
+
+
+def shifted(row, shift):
+    """The same bytes at an address that lies `shift` bytes behind a multiple of 4096."""
+    memory = np.zeros(len(row) + 8192, np.uint8)
+    start = -memory.ctypes.data % 4096 + shift
+    memory[start : start + len(row)] = row
+    return memory[start : start + len(row)]
+
+
+def polled(tier, num, now_s=0.0):
+    """The next `num` requests that end, with their reasons."""
+    deadline_s, done = CLOCK.now_s() + DEADLINE_S, []
+    while len(done) < num:
+        assert CLOCK.now_s() < deadline_s, f"{len(done)} of {num} requests have ended"
+        select.select([tier.fd], [], [], 0.1)
+        done += tier.poll(now_s)
+    assert len(done) == num
+    return done
+
+
+def settle(tier, is_so, now_s=0.0):
+    """Polls until `is_so()`; no request may end meanwhile."""
+    deadline_s = CLOCK.now_s() + DEADLINE_S
+    while not is_so():
+        assert CLOCK.now_s() < deadline_s, "it does not come to that"
+        select.select([tier.fd], [], [], 0.01)
+        assert not tier.poll(now_s)
+
+
+def write(tier, slot, block_hash, *, block_bytes=4096, parent=None, now_s=0.0):
+    """Writes a block and returns the reason."""
+    request = DiskWrite(slot, block_hash, content_of(block_hash, block_bytes), parent)
+    assert tier.write([request], now_s) == 1
+    return polled(tier, 1, now_s)[0].reason
+
+
+def read(tier, slot, block_hash, *, block_bytes=4096, now_s=0.0):
+    """Reads a block: its bytes, or the reason why not. Then the row must be as it was."""
+    row = np.full(block_bytes, 7, np.uint8)
+    request = DiskRead(slot, block_hash, row)
+    assert tier.read([request], now_s) == 1
+    reason = polled(tier, 1, now_s)[0].reason
+    if reason is None:
+        return row
+    assert np.all(row == 7)
+    return reason
+
+
+def check_all(tier, blocks, *, block_bytes=4096):
+    """Reads each recovered block. Returns the hashes of those that are whole, by slot.
+
+    Fails if one has bytes that were not written under its hash.
+    """
+    whole = {}
+    for block_hash, slot in blocks.slot_by_hash().items():
+        found = read(tier, slot, block_hash, block_bytes=block_bytes)
+        if isinstance(found, str):
+            assert found == "damaged"
+        else:
+            assert np.array_equal(found, content_of(block_hash, block_bytes))
+            whole[slot] = block_hash
+    return whole
+
+
+def descriptor_of(path):
+    """The descriptor under which this process has a file open."""
+    for name in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", name)
+        if link.is_symlink() and os.readlink(link).removesuffix(" (deleted)") == str(path):
+            return int(name)
+    raise AssertionError(f"{path} is not open")
+
+
+def replace_file(path, other):
+    """Makes the descriptor of a file that is open one of another file."""
+    os.dup2(other, descriptor_of(path))
