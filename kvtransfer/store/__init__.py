@@ -1,0 +1,1 @@
+"""The store of KV: blocks that outlive the workers that computed them."""
