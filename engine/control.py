@@ -21,7 +21,7 @@ from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
 
-CONTROL_VERSION = 6
+CONTROL_VERSION = 7
 MAX_LISTED = 1000  # requests in one answer
 FIRST_VERSION = "v1"  # the name of the version that a deployment starts with
 FULL_WEIGHT = 100
@@ -235,10 +235,15 @@ class Members(msgspec.Struct, frozen=True, tag=True):
     version: int  # of this list; not of a model
     workers: tuple[Member, ...]
     intent: Intent
+    stores: tuple[Member, ...] = ()  # of KV; gateways use them like workers that compute nothing
 
     def of(self, name: str) -> tuple[Member, ...]:
         """Returns the workers of a version."""
         return tuple(member for member in self.workers if member.version == name)
+
+    def stores_of(self, name: str) -> tuple[Member, ...]:
+        """Returns the stores of a version."""
+        return tuple(member for member in self.stores if member.version == name)
 
 
 class PoolNews(msgspec.Struct, frozen=True, tag=True):
@@ -388,6 +393,10 @@ class ClusterNews(msgspec.Struct, frozen=True, tag=True):
     canary: CanaryNews | None = None  # while a version takes over and may still be given up
 
 
+class DropBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Forget all blocks, in memory and in lower tiers. To a store only."""
+
+
 # ---------------------------------------------------------------- gateway to controller
 
 
@@ -472,8 +481,55 @@ class RequestList(msgspec.Struct, frozen=True, tag=True):
     requests: list[RequestInfo]
 
 
-ToGateway = ControllerHello | Members | PoolNews | ClusterNews | ListRequests
-ToController = GatewayWelcome | ControllerRefused | GatewayReport | RequestList
+# ---------------------------------------------------------------- store to controller
+
+
+class StoreWelcome(msgspec.Struct, frozen=True, tag=True):
+    """A store's answer to `ControllerHello`, with the number of the members that it knows."""
+
+    version: int
+    name: WorkerId
+    members_version: int
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """A tier of a store. `fault` says why it has stepped back, if it has."""
+
+    medium: str
+    num_blocks: int
+    max_blocks: int
+    fault: str | None = None
+
+
+class PrefixUse(msgspec.Struct, frozen=True):
+    """A prefix by the hash of its first block, in hex, and how often it was offered."""
+
+    root: str
+    num_offers: int
+
+
+class StoreReport(msgspec.Struct, frozen=True, tag=True):
+    """A store's state, sent once a second. It knows the size of blocks from its first worker.
+
+    `oldest_s` is the age of the block in memory that came first. `prefixes` are those that were
+    offered most often.
+    """
+
+    block_bytes: int  # 0: no worker was heard yet
+    tiers: list[TierReport]
+    num_peers: int  # workers that it takes blocks from, and other stores
+    num_leases: int
+    num_new: int  # blocks of workers that it has not looked at yet
+    num_starts: int  # of its process; more than 1: it ended by itself
+    oldest_s: float
+    counters: dict[str, float]
+    prefixes: list[PrefixUse]
+
+
+ToGateway = ControllerHello | Members | PoolNews | ClusterNews | ListRequests | DropBlocks
+ToController = (
+    GatewayWelcome | ControllerRefused | GatewayReport | RequestList | StoreWelcome | StoreReport
+)
 
 _BAD_FRAME = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

@@ -131,32 +131,41 @@ class PrivatePool:
         self._map = None
 
 
-class SharedPool:
-    """A pool's memory, made by `open` and readable by other processes of this host."""
+class SharedMemory:
+    """Memory without a name that other processes of this host can map, as a descriptor.
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        assert block_bytes % ALIGNMENT_BYTES == 0
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self.page_bytes = mmap.PAGESIZE
-        self._fd: int | None = None
-        self._map: mmap.mmap | None = None
+    It lasts as long as a process has the descriptor open or the memory mapped.
+    """
 
-    def open(self) -> None:
-        """Takes the memory, in huge pages where the system has them to spare; it is zeroed."""
-        num_bytes = self.num_blocks * self.block_bytes
+    def __init__(self, fd: int, mapped: mmap.mmap, page_bytes: int) -> None:
+        self.fd = fd
+        self.mapped = mapped
+        self.page_bytes = page_bytes
+
+    @classmethod
+    def make(cls, num_bytes: int) -> "SharedMemory":
+        """Takes memory, in huge pages where the system has them to spare; it is zeroed.
+
+        Raises OSError.
+        """
         try:
-            self._map = self._take(_in_huge_pages(num_bytes), os.MFD_HUGETLB)
-            self.page_bytes = HUGE_PAGE_BYTES
+            return cls._take(_in_huge_pages(num_bytes), os.MFD_HUGETLB, HUGE_PAGE_BYTES)
         except OSError:  # the usual case: none are set aside
             try:
-                self._map = self._take(num_bytes, 0)
+                memory = cls._take(num_bytes, 0, mmap.PAGESIZE)
             except OSError as error:
                 what = f"the KV memory of {num_bytes / 2**20:.0f} MiB"
                 raise OSError(error.errno, error.strerror, what) from error
-            self._map.madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
+            memory.mapped.madvise(mmap.MADV_HUGEPAGE)  # as far as `shmem_enabled` allows
+            return memory
 
-    def _take(self, num_bytes: int, flags: int) -> mmap.mmap:
+    @classmethod
+    def of(cls, fd: int) -> "SharedMemory":
+        """Maps memory that another process made, and takes over the descriptor. Raises OSError."""
+        return cls(fd, mmap.mmap(fd, os.fstat(fd).st_size), mmap.PAGESIZE)
+
+    @classmethod
+    def _take(cls, num_bytes: int, flags: int, page_bytes: int) -> "SharedMemory":
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, num_bytes)
@@ -165,8 +174,38 @@ class SharedPool:
         except OSError:
             os.close(fd)
             raise
-        self._fd = fd
-        return mapped
+        return cls(fd, mapped, page_bytes)
+
+    def close(self) -> None:
+        """Closes the descriptor. The memory is freed with the last view of it."""
+        os.close(self.fd)
+
+
+class SharedPool:
+    """A pool's memory, made by `open` and readable by other processes of this host."""
+
+    def __init__(
+        self, num_blocks: int, block_bytes: int, memory: SharedMemory | None = None
+    ) -> None:
+        """`memory` holds at least these blocks; without it `open` takes some."""
+        assert block_bytes % ALIGNMENT_BYTES == 0
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._memory = memory
+
+    def open(self) -> None:
+        """Takes the memory if there is none. Raises OSError."""
+        if self._memory is None:
+            self._memory = SharedMemory.make(self.num_blocks * self.block_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of the pages."""
+        return mmap.PAGESIZE if self._memory is None else self._memory.page_bytes
+
+    @property
+    def _map(self) -> mmap.mmap | None:
+        return None if self._memory is None else self._memory.mapped
 
     @property
     def blocks(self) -> Blocks:
@@ -180,15 +219,16 @@ class SharedPool:
 
     def offer(self) -> ShmOffer:
         """Returns what another process needs to map this pool."""
-        assert self._fd is not None, "open() first"
-        stat = os.fstat(self._fd)
-        return ShmOffer(boot_id(), os.getpid(), self._fd, stat.st_ino, stat.st_size)
+        assert self._memory is not None, "open() first"
+        fd = self._memory.fd
+        stat = os.fstat(fd)
+        return ShmOffer(boot_id(), os.getpid(), fd, stat.st_ino, stat.st_size)
 
     def close(self) -> None:
         """Closes the descriptor. The memory is freed with the last view of it."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
 def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
@@ -196,7 +236,8 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     if offer.boot_id != boot_id():
         raise ShmUnavailable("source is on another host")
     num_bytes = num_blocks * block_bytes
-    if num_blocks < 1 or not num_bytes <= offer.num_bytes < num_bytes + HUGE_PAGE_BYTES:
+    surplus_bytes = HUGE_PAGE_BYTES + block_bytes  # memory need not be whole blocks
+    if num_blocks < 1 or not num_bytes <= offer.num_bytes < num_bytes + surplus_bytes:
         raise ShmUnavailable("offered size does not match the layout")
     try:
         # In another PID namespace (a container) this may be an unrelated process's pipe.

@@ -28,7 +28,8 @@ class Shelf:
         self._slots: dict[BlockHash, BlockId] = {}
         self._blocks: dict[BlockId, BlockHash] = {}  # the same, reversed
         self._parents: dict[BlockHash, BlockHash | None] = {}
-        self._free = [BlockId(i) for i in reversed(range(num_slots))]
+        self._free: list[BlockId] = []  # of those that were in use before
+        self._num_touched = 0  # slots that were in use before: the first ones
         self._writing: set[BlockId] = set()
         self._leased: Counter[BlockId] = Counter()
         self._copied: set[BlockId] = set()
@@ -61,15 +62,20 @@ class Shelf:
         Returns fewer slots if all others are held.
         """
         evicted: list[BlockHash] = []
-        if num > len(self._free):
-            evicted = self.eviction.choose(num - len(self._free), self._may_go)
+        if num > self.num_free:
+            evicted = self.eviction.choose(num - self.num_free, self._may_go)
             for block in evicted:
                 self._forget(block)
             self.num_evicted += len(evicted)
-        num = min(num, len(self._free))
-        slots = [self._free.pop() for _ in range(num)]
+        slots = [self._next_free() for _ in range(min(num, self.num_free))]
         self._writing.update(slots)
         return slots, evicted
+
+    def _next_free(self) -> BlockId:
+        if self._free:
+            return self._free.pop()
+        self._num_touched += 1
+        return BlockId(self._num_touched - 1)
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
         """Ends a write: the slot holds this block. Returns False if another slot does already."""
@@ -90,7 +96,10 @@ class Shelf:
         self._blocks = {slot: block for slot, block, _ in entries}
         self._parents = {block: parent for _, block, parent in entries}
         assert len(self._slots) == len(self._blocks) == len(entries)
-        self._free = [slot for slot in self._free if slot not in self._blocks]
+        self._num_touched = max(self._blocks, default=-1) + 1
+        assert self._num_touched <= self.num_slots
+        touched = map(BlockId, range(self._num_touched))
+        self._free = [slot for slot in touched if slot not in self._blocks]
         self.eviction.add_all(self._parents.items(), 0.0)
 
     def give_back(self, slot: BlockId) -> None:
@@ -138,13 +147,18 @@ class Shelf:
 
     # ------------------------------------------------------------ questions
 
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free) + self.num_slots - self._num_touched
+
     def counts(self) -> BlockCounts:
         """Counts the slots as the blocks of a pool; what is copied counts as owned."""
         writing = len(self._writing)
         leased = sum(slot not in self._writing for slot in self._leased)
         copied = sum(slot not in self._leased for slot in self._copied)
-        cached = self.num_slots - len(self._free) - writing - leased - copied
-        return BlockCounts(len(self._free), cached, copied, leased, writing)
+        cached = self.num_slots - self.num_free - writing - leased - copied
+        return BlockCounts(self.num_free, cached, copied, leased, writing)
 
     def validate(self) -> None:
         """Asserts the invariants."""
@@ -155,7 +169,8 @@ class Shelf:
         assert len(free) == len(self._free)
         held = self._writing | set(self._blocks) | set(self._leased) | self._copied
         assert not free & held
-        assert len(free) + len(held) == self.num_slots
+        assert len(free) + len(held) == self._num_touched <= self.num_slots
+        assert max(free | held, default=-1) < self._num_touched
         assert not self._writing & set(self._blocks)
         assert not self._writing & self._copied
         assert min(self._leased.values(), default=1) > 0

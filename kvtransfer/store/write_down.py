@@ -14,7 +14,7 @@ from engine.worker.blocks import BlockHash, BlockId
 from kvtransfer.store.events import EraseBlock, Medium, StoreEffect, WriteBlock
 from kvtransfer.store.holdings import Holdings
 
-MAX_WRITES = 16  # on their way to one tier
+MAX_WRITES = {Medium.DISK: 16, Medium.OBJECT: 64}  # on their way; objects go as segments of 64
 MAX_QUEUED = 262_144  # blocks that wait for one tier; the oldest is dropped
 
 
@@ -74,7 +74,7 @@ class WriteDown:
         if self.medium in holdings.off or self._is_read():
             return []
         effects: list[StoreEffect] = []
-        while self._queue and len(self._under_way) < MAX_WRITES:
+        while self._queue and len(self._under_way) < MAX_WRITES[self.medium]:
             block, _ = self._queue.popitem(last=False)
             slot = holdings.memory.find(block)
             if slot is None:
@@ -120,7 +120,7 @@ class WriteDown:
 
     def validate(self) -> None:
         """Asserts the invariants."""
-        assert len(self._under_way) <= MAX_WRITES
+        assert len(self._under_way) <= MAX_WRITES[self.medium]
 
     def _drop(self, why: str, num: int) -> None:
         if num:

@@ -18,7 +18,8 @@ from typing import Annotated
 
 import msgspec
 
-from engine.worker.blocks import HASH_BYTES, BlockHash
+from engine.messages import HASH_BYTES
+from engine.worker.blocks import BlockHash
 from kvtransfer.native.copying import checksum
 
 MAGIC = b"BatonKVM"

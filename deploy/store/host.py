@@ -1,0 +1,550 @@
+"""Runs a store: the shell around a `StoreMachine`.
+
+    event loop       sessions of gateways and the controller, sessions with workers, the machine,
+                     completions of the disk
+    transfer thread  the endpoint: leases and pulls, as in a worker
+
+A store learns its fingerprint and layout from the first worker that computes prompts. Until then it
+refuses gateways. After that it takes blocks only from workers of the same kind.
+
+After each event the table of the slab is updated first, then effects are performed, then news is
+published. So a slot's header is cleared before anything writes to the slot.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from deploy.store.control import StoreControl
+from deploy.store.peers import StorePeers
+from deploy.store.slab import StoreSlab
+from deploy.store.tiers import DiskShelf, LowerTier, ObjectShelf, disk_folder
+from deploy.worker.block_publisher import BlockPublisher
+from deploy.worker.gateway_sessions import GatewaySessions
+from deploy.worker.process_facts import cpu_s, process_gauges
+from engine.clock import Clock
+from engine.config import StoreConfig, StoreEviction, Transport
+from engine.control import Members, PrefixUse, StoreReport, TierReport
+from engine.errors import BatonError
+from engine.messages import (
+    PROTOCOL_VERSION,
+    BlocksOffered,
+    GatewayId,
+    Hello,
+    Incarnation,
+    Refused,
+    Role,
+    SetRole,
+    ToWorker,
+    TransferAddress,
+    Welcome,
+    WorkerId,
+    encode_frame,
+)
+from engine.net.trust import Secret
+from engine.worker.block_events import BlockEvent, EventLog
+from engine.worker.blocks import BlockHash, BlockId, Stored
+from engine.worker.events import Emit, FromGateway, GatewayLost
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import SharedMemory
+from kvtransfer.messages import Identity
+from kvtransfer.store.disk.format import RecoveredBlocks
+from kvtransfer.store.disk.tier import DiskTier
+from kvtransfer.store.eviction.leaf_lru import LeafLru
+from kvtransfer.store.eviction.seam import Eviction
+from kvtransfer.store.events import (
+    AskPeer,
+    DropAll,
+    EraseBlock,
+    FromPeer,
+    LoadBlock,
+    Medium,
+    PeerJoined,
+    PeerLost,
+    PeerNews,
+    StoreEffect,
+    StoreEvent,
+    StoreTick,
+    WriteBlock,
+)
+from kvtransfer.store.intake import IntakePace
+from kvtransfer.store.machine import StoreMachine, StoreTerms
+from kvtransfer.store.objects.tier import ObjectLimits, ObjectTier
+from kvtransfer.store.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+SWEEP_EVERY_S = 0.25  # the longest time without a tick
+LEAST_SLEEP_S = 1e-3
+TOP_PREFIXES = 20
+MAX_OBJECT_BLOCKS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """What a store's keeper gives it: memory that outlives it, and the ports of its last life."""
+
+    slab: SharedMemory
+    table: SharedMemory
+    port: int = 0
+    control_port: int = 0
+    num_starts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """Who a store is."""
+
+    name: WorkerId
+    version: str  # of the model
+    secret: Secret
+    host: str = "127.0.0.1"
+    transport: Transport = Transport.AUTO
+
+
+class _Running:
+    """What exists once the layout is known."""
+
+    def __init__(
+        self,
+        info: Welcome,
+        slab: StoreSlab,
+        endpoint: TransferEndpoint,
+        address: TransferAddress,
+        incarnation: Incarnation,
+    ) -> None:
+        self.info = info
+        self.slab = slab
+        self.endpoint = endpoint
+        self.address = address
+        self.incarnation = incarnation
+        self.tiers: dict[Medium, LowerTier] = {}
+        self.machine: StoreMachine
+        self.publisher: BlockPublisher
+
+
+class StoreHost:
+    """Runs a store from open to close. `on_crash` must end the process."""
+
+    def __init__(
+        self,
+        identity: StoreIdentity,
+        config: StoreConfig,
+        place: StorePlace,
+        *,
+        clock: Clock,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._place = place
+        self._clock = clock
+        self._on_crash = on_crash
+        self._run: _Running | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_opening = False
+        self._is_closed = False
+        self._opened_s = clock.now_s()
+        self._gateways = GatewaySessions(
+            identity.secret,
+            identity.host,
+            welcome=self._welcome,
+            listen=lambda gateway_id: _StoreListener(gateway_id, self._handle_now),
+            on_lost=lambda gateway_id: self._handle_now(GatewayLost(gateway_id)),
+            port=place.port,
+        )
+        self._peers = StorePeers(
+            GatewayId(f"{identity.name}-{secrets.token_hex(6)}"),
+            secret=identity.secret,
+            clock=clock,
+            listener=self,
+        )
+        self.control = StoreControl(
+            identity.name,
+            identity.secret,
+            identity.host,
+            on_members=self._follow,
+            on_drop=self._drop_all,
+            report=self._store_report,
+            port=place.control_port,
+        )
+
+    async def open(self) -> tuple[str, str]:
+        """Starts to listen; returns the addresses for gateways and for the controller."""
+        self._loop = asyncio.get_running_loop()
+        address = await self._gateways.open()
+        return address, await self.control.open()
+
+    async def close(self) -> None:
+        """Ends sessions and threads. Memory and files keep their blocks."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._peers.close()
+        await self.control.close()
+        await self._gateways.close()
+        run = self._run
+        if run is None:
+            return
+        run.publisher.close()
+        await asyncio.to_thread(run.endpoint.close)
+        for tier in run.tiers.values():
+            await tier.close()
+        run.machine.validate()
+
+    # ------------------------------------------------------------ peers
+
+    def _follow(self, members: Members) -> None:
+        """Follows the workers of this version on this host, and the version's other stores."""
+        own = self._identity
+        host = own.host
+        workers = [m.address for m in members.of(own.version) if _host_of(m.address) == host]
+        stores = [m.address for m in members.stores_of(own.version) if m.worker_id != own.name]
+        self._peers.follow([*workers, *stores])
+
+    def admits(self, info: Welcome) -> bool:
+        """Learns the layout from the first worker that computes prompts; compares others."""
+        if self._run is None:
+            is_model = info.role.prefills or info.prefills_locally
+            if is_model and not self._is_opening and _passes_unchanged(info):
+                self._is_opening = True
+                try:
+                    self._start(info)
+                except (BatonError, OSError) as error:
+                    log.error("the store cannot keep blocks of %s: %s", info.worker_id, error)
+                    self._on_crash(error)
+                finally:
+                    self._is_opening = False
+        run = self._run
+        if run is None:
+            return False
+        return _kind_of(info) == _kind_of(run.info) and _passes_unchanged(info)
+
+    def joined(self, info: Welcome) -> None:
+        """Begins to follow a peer."""
+        self._handle_now(PeerJoined(info.worker_id, info.role is Role.STORE))
+
+    def lost(self, peer_id: WorkerId) -> None:
+        """Forgets a peer."""
+        self._handle_now(PeerLost(peer_id))
+
+    def news(self, peer_id: WorkerId, events: Collection[BlockEvent]) -> None:
+        """Takes a peer's block events."""
+        self._handle_now(PeerNews(peer_id, tuple(events)))
+
+    def offered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
+        """Takes a worker's answer."""
+        self._handle_now(FromPeer(peer_id, message))
+
+    # ------------------------------------------------------------ the start
+
+    def _start(self, info: Welcome) -> None:
+        """Opens memory, endpoint, tiers and machine for this model and layout."""
+        own, config, clock = self._identity, self._config, self._clock
+        identity = _digest(info)
+        block_bytes = info.layout.block_bytes
+        slab = StoreSlab(
+            self._place.slab, self._place.table, identity=identity, block_bytes=block_bytes
+        )
+        incarnation = Incarnation(secrets.token_hex(8))
+        endpoint = TransferEndpoint(
+            EndpointConfig(
+                worker_id=own.name,
+                incarnation=incarnation,
+                identity=Identity(_raw_fingerprint(info), info.layout, info.shard_terms)
+                if hasattr(info, "shard_terms")
+                else Identity(
+                    _raw_fingerprint(info), info.layout, kv_wire_dtype=info.kv_wire_dtype
+                ),
+                secret=own.secret,
+                transport=own.transport,
+                host=own.host,
+            ),
+            pool=slab.pool,
+            clock=clock,
+            on_event=lambda event: self._loop.call_soon_threadsafe(self._handle_now, event),
+            on_crash=self._on_crash,
+        )
+        run = _Running(info, slab, endpoint, endpoint.open(), incarnation)
+        memory = self._shelf(slab.num_slots, slab.recover())
+        shelves = {Medium.HOST: memory}
+        self._open_disk(run, shelves, identity, block_bytes)
+        self._open_objects(run, shelves, identity, block_bytes)
+        pace = IntakePace(bytes_per_s=config.take_mib_per_s * 2**20, copies=max(config.copies, 1))
+        terms = StoreTerms(
+            name=f"{own.name}.{incarnation}",
+            block_size=info.layout.block_size,
+            block_bytes=block_bytes,
+            address=run.address,
+            pace=pace,
+            writes=config.writes,
+        )
+        run.machine = StoreMachine(terms, shelves)
+        run.publisher = BlockPublisher(
+            EventLog(block_size=info.layout.block_size),
+            worker_id=own.name,
+            incarnation=incarnation,
+            secret=own.secret,
+            clock=clock,
+            host=own.host,
+        )
+        self._events = run.publisher.open()
+        run.publisher.publish(
+            [
+                Stored(block, parent, (), medium)
+                for medium, shelf in shelves.items()
+                for block, parent in shelf.links()
+            ]
+        )
+        self._run = run
+        found = ", ".join(f"{len(shelf)} on {medium}" for medium, shelf in shelves.items())
+        log.info("keeps blocks of %s: %d slots, %s", info.fingerprint, slab.num_slots, found)
+        self._timer = self._loop.call_later(SWEEP_EVERY_S, self._on_time)
+        self._reporting = self._loop.call_later(REPORT_EVERY_S, self._report)
+
+    def _shelf(self, num_slots: int, found: RecoveredBlocks | None = None) -> Shelf:
+        shelf = Shelf(num_slots, _eviction(self._config))
+        if found is not None and len(found):
+            parents = found.parent_by_hash()
+            shelf.put_all(
+                (BlockId(slot), BlockHash(block), _block_or_none(parents[block]))
+                for block, slot in found.slot_by_hash().items()
+            )
+        return shelf
+
+    def _open_disk(
+        self, run: _Running, shelves: dict[Medium, Shelf], identity: bytes, block_bytes: int
+    ) -> None:
+        if self._config.disk is None:
+            return
+        tier = DiskTier(
+            disk_folder(self._config.disk, identity),
+            identity=identity,
+            block_bytes=block_bytes,
+            max_bytes=int(self._config.disk_gib * 2**30),
+        )
+        try:
+            found = tier.open(self._clock.now_s())
+        except BatonError as error:  # serving goes on without the disk
+            log.error("blocks are not kept on disk: %s", error)
+            self._faults[Medium.DISK] = str(error)
+            return
+        shelves[Medium.DISK] = self._shelf(tier.max_slots, found)
+        run.tiers[Medium.DISK] = DiskShelf(
+            tier, run.slab.pool.blocks, clock=self._clock, on_event=self._handle_now
+        )
+
+    def _open_objects(
+        self, run: _Running, shelves: dict[Medium, Shelf], identity: bytes, block_bytes: int
+    ) -> None:
+        url = self._config.objects
+        if url is None:
+            return
+        max_bytes = int(self._config.objects_gib * 2**30)
+        tier = ObjectTier(
+            url,
+            identity,
+            block_bytes=block_bytes,
+            max_bytes=max_bytes,
+            limits=ObjectLimits(),
+            clock=self._clock,
+        )
+        try:
+            tier.open()
+        except BatonError as error:
+            log.error("blocks are not kept as objects: %s", error)
+            self._faults[Medium.OBJECT] = str(error)
+            return
+        shelves[Medium.OBJECT] = self._shelf(min(max_bytes // block_bytes, MAX_OBJECT_BLOCKS))
+        run.tiers[Medium.OBJECT] = ObjectShelf(
+            tier, run.slab.pool.blocks, clock=self._clock, on_event=self._handle_now
+        )
+
+    # ------------------------------------------------------------ events and effects
+
+    def _handle_now(self, event: StoreEvent) -> None:
+        """Feeds an event, and does what follows. On the event loop."""
+        run = self._run
+        if run is None or self._is_closed:
+            return
+        try:
+            effects = run.machine.handle(event, self._clock.now_s())
+            self._follow_up(run, effects)
+        except Exception as error:  # a bug: a store that lost its way must not go on
+            self._on_crash(error)
+            raise
+
+    def _follow_up(self, run: _Running, effects: list[StoreEffect]) -> None:
+        news = run.machine.take_news()
+        for item in news:
+            if item.medium != Medium.HOST:
+                continue
+            if isinstance(item, Stored):
+                slot = run.machine.holdings.memory.find(item.block_hash)
+                if slot is not None:
+                    run.slab.put(slot, item.block_hash, item.parent)
+            else:
+                run.slab.clear(item.block_hash)
+        frames: dict[GatewayId, list[Emit]] = {}
+        for effect in effects:
+            match effect:
+                case Emit():
+                    frames.setdefault(effect.gateway_id, []).append(effect)
+                case AskPeer(peer_id, message):
+                    self._peers.ask(peer_id, message)
+                case LoadBlock():
+                    run.tiers[effect.medium].load(effect)
+                case WriteBlock():
+                    run.tiers[effect.medium].write(effect)
+                case EraseBlock():
+                    run.tiers[effect.medium].erase(effect)
+                case _:
+                    run.endpoint.perform(effect)
+        if news:
+            run.publisher.publish(news)
+        for gateway_id, emitted in frames.items():
+            self._gateways.post(gateway_id, encode_frame([each.message for each in emitted]))
+
+    def _on_time(self) -> None:
+        run = self._run
+        assert run is not None
+        self._handle_now(StoreTick())
+        wake_s = run.machine.next_wake_s()
+        wait_s = SWEEP_EVERY_S if wake_s is None else wake_s - self._clock.now_s()
+        wait_s = min(max(wait_s, LEAST_SLEEP_S), SWEEP_EVERY_S)
+        if not self._is_closed:
+            self._timer = self._loop.call_later(wait_s, self._on_time)
+
+    def _drop_all(self) -> None:
+        self._handle_now(DropAll())
+        if self._run is not None:
+            for tier in self._run.tiers.values():
+                tier.drop_all()
+
+    # ------------------------------------------------------------ what it says of itself
+
+    def _welcome(self) -> Welcome | Refused:
+        run = self._run
+        if run is None:
+            return Refused("no worker has told this store its layout yet")
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            worker_id=self._identity.name,
+            incarnation=run.incarnation,
+            role=Role.STORE,
+            fingerprint=run.info.fingerprint,
+            layout=run.info.layout,
+            num_blocks=run.slab.num_slots,
+            max_running=0,
+            kv_wire_dtype=run.info.kv_wire_dtype,
+            events=self._events,
+            kernels=run.info.kernels,
+        )
+
+    def _report(self) -> None:
+        """Tells all gateways what the store holds."""
+        run = self._run
+        if run is None or self._is_closed:
+            return
+        self._reporting = self._loop.call_later(REPORT_EVERY_S, self._report)
+        counted = {**run.endpoint.counters(), **self._gateways.refused, "cpu_seconds": cpu_s()}
+        for medium, tier in run.tiers.items():
+            counted |= {f"{medium}_{name}": count for name, count in tier.counters().items()}
+        load = run.machine.load(run.endpoint.source.num_leases, counted)
+        load = msgspec.structs.replace(
+            load, num_event_batches=run.publisher.num_batches, gauges=self._gauges(run)
+        )
+        self._gateways.post_all(encode_frame([load]))
+
+    def _gauges(self, run: _Running) -> dict[str, float]:
+        found = process_gauges()
+        for medium, tier in run.tiers.items():
+            if tier.pace.is_known:
+                found[f"load_fixed_s:{medium}"] = tier.pace.fixed_s
+                found[f"load_block_s:{medium}"] = tier.pace.block_s
+        for medium, shelf in run.machine.holdings.shelves.items():
+            found[f"store_blocks:{medium}"] = len(shelf)
+        return found
+
+    _faults: dict[Medium, str] = {}
+
+    def _store_report(self) -> StoreReport:
+        run = self._run
+        if run is None:
+            return StoreReport(0, [], self._peers.num_open, 0, 0, self._place.num_starts, 0.0, {}, [])
+        holdings = run.machine.holdings
+        tiers = [
+            TierReport(medium, len(shelf), shelf.num_slots, holdings.off.get(medium))
+            for medium, shelf in holdings.shelves.items()
+        ]
+        tiers += [TierReport(medium, 0, 0, why) for medium, why in self._faults.items()]
+        roots = run.machine.offers.roots.most_common(TOP_PREFIXES)
+        return StoreReport(
+            block_bytes=run.info.layout.block_bytes,
+            tiers=tiers,
+            num_peers=self._peers.num_open,
+            num_leases=len(run.machine.offers.leases),
+            num_new=run.machine.intake.num_new,
+            num_starts=self._place.num_starts,
+            oldest_s=0.0,
+            counters=run.machine.counters,
+            prefixes=[PrefixUse(root.hex(), number) for root, number in roots],
+        )
+
+
+class _StoreListener:
+    """Takes the messages of one gateway."""
+
+    def __init__(self, gateway_id: GatewayId, handle: Callable[[StoreEvent], None]) -> None:
+        self._gateway_id = gateway_id
+        self._handle = handle
+
+    def take(self, message: ToWorker) -> None:
+        assert not isinstance(message, Hello)
+        if isinstance(message, SetRole):
+            log.warning("a store cannot become a %s worker", message.role)
+            return
+        self._handle(FromGateway(self._gateway_id, message))
+
+    def close(self) -> None:
+        pass
+
+
+def _eviction(config: StoreConfig) -> Eviction:
+    assert config.eviction is StoreEviction.LRU
+    return LeafLru()
+
+
+def _block_or_none(block: bytes | None) -> BlockHash | None:
+    return None if block is None else BlockHash(block)
+
+
+def _raw_fingerprint(info: Welcome) -> str:
+    """Returns the fingerprint that workers compare: without the format on the wire."""
+    wire = info.kv_wire_dtype
+    return info.fingerprint if wire is None else info.fingerprint.removesuffix(f"-wire_{wire}")
+
+
+def _passes_unchanged(info: Welcome) -> bool:
+    """True if blocks arrive as they were computed. Rounded ones must not be kept as such."""
+    return info.kv_wire_dtype in (None, info.layout.kv_format)
+
+
+def _kind_of(info: Welcome) -> tuple[object, ...]:
+    return info.fingerprint, info.layout
+
+
+def _digest(info: Welcome) -> bytes:
+    """Returns 16 bytes that differ for blocks of another model or layout."""
+    layout = msgspec.msgpack.encode(info.layout)
+    return blake2b(info.fingerprint.encode() + b"\0" + layout, digest_size=16).digest()
+
+
+def _host_of(address: str) -> str:
+    return address.rsplit(":", 1)[0]

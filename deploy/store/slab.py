@@ -1,0 +1,98 @@
+"""The memory of a store: a slab of blocks and a table of what they are, without names.
+
+Both are memfds that the keeper holds, so they outlive the store's process. The table has a header for
+each slot, as on disk (`kvtransfer.store.disk.format`). A header is cleared before its slot is written
+to, and written after the block is there. So after `kill -9` at any moment a header that is whole names a
+block that is whole. Payloads have no checksum here: memory does not tear.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from engine.worker.blocks import BlockHash, BlockId
+from kvtransfer.memory import SharedMemory, SharedPool
+from kvtransfer.store.disk.format import (
+    EMPTY,
+    HEADER,
+    HEADER_BYTES,
+    DiskGeometry,
+    RecoveredBlocks,
+    Verdict,
+    claimed,
+    judge,
+    merged,
+    sealed_header,
+    unsealed_header,
+)
+from kvtransfer.store.disk.uring import header_checksums
+
+log = logging.getLogger(__name__)
+
+LEAST_BLOCK_BYTES = 4096  # the table has room for as many blocks of this size
+
+
+def table_bytes(slab_bytes: int) -> int:
+    """Returns the size of the table for a slab. Pages that are not written to take no memory."""
+    return slab_bytes // LEAST_BLOCK_BYTES * HEADER_BYTES
+
+
+class StoreSlab:
+    """The slots of one identity in the slab. One thread calls everything."""
+
+    def __init__(
+        self, slab: SharedMemory, table: SharedMemory, *, identity: bytes, block_bytes: int
+    ) -> None:
+        num_slots = min(len(slab.mapped) // block_bytes, len(table.mapped) // HEADER_BYTES)
+        self.num_slots = num_slots
+        self.pool = SharedPool(num_slots, block_bytes, slab)
+        self._table = np.frombuffer(table.mapped, np.uint8)[: num_slots * HEADER_BYTES]
+        self._headers = self._table.view(HEADER)
+        self._geometry = DiskGeometry(identity, block_bytes, max(num_slots, 1), num_slots)
+        self._slots: dict[BlockHash, BlockId] = {}
+        self._next_sequence = 1
+
+    def recover(self) -> RecoveredBlocks:
+        """Returns the blocks that an earlier process left, the oldest first; clears other slots."""
+        verdicts = judge(self._headers, 0, self._geometry, header_checksums())
+        found = merged([claimed(self._headers[verdicts == Verdict.FINE])])
+        keep = np.zeros(self.num_slots, np.bool_)
+        keep[found.slots] = True
+        num_dropped = int(np.count_nonzero(~keep & (verdicts != Verdict.EMPTY)))
+        if num_dropped:
+            log.warning("%d slots of memory do not hold what they claim", num_dropped)
+            self._table.reshape(-1, HEADER_BYTES)[~keep] = 0
+        self._slots = {BlockHash(h): BlockId(s) for h, s in found.slot_by_hash().items()}
+        if len(found):
+            self._next_sequence = int(found.sequences[-1]) + 1
+        return found
+
+    def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None) -> None:
+        """Notes that a slot holds a block, which is there already."""
+        unsealed = unsealed_header(
+            self._geometry, slot, block_hash=block, parent=parent, sequence=self._next_sequence
+        )
+        self._next_sequence += 1
+        self._write(slot, sealed_header(unsealed, 0))
+        self._slots[block] = slot
+
+    def clear(self, block: BlockHash) -> None:
+        """Notes that a block is no longer there, before its slot is written to."""
+        slot = self._slots.pop(block, None)
+        if slot is not None:
+            self._write(slot, EMPTY)
+
+    @property
+    def slots(self) -> Mapping[BlockHash, BlockId]:
+        """The blocks that the table names."""
+        return self._slots
+
+    def close(self) -> None:
+        """Lets go of the memory; its keeper still has it."""
+        del self._table, self._headers
+        self.pool.close()
+
+    def _write(self, slot: BlockId, header: bytes) -> None:
+        begin = slot * HEADER_BYTES
+        self._table[begin : begin + HEADER_BYTES] = np.frombuffer(header, np.uint8)

@@ -1,0 +1,327 @@
+"""The lower tiers of a store as its machine sees them: loads and writes become events.
+
+Each tier has a queue of its own, loads before writes, and says how long loads take. `DiskShelf` and
+`ObjectShelf` are the shells around `kvtransfer.store.disk` and `kvtransfer.store.objects`.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from engine.clock import Clock
+from engine.worker.blocks import BlockHash, BlockId
+from kvtransfer.memory import Blocks
+from kvtransfer.store.disk.tier import DiskDone, DiskRead, DiskTier, DiskWrite
+from kvtransfer.store.events import (
+    EraseBlock,
+    LoadBlock,
+    Loaded,
+    Medium,
+    StoreEvent,
+    TierTurned,
+    WriteBlock,
+    Written,
+)
+from kvtransfer.store.objects.segments import ObjectBlock
+from kvtransfer.store.objects.tier import ObjectTier, Payloads
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0  # for a tier that has stepped back or works again
+REFRESH_EVERY_S = 300.0  # of the list of objects, which other stores write too
+SEGMENT_WAIT_S = 2.0  # for more blocks, before a segment that is not full is written
+SEGMENT_BLOCKS = 64
+
+
+class LoadPace:
+    """How long loads take, as means in which older ones fade."""
+
+    def __init__(self) -> None:
+        self._begun_s: float | None = None
+        self._num = 0
+        self.fixed_s = 0.0  # until the first block of a burst is there
+        self.block_s = 0.0  # from one block of a burst to the next
+        self.is_known = False
+
+    def begin(self, now_s: float) -> None:
+        """Notes a load that is under way."""
+        if self._begun_s is None:
+            self._begun_s, self._num = now_s, 0
+
+    def end(self, now_s: float, *, is_last: bool) -> None:
+        """Notes the end of a load. `is_last`: no other one is under way."""
+        if self._begun_s is None:
+            return
+        self._num += 1
+        if self._num == 1:
+            self.fixed_s = self._mixed(self.fixed_s, now_s - self._begun_s)
+        if is_last:
+            if self._num > 1:
+                each_s = (now_s - self._begun_s) / self._num
+                self.block_s = self._mixed(self.block_s, each_s)
+            self._begun_s, self.is_known = None, True
+
+    def _mixed(self, before_s: float, now_s: float) -> float:
+        return 0.8 * before_s + 0.2 * now_s if before_s else now_s
+
+
+class LowerTier(Protocol):
+    """A tier below memory."""
+
+    medium: Medium
+    pace: LoadPace
+
+    def load(self, effect: LoadBlock) -> None:
+        """Begins a load, now or when there is room."""
+        ...
+
+    def write(self, effect: WriteBlock) -> None:
+        """Begins a write, now or when there is room."""
+        ...
+
+    def erase(self, effect: EraseBlock) -> None:
+        """Forgets a block."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """Counts since the start, by name or by name:reason."""
+        ...
+
+    def drop_all(self) -> None:
+        """Removes all blocks, so that their space is free."""
+        ...
+
+    async def close(self) -> None:
+        """Ends. Nothing is written to memory from now on."""
+        ...
+
+
+class DiskShelf:
+    """Blocks on a local disk."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        memory: Blocks,
+        *,
+        clock: Clock,
+        on_event: Callable[[StoreEvent], None],
+    ) -> None:
+        """`memory` are the slots of memory. The tier is open."""
+        self.medium = Medium.DISK
+        self.pace = LoadPace()
+        self._tier = tier
+        self._memory = memory
+        self._clock = clock
+        self._on_event = on_event
+        self._loads: deque[LoadBlock] = deque()
+        self._writes: deque[WriteBlock] = deque()
+        # By the identity of the request, which is kept alive here.
+        self._under_way: dict[int, tuple[DiskRead | DiskWrite, LoadBlock | WriteBlock]] = {}
+        self._num_loads = 0
+        self._is_off = False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(tier.fd, self._poll)
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+
+    def load(self, effect: LoadBlock) -> None:
+        """Begins a load, now or when there is room."""
+        self.pace.begin(self._clock.now_s())
+        self._num_loads += 1
+        self._loads.append(effect)
+        self._submit()
+
+    def write(self, effect: WriteBlock) -> None:
+        """Begins a write, now or when there is room."""
+        self._writes.append(effect)
+        self._submit()
+
+    def erase(self, effect: EraseBlock) -> None:
+        """Forgets a block."""
+        self._tier.forget(effect.place, self._clock.now_s())
+
+    def counters(self) -> Mapping[str, float]:
+        """Counts since the start."""
+        return self._tier.counters
+
+    def drop_all(self) -> None:
+        """Does nothing: each block is erased by an effect of the machine."""
+
+    async def close(self) -> None:
+        """Ends, and waits for what is under way."""
+        self._timer.cancel()
+        self._loop.remove_reader(self._tier.fd)
+        await asyncio.to_thread(self._tier.close, CLOSE_TIMEOUT_S)
+
+    def _submit(self) -> None:
+        now_s = self._clock.now_s()
+        while self._tier.room > 0 and (self._loads or self._writes):
+            if self._loads:
+                effect: LoadBlock | WriteBlock = self._loads.popleft()
+                row = self._memory[effect.slot]
+                read = DiskRead(effect.place, effect.block, row)
+                self._note(read, effect)
+                self._tier.read([read], now_s)
+            else:
+                effect = self._writes.popleft()
+                row = self._memory[effect.slot]
+                write = DiskWrite(effect.place, effect.block, row, effect.parent)
+                self._note(write, effect)
+                self._tier.write([write], now_s)
+
+    def _note(self, request: DiskRead | DiskWrite, effect: LoadBlock | WriteBlock) -> None:
+        self._under_way[id(request)] = request, effect
+
+    def _poll(self) -> None:
+        done = self._tier.poll(self._clock.now_s())
+        for each in done:
+            self._end(each)
+        self._submit()
+        self._tell_state()
+
+    def _end(self, done: DiskDone) -> None:
+        _, effect = self._under_way.pop(id(done.request))
+        if isinstance(effect, LoadBlock):
+            self._num_loads -= 1
+            self.pace.end(self._clock.now_s(), is_last=self._num_loads == 0)
+            self._on_event(Loaded(self.medium, effect.block, effect.slot, done.reason))
+        else:
+            self._on_event(Written(self.medium, effect.block, done.reason))
+
+    def _look(self) -> None:
+        """Lets time pass in the tier, which may try again."""
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        self._poll()
+
+    def _tell_state(self) -> None:
+        if self._tier.is_off != self._is_off:
+            self._is_off = self._tier.is_off
+            self._on_event(TierTurned(self.medium, self._tier.off_reason))
+
+
+class ObjectShelf:
+    """Blocks in an object store. Writes gather until they fill a segment, or wait for a moment."""
+
+    def __init__(
+        self,
+        tier: ObjectTier,
+        memory: Blocks,
+        *,
+        clock: Clock,
+        on_event: Callable[[StoreEvent], None],
+    ) -> None:
+        """The tier is open."""
+        self.medium = Medium.OBJECT
+        self.pace = LoadPace()
+        self._tier = tier
+        self._memory = memory
+        self._clock = clock
+        self._on_event = on_event
+        self._loads: list[LoadBlock] = []
+        self._writes: list[WriteBlock] = []
+        self._num_loads = 0
+        self._off: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._flush: asyncio.Handle | None = None
+        self._gather: asyncio.TimerHandle | None = None
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        self._refreshed_s = clock.now_s()
+        self._is_closed = False
+
+    def load(self, effect: LoadBlock) -> None:
+        """Loads with all others that are asked for in this turn of the loop."""
+        self.pace.begin(self._clock.now_s())
+        self._num_loads += 1
+        self._loads.append(effect)
+        if self._flush is None:
+            self._flush = self._loop.call_soon(self._get)
+
+    def write(self, effect: WriteBlock) -> None:
+        """Writes once a segment is full, or after a moment."""
+        self._writes.append(effect)
+        if len(self._writes) >= SEGMENT_BLOCKS:
+            self._put()
+        elif self._gather is None:
+            self._gather = self._loop.call_later(SEGMENT_WAIT_S, self._put)
+
+    def erase(self, effect: EraseBlock) -> None:
+        """Does nothing: segments are deleted whole, the oldest first."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Counts since the start."""
+        return {**self._tier.counters(), "bytes": self._tier.num_bytes}
+
+    def drop_all(self) -> None:
+        """Deletes all objects of this identity."""
+        self._tier.drop()
+
+    async def close(self) -> None:
+        """Ends all calls as failed."""
+        self._is_closed = True
+        self._timer.cancel()
+        await asyncio.to_thread(self._tier.close)
+
+    def _get(self) -> None:
+        self._flush = None
+        loads, self._loads = self._loads, []
+        found = self._tier.get([load.block for load in loads])
+        self._when_done(found, lambda: self._take(loads, found.result()))
+
+    def _take(self, loads: list[LoadBlock], payloads: Payloads) -> None:
+        for load in loads:
+            payload = payloads.get(load.block)
+            fault = None if payload is not None else "missing"
+            if payload is not None:
+                self._memory[load.slot] = memoryview(payload)
+            self._num_loads -= 1
+            self.pace.end(self._clock.now_s(), is_last=self._num_loads == 0)
+            self._on_event(Loaded(self.medium, load.block, load.slot, fault))
+
+    def _put(self) -> None:
+        if self._gather is not None:
+            self._gather.cancel()
+            self._gather = None
+        writes, self._writes = self._writes[:SEGMENT_BLOCKS], self._writes[SEGMENT_BLOCKS:]
+        blocks = [
+            ObjectBlock(each.block, each.parent, memoryview(self._memory[each.slot]))
+            for each in writes
+        ]
+        kept = self._tier.put(blocks)
+        self._when_done(kept, lambda: self._end_writes(writes, kept.result()))
+
+    def _end_writes(self, writes: list[WriteBlock], kept: frozenset[BlockHash]) -> None:
+        for each in writes:
+            fault = None if each.block in kept else "not_written"
+            self._on_event(Written(self.medium, each.block, fault))
+
+    def _when_done(self, future: "Future[T]", then: Callable[[], None]) -> None:
+        def tell(_: object) -> None:
+            self._loop.call_soon_threadsafe(self._unless_closed, then)
+
+        future.add_done_callback(tell)
+
+    def _unless_closed(self, then: Callable[[], None]) -> None:
+        if not self._is_closed:
+            then()
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
+        off = self._tier.why_off()
+        if off != self._off:
+            self._off = off
+            self._on_event(TierTurned(self.medium, off))
+        if self._clock.now_s() - self._refreshed_s > REFRESH_EVERY_S:
+            self._refreshed_s = self._clock.now_s()
+            self._tier.refresh()
+
+
+def disk_folder(top: str, identity: bytes) -> Path:
+    """Returns the directory of one identity's blocks."""
+    return Path(top) / identity.hex()
