@@ -615,6 +615,23 @@ def test_a_write_that_comes_back_late_leaves_no_segment(hostile_url, make, gate)
     assert objects_of(hostile_url) == []
 
 
+def test_a_write_that_made_room_too_late_is_not_begun(hostile_url, make, gate):
+    put(make(hostile_url), 1)
+    tier = make(hostile_url, max_bytes=2 * BLOCK_BYTES, limits=HASTY_WRITES)
+    operations = []
+
+    def hold(operation, path):
+        operations.append(operation)
+        return operation == "delete"
+
+    gate.holds = hold
+    assert put(tier, 2) == frozenset()
+    gate.opened.set()
+    wait_until(lambda: tier.num_bytes == 0)
+    assert tier.refresh().result(WAIT_S) == 0
+    assert "write" not in operations
+
+
 def test_a_listing_that_hangs_does_not_hold_up_the_owner(hostile_url, make, gate):
     gate.holds = lambda operation, path: operation == "ls"
     tier = make(hostile_url, limits=ObjectLimits(refresh_timeout_s=0.1))
@@ -680,7 +697,7 @@ class HangingCalls:
 
     def hang(self, lane, event):
         return self.threads.submit(
-            lane, lambda call: event.wait(WAIT_S), otherwise="late", timeout_s=0.1
+            lane, lambda call: event.wait(3 * WAIT_S), otherwise="late", timeout_s=0.1
         )
 
     def works(self, lane):
