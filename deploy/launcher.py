@@ -7,21 +7,29 @@ Several threads may call a launcher at once. Starting a service takes seconds, a
 not wait for it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
-from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.spec import (
+    GatewayReady,
+    GatewaySpec,
+    StoreReady,
+    StoreSpec,
+    WorkerReady,
+    WorkerSpec,
+)
 from engine.control import Pools
 
+ServiceReady = WorkerReady | GatewayReady | StoreReady
 STOP_TIMEOUT_S = 30.0  # for a service to stop; a gateway's drain time comes on top
 HURRIED_TIMEOUT_S = 10.0  # the same after `hurry`
 LOOK_EVERY_S = 0.2  # how often a stop looks for `hurry`
 
 
 class Launcher(Protocol):
-    """Starts workers and gateways, watches them, and stops them: gateways before workers."""
+    """Starts services, watches them, and stops them: gateways first, then workers, then stores."""
 
     def open(self) -> None:
         """Prepares to start services. Raises ConfigError."""
@@ -62,6 +70,14 @@ class Launcher(Protocol):
         """Starts a gateway and waits until it listens. On ConfigError nothing is left of it."""
         ...
 
+    def nodes(self) -> Sequence[str]:
+        """Returns the names of the nodes, each of which may have a store. Quick."""
+        return ("",)
+
+    def start_store(self, spec: StoreSpec) -> StoreReady:
+        """Starts a store on `spec.node`, and waits until it listens. Raises ConfigError."""
+        ...
+
     def stop(self, name: str, *, by_force: bool) -> None:
         """Stops a service, even while it starts. Its name is free on return.
 
@@ -69,7 +85,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
+    def running(self) -> Mapping[str, ServiceReady]:
         """Returns the running services that this launcher, or one before it, started."""
         ...
 

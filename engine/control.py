@@ -511,8 +511,7 @@ class PrefixUse(msgspec.Struct, frozen=True):
 class StoreReport(msgspec.Struct, frozen=True, tag=True):
     """A store's state, sent once a second. It knows the size of blocks from its first worker.
 
-    `oldest_s` is the age of the block in memory that came first. `prefixes` are those that were
-    offered most often.
+    `prefixes` are those that were offered most often.
     """
 
     block_bytes: int  # 0: no worker was heard yet
@@ -521,7 +520,6 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
     num_leases: int
     num_new: int  # blocks of workers that it has not looked at yet
     num_starts: int  # of its process; more than 1: it ended by itself
-    oldest_s: float
     counters: dict[str, float]
     prefixes: list[PrefixUse]
 

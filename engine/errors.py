@@ -23,6 +23,7 @@ BatonError
 │   └── TooFewSamples         a recording too short to fit costs to
 ├── ProtocolError             a frame that the protocol does not allow: the peer's fault
 │   └── Untrusted             a peer that does not prove that it holds the deployment's secret
+├── ObjectStoreFailed         the object store, or its library, failed
 ├── PeerSilent                no frame has come from a peer for too long
 ├── LayoutMismatch            two workers whose configuration forbids to exchange KV
 ├── Disagreement              two workers whose blocks cannot be converted into each other

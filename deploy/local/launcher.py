@@ -1,4 +1,4 @@
-"""Runs workers and gateways as plain processes of this machine."""
+"""Runs workers, gateways and stores as plain processes of this machine."""
 
 import contextlib
 import os
@@ -9,13 +9,20 @@ from typing import TypeVar
 
 import msgspec
 
-from deploy.launcher import STOP_TIMEOUT_S, Launcher
+from deploy.launcher import STOP_TIMEOUT_S, Launcher, ServiceReady
 from deploy.local.nursery import Nursery
 from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
 from deploy.pools.placement import LEAST_ROOM
 from deploy.services.reasons import explain_status
-from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.spec import (
+    GatewayReady,
+    GatewaySpec,
+    StoreReady,
+    StoreSpec,
+    WorkerReady,
+    WorkerSpec,
+)
 from engine.errors import ConfigError
 
 T = TypeVar("T")
@@ -82,13 +89,21 @@ class ProcessLauncher(Launcher):
         process = ServiceProcess(spec.name, "gateway", self._nursery_of(place))
         return self._start(process, spec, GatewayReady)
 
+    def start_store(self, spec: StoreSpec) -> StoreReady:
+        """Starts the process of a store's keeper."""
+        place = self._place_of("store", spec.name)
+        if place is not None:
+            spec = msgspec.structs.replace(spec, host=place.address)
+        process = ServiceProcess(spec.name, "store", self._nursery_of(place))
+        return self._start(process, spec, StoreReady)
+
     def stop(self, name: str, *, by_force: bool) -> None:
         """Stops a process."""
         for process in self.processes:
             if process.name == name:
                 self._end(process, by_force=by_force)
 
-    def running(self) -> Mapping[str, WorkerReady | GatewayReady]:
+    def running(self) -> Mapping[str, ServiceReady]:
         """Returns the processes that have started and not ended."""
         return {p.name: p.ready for p in self.processes if p.ready is not None and p.is_running()}
 
@@ -110,11 +125,11 @@ class ProcessLauncher(Launcher):
         return {name: f"{name} ended with {status}" for name, status in how.items()}
 
     def close(self) -> None:
-        """Stops all gateways at once, then all workers at once. Later starts fail."""
+        """Stops all gateways at once, then all workers, then all stores. Later starts fail."""
         with self._books:
             self._is_closed = True
         try:
-            for kind in ("gateway", "worker"):
+            for kind in ("gateway", "worker", "store"):
                 of_kind = [process for process in self.processes if process.kind == kind]
                 if of_kind:
                     with ThreadPoolExecutor(len(of_kind)) as threads:
@@ -141,7 +156,10 @@ class ProcessLauncher(Launcher):
             return [self._nursery, *self._placed.values()]
 
     def _start(
-        self, process: ServiceProcess, spec: WorkerSpec | GatewaySpec, ready_type: type[T]
+        self,
+        process: ServiceProcess,
+        spec: WorkerSpec | GatewaySpec | StoreSpec,
+        ready_type: type[T],
     ) -> T:
         is_over = threading.Event()
         with self._books:  # listed before it starts, so that `close` finds it after an interrupt

@@ -1,4 +1,4 @@
-"""Runs a worker or gateway as a child of a nursery; the child runs `deploy.local.process_main`.
+"""Runs a service as a child of a nursery; the child runs `deploy.local.process_main`.
 
 A start sends the spec as one line of JSON and reads the answer as another one. If the model has to
 be fetched first, the child says so, and fetching has a deadline of its own.
@@ -21,6 +21,7 @@ from deploy.services.spec import (
     Fetching,
     GatewayReady,
     GatewaySpec,
+    StoreSpec,
     WorkerSpec,
 )
 from engine.clock import MonotonicClock
@@ -46,7 +47,7 @@ class ServiceProcess:
         self._is_wanted = True
         self._lock = threading.Lock()  # orders `start` and `kill`
 
-    def start(self, spec: WorkerSpec | GatewaySpec, ready_type: type[T]) -> T:
+    def start(self, spec: WorkerSpec | GatewaySpec | StoreSpec, ready_type: type[T]) -> T:
         """Starts the process and waits for its answer. Raises ConfigError."""
         try:
             with self._lock:

@@ -18,13 +18,21 @@ from typing import Any
 import msgspec
 import ray
 
-from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
+from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
 from deploy.logs.lines import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.services.build import service_of
 from deploy.services.model import fetch, has_to_fetch
 from deploy.services.reasons import explain
-from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.spec import (
+    READY_TIMEOUT_S,
+    GatewayReady,
+    GatewaySpec,
+    StoreReady,
+    StoreSpec,
+    WorkerReady,
+    WorkerSpec,
+)
 from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
@@ -35,8 +43,11 @@ ADOPT_TIMEOUT_S = 10.0
 NODE_CHARS = 16
 KILLED_WITHIN_S = 2.0  # by Ray; then by a signal
 
-ServiceReady = WorkerReady | GatewayReady
-_READY_TYPES: dict[str, type[ServiceReady]] = {"worker": WorkerReady, "gateway": GatewayReady}
+_READY_TYPES: dict[str, type[ServiceReady]] = {
+    "worker": WorkerReady,
+    "gateway": GatewayReady,
+    "store": StoreReady,
+}
 
 
 def node_name() -> str:
@@ -142,6 +153,12 @@ class ServiceActors:
         assert isinstance(ready, GatewayReady)
         return ready
 
+    def start_store(self, spec: StoreSpec, options: Mapping[str, Any]) -> StoreReady:
+        """Starts a store's keeper and waits until the store listens. Raises ConfigError."""
+        ready = self._start(spec.name, "store", spec, options)
+        assert isinstance(ready, StoreReady)
+        return ready
+
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor. By force, or while it still starts, it is not asked to stop."""
         hosted = self._hosted.get(name)
@@ -150,8 +167,8 @@ class ServiceActors:
         self._drop(name)
 
     def stop_all(self) -> None:
-        """Stops all gateways at once, then all workers at once."""
-        for kind in ("gateway", "worker"):
+        """Stops all gateways at once, then all workers, then all stores."""
+        for kind in ("gateway", "worker", "store"):
             of_kind = {n: each for n, each in list(self._hosted.items()) if each.kind == kind}
             self._await_stops(of_kind)
             for name in of_kind:
@@ -204,7 +221,11 @@ class ServiceActors:
         return str(kind)
 
     def _start(
-        self, name: str, kind: str, spec: WorkerSpec | GatewaySpec, options: Mapping[str, Any]
+        self,
+        name: str,
+        kind: str,
+        spec: WorkerSpec | GatewaySpec | StoreSpec,
+        options: Mapping[str, Any],
     ) -> ServiceReady:
         actor_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=2)(ServiceActor)
         encoded = msgspec.json.encode(spec)

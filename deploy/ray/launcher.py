@@ -9,7 +9,7 @@ import logging
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,15 +22,22 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from deploy.launcher import Launcher
+from deploy.launcher import Launcher, ServiceReady
 from deploy.local.run_dir import log_folder
 from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
 from deploy.pools.placement import ANYWHERE, NodePlacement
-from deploy.ray.actors import NODE_CHARS, ServiceActors, ServiceReady, node_name
+from deploy.ray.actors import NODE_CHARS, ServiceActors, node_name
 from deploy.ray.health import parts_of_ray
 from deploy.ray.own_ray import NAMESPACE, OwnRay
 from deploy.ray.places import RayPlaces, nodes
-from deploy.services.spec import GatewayReady, GatewaySpec, WorkerReady, WorkerSpec
+from deploy.services.spec import (
+    GatewayReady,
+    GatewaySpec,
+    StoreReady,
+    StoreSpec,
+    WorkerReady,
+    WorkerSpec,
+)
 from engine.control import Pools
 from engine.errors import ConfigError
 
@@ -85,6 +92,11 @@ class OwnRayLauncher(Launcher):
         """Starts a gateway actor."""
         with self._present_ray():
             return self._actors.start_gateway(spec, {})
+
+    def start_store(self, spec: StoreSpec) -> StoreReady:
+        """Starts the actor of a store's keeper."""
+        with self._present_ray():
+            return self._actors.start_store(spec, {})
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor."""
@@ -200,6 +212,15 @@ class ClusterLauncher(Launcher):
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway actor on the head."""
         return self._actors.start_gateway(spec, ON_HEAD)
+
+    def nodes(self) -> Sequence[str]:
+        """Returns the ids of all live nodes that can have workers."""
+        return tuple(sorted(node.node_id for node in nodes()))
+
+    def start_store(self, spec: StoreSpec) -> StoreReady:
+        """Starts the actor of a store's keeper on its node, and nowhere else."""
+        pinned = NodeAffinitySchedulingStrategy(spec.node, soft=False)
+        return self._actors.start_store(spec, {"scheduling_strategy": pinned})
 
     def stop(self, name: str, *, by_force: bool) -> None:
         """Ends an actor and gives up its place."""

@@ -5,7 +5,8 @@ import msgspec
 from deploy.local.run_dir import log_folder
 from deploy.logs.lines import LogSource
 from deploy.services.gateway import GatewayService
-from deploy.services.spec import GatewaySpec, WorkerSpec
+from deploy.services.spec import GatewaySpec, StoreSpec, WorkerSpec
+from deploy.services.store import StoreService
 from deploy.services.thread import LoopService
 from deploy.services.worker import WorkerService
 
@@ -23,6 +24,12 @@ def service_of(
             worker = msgspec.structs.replace(worker, host=host)
         folder = log_folder(worker.log_folder, node)
         return WorkerService(worker), LogSource(worker.worker_id, worker.logs, folder)
+    if kind == "store":
+        store = msgspec.json.decode(spec, type=StoreSpec)
+        if host is not None:
+            store = msgspec.structs.replace(store, host=host)
+        # Its process keeps the lines; those of the keeper are few.
+        return StoreService(store, node), LogSource(store.name, store.logs, None)
     gateway = msgspec.json.decode(spec, type=GatewaySpec)
     if host is not None:
         gateway = msgspec.structs.replace(gateway, control_host=host)

@@ -2,7 +2,14 @@
 
 import msgspec
 
-from engine.config import GatewayConfig, LogsConfig, RouterConfig, WorkerConfig
+from engine.config import (
+    GatewayConfig,
+    LogsConfig,
+    RouterConfig,
+    StoreConfig,
+    Transport,
+    WorkerConfig,
+)
 from engine.control import FIRST_VERSION, Members
 from engine.messages import Role, WorkerId
 
@@ -66,6 +73,31 @@ class GatewayReady(msgspec.Struct, frozen=True):
     control: str = ""  # address for the controller
     drain_timeout_s: float = 0.0  # its stop may take this long
     grpc_port: int | None = None  # None: it does not serve gRPC
+
+
+class StoreSpec(msgspec.Struct, frozen=True):
+    """Everything that a store is started with."""
+
+    name: str
+    members: Members  # at the time of the start
+    config: StoreConfig
+    token: str
+    version: str = FIRST_VERSION  # of the model whose blocks it keeps
+    transport: Transport = Transport.AUTO
+    host: str = "127.0.0.1"
+    node: str = ""  # of a cluster, where it runs
+    logs: LogsConfig = LogsConfig()
+    log_folder: str | None = None  # as of a worker
+
+
+class StoreReady(msgspec.Struct, frozen=True):
+    """A store's answer once it listens. Its addresses stay if its process is started again."""
+
+    address: str  # for gateways
+    control: str  # for the controller
+    pid: int
+    version: str = FIRST_VERSION
+    node: str = ""
 
 
 class Fetching(msgspec.Struct, frozen=True, tag=True):

@@ -49,14 +49,20 @@ from engine.messages import (
 from engine.net.trust import Secret
 from engine.worker.block_events import BlockEvent, EventLog
 from engine.worker.blocks import BlockHash, BlockId, Stored
-from engine.worker.events import Emit, FromGateway, GatewayLost
+from engine.worker.events import (
+    Emit,
+    Event,
+    FromGateway,
+    GatewayLost,
+    LeaseEnded,
+    PullDone,
+    PullFailed,
+)
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import SharedMemory
 from kvtransfer.messages import Identity
 from kvtransfer.store.disk.format import RecoveredBlocks
 from kvtransfer.store.disk.tier import DiskTier
-from kvtransfer.store.eviction.leaf_lru import LeafLru
-from kvtransfer.store.eviction.seam import Eviction
 from kvtransfer.store.events import (
     AskPeer,
     DropAll,
@@ -72,6 +78,8 @@ from kvtransfer.store.events import (
     StoreTick,
     WriteBlock,
 )
+from kvtransfer.store.eviction.leaf_lru import LeafLru
+from kvtransfer.store.eviction.seam import Eviction
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms
 from kvtransfer.store.objects.tier import ObjectLimits, ObjectTier
@@ -148,9 +156,8 @@ class StoreHost:
         self._on_crash = on_crash
         self._run: _Running | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._is_opening = False
+        self._faults: dict[Medium, str] = {}  # of tiers that could not be opened
         self._is_closed = False
-        self._opened_s = clock.now_s()
         self._gateways = GatewaySessions(
             identity.secret,
             identity.host,
@@ -212,15 +219,12 @@ class StoreHost:
         """Learns the layout from the first worker that computes prompts; compares others."""
         if self._run is None:
             is_model = info.role.prefills or info.prefills_locally
-            if is_model and not self._is_opening and _passes_unchanged(info):
-                self._is_opening = True
+            if is_model and _passes_unchanged(info):
                 try:
                     self._start(info)
                 except (BatonError, OSError) as error:
                     log.error("the store cannot keep blocks of %s: %s", info.worker_id, error)
                     self._on_crash(error)
-                finally:
-                    self._is_opening = False
         run = self._run
         if run is None:
             return False
@@ -257,9 +261,7 @@ class StoreHost:
             EndpointConfig(
                 worker_id=own.name,
                 incarnation=incarnation,
-                identity=Identity(_raw_fingerprint(info), info.layout, info.shard_terms)
-                if hasattr(info, "shard_terms")
-                else Identity(
+                identity=Identity(
                     _raw_fingerprint(info), info.layout, kv_wire_dtype=info.kv_wire_dtype
                 ),
                 secret=own.secret,
@@ -268,7 +270,7 @@ class StoreHost:
             ),
             pool=slab.pool,
             clock=clock,
-            on_event=lambda event: self._loop.call_soon_threadsafe(self._handle_now, event),
+            on_event=self._on_transfer,
             on_crash=self._on_crash,
         )
         run = _Running(info, slab, endpoint, endpoint.open(), incarnation)
@@ -355,16 +357,15 @@ class StoreHost:
             limits=ObjectLimits(),
             clock=self._clock,
         )
+        memory = run.slab.pool.blocks
         try:
-            tier.open()
+            objects = ObjectShelf(tier, memory, clock=self._clock, on_event=self._handle_now)
         except BatonError as error:
             log.error("blocks are not kept as objects: %s", error)
             self._faults[Medium.OBJECT] = str(error)
             return
         shelves[Medium.OBJECT] = self._shelf(min(max_bytes // block_bytes, MAX_OBJECT_BLOCKS))
-        run.tiers[Medium.OBJECT] = ObjectShelf(
-            tier, run.slab.pool.blocks, clock=self._clock, on_event=self._handle_now
-        )
+        run.tiers[Medium.OBJECT] = objects
 
     # ------------------------------------------------------------ events and effects
 
@@ -379,6 +380,11 @@ class StoreHost:
         except Exception as error:  # a bug: a store that lost its way must not go on
             self._on_crash(error)
             raise
+
+    def _on_transfer(self, event: Event) -> None:
+        """Takes a report of the transfer thread."""
+        assert isinstance(event, LeaseEnded | PullDone | PullFailed)
+        self._loop.call_soon_threadsafe(self._handle_now, event)
 
     def _follow_up(self, run: _Running, effects: list[StoreEffect]) -> None:
         news = run.machine.take_news()
@@ -472,12 +478,19 @@ class StoreHost:
             found[f"store_blocks:{medium}"] = len(shelf)
         return found
 
-    _faults: dict[Medium, str] = {}
-
     def _store_report(self) -> StoreReport:
         run = self._run
         if run is None:
-            return StoreReport(0, [], self._peers.num_open, 0, 0, self._place.num_starts, 0.0, {}, [])
+            return StoreReport(
+                block_bytes=0,
+                tiers=[],
+                num_peers=self._peers.num_open,
+                num_leases=0,
+                num_new=0,
+                num_starts=self._place.num_starts,
+                counters={},
+                prefixes=[],
+            )
         holdings = run.machine.holdings
         tiers = [
             TierReport(medium, len(shelf), shelf.num_slots, holdings.off.get(medium))
@@ -492,7 +505,6 @@ class StoreHost:
             num_leases=len(run.machine.offers.leases),
             num_new=run.machine.intake.num_new,
             num_starts=self._place.num_starts,
-            oldest_s=0.0,
             counters=run.machine.counters,
             prefixes=[PrefixUse(root.hex(), number) for root, number in roots],
         )

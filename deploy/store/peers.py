@@ -1,12 +1,12 @@
 """A store's sessions with the workers that it takes blocks from, and with other stores.
 
-To a worker a store looks like a gateway that asks for blocks. Each session brings the worker's block
-events and its answers. A link dials until it is cancelled.
+To a worker a store looks like a gateway that asks for blocks. Each session brings the worker's
+block events and its answers. A link dials until it is cancelled.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Protocol
 
 import zmq

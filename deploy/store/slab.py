@@ -1,9 +1,9 @@
 """The memory of a store: a slab of blocks and a table of what they are, without names.
 
-Both are memfds that the keeper holds, so they outlive the store's process. The table has a header for
-each slot, as on disk (`kvtransfer.store.disk.format`). A header is cleared before its slot is written
-to, and written after the block is there. So after `kill -9` at any moment a header that is whole names a
-block that is whole. Payloads have no checksum here: memory does not tear.
+Both are memfds that the keeper holds, so they outlive the store's process. The table has a header
+for each slot, as on disk (`kvtransfer.store.disk.format`). A header is cleared before its slot is
+written to, and written after the block is there. So after `kill -9` at any moment a header that is
+whole names a block that is whole. Payloads have no checksum here: memory does not tear.
 """
 
 import logging

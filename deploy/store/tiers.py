@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from engine.clock import Clock
-from engine.worker.blocks import BlockHash, BlockId
+from engine.worker.blocks import BlockHash
 from kvtransfer.memory import Blocks
 from kvtransfer.store.disk.tier import DiskDone, DiskRead, DiskTier, DiskWrite
 from kvtransfer.store.events import (
@@ -22,6 +22,7 @@ from kvtransfer.store.events import (
     Loaded,
     Medium,
     StoreEvent,
+    TierListed,
     TierTurned,
     WriteBlock,
     Written,
@@ -217,7 +218,7 @@ class ObjectShelf:
         clock: Clock,
         on_event: Callable[[StoreEvent], None],
     ) -> None:
-        """The tier is open."""
+        """Opens the tier. Raises ConfigError."""
         self.medium = Medium.OBJECT
         self.pace = LoadPace()
         self._tier = tier
@@ -234,6 +235,7 @@ class ObjectShelf:
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
         self._refreshed_s = clock.now_s()
         self._is_closed = False
+        self._when_done(tier.open(), self._tell_all)
 
     def load(self, effect: LoadBlock) -> None:
         """Loads with all others that are asked for in this turn of the loop."""
@@ -319,7 +321,12 @@ class ObjectShelf:
             self._on_event(TierTurned(self.medium, off))
         if self._clock.now_s() - self._refreshed_s > REFRESH_EVERY_S:
             self._refreshed_s = self._clock.now_s()
-            self._tier.refresh()
+            self._when_done(self._tier.refresh(), self._tell_all)
+
+    def _tell_all(self) -> None:
+        """Says what is there: other stores write and delete too."""
+        links = [(entry.block_hash, entry.parent) for entry in self._tier.hashes()]
+        self._on_event(TierListed(self.medium, links))
 
 
 def disk_folder(top: str, identity: bytes) -> Path:

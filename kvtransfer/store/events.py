@@ -26,6 +26,7 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.store.eviction.hints import SessionHint
+from kvtransfer.store.eviction.seam import Link
 
 
 class Medium(StrEnum):
@@ -100,6 +101,14 @@ class TierTurned:
 
 
 @dataclass(frozen=True, slots=True)
+class TierListed:
+    """All blocks of a lower tier that other stores write to as well."""
+
+    medium: Medium
+    links: Sequence[Link]
+
+
+@dataclass(frozen=True, slots=True)
 class Hinted:
     """A gateway passes on what a client says about a session."""
 
@@ -129,6 +138,7 @@ StoreEvent = (
     | Loaded
     | Written
     | TierTurned
+    | TierListed
     | Hinted
     | DropAll
     | StoreTick

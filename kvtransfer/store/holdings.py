@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from engine.worker.blocks import BlockHash, BlockId, CacheNews, Evicted, Stored
 from kvtransfer.store.events import LOWER, EraseBlock, LoadBlock, Medium
+from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
 
 
@@ -151,6 +152,20 @@ class Holdings:
         else:
             del self.off[medium]
             self._news += [Stored(block, parent, (), medium) for block, parent in links]
+
+    def list_all(self, medium: Medium, links: Sequence[Link], now_s: float) -> None:
+        """Makes a lower tier hold what others say that it holds, as far as it has slots."""
+        there = {block for block, _ in links}
+        for block, _ in self.shelves[medium].links():
+            if block not in there:
+                self.drop_from(medium, block)
+        for block, parent in links:
+            if block in self.shelves[medium]:
+                continue
+            place = self.take_place(medium)
+            if place is None:
+                return
+            self.written(medium, place, block, parent, now_s)
 
     def validate(self) -> None:
         """Asserts the invariants."""

@@ -50,6 +50,7 @@ from kvtransfer.store.events import (
     StoreEffect,
     StoreEvent,
     StoreTick,
+    TierListed,
     TierTurned,
     Written,
 )
@@ -179,6 +180,8 @@ class StoreMachine:
                 return [*down.on_written(block, fault, now_s)]
             case TierTurned(medium, fault):
                 self.holdings.turn(medium, fault)
+            case TierListed(medium, links):
+                self.holdings.list_all(medium, links, now_s)
             case Hinted(hint):
                 for shelf in self.holdings.shelves.values():
                     shelf.eviction.hint(hint, now_s)

@@ -1,0 +1,88 @@
+"""The process of a store: `python -m deploy.store.main FD`. FD is its end of its keeper's socket.
+
+The start comes as one message with the descriptors of the slab and of the table. The process runs
+until the socket ends or brings the word to stop.
+"""
+
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+
+from deploy.local.run_dir import log_folder
+from deploy.logs.lines import LogSource, configure_logging
+from deploy.services.reasons import explain
+from deploy.services.spec import StoreSpec
+from deploy.services.store import MAX_MESSAGE_BYTES, StoreStart, StoreStarted
+from deploy.services.thread import LoopService, ServiceThread, freeze_heap
+from deploy.services.worker import die
+from deploy.store.host import StoreHost, StoreIdentity, StorePlace
+from engine.clock import MonotonicClock
+from engine.errors import BatonError
+from engine.messages import WorkerId
+from engine.net.trust import Secret
+from kvtransfer.memory import SharedMemory
+from kvtransfer.native.library import is_native
+
+NICENESS = 5  # taking blocks gives way to workers on a machine that is short of cores
+
+
+class _StoreProcess(LoopService[StoreStarted]):
+    """The host of a store, on an event loop."""
+
+    def __init__(self, start: StoreStart, place: StorePlace) -> None:
+        spec = start.spec
+        self._spec = spec
+        self._host = StoreHost(
+            StoreIdentity(
+                WorkerId(spec.name), spec.version, Secret(spec.token), spec.host, spec.transport
+            ),
+            spec.config,
+            place,
+            clock=MonotonicClock(),
+            on_crash=die,
+        )
+
+    async def open(self) -> StoreStarted:
+        """Starts to listen."""
+        address, control = await self._host.open()
+        self._host.control.follow(self._spec.members)
+        return StoreStarted(address, control, os.getpid())
+
+    async def close(self) -> None:
+        """Ends sessions and threads."""
+        await self._host.close()
+
+
+def main() -> int:
+    """Runs until the keeper's socket ends."""
+    keeper = socket.socket(fileno=int(sys.argv[1]))
+    message, descriptors, _, _ = socket.recv_fds(keeper, MAX_MESSAGE_BYTES, 2)
+    if not message:
+        return 0
+    os.nice(NICENESS)
+    start = msgspec.json.decode(message, type=StoreStart)
+    spec: StoreSpec = start.spec
+    source = LogSource(spec.name, spec.logs, log_folder(spec.log_folder, start.log_node))
+    configure_logging(source, MonotonicClock())
+    slab, table = (SharedMemory.of(fd) for fd in descriptors)
+    place = StorePlace(slab, table, start.port, start.control_port, start.num_starts)
+    threading.Thread(target=is_native, daemon=True).start()  # so that no pull waits for a compiler
+    thread = ServiceThread(_StoreProcess(start, place), "store")
+    try:
+        started = thread.open()
+    except (BatonError, OSError) as error:
+        text = str(error) if isinstance(error, BatonError) else explain(error)
+        keeper.send(msgspec.json.encode(StoreStarted(error=text)))
+        return 1
+    freeze_heap()
+    keeper.send(msgspec.json.encode(started))
+    keeper.recv(MAX_MESSAGE_BYTES)  # the word to stop, or the keeper's end
+    thread.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
