@@ -76,7 +76,7 @@ class DiskGeometry:
         return -(-self.block_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Verdict(IntEnum):
+class HeaderVerdict(IntEnum):
     """What is the matter with an entry of the table: the first of these that applies."""
 
     FINE = 0
@@ -163,18 +163,18 @@ def slow_header_checksums(headers: Headers) -> npt.NDArray[np.uint64]:
 def judge(
     headers: Headers, first_slot: int, geometry: DiskGeometry, checksums: Checksums
 ) -> npt.NDArray[np.uint8]:
-    """Returns the Verdict on each entry of a piece of the table that begins at `first_slot`."""
+    """Returns the HeaderVerdict on each entry of a piece of the table that begins at `first_slot`."""
     num_headers = len(headers)
     words = headers.view("<u8").reshape(num_headers, HEADER_BYTES // 8)
     slots = np.arange(first_slot, first_slot + num_headers, dtype=np.uint64)
     tests = (
-        (Verdict.EMPTY, ~words.any(axis=1)),
-        (Verdict.NO_HEADER, headers["magic"] != np.void(MAGIC)),
-        (Verdict.OTHER_VERSION, headers["version"] != VERSION),
-        (Verdict.DAMAGED, headers["checksum"] != checksums(headers)),
-        (Verdict.OTHER_IDENTITY, headers["identity"] != np.void(geometry.identity)),
+        (HeaderVerdict.EMPTY, ~words.any(axis=1)),
+        (HeaderVerdict.NO_HEADER, headers["magic"] != np.void(MAGIC)),
+        (HeaderVerdict.OTHER_VERSION, headers["version"] != VERSION),
+        (HeaderVerdict.DAMAGED, headers["checksum"] != checksums(headers)),
+        (HeaderVerdict.OTHER_IDENTITY, headers["identity"] != np.void(geometry.identity)),
         (
-            Verdict.OTHER_GEOMETRY,
+            HeaderVerdict.OTHER_GEOMETRY,
             (headers["payload_bytes"] != geometry.block_bytes)
             | (headers["slot"] != slots)
             | (headers["slab_slots"] != geometry.slab_slots),
