@@ -10,6 +10,7 @@ from kvtransfer.store.disk.format import (
     EMPTY,
     HEADER,
     HEADER_BYTES,
+    SEQUENCE_END,
     DiskGeometry,
     HeaderVerdict,
     claimed,
@@ -46,7 +47,7 @@ def bits(entry):
     return np.unpackbits(np.frombuffer(entry, np.uint8))
 
 
-@given(st.integers(0, 63), hashes, st.none() | hashes, st.integers(0, 2**64 - 1))
+@given(st.integers(0, 63), hashes, st.none() | hashes, st.integers(0, SEQUENCE_END - 1))
 def test_a_header_is_read_as_it_was_written(slot, block_hash, parent, sequence):
     entry = header(slot, block_hash, parent=parent, sequence=sequence)
     assert len(entry) == HEADER_BYTES
@@ -95,6 +96,8 @@ def test_entries_are_refused_for_a_reason():
         HeaderVerdict.OTHER_VERSION: header(3)[:8] + b"\2" + header(3)[9:],
         HeaderVerdict.DAMAGED: header(4)[:-1] + b"?",
         HeaderVerdict.OTHER_IDENTITY: header(5, geometry=DiskGeometry(b"?" * 16, 5000, 4, 64)),
+        HeaderVerdict.OTHER_GEOMETRY: header(5),
+        HeaderVerdict.NO_SEQUENCE: header(7, sequence=SEQUENCE_END),
     }
     assert verdicts(*entries.values()) == list(entries)
 
