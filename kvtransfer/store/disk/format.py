@@ -32,6 +32,7 @@ HEADER_BYTES = 128
 HASH_BYTES = 16  # of blocks, and of identities
 ALIGNMENT = 4096  # of slots and of direct I/O, bytes
 VERSION = 1
+SEQUENCE_END = 1 << 63
 MAGIC = b"BATON-KV"
 EMPTY = bytes(HEADER_BYTES)
 
@@ -76,7 +77,7 @@ class DiskGeometry:
         return -(-self.block_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Verdict(IntEnum):
+class HeaderVerdict(IntEnum):
     """What is the matter with an entry of the table: the first of these that applies."""
 
     FINE = 0
@@ -86,7 +87,8 @@ class Verdict(IntEnum):
     DAMAGED = 4  # torn, or bits have flipped
     OTHER_IDENTITY = 5
     OTHER_GEOMETRY = 6  # payloads of another size, or another place
-    DUPLICATE = 7  # another slot has the same block, written later
+    NO_SEQUENCE = 7  # one so high that no writer has counted to it
+    DUPLICATE = 8  # another slot has the same block, written later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,22 +165,23 @@ def slow_header_checksums(headers: Headers) -> npt.NDArray[np.uint64]:
 def judge(
     headers: Headers, first_slot: int, geometry: DiskGeometry, checksums: Checksums
 ) -> npt.NDArray[np.uint8]:
-    """Returns the Verdict on each entry of a piece of the table that begins at `first_slot`."""
+    """Returns a HeaderVerdict on each entry of a piece of the table from `first_slot` on."""
     num_headers = len(headers)
     words = headers.view("<u8").reshape(num_headers, HEADER_BYTES // 8)
     slots = np.arange(first_slot, first_slot + num_headers, dtype=np.uint64)
     tests = (
-        (Verdict.EMPTY, ~words.any(axis=1)),
-        (Verdict.NO_HEADER, headers["magic"] != np.void(MAGIC)),
-        (Verdict.OTHER_VERSION, headers["version"] != VERSION),
-        (Verdict.DAMAGED, headers["checksum"] != checksums(headers)),
-        (Verdict.OTHER_IDENTITY, headers["identity"] != np.void(geometry.identity)),
+        (HeaderVerdict.EMPTY, ~words.any(axis=1)),
+        (HeaderVerdict.NO_HEADER, headers["magic"] != np.void(MAGIC)),
+        (HeaderVerdict.OTHER_VERSION, headers["version"] != VERSION),
+        (HeaderVerdict.DAMAGED, headers["checksum"] != checksums(headers)),
+        (HeaderVerdict.OTHER_IDENTITY, headers["identity"] != np.void(geometry.identity)),
         (
-            Verdict.OTHER_GEOMETRY,
+            HeaderVerdict.OTHER_GEOMETRY,
             (headers["payload_bytes"] != geometry.block_bytes)
             | (headers["slot"] != slots)
             | (headers["slab_slots"] != geometry.slab_slots),
         ),
+        (HeaderVerdict.NO_SEQUENCE, headers["sequence"] >= SEQUENCE_END),
     )
     verdicts = np.select([test for _, test in tests], [verdict for verdict, _ in tests], 0)
     return verdicts.astype(np.uint8)

@@ -11,8 +11,8 @@ from kvtransfer.store.disk.format import (
     HEADER,
     Checksums,
     DiskGeometry,
+    HeaderVerdict,
     RecoveredBlocks,
-    Verdict,
     claimed,
     judge,
     merged,
@@ -29,13 +29,13 @@ def recover(
 
     Raises OSError if the table cannot be read.
     """
-    pieces, verdicts = [NO_BLOCKS], np.zeros(len(Verdict), np.int64)
+    pieces, verdicts = [NO_BLOCKS], np.zeros(len(HeaderVerdict), np.int64)
     for first_slot, headers in files.headers():
         found = judge(headers, first_slot, geometry, checksums)
-        pieces.append(claimed(headers[found == Verdict.FINE]))
-        verdicts += np.bincount(found, minlength=len(Verdict))
+        pieces.append(claimed(headers[found == HeaderVerdict.FINE]))
+        verdicts += np.bincount(found, minlength=len(HeaderVerdict))
     blocks = merged(pieces)
-    verdicts[Verdict.DUPLICATE] = verdicts[Verdict.FINE] - len(blocks)
-    skipped = Counter({verdict.name.lower(): int(verdicts[verdict]) for verdict in Verdict})
+    verdicts[HeaderVerdict.DUPLICATE] = verdicts[HeaderVerdict.FINE] - len(blocks)
+    skipped = Counter({verdict.name.lower(): int(verdicts[verdict]) for verdict in HeaderVerdict})
     del skipped["fine"], skipped["empty"]
     return blocks, +skipped

@@ -52,7 +52,7 @@ from kvtransfer.store.disk.format import (
 from kvtransfer.store.disk.growth import SlabGrowth
 from kvtransfer.store.disk.health import DiskHealth
 from kvtransfer.store.disk.recovery import NO_BLOCKS, recover
-from kvtransfer.store.disk.slabs import SLAB_BYTES, SlabFiles
+from kvtransfer.store.disk.slabs import SLAB_BYTES, DiskUnusable, SlabFiles
 from kvtransfer.store.disk.threads import ThreadEngine
 from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_checksums
 
@@ -162,7 +162,11 @@ class DiskTier:
         Raises DirectoryInUse, and DiskUnusable if the directory cannot be used at all.
         """
         self._files.open()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            self._files.close()
+            raise DiskUnusable(self._directory, error) from error
         self._growth = SlabGrowth(self._files, self._fd, self._new_health(most_failures=1))
         self._allocate_known_slabs(now_s)
         if not self._files.is_direct:

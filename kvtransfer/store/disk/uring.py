@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from engine.errors import BuildError
+from engine.errors import BatonError, BuildError
 from engine.native_build import Sources, built_library, open_library
 from kvtransfer.native.library import SOURCES as TRANSFER_SOURCES
 from kvtransfer.store.disk.engine import DiskOperation, DiskOutcome, EngineFiles
@@ -64,7 +64,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
-class UringUnavailable(Exception):
+class UringUnavailable(BatonError):
     """io_uring cannot be used here; `reason` is one word for counters."""
 
     def __init__(self, reason: str, message: str) -> None:

@@ -10,8 +10,9 @@ from kvtransfer.store.disk.format import (
     EMPTY,
     HEADER,
     HEADER_BYTES,
+    SEQUENCE_END,
     DiskGeometry,
-    Verdict,
+    HeaderVerdict,
     claimed,
     disk_checksum,
     judge,
@@ -39,18 +40,18 @@ def as_headers(*entries):
 
 def verdicts(*entries, first_slot=0, geometry=GEOMETRY):
     found = judge(as_headers(*entries), first_slot, geometry, slow_header_checksums)
-    return [Verdict(one) for one in found]
+    return [HeaderVerdict(one) for one in found]
 
 
 def bits(entry):
     return np.unpackbits(np.frombuffer(entry, np.uint8))
 
 
-@given(st.integers(0, 63), hashes, st.none() | hashes, st.integers(0, 2**64 - 1))
+@given(st.integers(0, 63), hashes, st.none() | hashes, st.integers(0, SEQUENCE_END - 1))
 def test_a_header_is_read_as_it_was_written(slot, block_hash, parent, sequence):
     entry = header(slot, block_hash, parent=parent, sequence=sequence)
     assert len(entry) == HEADER_BYTES
-    assert verdicts(entry, first_slot=slot) == [Verdict.FINE]
+    assert verdicts(entry, first_slot=slot) == [HeaderVerdict.FINE]
     found = claimed(as_headers(entry))
     assert found.slot_by_hash() == {block_hash: slot}
     assert found.parent_by_hash() == {block_hash: parent}
@@ -64,14 +65,14 @@ def test_no_flipped_bit_goes_unnoticed():
         found = judge(
             as_headers(np.packbits(flipped, axis=1).tobytes()), 0, GEOMETRY, slow_header_checksums
         )
-        assert Verdict.FINE not in found.tolist()
+        assert HeaderVerdict.FINE not in found.tolist()
 
 
 @given(st.sets(st.integers(0, 8 * HEADER_BYTES - 1), min_size=1))
 def test_no_set_of_flipped_bits_goes_unnoticed(places):
     flipped = bits(header(parent=PARENT))
     flipped[list(places)] ^= 1
-    assert verdicts(np.packbits(flipped).tobytes()) != [Verdict.FINE]
+    assert verdicts(np.packbits(flipped).tobytes()) != [HeaderVerdict.FINE]
 
 
 @pytest.mark.parametrize("before", [EMPTY, header(block_hash=PARENT, sequence=9)])
@@ -81,20 +82,22 @@ def test_a_torn_header_is_not_believed(before):
         torn = new[:num_bytes] + before[num_bytes:]
         if torn not in (new, before):
             assert verdicts(torn) in (
-                [Verdict.NO_HEADER],
-                [Verdict.OTHER_VERSION],
-                [Verdict.DAMAGED],
+                [HeaderVerdict.NO_HEADER],
+                [HeaderVerdict.OTHER_VERSION],
+                [HeaderVerdict.DAMAGED],
             )
 
 
 def test_entries_are_refused_for_a_reason():
     entries = {
-        Verdict.FINE: header(0),
-        Verdict.EMPTY: EMPTY,
-        Verdict.NO_HEADER: b"?" + header(2)[1:],
-        Verdict.OTHER_VERSION: header(3)[:8] + b"\2" + header(3)[9:],
-        Verdict.DAMAGED: header(4)[:-1] + b"?",
-        Verdict.OTHER_IDENTITY: header(5, geometry=DiskGeometry(b"?" * 16, 5000, 4, 64)),
+        HeaderVerdict.FINE: header(0),
+        HeaderVerdict.EMPTY: EMPTY,
+        HeaderVerdict.NO_HEADER: b"?" + header(2)[1:],
+        HeaderVerdict.OTHER_VERSION: header(3)[:8] + b"\2" + header(3)[9:],
+        HeaderVerdict.DAMAGED: header(4)[:-1] + b"?",
+        HeaderVerdict.OTHER_IDENTITY: header(5, geometry=DiskGeometry(b"?" * 16, 5000, 4, 64)),
+        HeaderVerdict.OTHER_GEOMETRY: header(5),
+        HeaderVerdict.NO_SEQUENCE: header(7, sequence=SEQUENCE_END),
     }
     assert verdicts(*entries.values()) == list(entries)
 
@@ -109,13 +112,13 @@ def test_entries_are_refused_for_a_reason():
     ids=["another slot", "other payloads", "other slabs"],
 )
 def test_a_header_of_another_place_is_refused(other):
-    assert verdicts(other) == [Verdict.OTHER_GEOMETRY]
+    assert verdicts(other) == [HeaderVerdict.OTHER_GEOMETRY]
 
 
 @given(st.lists(st.binary(max_size=HEADER_BYTES), max_size=8))
 def test_arbitrary_bytes_are_judged_and_never_believed(pieces):
     entries = [piece.ljust(HEADER_BYTES, b"\0") for piece in pieces]
-    assert Verdict.FINE not in verdicts(*entries)
+    assert HeaderVerdict.FINE not in verdicts(*entries)
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.randoms(use_true_random=False))
