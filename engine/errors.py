@@ -24,6 +24,9 @@ BatonError
 ├── ProtocolError             a frame that the protocol does not allow: the peer's fault
 │   └── Untrusted             a peer that does not prove that it holds the deployment's secret
 ├── ObjectStoreFailed         the object store, or its library, failed
+├── DirectoryInUse            a directory of blocks that another process uses
+├── DiskUnusable              a directory that cannot hold blocks
+├── UringUnavailable          io_uring cannot be used here
 ├── PeerSilent                no frame has come from a peer for too long
 ├── LayoutMismatch            two workers whose configuration forbids to exchange KV
 ├── Disagreement              two workers whose blocks cannot be converted into each other

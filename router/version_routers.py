@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.clock import Clock
-from engine.control import MAIN_LINE, Intent, Member, Members, Version, VersionReport
+from engine.control import MAIN_LINE, Intent, Members, Version, VersionReport
 from router.gateway.versions import SERVER_SHUTDOWN, ServedVersion, Versions
 from router.machine.requests import Failed
 from router.probes import fault_of_version
@@ -45,9 +45,11 @@ class _Host:
     probe: str | None = None  # what was wrong with its answers to probes; None: not probed
     is_probed: bool = False  # or is being
 
-    def follow(self, version: Version, members: tuple[Member, ...]) -> None:
+    def follow(self, version: Version, all_members: Members) -> None:
         self.version = version
-        self.addresses = [member.address for member in members]
+        members = all_members.of(version.name)
+        stores = all_members.stores_of(version.name)
+        self.addresses = [member.address for member in (*members, *stores)]
         known = self.context_len if version.asleep is None else version.asleep.context_len
         self.context_len = min((m.context_len for m in members), default=known)
         if self.is_open:
@@ -97,7 +99,7 @@ class VersionRouters:
         self._never = asyncio.get_running_loop().create_future()
         first = _first_to_serve(members.intent)
         host = self._take(first)
-        host.follow(first, members.of(first.name))
+        host.follow(first, members)
         await self._open(host)
         self.follow(members)
         return first
@@ -112,7 +114,7 @@ class VersionRouters:
             if version.name not in self._hosts:
                 self._spawn(self._open_at_last(self._take(version)))
             host = self._hosts[version.name]
-            host.follow(version, members.of(version.name))
+            host.follow(version, members)
         self._hosts = {version.name: self._hosts[version.name] for version in named}
         self._tell()
         rollout = members.intent.rollout

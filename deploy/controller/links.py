@@ -1,4 +1,4 @@
-"""The protocol of the controller's sessions: one with each worker, one with each gateway.
+"""The protocol of the controller's sessions: one with each worker, gateway and store.
 
 A link dials until its task is cancelled, so a peer that was cut off comes back. The controller is
 always the client, so no peer needs to know its address.
@@ -26,12 +26,15 @@ from engine.control import (
     ClusterNews,
     ControllerHello,
     ControllerRefused,
+    DropBlocks,
     GatewayReport,
     GatewayWelcome,
     ListRequests,
     Members,
     PoolNews,
     RequestList,
+    StoreReport,
+    StoreWelcome,
     decode_from_gateway,
     encode_control,
 )
@@ -161,6 +164,63 @@ class WorkerLink:
         """Reports the end of the session."""
         self._client = None
         self._on_event(Disconnected(self._worker_id, self._address, reason))
+
+
+class StoreLink:
+    """Sends a store the members and orders, and keeps its latest report."""
+
+    def __init__(self, name: str, *, clock: Clock, members: Callable[[], Members | None]) -> None:
+        """`members` returns the present ones."""
+        self._name = name
+        self._clock = clock
+        self._members = members
+        self._client: SessionClient | None = None
+        self.report: StoreReport | None = None
+        self._reported_s = 0.0
+
+    @property
+    def fresh_report(self) -> StoreReport | None:
+        """The latest report; None if it is too old, or there is no session."""
+        is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
+        return None if is_old else self.report
+
+    def tell(self, message: Members | DropBlocks) -> bool:
+        """Sends a message. Returns False if there is no session; members are sent again later."""
+        if self._client is None:
+            return False
+        try:
+            self._client.post(encode_control([message]))
+        except ConnectionError as error:
+            log.info("%s did not get a message: %s", self._name, error)
+            return False
+        return True
+
+    async def shake_hands(self, client: SessionClient) -> None:
+        """Sends the present members if the store knows older ones."""
+        await client.send(encode_control([ControllerHello(CONTROL_VERSION)]))
+        frame = await client.receive()
+        match decode_from_gateway(frame) if frame is not None else []:
+            case [StoreWelcome(version=version) as welcome] if version == CONTROL_VERSION:
+                self._client = client
+                members = self._members()
+                if members is not None and members.version > welcome.members_version:
+                    self.tell(members)
+            case [ControllerRefused(reason)]:
+                raise ProtocolError(f"refused the controller: {reason}")
+            case other:
+                raise ProtocolError(f"answered with {other!r}"[:200])
+
+    def take(self, frame: bytes) -> None:
+        """Handles a report."""
+        for message in decode_from_gateway(frame):
+            if isinstance(message, StoreReport):
+                self.report, self._reported_s = message, self._clock.now_s()
+
+    def lost(self, reason: str) -> None:
+        """Forgets the report. The store's keeper or launcher starts it again."""
+        log.info("the session with %s is over: %s", self._name, reason)
+        self._client = None
+        self.report = None
 
 
 class GatewayLink:

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from deploy.model_source import name_of
-from deploy.pools.effects import StartWorker
+from deploy.pools.effects import StartStore, StartWorker
 from deploy.pools.formats import config_of
-from deploy.services.spec import GatewayReady, GatewaySpec, WorkerSpec
+from deploy.services.spec import GatewayReady, GatewaySpec, StoreSpec, WorkerSpec
 from engine.config import Config, GatewayConfig
 from engine.control import FIRST_VERSION, Intent, Members, Pools, Version
 from engine.messages import Role
@@ -85,9 +85,24 @@ class ControllerPlan(msgspec.Struct, frozen=True):
             threads=config.threads or max(1, self.cores // num_workers),
             memory_bytes=self.memory_bytes,
             num_workers=num_workers + self.config.pools.spares,
+            kept_bytes=self.config.store.memory_mib * 2**20,
             logs=msgspec.structs.replace(self.config.logs, access=None, audit=None),
             log_folder=self.log_folder,
             version=version.name,
+        )
+
+    def store_spec(self, wanted: StartStore, members: Members) -> StoreSpec:
+        """Returns the spec of a store of one version on one node."""
+        return StoreSpec(
+            name=wanted.name,
+            members=members,
+            config=self.config.store,
+            token=self.token,
+            version=wanted.version.name,
+            transport=wanted.version.worker.kv_transport,
+            node=wanted.node,
+            logs=msgspec.structs.replace(self.config.logs, access=None, audit=None),
+            log_folder=self.log_folder,
         )
 
     def gateway_spec(

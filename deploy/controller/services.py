@@ -1,4 +1,4 @@
-"""Starts and stops of workers and gateways: each in a task, until its outcome is an event."""
+"""Starts and stops of services: each in a task, until its outcome is an event."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
-from deploy.launcher import Launcher
-from deploy.pools.effects import StartWorker
+from deploy.launcher import Launcher, ServiceReady
+from deploy.pools.effects import StartStore, StartWorker
 from deploy.pools.events import (
     GatewayFailed,
     GatewayStarted,
     GatewayStopped,
     PoolEvent,
+    StoreFailed,
+    StoreStarted,
+    StoreStopped,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
@@ -20,7 +23,7 @@ from deploy.pools.events import (
 from deploy.pools.machine import PoolMachine
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
-from deploy.services.spec import GatewayReady, WorkerReady
+from deploy.services.spec import GatewayReady, StoreReady, WorkerReady
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 
@@ -43,6 +46,7 @@ class PoolServices:
     ) -> None:
         self.workers: dict[WorkerId, WorkerReady] = {}
         self.gateways: dict[str, GatewayReady] = {}
+        self.stores: dict[str, StoreReady] = {}
         self.first_failure: asyncio.Future[str] | None = None  # of a start; only while opening
         self._plan = plan
         self._launcher = launcher
@@ -51,11 +55,13 @@ class PoolServices:
         self._handle = handle
         self._starts: dict[WorkerId, asyncio.Task[None]] = {}  # the latest one of each name
 
-    def adopt(self, found: Mapping[str, WorkerReady | GatewayReady]) -> None:
+    def adopt(self, found: Mapping[str, ServiceReady]) -> None:
         """Takes over services that run already."""
         for name, ready in found.items():
             if isinstance(ready, WorkerReady):
                 self.workers[WorkerId(name)] = ready
+            elif isinstance(ready, StoreReady):
+                self.stores[name] = ready
             else:
                 self.gateways[name] = ready
 
@@ -76,6 +82,15 @@ class PoolServices:
         """Ends a gateway's session and process."""
         self._sessions.hang_up(name)
         self._tasks.spawn(self._stop_gateway(name))
+
+    def start_store(self, wanted: StartStore) -> None:
+        """Starts a store and dials it."""
+        self._tasks.spawn(self._start_store(wanted))
+
+    def stop_store(self, name: str) -> None:
+        """Ends a store's session and process."""
+        self._sessions.hang_up(name)
+        self._tasks.spawn(self._stop_store(name))
 
     # ------------------------------------------------------------ tasks
 
@@ -125,6 +140,26 @@ class PoolServices:
     async def _stop_gateway(self, name: str) -> None:
         await self._end(name, by_force=True)
         self._handle(GatewayStopped(name))
+
+    async def _start_store(self, wanted: StartStore) -> None:
+        name = wanted.name
+        try:
+            spec = self._plan.store_spec(wanted, self.machine.members)
+            ready = await self._tasks.in_thread(self._launcher.start_store, spec)
+        except Exception as error:  # as with workers; serving goes on without it
+            self._handle(StoreFailed(name, await self._clean_up(name, error, is_final=False)))
+            return
+        if name not in self.machine.stores:  # its version was over meanwhile
+            await self._end(name, by_force=True)
+            return
+        self.stores[name] = ready
+        self._sessions.dial_store(name, ready)
+        self._handle(StoreStarted(name, ready.address))
+
+    async def _stop_store(self, name: str) -> None:
+        await self._end(name, by_force=False)
+        self.stores.pop(name, None)
+        self._handle(StoreStopped(name))
 
     async def _end(self, name: str, *, by_force: bool) -> None:
         """Tries until no process of the service is left."""

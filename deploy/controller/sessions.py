@@ -1,4 +1,4 @@
-"""The controller's sessions: with each worker, and with each gateway."""
+"""The controller's sessions: with each worker, each gateway and each store."""
 
 import asyncio
 import secrets
@@ -10,6 +10,7 @@ from deploy.controller.links import (
     HANDSHAKE_TIMEOUT_S,
     RETRY_EVERY_S,
     GatewayLink,
+    StoreLink,
     WorkerLink,
     talk,
 )
@@ -17,7 +18,7 @@ from deploy.controller.tasks import ControllerTasks, pause
 from deploy.pools.events import GatewayHeard, GatewayUnheard, Overtaken, PoolEvent
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
-from deploy.services.spec import GatewayReady
+from deploy.services.spec import GatewayReady, StoreReady
 from engine.clock import Clock
 from engine.control import ClusterNews, GatewayReport, Members, PoolNews, RequestInfo
 from engine.messages import GatewayId, Role, Welcome, WorkerId
@@ -41,6 +42,7 @@ class PoolSessions:
     ) -> None:
         self.links: dict[WorkerId, WorkerLink] = {}
         self.gateway_links: dict[str, GatewayLink] = {}
+        self.store_links: dict[str, StoreLink] = {}
         self._controller_id = GatewayId(f"controller-{secrets.token_hex(6)}")
         self._secret = secret
         self._clock = clock
@@ -91,11 +93,21 @@ class PoolSessions:
         self.gateway_links[name] = link
         self._dial(name, ready.control, link)
 
+    def dial_store(self, name: str, ready: StoreReady) -> None:
+        """Opens a session with a store, again after each end until `hang_up`."""
+        link = StoreLink(name, clock=self._clock, members=self._present_members)
+        self.store_links[name] = link
+        self._dial(name, ready.control, link)
+
+    def _present_members(self) -> Members | None:
+        return None if self._machine is None else self._machine.members
+
     def hang_up(self, name: str) -> None:
-        """Ends the session with a worker or a gateway that is gone."""
+        """Ends the session with a service that is gone."""
         self._cancel(name)
         self.links.pop(WorkerId(name), None)
         self.gateway_links.pop(name, None)
+        self.store_links.pop(name, None)
 
     # ------------------------------------------------------------ to workers and gateways
 
@@ -105,9 +117,11 @@ class PoolSessions:
             link.set_role(role)
 
     def publish(self, members: Members) -> None:
-        """Sends the members to all gateways."""
+        """Sends the members to all gateways and stores."""
         for gateway in self.gateway_links.values():
             gateway.tell(members)
+        for store in self.store_links.values():
+            store.tell(members)
 
     def tell_news(self, news: PoolNews, cluster: ClusterNews) -> None:
         """Sends news to all gateways, those for people only where they are not known yet."""
@@ -178,7 +192,7 @@ class PoolSessions:
         if self._machine is not None and not is_hung_up:
             self._handle(event)
 
-    def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink) -> None:
+    def _dial(self, name: str, address: str, link: WorkerLink | GatewayLink | StoreLink) -> None:
         self._cancel(name)
         self._dialling[name] = self._tasks.spawn(self._keep(address, link))
 
@@ -186,7 +200,7 @@ class PoolSessions:
         if (task := self._dialling.pop(name, None)) is not None:
             task.cancel()
 
-    async def _keep(self, address: str, link: WorkerLink | GatewayLink) -> None:
+    async def _keep(self, address: str, link: WorkerLink | GatewayLink | StoreLink) -> None:
         """Dials again after each end of the session, and after a bug.
 
         Otherwise a healthy worker would be stopped for the bug.

@@ -28,14 +28,18 @@ from deploy.pools.effects import (
     Publish,
     SetWorkerRole,
     StartGateway,
+    StartStore,
     StartWorker,
     StopGateway,
+    StopStore,
     StopWorker,
 )
 from deploy.pools.events import (
     Died,
     Found,
+    FoundStore,
     GatewayUnheard,
+    NodesSeen,
     PartsSeen,
     PoolEvent,
     PoolTick,
@@ -45,7 +49,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, SetPlanner
 from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import MAX_WORKERS, PoolLimits
-from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, WorkerReady
+from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, StoreReady, WorkerReady
 from engine.clock import Clock, unix_time_s
 from engine.config import Config, PoolsConfig
 from engine.control import ClusterNews, Intent, Member, Members, PoolNews, Pools
@@ -97,6 +101,7 @@ class PoolController:
         )
         self.workers: Mapping[WorkerId, WorkerReady] = self._services.workers
         self.gateways: Mapping[str, GatewayReady] = self._services.gateways
+        self.stores: Mapping[str, StoreReady] = self._services.stores
         self._health: Mapping[str, bool] = {}  # of what the launcher depends on
         self._asked_for: tuple[int, Pools] | None = None  # room, of this launcher
         self._is_closing = False
@@ -140,6 +145,8 @@ class PoolController:
             self._services.first_failure = asyncio.get_running_loop().create_future()
             self._check_room()
             self._report(f"starting {self.machine.intent.num_wanted} workers")
+        nodes = await self._tasks.in_thread(self._launcher.nodes)
+        self._handle(NodesSeen(tuple(nodes)))
         self._handle(PoolTick())
         self._tasks.spawn(self._watch())
         self._tasks.spawn(self._watch_room())
@@ -188,6 +195,7 @@ class PoolController:
             update_timeout_s=pools.update_timeout_s,
             inexact_after_s=pools.inexact_after_s,
             gateways_share_socket=self._plan.ports is not None,
+            has_stores=self._plan.config.store.is_on,
         )
 
     def _tell_found(self) -> None:
@@ -197,13 +205,19 @@ class PoolController:
             for name, ready in self.workers.items()
         )
         gateways = tuple(name for name in self.gateways if name in self.machine.gateways)
-        if members or gateways:
-            self._handle(Found(members, gateways))
+        stores = tuple(
+            FoundStore(name, ready.address, ready.version, ready.node)
+            for name, ready in self.stores.items()
+        )
+        if members or gateways or stores:
+            self._handle(Found(members, gateways, stores))
         for name, link in self.sessions.gateway_links.items():
             if not link.is_open:
                 self._handle(GatewayUnheard(name, "it does not answer"))
         for worker_id, ready in self.workers.items():
             self.sessions.dial_worker(worker_id, ready.address)
+        for name, store in self.stores.items():
+            self.sessions.dial_store(name, store)
 
     def _check_room(self) -> None:
         wanted, limits = self.machine.intent.num_wanted, self.machine.limits
@@ -295,6 +309,10 @@ class PoolController:
                 self._services.start_gateway(name)
             case StopGateway(name):
                 self._services.stop_gateway(name)
+            case StartStore():
+                self._services.start_store(effect)
+            case StopStore(name):
+                self._services.stop_store(name)
             case Publish(members):
                 self.sessions.publish(members)
                 self._intents.note(members)
@@ -329,6 +347,8 @@ class PoolController:
                 if all(worker.target is not None for worker in workers.values()):
                     names = [str(worker_id) for worker_id in workers]
                     await self._tasks.in_thread(self._launcher.keep_places, names)
+                nodes = tuple(await self._tasks.in_thread(self._launcher.nodes))
+                self._handle(NodesSeen(nodes))
                 await self._ask_for_room()
                 room = await self._tasks.in_thread(self._look_for_room, self.config.pools)
                 limits = self.machine.limits

@@ -47,6 +47,22 @@ class StopGateway:
 
 
 @dataclass(frozen=True, slots=True)
+class StartStore:
+    """Start a store on a node. `StoreStarted` or `StoreFailed` answers it."""
+
+    name: str
+    version: Version
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopStore:
+    """End a store. `StoreStopped` answers it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Send the list of workers to all gateways."""
 
@@ -71,5 +87,13 @@ class HistoryStep:
 
 
 PoolEffect = (
-    StartWorker | StopWorker | SetWorkerRole | StartGateway | StopGateway | Publish | HistoryStep
+    StartWorker
+    | StopWorker
+    | SetWorkerRole
+    | StartGateway
+    | StopGateway
+    | StartStore
+    | StopStore
+    | Publish
+    | HistoryStep
 )

@@ -20,6 +20,17 @@ class Found:
 
     workers: tuple[Member, ...]
     gateways: tuple[str, ...] = ()
+    stores: tuple["FoundStore", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStore:
+    """A store that ran when the controller started."""
+
+    name: str
+    address: str
+    version: str
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +155,36 @@ class GatewaySeen:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStarted:
+    """A store listens."""
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """A store did not start."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStopped:
+    """Nothing of a store is left."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodesSeen:
+    """The nodes that may have a store."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Overtaken:
     """A gateway knows members that an earlier controller published."""
 
@@ -200,6 +241,10 @@ PoolEvent = (
     | RoomSeen
     | PartsSeen
     | OrdersStored
+    | StoreStarted
+    | StoreFailed
+    | StoreStopped
+    | NodesSeen
     | PoolTick
     | Order
 )

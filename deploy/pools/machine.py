@@ -8,6 +8,7 @@ what it asked for. It does not know how processes are started or how sessions wo
   `workers.reconcile` and `workers.moves`: what is done next; `workers.orders`: orders
 - `versions`: orders about versions, and rollouts
 - `gateways`: starts and ends of gateways, and their reports
+- `stores`: starts and ends of stores of KV
 
 The life of a worker:
 
@@ -41,6 +42,7 @@ from deploy.pools.events import (
     GatewayStopped,
     GatewayUnheard,
     LoadSeen,
+    NodesSeen,
     OrdersStored,
     Overtaken,
     PartsSeen,
@@ -48,6 +50,9 @@ from deploy.pools.events import (
     PoolTick,
     RoleSeen,
     RoomSeen,
+    StoreFailed,
+    StoreStarted,
+    StoreStopped,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
@@ -70,6 +75,7 @@ from deploy.pools.orders import (
     Stop,
 )
 from deploy.pools.restarts import Restarts
+from deploy.pools.stores import PoolStore, Stores
 from deploy.pools.versions.canary import CanaryStanding
 from deploy.pools.versions.rollout import Scene
 from deploy.pools.versions.sleeping import ModelSleep
@@ -81,7 +87,7 @@ from deploy.pools.workers.record import PoolWorker, WorkerState
 from deploy.pools.workers.registry import PoolWorkers
 from deploy.pools.workers.sightings import WorkerSightings
 from deploy.pools.workers.stand_ins import stand_in_troubles
-from engine.control import MAIN_LINE, Intent, Members, VersionReport, by_number
+from engine.control import MAIN_LINE, Intent, Members, Version, VersionReport, by_number
 from engine.messages import Role, WorkerId
 
 MAX_TROUBLES = 8  # sentences at a time
@@ -115,6 +121,8 @@ class PoolMachine:
             history=history,
             shares_socket=limits.gateways_share_socket,
         )
+        self._stores = Stores(is_on=limits.has_stores, restarts=self.restarts, history=history)
+        self.stores: Mapping[str, PoolStore] = self._stores.by_name
         self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
         self.gateways: Mapping[str, GatewayState] = self._gateways.states
         self.dead_parts: tuple[str, ...] = ()  # of what services depend on, as Ray's GCS
@@ -143,6 +151,10 @@ class PoolMachine:
             Disconnected: self._sightings.on_disconnected,
             RoleSeen: self._sightings.on_role,
             LoadSeen: self._sightings.on_load,
+            NodesSeen: self._on_nodes,
+            StoreStarted: self._stores.on_started,
+            StoreFailed: self._stores.on_failed,
+            StoreStopped: self._stores.on_stopped,
             GatewayStarted: self._gateways.on_started,
             GatewayFailed: self._gateways.on_failed,
             GatewayUnheard: self._gateways.on_unheard,
@@ -170,6 +182,7 @@ class PoolMachine:
         effects += self._updates.roll(self.members.intent, self._scene(), now_s)
         effects += self._sleep.look(self.members.intent, self._scene(), now_s)
         effects += self._moves.reconcile(now_s)
+        effects += self._stores.reconcile(self.intent.versions, now_s)
         if self._gateways.have_served or self._workers.serve_enough():
             effects += self._gateways.start(now_s)
         effects += self._publish()
@@ -238,6 +251,7 @@ class PoolMachine:
         for line in {MAIN_LINE, *lines}:
             assert any(not version.is_leaving for version in self.intent.of_line(line))
         self._workers.validate()
+        assert self.members.stores == self._stores.members()
         told = {member.worker_id for member in self.members.workers}
         assert told == {w.worker_id for w in self.workers.values() if w.runs}
 
@@ -254,10 +268,22 @@ class PoolMachine:
         for name in event.gateways:
             self._gateways.serve(name, now_s)
             yield self._history.tell(now_s, name, "was found running")
+        for store in event.stores:
+            version = self.intent.version(store.version) or Version(store.version)
+            self._stores.found(store.name, version, store.node, store.address, now_s)
+            yield self._history.tell(now_s, store.name, "was found running")
 
     def _on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
+        if event.name in self.stores:
+            yield from self._stores.on_died(event, now_s)
+            return
         part = self._gateways if event.name in self.gateways else self._sightings
         yield from part.on_died(event, now_s)
+
+    def _on_nodes(self, event: NodesSeen, _: float) -> Iterator[PoolEffect]:
+        """Nodes come and go, and their stores with them."""
+        self._stores.nodes = event.nodes
+        yield from ()
 
     def _on_gateway_heard(self, event: GatewayHeard, _: float) -> Iterator[PoolEffect]:
         self._gateways.heard(event.name)
@@ -278,7 +304,7 @@ class PoolMachine:
             yield self._history.tell(now_s, "pools", what, "a gateway reported it")
         if takes or theirs.version >= ours.version:
             number = max(theirs.version, ours.version) + 1
-            self.members = Members(number, ours.workers, self.intent)
+            self.members = Members(number, ours.workers, self.intent, ours.stores)
             yield Publish(self.members)
 
     def _on_room(self, event: RoomSeen, now_s: float) -> Iterator[PoolEffect]:
@@ -296,7 +322,11 @@ class PoolMachine:
             for part in self.dead_parts
         )
         stored = [] if self._unstored is None else [self._unstored]
-        services = (*self._gateways.troubles(), *self._workers.troubles())
+        services = (
+            *self._gateways.troubles(),
+            *self._workers.troubles(),
+            *self._stores.troubles(),
+        )
         workers = self.workers.values()
         pools = (*stand_in_troubles(workers, self.intent.versions), *kernel_troubles(workers))
         found = [*dead, *stored, *pools, *self._sleep.troubles(), *services]
@@ -332,7 +362,9 @@ class PoolMachine:
     def _publish(self) -> Iterator[PoolEffect]:
         kept = tuple(sorted(self._workers.kept(), key=by_number))
         self.wanted.intent = msgspec.structs.replace(self.intent, drained=kept)
-        workers = self._workers.members()
-        if (workers, self.intent) != (self.members.workers, self.members.intent):
-            self.members = Members(self.members.version + 1, workers, self.intent)
+        members = Members(
+            self.members.version, self._workers.members(), self.intent, self._stores.members()
+        )
+        if members != self.members:
+            self.members = msgspec.structs.replace(members, version=members.version + 1)
             yield Publish(self.members)

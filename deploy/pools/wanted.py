@@ -23,6 +23,7 @@ class PoolLimits:
     update_timeout_s: float = 900.0  # an update without a step for this long is given up
     gateways_share_socket: bool = False  # so others take the connections of a silent one
     steady_s: float = STEADY_S  # after a run of this length, a failure counts as the first again
+    has_stores: bool = False  # of KV: one for each version on each node
     inexact_after_s: float = 5.0  # a stand-in may have another KV format than a pool so long dead
 
 

@@ -27,6 +27,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     threads: int
     memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
     num_workers: int = 1  # workers that share this memory
+    kept_bytes: int = 0  # of this memory, that a store will take
     host: str = "127.0.0.1"
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as `run_dir.log_folder` takes it; None: no lines are kept

@@ -107,8 +107,9 @@ class WorkerService(LoopService[WorkerReady]):
         spec = self._spec
         if spec.config.kv_mib is not None:
             return spec.config.kv_mib * 2**20
-        here_bytes = memory.available_bytes()
+        here_bytes = max(memory.available_bytes() - spec.kept_bytes, 0)
         shared_bytes = here_bytes if spec.memory_bytes is None else spec.memory_bytes
+        shared_bytes = max(shared_bytes - spec.kept_bytes, 0)
 
         def size(needs: "KVNeeds") -> int:
             # If less is available than this worker's share, other programs use it.

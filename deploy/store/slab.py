@@ -18,8 +18,8 @@ from kvtransfer.store.disk.format import (
     HEADER,
     HEADER_BYTES,
     DiskGeometry,
+    HeaderVerdict,
     RecoveredBlocks,
-    Verdict,
     claimed,
     judge,
     merged,
@@ -56,10 +56,10 @@ class StoreSlab:
     def recover(self) -> RecoveredBlocks:
         """Returns the blocks that an earlier process left, the oldest first; clears other slots."""
         verdicts = judge(self._headers, 0, self._geometry, header_checksums())
-        found = merged([claimed(self._headers[verdicts == Verdict.FINE])])
+        found = merged([claimed(self._headers[verdicts == HeaderVerdict.FINE])])
         keep = np.zeros(self.num_slots, np.bool_)
         keep[found.slots] = True
-        num_dropped = int(np.count_nonzero(~keep & (verdicts != Verdict.EMPTY)))
+        num_dropped = int(np.count_nonzero(~keep & (verdicts != HeaderVerdict.EMPTY)))
         if num_dropped:
             log.warning("%d slots of memory do not hold what they claim", num_dropped)
             self._table.reshape(-1, HEADER_BYTES)[~keep] = 0

@@ -1,0 +1,152 @@
+"""Starts a store of KV on each node for each version, and stops those of versions that are over.
+
+A part of the machine of the pools (`deploy.pools.machine`), and as pure:
+
+    waiting ──> starting ──> serving ──> stopping ──> gone: its version, or its node
+       ^            │           │
+       └────────────┴───────────┘   start failed, or its keeper died
+
+A store that fails does not keep requests from being served, so nothing waits for it. A version that
+sleeps keeps its stores. KV never crosses versions, so neither does a store: when a version is over,
+its stores stop, and their space is free.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deploy.pools.effects import PoolEffect, StartStore, StopStore
+from deploy.pools.events import Died, StoreFailed, StoreStarted, StoreStopped
+from deploy.pools.history import PoolHistory
+from deploy.pools.restarts import Restarts
+from engine.control import Member, Version
+from engine.messages import WorkerId
+
+NODE_CHARS = 12  # of a node's id, in the name of its store
+
+
+class StoreState(StrEnum):
+    """The stage of a store's life."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True)
+class PoolStore:
+    """A store that is wanted, or not gone yet."""
+
+    version: Version
+    node: str
+    state: StoreState = StoreState.WAITING
+    address: str = ""
+    is_wanted: bool = True
+
+
+def store_name(version: str, node: str) -> str:
+    """Returns the name of a version's store on a node; a machine alone has no name."""
+    return f"store-{version}@{node[:NODE_CHARS]}" if node else f"store-{version}"
+
+
+class Stores:
+    """Owns the state of each store. Handlers of events yield effects."""
+
+    def __init__(self, *, is_on: bool, restarts: Restarts, history: PoolHistory) -> None:
+        """`restarts` and `history` are shared with other services."""
+        self.by_name: dict[str, PoolStore] = {}
+        self.nodes: Sequence[str] = ()
+        self._is_on = is_on
+        self._restarts = restarts
+        self._history = history
+
+    def members(self) -> tuple[Member, ...]:
+        """Returns the stores that serve."""
+        return tuple(
+            Member(WorkerId(name), store.address, store.version.name)
+            for name, store in sorted(self.by_name.items())
+            if store.state is StoreState.SERVING
+        )
+
+    def troubles(self) -> Iterator[str]:
+        """Yields a sentence for each store that does not run."""
+        for name in self.by_name:
+            if why := self._restarts.why(name):
+                yield f"{name} {why.removeprefix(f'{name} ')}"
+
+    def reconcile(self, versions: Iterable[Version], now_s: float) -> Iterator[PoolEffect]:
+        """Starts stores that are missing, and stops those that are not wanted."""
+        if not self._is_on:
+            return
+        wanted = {
+            store_name(version.name, node): (version, node)
+            for version in versions
+            if not version.is_over
+            for node in self.nodes
+        }
+        for name, (version, node) in wanted.items():
+            if name not in self.by_name:
+                self.by_name[name] = PoolStore(version, node)
+        for name, store in list(self.by_name.items()):
+            store.is_wanted = name in wanted
+            if store.is_wanted:
+                yield from self._start(name, store, now_s)
+            else:
+                yield from self._stop(name, store, now_s)
+
+    def _start(self, name: str, store: PoolStore, now_s: float) -> Iterator[PoolEffect]:
+        if store.state is StoreState.WAITING and self._restarts.is_due(name, now_s):
+            store.state = StoreState.STARTING
+            self._restarts.begun(name, now_s)
+            yield StartStore(name, store.version, store.node)
+
+    def _stop(self, name: str, store: PoolStore, now_s: float) -> Iterator[PoolEffect]:
+        if store.state is StoreState.WAITING:
+            self._forget(name)
+        elif store.state is StoreState.SERVING:
+            store.state = StoreState.STOPPING
+            yield self._history.tell(now_s, name, "is stopped", "it is not wanted any more")
+            yield StopStore(name)
+
+    def found(self, name: str, version: Version, node: str, address: str, now_s: float) -> None:
+        """Takes over a store that runs already."""
+        self.by_name[name] = PoolStore(version, node, StoreState.SERVING, address)
+        self._restarts.started(name, now_s)
+
+    def on_started(self, event: StoreStarted, now_s: float) -> Iterator[PoolEffect]:
+        """Notes a start."""
+        store = self.by_name.get(event.name)
+        if store is None:
+            return
+        again = self._restarts.num_failed(event.name) > 0
+        store.state, store.address = StoreState.SERVING, event.address
+        self._restarts.started(event.name, now_s)
+        yield self._history.tell(now_s, event.name, "was started again" if again else "was started")
+
+    def on_failed(self, event: StoreFailed, now_s: float) -> Iterator[PoolEffect]:
+        """Tries again later."""
+        yield from self._lose(event.name, f"did not start: {event.reason}", now_s)
+
+    def on_died(self, event: Died, now_s: float) -> Iterator[PoolEffect]:
+        """Starts the store again later."""
+        store = self.by_name.get(event.name)
+        if store is not None and store.state is not StoreState.STOPPING:
+            yield from self._lose(event.name, event.how, now_s)
+
+    def on_stopped(self, event: StoreStopped, now_s: float) -> Iterator[PoolEffect]:
+        """Forgets a store that was stopped."""
+        if event.name in self.by_name:
+            self._forget(event.name)
+            yield self._history.tell(now_s, event.name, "has stopped")
+
+    def _lose(self, name: str, how: str, now_s: float) -> Iterator[PoolEffect]:
+        store = self.by_name.get(name)
+        if store is None:
+            return
+        store.state, store.address = StoreState.WAITING, ""
+        yield self._history.tell(now_s, name, how, self._restarts.note_end(name, now_s, how))
+
+    def _forget(self, name: str) -> None:
+        del self.by_name[name]
+        self._restarts.forget(name)
