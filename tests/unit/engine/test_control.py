@@ -119,7 +119,7 @@ def test_one_side_does_not_take_what_it_says_itself():
 def test_pools_count_by_role_and_move_a_worker():
     pools = Pools(2, 1, 0)
     assert pools.total == 3
-    assert [pools.of(role) for role in Role] == [2, 1, 0, 0]
+    assert [pools.of(role) for role in Role] == [2, 1, 0, 0, 0]
     assert pools.moved(Role.PREFILL, Role.DECODE) == Pools(1, 2)
     assert pools.moved(Role.PREFILL, Role.DRAINED) == Pools(1, 1)
     assert pools.moved(Role.DRAINED, Role.MIXED) == Pools(2, 1, 1)

@@ -23,7 +23,9 @@ from engine.messages import (
     Hello,
     LeaseRef,
     Limits,
+    OfferBlocks,
     OfferPrefix,
+    Prefetch,
     Prefill,
     PrefillDone,
     PrefillStarted,
@@ -53,6 +55,8 @@ SAMPLES = [  # broken frames are made of these
     ),
     FirstToken("a.0", 7),
     OfferPrefix("a.0", [3, 4], bytes(range(SALT_BYTES))),
+    OfferBlocks("a.0", [bytes(16), bytes(range(16))]),
+    Prefetch([bytes(range(16))]),
     Cancel("a.0"),
 ]
 
@@ -62,12 +66,13 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
     if hasattr(kind, "__supertype__"):  # a NewType
         return values(kind.__supertype__)
     match get_origin(kind) or kind:
-        case origin if origin is Annotated:  # ids, prompts and salts: TokenId, Prompt and Salt
-            inner = get_args(kind)[0]
+        case origin if origin is Annotated:  # ids, prompts, salts, and hashes of blocks
+            inner, meta = get_args(kind)[:2]
             if inner is bytes:
-                return st.binary(max_size=SALT_BYTES)
-            ids = st.integers(0, 2**32 - 1)
-            return ids if inner is int else st.lists(ids, min_size=1, max_size=4)
+                return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
+            if inner is int:
+                return st.integers(0, 2**32 - 1)
+            return st.lists(values(get_args(inner)[0]), min_size=meta.min_length or 0, max_size=4)
         case origin if origin is UnionType:
             return st.one_of([values(part) for part in get_args(kind)])
         case origin if origin is tuple and Ellipsis not in get_args(kind):

@@ -263,7 +263,11 @@ def test_an_offered_prefix_is_pulled_and_the_rest_computed():
         (Step(), []),
         (
             pull_done("a"),
-            [opened("a", 3), grown("a", 0, 1), started("a", cached=8, lease=here("a", 3))],
+            [
+                opened("a", 3),
+                grown("a", 0, 1),
+                started("a", cached=8, lease=here("a", 3), pulled=2),
+            ],
         ),
         (Blocks(), blocks(free=5, leased=3)),
         (Step(), [Ran("a", 8, 11), grown("a", 2), prefilled("a")]),
@@ -280,7 +284,7 @@ def test_locally_cached_blocks_are_not_pulled():
     r.play(
         (prefill("b", 13, more=1, prefix=3), [hold_prefix("b", 3)]),
         (Step(), [pull("b", (1, 1), (2, 2))]),
-        (pull_done("b"), [started("b", cached=12)]),
+        (pull_done("b"), [started("b", cached=12, pulled=2)]),
         (Step(), [Ran("b", 12, 13), *done("b")]),
     )
 
@@ -303,7 +307,7 @@ def test_a_pulled_prefix_leaves_a_token_to_sample_from(num_tokens, pulled):
     r.play(
         (prefill("a", num_tokens, more=1, prefix=2), [hold_prefix("a", 2)]),
         (Step(), [pull("a", *((i, i) for i in range(pulled)))]),
-        (pull_done("a"), [started("a", cached=4 * pulled)]),
+        (pull_done("a"), [started("a", cached=4 * pulled, pulled=pulled)]),
         (Step(), [Ran("a", 4 * pulled, num_tokens), *done("a")]),
     )
 
@@ -313,7 +317,7 @@ def test_others_go_ahead_of_a_prompt_that_pulls():
         (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
         (prefill("b", range(20, 25), more=1), []),
         (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 5), *done("b")]),
-        (pull_done("a"), [started("a", cached=8)]),
+        (pull_done("a"), [started("a", cached=8, pulled=2)]),
         (Step(), [Ran("a", 8, 9), *done("a")]),
     )
 
@@ -323,7 +327,7 @@ def test_a_prompt_whose_pull_is_over_waits_for_no_later_one():
         (prefill("a", 9, more=1, prefix=2), [hold_prefix("a", 2)]),
         (prefill("b", range(20, 36), more=1), []),
         (Step(), [pull("a", (0, 0), (1, 1)), started("b"), Ran("b", 0, 8)]),
-        (pull_done("a"), [started("a", cached=8)]),
+        (pull_done("a"), [started("a", cached=8, pulled=2)]),
         (Step(), [Ran("a", 8, 9), Ran("b", 8, 15), *done("a")]),
     )
 
@@ -388,7 +392,7 @@ def test_a_prompt_that_continues_here_pulls_its_prefix_too():
     r.play(
         (generate("a", 6, prefix=1), [hold_prefix("a", 1)]),
         (Step(), [pull("a", (0, 0))]),
-        (pull_done("a"), [started("a", cached=4)]),
+        (pull_done("a"), [started("a", cached=4, pulled=1)]),
         (Step(7), [Ran("a", 4, 6), prefilled("a", 7)]),
         (Step(8), [decoding("a"), Ran("a", 6, 7), token("a", 8)]),
     )

@@ -154,17 +154,17 @@ async def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
     early.reads.set()
     new.reads.set()
     async with asyncio.timeout(5):
-        first = asyncio.create_task(worker._session(old.frames(), old.send))
+        first = asyncio.create_task(worker._sessions._session(old.frames(), old.send))
         await old.is_told.wait()
         for _ in range(MAX_UNSENT_FRAMES + 2):
-            worker._post(GatewayId("g"), b"")
-        await worker._session(early.frames(), early.send)
+            worker._sessions.post(GatewayId("g"), b"")
+        await worker._sessions._session(early.frames(), early.send)
         assert early.heard == [Refused("a session of this gateway is open")]
         assert worker._inbox.empty()
         old.reads.set()
         await first
         assert worker._inbox.get_nowait() == GatewayLost(GatewayId("g"))
-        second = asyncio.create_task(worker._session(new.frames(), new.send))
+        second = asyncio.create_task(worker._sessions._session(new.frames(), new.send))
         await new.is_told.wait()
         assert isinstance(new.heard[0], Welcome)
         assert worker._inbox.empty()

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 
-from deploy.worker.guide_opening import GuideOpening
 from deploy.worker.request_ids import MAX_KEPT, RequestIds
 from engine.log_context import REQUEST
 from engine.messages import GatewayId, Generate, Limits, Role, Sampling, SeqId
@@ -61,10 +60,7 @@ def test_lines_of_a_sequence_have_its_ids_from_its_start_to_its_failure(lines):
     message = Generate(SEQ_ID, [1, 2, 3], Sampling(), Limits(9), client_id="mine")
 
     async def take():
-        opening = GuideOpening(
-            GatewayId("g"), None, executor=None, put=worker._inbox.put, on_crash=None
-        )
-        worker._take_request(message, opening)
+        worker._listen(GatewayId("g")).take(message)
 
     asyncio.run(take())
     worker._on_transfer(PullFailed(SEQ_ID, "lease was lost"))
