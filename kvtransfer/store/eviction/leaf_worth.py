@@ -47,7 +47,8 @@ PLAIN, SESSION, KEPT = 0, NUM_TURNS, 2 * NUM_TURNS
 ENDED = 2 * NUM_TURNS + NUM_KEPT
 FAMILIES = (NUM_TURNS, NUM_TURNS, NUM_KEPT, 1)
 UNITS_S = (*[1.0] * KEPT, *[2.0 ** (k / 2) / 8 for k in range(NUM_KEPT)], 1.0)
-Offer = tuple[float, int, BlockHash]  # worth, class, and a leaf that may go
+OLDEST, NEWEST = 0, 1  # ends of a queue; of two leaves worth the same, the oldest goes
+Offer = tuple[float, int, int, BlockHash]  # worth, end of its queue, class, and a leaf
 
 
 @dataclass(slots=True)
@@ -160,7 +161,7 @@ class LeafWorth:
         for which in asked if num_blocks > 0 else ():
             self._offer(offers, which, may_leave)
         while len(chosen) < num_blocks and offers:
-            _, which, block = heappop(offers)
+            _, _, which, block = heappop(offers)
             if block not in self._facts:  # both the oldest and the newest of its queue
                 continue
             parent = self._forest.parents[block]
@@ -212,11 +213,12 @@ class LeafWorth:
 
     def _offer(self, offers: list[Offer], which: int, may_go: MayGo) -> None:
         """Adds the oldest and the newest leaf of a queue to the heap of possible victims."""
-        for found in (self._queues[which].oldest(may_go), self._stacks[which].newest(may_go)):
+        ends = (self._queues[which].oldest(may_go), self._stacks[which].newest(may_go))
+        for end, found in zip((OLDEST, NEWEST), ends, strict=True):
             if found is not None:
                 age_s = self._now_s - self._facts[found].used_s
                 worth = 0.0 if which == ENDED else self._table.worth(which, age_s)
-                heappush(offers, (worth, which, found))
+                heappush(offers, (worth, end, which, found))
 
     def _enter(self, block: BlockHash, facts: BlockFacts, which: int) -> None:
         """Puts a block at the end of a queue. It waits from its last use on."""

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 STEPS_PER_OCTAVE = 2
 SHORTEST = 0.25  # ages below this are one bucket; the unit is the class's
 NUM_BUCKETS = 44  # up to 12 days of SHORTEST = 0.25 s
-PRIOR_WEIGHT = 8.0  # a class with so many blocks is believed as much as its family
-PRIOR_HAZARD = 0.05  # of each bucket: worth falls with age, as least recently used wants it
+PRIOR_WEIGHT = 4.0  # a class with so many blocks is believed as much as its family
+PRIOR_HAZARD = 0.15  # of each bucket: worth falls with age, as least recently used wants it
 MEMORY = 65_536.0  # events after which old counts weigh half
 LEAST_EVENTS = 256  # between two computations of the worths
 
@@ -34,7 +34,7 @@ def bucket_of(age: float) -> int:
 
 
 def _edge(bucket: int) -> float:
-    return SHORTEST * (2.0 ** (bucket / STEPS_PER_OCTAVE) - 1)
+    return SHORTEST * (math.pow(2.0, bucket / STEPS_PER_OCTAVE) - 1)
 
 
 WIDTHS = [_edge(bucket + 1) - _edge(bucket) for bucket in range(NUM_BUCKETS)]
