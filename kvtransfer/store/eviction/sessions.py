@@ -25,13 +25,14 @@ class HintBudget:
 
     kept_blocks: int
     pinned_blocks: int
+    all_pinned_blocks: int  # of all keys together: the rest of the tier can always leave
     num_sessions: int = 4096
     num_keys: int = 1024
 
     @staticmethod
     def of_tier(num_blocks: int) -> "HintBudget":
-        """A quarter of the tier for sessions of one key, and a sixteenth for its pins."""
-        return HintBudget(kept_blocks=num_blocks // 4, pinned_blocks=num_blocks // 16)
+        """A quarter of the tier for sessions of one key, a sixteenth for its pins."""
+        return HintBudget(num_blocks // 4, num_blocks // 16, num_blocks // 4)
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class LiveSession:
 
 
 @dataclass(slots=True)
-class KeyRecord:
+class HintRecord:
     """What is known of one key."""
 
     sessions: OrderedDict[str, LiveSession] = field(default_factory=OrderedDict)
@@ -79,11 +80,11 @@ class Sessions:
 
     def __init__(self, budget: HintBudget) -> None:
         self.budget = budget
-        self.keys: dict[str, KeyRecord] = {}
+        self.keys: dict[str, HintRecord] = {}
         self._num_sessions: Counter[BlockHash] = Counter()  # live sessions with that block
         self._num_pins: Counter[BlockHash] = Counter()  # keys that pin that block
 
-    def record(self, key: str) -> KeyRecord | None:
+    def record(self, key: str) -> HintRecord | None:
         """The record of a key; None if there is no room for one more key."""
         found = self.keys.get(key)
         if found is None and len(self.keys) >= self.budget.num_keys:
@@ -93,7 +94,7 @@ class Sessions:
                 return None
             del self.keys[dropped]
         if found is None:
-            found = self.keys[key] = KeyRecord()
+            found = self.keys[key] = HintRecord()
         return found
 
     def is_shared(self, block: BlockHash) -> bool:
@@ -108,7 +109,9 @@ class Sessions:
         """True if a key pins the block."""
         return block in self._num_pins
 
-    def begin_turn(self, record: KeyRecord, name: str, session: LiveSession) -> tuple[Chain, Chain]:
+    def begin_turn(
+        self, record: HintRecord, name: str, session: LiveSession
+    ) -> tuple[Chain, Chain]:
         """Replaces a session's last turn by this one.
 
         Returns the last turn's blocks, and those of a session that the key has no room for now.
@@ -146,6 +149,9 @@ class Sessions:
         for block in blocks:
             if len(record.pinned) >= self.budget.pinned_blocks:
                 break
+            is_new = block not in self._num_pins
+            if is_new and len(self._num_pins) >= self.budget.all_pinned_blocks:
+                break
             if block not in record.pinned:
                 record.pinned[block] = None
                 self._num_pins[block] += 1
@@ -168,6 +174,7 @@ class Sessions:
         assert len(self.keys) <= self.budget.num_keys
         live = Counter(block for session in self.all_live() for block in session.blocks)
         assert live == self._num_sessions
+        assert len(self._num_pins) <= self.budget.all_pinned_blocks
         assert Counter(b for r in self.keys.values() for b in r.pinned) == self._num_pins
         for record in self.keys.values():
             assert len(record.sessions) <= self.budget.num_sessions

@@ -23,7 +23,7 @@ from tests.unit.kvtransfer.store.eviction.test_policies import (
     chain_of,
 )
 
-ROOMY = HintBudget(kept_blocks=100, pinned_blocks=2)
+ROOMY = HintBudget(kept_blocks=100, pinned_blocks=2, all_pinned_blocks=4)
 LIAR = "liar"
 
 
@@ -117,6 +117,26 @@ def test_a_pin_of_two_keys_holds_until_both_let_go():
     assert policy.choose(1, anything) == []
 
 
+def test_what_exceeds_a_keys_budget_is_treated_as_if_no_hint_had_come():
+    policy = LeafWorth(100, HintBudget(kept_blocks=3, pinned_blocks=0, all_pinned_blocks=0))
+    within, beyond = store(policy, "within"), store(policy, "beyond")
+    policy.hint(SessionUsed("key", "within", within, 10.0), 0.0)
+    policy.hint(SessionUsed("key", "beyond", beyond, 10.0), 0.0)
+    policy.hint(SessionEnded("key", "beyond"), 1.0)
+    policy.hint(SessionEnded("key", "within"), 2.0)
+    policy.validate()
+    assert policy.choose(3, anything) == [*reversed(within)]
+
+
+def test_all_keys_together_can_pin_only_a_part_of_the_tier():
+    policy = LeafWorth(100, ROOMY)
+    chains = [store(policy, f"chain{n}-", 2) for n in range(4)]
+    for number, chain in enumerate(chains):
+        policy.hint(BlocksPinned(f"key{number}", chain), 0.0)
+    policy.validate()
+    assert set(policy.choose(8, anything)) == {*chains[2], *chains[3]}
+
+
 @pytest.mark.parametrize("keep_s", [-1.0, 0.0, math.nan, math.inf, 1e300, 1e-300])
 def test_senseless_promises_do_no_harm(keep_s):
     policy = LeafWorth(100, ROOMY)
@@ -138,7 +158,7 @@ def test_hints_about_blocks_and_sessions_that_are_unknown_change_nothing():
 
 
 def test_sessions_and_keys_are_bounded():
-    budget = HintBudget(kept_blocks=50, pinned_blocks=1, num_sessions=3, num_keys=2)
+    budget = HintBudget(50, 1, 9, num_sessions=3, num_keys=2)
     policy = LeafWorth(1000, budget)
     for number in range(20):
         chain = store(policy, f"chain{number}-")
@@ -149,7 +169,7 @@ def test_sessions_and_keys_are_bounded():
 
 
 def test_a_key_without_sessions_makes_room_for_another_key():
-    budget = HintBudget(kept_blocks=50, pinned_blocks=1, num_keys=1)
+    budget = HintBudget(50, 1, 9, num_keys=1)
     policy = LeafWorth(100, budget)
     ended, live = store(policy, "ended"), store(policy, "live")
     policy.hint(SessionUsed("one", "s", ended), 0.0)
@@ -208,7 +228,7 @@ class HintedHistory(History):
     """Also gives hints; two keys, and three sessions of each."""
 
     def __init__(self):
-        budget = HintBudget(kept_blocks=5, pinned_blocks=2, num_sessions=2, num_keys=2)
+        budget = HintBudget(5, 2, 3, num_sessions=2, num_keys=2)
         super().__init__(LeafWorth(10, budget))
 
     def use_session(self, number):
@@ -243,4 +263,4 @@ def test_no_hint_loses_a_block_or_breaks_a_bound(steps):
     assert first.chosen == second.chosen
     first.held.clear()
     first.choose(100)
-    assert len(first.cached) <= 4  # the pins of two keys
+    assert len(first.cached) <= 3  # all pins
