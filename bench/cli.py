@@ -19,6 +19,7 @@ baton bench moves --json moves.json
 baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
 baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
+baton bench eviction --trace conversation_trace.jsonl --json eviction.json
 baton bench report --write
 """
 
@@ -32,6 +33,7 @@ from bench.comparison.cli import simulator
 from bench.elastic.cli import elastic
 from bench.elastic_live.cli import elastic_live
 from bench.engine.cli import engine
+from bench.eviction.cli import eviction
 from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
 from bench.interference.cli import interference
@@ -66,6 +68,7 @@ app.command()(moves)
 app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)
+app.command()(eviction)
 app.command()(report)
 
 

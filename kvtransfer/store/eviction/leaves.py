@@ -7,6 +7,7 @@ A queue finds the oldest leaf in amortised constant time. It meets blocks from t
 block that has a child *waits* apart. Once its last child leaves, it competes by its old age.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
@@ -14,6 +15,8 @@ from operator import eq
 
 from engine.worker.blocks import BlockHash
 from kvtransfer.store.eviction.seam import Link, MayGo
+
+SPARE = 64  # entries of a stack that may be out of date before they are dropped
 
 
 class Forest:
@@ -179,6 +182,78 @@ class LeafQueue:
         for block, tick in self._waiting.items():
             assert not self._forest.is_leaf(block) or (tick, block) in reachable
         assert all(block in self._forest for block in self)
+
+
+class LeafStack:
+    """Blocks in the order of their last use, of which the newest leaf goes first.
+
+    Unlike a queue it drops non-leaves from its end, and takes them back once their last child left.
+    """
+
+    def __init__(self, forest: Forest) -> None:
+        self._forest = forest
+        self._num_pushed = 0
+        self._ticks: dict[BlockHash, int] = {}
+        self._entries: list[tuple[int, BlockHash]] = []  # by tick; some are out of date
+        self._held: list[tuple[int, BlockHash]] = []  # set aside during one choice
+
+    def push(self, block: BlockHash) -> None:
+        """Adds a block as the most recently used one, or makes it that."""
+        self._num_pushed += 1
+        self._ticks[block] = self._num_pushed
+        self._entries.append((self._num_pushed, block))
+        if len(self._entries) > 2 * len(self._ticks) + SPARE:
+            self._entries = [entry for entry in self._entries if self._is_current(entry)]
+
+    def push_all(self, blocks: list[BlockHash]) -> None:
+        """Adds new blocks, the least recently used first."""
+        ticks = range(self._num_pushed + 1, self._num_pushed + len(blocks) + 1)
+        self._num_pushed += len(blocks)
+        self._ticks.update(zip(blocks, ticks, strict=True))
+        self._entries.extend(zip(ticks, blocks, strict=True))
+
+    def discard(self, block: BlockHash) -> None:
+        """Removes a block if it is here."""
+        self._ticks.pop(block, None)
+
+    def freed(self, block: BlockHash) -> None:
+        """Notes that the last child of a block left."""
+        tick = self._ticks.get(block)
+        if tick is not None:
+            entry = (tick, block)
+            place = bisect_left(self._entries, entry)
+            if self._entries[place : place + 1] != [entry]:
+                self._entries.insert(place, entry)  # near the end, whence it was dropped
+
+    def newest(self, may_go: MayGo) -> BlockHash | None:
+        """The most recently used leaf that may go; None if there is none.
+
+        Blocks that may not go are set aside until `restore`.
+        """
+        while self._entries:
+            block = self._entries[-1][1]
+            if self._is_current(self._entries[-1]) and self._forest.is_leaf(block):
+                if may_go(block):
+                    return block
+                self._held.append(self._entries[-1])
+            self._entries.pop()
+        return None
+
+    def restore(self) -> None:
+        """Takes the blocks back that may not go now."""
+        for entry in reversed(self._held):
+            insort(self._entries, entry)
+        self._held.clear()
+
+    def validate(self) -> None:
+        """Asserts that no leaf is out of reach."""
+        assert not self._held
+        assert self._entries == sorted(set(self._entries))
+        leaves = {(t, block) for block, t in self._ticks.items() if self._forest.is_leaf(block)}
+        assert leaves <= set(self._entries)
+
+    def _is_current(self, entry: tuple[int, BlockHash]) -> bool:
+        return self._ticks.get(entry[1]) == entry[0]
 
 
 def rest(forest: Forest, num_blocks: int, may_go: MayGo) -> Iterable[BlockHash]:

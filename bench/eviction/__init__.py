@@ -1,0 +1,1 @@
+"""`baton bench eviction`: hit rates of policies that choose what leaves the store."""

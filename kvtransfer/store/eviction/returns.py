@@ -1,0 +1,159 @@
+"""Learns when blocks of a class return, and what it is worth to keep a block until then. Pure.
+
+A class is any set of blocks that may return alike. For each class the table counts, by age since
+the last use, blocks that returned and blocks that were given up. With the blocks that still wait,
+these counts give the *hazard*: the share of waiting blocks that return at each age (Kaplan and
+Meier, 1958). Ages are in half octaves, so one table serves seconds and hours.
+
+The worth of a block is the most hits per second of room that any further stay promises:
+
+    worth(age) = max over T > age of  P(returns before T) / E[time until it returns or T comes]
+
+This is Gittins' index of the block. Blocks whose time has not come yet, whose time has passed, or
+which seldom return, are worth little. Hit density was first used for eviction by LHD.
+
+Sources: Gittins, Bandit processes, JRSS B 1979; Beckmann, Chen and Cidon, LHD, NSDI 2018.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+STEPS_PER_OCTAVE = 2
+SHORTEST = 0.25  # ages below this are one bucket; the unit is the class's
+NUM_BUCKETS = 44  # up to 12 days of SHORTEST = 0.25 s
+PRIOR_WEIGHT = 4.0  # a class with so many blocks is believed as much as its family
+PRIOR_HAZARD = 0.15  # of each bucket: worth falls with age, as least recently used wants it
+MEMORY = 65_536.0  # events after which old counts weigh half
+LEAST_EVENTS = 256  # between two computations of the worths
+
+
+def bucket_of(age: float) -> int:
+    """The bucket of an age; ages that no block should have fall into the last one."""
+    return min(NUM_BUCKETS - 1, int(STEPS_PER_OCTAVE * math.log2(1 + max(age, 0.0) / SHORTEST)))
+
+
+def _edge(bucket: int) -> float:
+    return SHORTEST * (math.pow(2.0, bucket / STEPS_PER_OCTAVE) - 1)
+
+
+WIDTHS = [_edge(bucket + 1) - _edge(bucket) for bucket in range(NUM_BUCKETS)]
+
+
+def worths(hazards: Sequence[float]) -> list[float]:
+    """The worth at each age, in hits per unit of time, of blocks with these hazards."""
+    found = []
+    for start in range(NUM_BUCKETS):
+        waiting, time, best = 1.0, 0.0, 0.0
+        for hazard, width in zip(hazards[start:], WIDTHS[start:], strict=True):
+            returned = waiting * hazard
+            time += width * (waiting - returned / 2)
+            waiting -= returned
+            best = max(best, (1 - waiting) / time)
+        found.append(best)
+    return found
+
+
+class ReturnTable:
+    """Counts of returns, by class and age, and the worths that follow.
+
+    `families` gives the numbers of classes in each family: a class of which little is known is
+    taken for its family's average. `units` gives seconds per unit of age, by class.
+    """
+
+    def __init__(self, families: Sequence[int], units: Sequence[float]) -> None:
+        assert sum(families) == len(units)
+        self._families = families
+        self._units = units
+        self._returned = [[0.0] * NUM_BUCKETS for _ in units]
+        self._given_up = [[0.0] * NUM_BUCKETS for _ in units]
+        self._waiting: Counter[tuple[int, int]] = Counter()  # by class and quarter of a second
+        self._num_events = 0
+        flat = worths([PRIOR_HAZARD] * NUM_BUCKETS)
+        self._worths = [[worth / unit for worth in flat] for unit in units]
+
+    def worth(self, which: int, age_s: float) -> float:
+        """Hits per second of room that a block of that class and age promises."""
+        return self._worths[which][bucket_of(age_s / self._units[which])]
+
+    def wait(self, which: int, used_s: float, num_blocks: int = 1) -> None:
+        """Blocks of a class wait from now on for their next use."""
+        if num_blocks:
+            self._waiting[which, _quarter(used_s)] += num_blocks
+
+    def unwait(self, which: int, used_s: float) -> None:
+        """A block that was used at `used_s` does not wait in that class any more."""
+        cohort = (which, _quarter(used_s))
+        self._waiting[cohort] -= 1
+        if not self._waiting[cohort]:
+            del self._waiting[cohort]
+
+    def returned(self, which: int, used_s: float, now_s: float) -> None:
+        """A waiting block was used again."""
+        self.unwait(which, used_s)
+        self._returned[which][bucket_of((now_s - used_s) / self._units[which])] += 1
+        self._count(now_s)
+
+    def given_up(self, which: int, used_s: float, now_s: float) -> None:
+        """A waiting block is watched no longer."""
+        self.unwait(which, used_s)
+        self._given_up[which][bucket_of((now_s - used_s) / self._units[which])] += 1
+        self._count(now_s)
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait, of all classes."""
+        return self._waiting.total()
+
+    def _count(self, now_s: float) -> None:
+        """Computes the worths anew after so many events that it costs each of them little."""
+        self._num_events += 1
+        if self._num_events >= LEAST_EVENTS + 4 * len(self._waiting):
+            self._learn(now_s)
+            keep = MEMORY / (MEMORY + self._num_events)
+            for counts in (*self._returned, *self._given_up):
+                counts[:] = [count * keep for count in counts]
+            self._num_events = 0
+
+    def _learn(self, now_s: float) -> None:
+        leaving = [counts.copy() for counts in self._given_up]
+        for (which, quarter), num_blocks in self._waiting.items():
+            leaving[which][bucket_of((now_s - quarter / 4) / self._units[which])] += num_blocks
+        at_risk = [_at_risk(*each) for each in zip(self._returned, leaving, strict=True)]
+        first = 0
+        for size in self._families:
+            family = range(first, first + size)
+            first += size
+            prior = [PRIOR_HAZARD] * NUM_BUCKETS
+            totals = [
+                [sum(t[c][b] for c in family) for b in range(NUM_BUCKETS)]
+                for t in (self._returned, at_risk)
+            ]
+            prior = _hazards(totals[0], totals[1], prior)
+            for which in family:
+                if at_risk[which][0]:
+                    hazards = _hazards(self._returned[which], at_risk[which], prior)
+                    found = worths(hazards)
+                    self._worths[which] = [worth / self._units[which] for worth in found]
+
+
+def _quarter(used_s: float) -> int:
+    return int(4 * used_s)
+
+
+def _at_risk(returned: Sequence[float], leaving: Sequence[float]) -> list[float]:
+    """Blocks that reached each bucket."""
+    total, found = 0.0, []
+    for back, left in zip(reversed(returned), reversed(leaving), strict=True):
+        total += back + left
+        found.append(total)
+    return found[::-1]
+
+
+def _hazards(
+    returned: Sequence[float], at_risk: Sequence[float], prior: Sequence[float]
+) -> list[float]:
+    return [
+        min((back + PRIOR_WEIGHT * guess) / (risk + PRIOR_WEIGHT), 1.0)
+        for back, risk, guess in zip(returned, at_risk, prior, strict=True)
+    ]

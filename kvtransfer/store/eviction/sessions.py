@@ -1,0 +1,192 @@
+"""Sessions that clients told of, and how far each API key is believed. Pure.
+
+Hints are claims. So every key has bounds: on its sessions, on the blocks that its hints keep, and
+on the blocks it pins. What exceeds a bound is treated as if the hint had not come. A key whose
+promised returns mostly do not come is not believed about `keep_s` until its record is better.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.worker.blocks import BlockHash
+
+LONGEST_CHAIN = 1 << 16  # blocks of one hint that are read
+MOST_LATE = 4.0  # a return within so many times `keep_s` keeps the promise
+TRUST = 8.0  # promises that a key is taken to have kept before its first
+RECORD = 512.0  # promises that a key's record remembers
+
+Chain = tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HintBudget:
+    """What one key can gain by hints, and how many keys can."""
+
+    kept_blocks: int
+    pinned_blocks: int
+    all_pinned_blocks: int  # of all keys together: the rest of the tier can always leave
+    num_sessions: int = 4096
+    num_keys: int = 1024
+
+    @staticmethod
+    def of_tier(num_blocks: int) -> "HintBudget":
+        """A quarter of the tier for sessions of one key, a sixteenth for its pins."""
+        return HintBudget(num_blocks // 4, num_blocks // 16, num_blocks // 4)
+
+
+@dataclass(slots=True)
+class LiveSession:
+    """A session that has not ended, and the blocks of its last prompt."""
+
+    key: str
+    blocks: Chain
+    keep_s: float | None
+    used_s: float
+
+
+@dataclass(slots=True)
+class HintRecord:
+    """What is known of one key."""
+
+    sessions: OrderedDict[str, LiveSession] = field(default_factory=OrderedDict)
+    pinned: dict[BlockHash, None] = field(default_factory=dict)
+    num_kept: int = 0  # blocks of the tier that are kept by this key's hints
+    num_right: float = TRUST  # promises
+    num_wrong: float = 0.0
+
+    @property
+    def is_believed(self) -> bool:
+        """True while most returns come as promised."""
+        return self.num_right >= self.num_wrong
+
+    def judge(self, session: LiveSession, now_s: float, *, returned: bool) -> None:
+        """Notes how a promise of the session ended."""
+        if session.keep_s is None:
+            return
+        in_time = now_s - session.used_s <= MOST_LATE * session.keep_s
+        if returned and in_time:
+            self.num_right += 1
+        elif not in_time:
+            self.num_wrong += 1
+        total = self.num_right + self.num_wrong
+        if total > RECORD:
+            self.num_right *= RECORD / total
+            self.num_wrong *= RECORD / total
+
+
+class Sessions:
+    """The live sessions of all keys, and the blocks that keys have pinned."""
+
+    def __init__(self, budget: HintBudget) -> None:
+        self.budget = budget
+        self.keys: dict[str, HintRecord] = {}
+        self._num_sessions: Counter[BlockHash] = Counter()  # live sessions with that block
+        self._num_pins: Counter[BlockHash] = Counter()  # keys that pin that block
+
+    def record(self, key: str) -> HintRecord | None:
+        """The record of a key; None if there is no room for one more key."""
+        found = self.keys.get(key)
+        if found is None and len(self.keys) >= self.budget.num_keys:
+            idle = (k for k, r in self.keys.items() if not (r.sessions or r.pinned or r.num_kept))
+            dropped = next(idle, None)
+            if dropped is None:
+                return None
+            del self.keys[dropped]
+        if found is None:
+            found = self.keys[key] = HintRecord()
+        return found
+
+    def is_shared(self, block: BlockHash) -> bool:
+        """True if more than one live session has the block."""
+        return self._num_sessions[block] > 1
+
+    def is_live(self, block: BlockHash) -> bool:
+        """True if a live session has the block."""
+        return block in self._num_sessions
+
+    def is_pinned(self, block: BlockHash) -> bool:
+        """True if a key pins the block."""
+        return block in self._num_pins
+
+    def begin_turn(
+        self, record: HintRecord, name: str, session: LiveSession
+    ) -> tuple[Chain, Chain]:
+        """Replaces a session's last turn by this one.
+
+        Returns the last turn's blocks, and those of a session that the key has no room for now.
+        """
+        before = record.sessions.pop(name, None)
+        if before is not None:
+            record.judge(before, session.used_s, returned=True)
+        record.sessions[name] = session
+        for block in session.blocks:
+            self._num_sessions[block] += 1
+        if before is not None:
+            self._let_go(before)
+        dropped: Chain = ()
+        if len(record.sessions) > self.budget.num_sessions:
+            _, oldest = record.sessions.popitem(last=False)
+            record.judge(oldest, session.used_s, returned=False)
+            self._let_go(oldest)
+            dropped = oldest.blocks
+        return (() if before is None else before.blocks), dropped
+
+    def end(self, key: str, name: str, now_s: float) -> LiveSession | None:
+        """Ends a session. Returns it, or None if it is not known."""
+        record = self.keys.get(key)
+        session = None if record is None else record.sessions.pop(name, None)
+        if session is not None and record is not None:
+            record.judge(session, now_s, returned=False)
+            self._let_go(session)
+        return session
+
+    def pin(self, key: str, blocks: Chain) -> None:
+        """Pins the first blocks of these, as many as the key's budget admits."""
+        record = self.record(key)
+        if record is None:
+            return
+        for block in blocks:
+            if len(record.pinned) >= self.budget.pinned_blocks:
+                break
+            is_new = block not in self._num_pins
+            if is_new and len(self._num_pins) >= self.budget.all_pinned_blocks:
+                break
+            if block not in record.pinned:
+                record.pinned[block] = None
+                self._num_pins[block] += 1
+
+    def unpin(self, key: str, blocks: Chain) -> None:
+        """Undoes the key's own pins of these blocks."""
+        record = self.keys.get(key)
+        for block in blocks if record is not None else ():
+            if record is not None and block in record.pinned:
+                del record.pinned[block]
+                _decrease(self._num_pins, block)
+
+    def all_live(self) -> Iterator[LiveSession]:
+        """All live sessions."""
+        for record in self.keys.values():
+            yield from record.sessions.values()
+
+    def validate(self) -> None:
+        """Asserts that counts are true and within their bounds."""
+        assert len(self.keys) <= self.budget.num_keys
+        live = Counter(block for session in self.all_live() for block in session.blocks)
+        assert live == self._num_sessions
+        assert len(self._num_pins) <= self.budget.all_pinned_blocks
+        assert Counter(b for r in self.keys.values() for b in r.pinned) == self._num_pins
+        for record in self.keys.values():
+            assert len(record.sessions) <= self.budget.num_sessions
+            assert len(record.pinned) <= self.budget.pinned_blocks
+            assert 0 <= record.num_kept <= self.budget.kept_blocks
+
+    def _let_go(self, session: LiveSession) -> None:
+        for block in session.blocks:
+            _decrease(self._num_sessions, block)
+
+
+def _decrease(counts: Counter[BlockHash], block: BlockHash) -> None:
+    counts[block] -= 1
+    if not counts[block]:
+        del counts[block]
