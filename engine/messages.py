@@ -32,6 +32,8 @@ ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_HASHES = 65_536  # of blocks, in one message
 HASH_BYTES = 16  # of a block, as `engine.worker.blocks` computes it
+MAX_HINT_ID_LEN = 64  # characters of an id in a client's hint
+MAX_KEEP_S = 86_400.0  # that a client may ask the store to keep a session for
 
 RequestId = NewType("RequestId", str)
 SeqId = NewType("SeqId", str)
@@ -47,6 +49,9 @@ Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
+# Names an API key or a session to stores, and tells them nothing else about it.
+HintId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HINT_ID_LEN)]
+KeepS = Annotated[float, msgspec.Meta(gt=0, le=MAX_KEEP_S)]
 
 
 class Role(StrEnum):
@@ -293,6 +298,43 @@ class Prefetch(msgspec.Struct, frozen=True, tag=True):
     hashes: Hashes
 
 
+class SessionUse(msgspec.Struct, frozen=True, tag=True):
+    """A request of a client's session used these blocks of its prompt and answer, in order.
+
+    `keep_s` says that the session's next request is expected within that time. Only a store acts on
+    this message and on the next three. They are hints, and are not answered.
+    """
+
+    key: HintId
+    session: HintId
+    hashes: Hashes
+    keep_s: KeepS | None = None
+
+
+class SessionEnd(msgspec.Struct, frozen=True, tag=True):
+    """A client's session makes no request any more."""
+
+    key: HintId
+    session: HintId
+
+
+class PinBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Keep these leading blocks of a prompt, within what one key may pin."""
+
+    key: HintId
+    hashes: Hashes
+
+
+class UnpinBlocks(msgspec.Struct, frozen=True, tag=True):
+    """The key asks no more to keep these blocks."""
+
+    key: HintId
+    hashes: Hashes
+
+
+StoreHint = SessionUse | SessionEnd | PinBlocks | UnpinBlocks
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Free what this sequence, or an offer for it, holds: no gateway needs it any more."""
 
@@ -531,6 +573,10 @@ ToWorker = (
     | OfferPrefix
     | OfferBlocks
     | Prefetch
+    | SessionUse
+    | SessionEnd
+    | PinBlocks
+    | UnpinBlocks
     | Cancel
     | HandOver
     | SetRole

@@ -11,7 +11,16 @@ from concurrent.futures import Executor
 
 from engine.errors import GrammarError
 from engine.grammar.guide import Guides, OpenedGuide
-from engine.messages import Decode, GatewayId, Generate, Prefetch, Prefill, SeqId, SetRole
+from engine.messages import (
+    Decode,
+    GatewayId,
+    Generate,
+    Prefetch,
+    Prefill,
+    SeqId,
+    SetRole,
+    StoreHint,
+)
 from engine.worker.events import FromGateway, OfGateway
 
 MAX_OPENING = 1024  # sequences of one gateway whose guides are being opened
@@ -44,7 +53,10 @@ class GuideOpening:
 
     def take(self, message: OfGateway) -> None:
         """Passes the message on, now or once its sequence's guide is open."""
-        if not isinstance(message, SetRole | Prefetch) and message.seq_id in self._behind:
+        if (
+            not isinstance(message, SetRole | Prefetch | StoreHint)
+            and message.seq_id in self._behind
+        ):
             self._behind[message.seq_id].append(message)
         elif not isinstance(message, Prefill | Generate | Decode) or not message.sampling.grammar:
             self._put(FromGateway(self._gateway_id, message))

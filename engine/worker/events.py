@@ -26,6 +26,7 @@ from engine.messages import (
     RoleChanged,
     SeqId,
     SetRole,
+    StoreHint,
     ToGateway,
 )
 from engine.worker.blocks import BlockId
@@ -42,6 +43,7 @@ OfGateway = (
     | OfferPrefix
     | OfferBlocks
     | Prefetch
+    | StoreHint
     | Cancel
     | HandOver
     | SetRole

@@ -21,10 +21,15 @@ from engine.messages import (
     LoadReport,
     OfferBlocks,
     OfferPrefix,
+    PinBlocks,
     Prefetch,
     Prefill,
     SeqId,
+    SessionEnd,
+    SessionUse,
+    StoreHint,
     TransferAddress,
+    UnpinBlocks,
 )
 from engine.worker.blocks import BlockHash, CacheNews
 from engine.worker.events import (
@@ -53,6 +58,13 @@ from kvtransfer.store.events import (
     TierListed,
     TierTurned,
     Written,
+)
+from kvtransfer.store.eviction.hints import (
+    BlocksPinned,
+    BlocksUnpinned,
+    SessionEnded,
+    SessionHint,
+    SessionUsed,
 )
 from kvtransfer.store.holdings import Holdings
 from kvtransfer.store.intake import IntakePace, StoreIntake
@@ -183,8 +195,7 @@ class StoreMachine:
             case TierListed(medium, links):
                 self.holdings.list_all(medium, links, now_s)
             case Hinted(hint):
-                for shelf in self.holdings.shelves.values():
-                    shelf.eviction.hint(hint, now_s)
+                self._take_hint(hint, now_s)
             case DropAll():
                 return self._drop_all()
             case StoreTick():
@@ -199,6 +210,8 @@ class StoreMachine:
                 return effects
             case Prefetch(hashes):
                 return self.offers.prefetch([BlockHash(each) for each in hashes], now_s)
+            case SessionUse() | SessionEnd() | PinBlocks() | UnpinBlocks() as message:
+                self._take_hint(_hint_of(message), now_s)
             case Cancel(seq_id):
                 return self.offers.cancel(prefix_lease_id(seq_id))
             case Prefill(seq_id) | Generate(seq_id) | Decode(seq_id):
@@ -208,6 +221,10 @@ class StoreMachine:
             case OfferBlocks(seq_id):
                 return [Emit(event.gateway_id, BlocksOffered(seq_id, None))]
         return []
+
+    def _take_hint(self, hint: SessionHint, now_s: float) -> None:
+        for shelf in self.holdings.shelves.values():
+            shelf.eviction.hint(hint, now_s)
 
     def _on_loaded(self, event: Loaded, now_s: float) -> list[StoreEffect]:
         effects: list[StoreEffect] = [*self.holdings.end_load(event.block, event.fault, now_s)]
@@ -236,3 +253,20 @@ class StoreMachine:
             for block in blocks:
                 effects += self.holdings.drop_from(medium, block)
         return effects
+
+
+def _hint_of(message: StoreHint) -> SessionHint:
+    """A gateway's message as policies take it."""
+    match message:
+        case SessionUse(key, session, hashes, keep_s):
+            return SessionUsed(key, session, _blocks(hashes), keep_s)
+        case SessionEnd(key, session):
+            return SessionEnded(key, session)
+        case PinBlocks(key, hashes):
+            return BlocksPinned(key, _blocks(hashes))
+        case UnpinBlocks(key, hashes):
+            return BlocksUnpinned(key, _blocks(hashes))
+
+
+def _blocks(hashes: Sequence[bytes]) -> tuple[BlockHash, ...]:
+    return tuple(map(BlockHash, hashes))

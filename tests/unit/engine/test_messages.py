@@ -1,9 +1,10 @@
 """Every message survives the wire, and invalid bytes are a typed error."""
 
+import math
 import random
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
@@ -13,6 +14,10 @@ from hypothesis import strategies as st
 from engine.errors import ProtocolError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
+    HASH_BYTES,
+    MAX_HASHES,
+    MAX_HINT_ID_LEN,
+    MAX_KEEP_S,
     PROTOCOL_VERSION,
     Cancel,
     Decode,
@@ -25,12 +30,15 @@ from engine.messages import (
     Limits,
     OfferBlocks,
     OfferPrefix,
+    PinBlocks,
     Prefetch,
     Prefill,
     PrefillDone,
     PrefillStarted,
     Role,
     Sampling,
+    SessionEnd,
+    SessionUse,
     ToGateway,
     Tokens,
     ToWorker,
@@ -58,6 +66,7 @@ SAMPLES = [  # broken frames are made of these
     OfferBlocks("a.0", [bytes(16), bytes(range(16))]),
     Prefetch([bytes(range(16))]),
     Cancel("a.0"),
+    SessionUse("key", "session", [bytes(HASH_BYTES)], 60.0),
 ]
 
 
@@ -66,14 +75,9 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
     if hasattr(kind, "__supertype__"):  # a NewType
         return values(kind.__supertype__)
     match get_origin(kind) or kind:
-        case origin if origin is Annotated:  # ids, prompts, salts, and hashes of blocks
-            inner, meta = get_args(kind)[:2]
-            if inner is bytes:
-                return st.binary(min_size=meta.min_length or 0, max_size=meta.max_length)
-            if inner is int:
-                return st.integers(0, 2**32 - 1)
-            return st.lists(values(get_args(inner)[0]), min_size=meta.min_length or 0, max_size=4)
-        case origin if origin is UnionType:
+        case origin if origin is Annotated:
+            return bounded(*get_args(kind))
+        case origin if origin in (UnionType, Union):  # the latter has an annotated part
             return st.one_of([values(part) for part in get_args(kind)])
         case origin if origin is tuple and Ellipsis not in get_args(kind):
             return st.tuples(*map(values, get_args(kind)))
@@ -99,6 +103,20 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
         bytes: st.binary(max_size=6),
         NoneType: st.none(),
     }[kind]
+
+
+def bounded(kind: Any, *bounds: Any) -> "st.SearchStrategy[Any]":
+    """Any value of a type within its bounds: an id, a prompt, a salt, hashes and so on."""
+    (meta,) = (each for each in bounds if isinstance(each, msgspec.Meta))
+    sizes = {"min_size": meta.min_length or 0, "max_size": min(meta.max_length or 4, 64)}
+    if kind is int:
+        return st.integers(meta.ge, meta.lt - 1)
+    if kind is float:
+        return st.floats(meta.gt, meta.le, exclude_min=True)
+    if kind in (bytes, str):
+        return (st.binary if kind is bytes else st.text)(**sizes)
+    assert get_origin(kind) is list
+    return st.lists(values(get_args(kind)[0]), min_size=sizes["min_size"], max_size=4)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +218,24 @@ def test_a_prompt_that_could_not_be_computed_is_a_protocol_error(kind, token_ids
     frame = encode_frame([kind("a", token_ids, Sampling(), Limits(9))])
     with pytest.raises(ProtocolError, match="token_ids"):
         decode_to_worker(frame)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SessionUse("", "s", []),
+        SessionUse("k", "s" * (MAX_HINT_ID_LEN + 1), []),
+        SessionUse("k", "s", [bytes(HASH_BYTES - 1)]),
+        SessionUse("k", "s", [bytes(HASH_BYTES)] * (MAX_HASHES + 1)),
+        *(SessionUse("k", "s", [], s) for s in (0.0, -1.0, 2 * MAX_KEEP_S, math.nan, math.inf)),
+        SessionEnd("k" * (MAX_HINT_ID_LEN + 1), "s"),
+        PinBlocks("k", [b""]),
+    ],
+    ids=lambda message: repr(message)[:60],
+)
+def test_a_hint_outside_its_bounds_is_a_protocol_error(message):
+    with pytest.raises(ProtocolError):
+        decode_to_worker(encode_frame([message]))
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)

@@ -20,6 +20,7 @@ from engine.messages import (
     Role,
     Sampling,
     SeqId,
+    SessionEnd,
     SetRole,
     TransferAddress,
 )
@@ -99,16 +100,17 @@ def test_other_sequences_pass_while_a_grammar_is_compiled():
             FirstToken(SeqId("a"), 3),
             asked("b"),
             SetRole(Role.MIXED),
+            SessionEnd("key", "session"),
             Cancel(SeqId("a")),
             Cancel(SeqId("b")),
         ):
             session.opening.take(message)
-        passed = [("Decode", "b"), ("SetRole", ""), ("Cancel", "b")]
+        passed = [("Decode", "b"), ("SetRole", ""), ("SessionEnd", ""), ("Cancel", "b")]
         assert session.seen() == passed
         session.guides.go.set()
-        await session.until(6)
+        await session.until(7)
         assert session.seen() == [*passed, ("Decode", "a"), ("FirstToken", "a"), ("Cancel", "a")]
-        assert [e.guide for e in session.events] == [None] * 3 + ["guide of slow", None, None]
+        assert [e.guide for e in session.events] == [None] * 4 + ["guide of slow", None, None]
 
     run(scene)
 

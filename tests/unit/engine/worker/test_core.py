@@ -5,9 +5,20 @@ from itertools import pairwise
 import pytest
 
 from decode.acceptance import Proposer
-from engine.messages import LoadReport, Role, StepReport
+from engine.messages import (
+    HASH_BYTES,
+    GatewayId,
+    LoadReport,
+    PinBlocks,
+    Role,
+    SessionEnd,
+    SessionUse,
+    StepReport,
+    UnpinBlocks,
+)
 from engine.worker.batch import BatchResult, RowResult
 from engine.worker.core import MAX_STEPS_OF_A_KIND
+from engine.worker.events import FromGateway
 from tests.kits.worker_core import (
     LENGTH,
     STOP,
@@ -57,6 +68,20 @@ B_DONE = prefilled("b", 9)
 def test_a_sequence_that_this_role_cannot_serve_is_given_back(role, event):
     rig = Rig(role)
     rig.play((event, [given_back("a", WRONG_ROLE)]), (Step(), []), (Blocks(), blocks(free=8)))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.MIXED])
+def test_a_worker_ignores_what_is_meant_for_stores(role):
+    hashes = [bytes(HASH_BYTES)]
+    hints = (
+        SessionUse("k", "s", hashes, 60.0),
+        SessionEnd("k", "s"),
+        PinBlocks("k", hashes),
+        UnpinBlocks("k", hashes),
+    )
+    rig = Rig(role)
+    rig.play(*((FromGateway(GatewayId("g"), hint), []) for hint in hints))
+    rig.play((Blocks(), blocks(free=8)))
 
 
 def test_a_mixed_worker_takes_all_kinds_of_sequences():
