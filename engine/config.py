@@ -121,6 +121,7 @@ class StoreEviction(StrEnum):
 
     LRU = "lru"  # the least recently used
     ARC = "arc"  # recency against frequency, by what was evicted too early
+    WORTH = "worth"  # the least likely to be used again, as learned; believes hints of sessions
 
 
 class StoreWrites(StrEnum):
@@ -531,7 +532,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_gib: float = 64.0  # of blocks on disk
     objects: str | None = None  # a URL as fsspec takes it: s3://bucket/folder; None: no objects
     objects_gib: float = 1024.0  # of objects
-    eviction: StoreEviction = StoreEviction.LRU  # the choice of blocks that leave a full tier
+    eviction: StoreEviction = StoreEviction.WORTH  # the choice of blocks that leave a full tier
     writes: StoreWrites = StoreWrites.THROUGH  # when blocks go from memory to disk and objects
     copies: int = 2  # stores that may hold a block; the others do not take it
     take_mib_per_s: float = 512.0  # new blocks are taken from workers no faster

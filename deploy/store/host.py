@@ -15,7 +15,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import msgspec
@@ -78,8 +78,11 @@ from kvtransfer.store.events import (
     StoreTick,
     WriteBlock,
 )
+from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
+from kvtransfer.store.eviction.leaf_worth import LeafWorth
 from kvtransfer.store.eviction.seam import Eviction
+from kvtransfer.store.eviction.sessions import HintBudget
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms
 from kvtransfer.store.objects.tier import ObjectLimits, ObjectTier
@@ -311,7 +314,7 @@ class StoreHost:
         self._reporting = self._loop.call_later(REPORT_EVERY_S, self._report)
 
     def _shelf(self, num_slots: int, found: RecoveredBlocks | None = None) -> Shelf:
-        shelf = Shelf(num_slots, _eviction(self._config))
+        shelf = Shelf(num_slots, _eviction(self._config, num_slots))
         if found is not None and len(found):
             parents = found.parent_by_hash()
             shelf.put_all(
@@ -528,9 +531,15 @@ class _StoreListener:
         pass
 
 
-def _eviction(config: StoreConfig) -> Eviction:
-    assert config.eviction is StoreEviction.LRU
-    return LeafLru()
+def _eviction(config: StoreConfig, num_slots: int) -> Eviction:
+    match config.eviction:
+        case StoreEviction.LRU:
+            return LeafLru()
+        case StoreEviction.ARC:
+            return LeafArc(num_slots)
+    budget = HintBudget.of_tier(num_slots)
+    pinned_blocks = int(config.pinned_share * num_slots)
+    return LeafWorth(num_slots, replace(budget, pinned_blocks=pinned_blocks))
 
 
 def _block_or_none(block: bytes | None) -> BlockHash | None:
