@@ -16,7 +16,6 @@ from kvtransfer.store.events import LOWER, EraseBlock, LoadBlock, Medium
 from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
 
-
 # Faults of a block. With any other one, as of the whole disk, the block may still be there.
 BLOCK_FAULTS = ("damaged", "short", "not_held", "missing")
 

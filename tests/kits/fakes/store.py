@@ -6,6 +6,7 @@ could read something else than its lease names, or something writes to a slot th
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 from engine.messages import (
@@ -92,7 +93,7 @@ class StoreRig:
         self.prompts: list[list[int]] = []
         self.num_lives = 0
         self.num_asked = 0
-        self.num_wrong_reads = 0
+        self.counted: Counter[str] = Counter()  # by machines of earlier lives
         self.begin()
 
     # ------------------------------------------------------------ lives
@@ -131,6 +132,7 @@ class StoreRig:
         """Kills the process at this moment, and starts another one."""
         for slot in self.written_slots():
             self.memory[slot] = TORN
+        self.counted.update(self.machine.counters)
         self.begin()
 
     def written_slots(self) -> set[int]:
