@@ -89,7 +89,7 @@ class StoreRig:
         self.disk: dict[int, BlockHash] = {}
         self.headers: dict[int, tuple[BlockHash, BlockHash | None]] = {}  # of places on disk
         self.parents: dict[BlockHash, BlockHash | None] = {}
-        self.held: dict[WorkerId, set[BlockHash]] = {WorkerId(f"w{i}"): set() for i in (0, 1)}
+        self.held: dict[WorkerId, dict[BlockHash, None]] = {WorkerId(f"w{i}"): {} for i in (0, 1)}
         self.prompts: list[list[int]] = []
         self.num_lives = 0
         self.num_asked = 0
@@ -250,7 +250,7 @@ class StoreRig:
         for parent, block in zip([None, *hashes], hashes, strict=False):
             self.parents[block] = parent
         new = [block for block in hashes if block not in self.held[worker]]
-        self.held[worker].update(new)
+        self.held[worker].update(dict.fromkeys(new))
         if new:
             self.do(PeerNews(worker, [self.stored_event(block) for block in new]))
 
@@ -259,14 +259,14 @@ class StoreRig:
         worker = self.rng.choice(list(self.held))
         if self.held[worker]:
             block = self.rng.choice(sorted(self.held[worker]))
-            self.held[worker].remove(block)
+            del self.held[worker][block]
             self.do(PeerNews(worker, [BlockRemoved([block], None)]))
 
     def lose_worker(self) -> None:
         """A worker dies, and another one with its name joins, with an empty cache."""
         worker = self.rng.choice(list(self.held))
         self.asks = [each for each in self.asks if each[0] != worker]
-        self.held[worker] = set()
+        self.held[worker] = {}
         self.do(PeerLost(worker))
         self.join(worker)
 
@@ -361,7 +361,7 @@ class StoreRig:
 
     def turn(self) -> None:
         """The disk steps back, or works again."""
-        self.is_off = not self.is_off
+        self.is_off = not self.is_off and self.rng.random() < 0.5
         self.do(TierTurned(Medium.DISK, "EIO" if self.is_off else None))
 
     def wait(self) -> None:
