@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.messages import MAX_HASHES, SessionUse
+from engine.worker.blocks import BlockHash, hash_blocks
 from router.gateway.hints.claims import SessionClaim
 from router.machine.requests import Request
 from router.prefixes.map import PrefixHashes
@@ -40,12 +41,17 @@ class SessionNotes(msgspec.Struct, frozen=True):
 
 def notes_of(claim: SessionClaim, block_size: int, leaders: Sequence[Request]) -> SessionNotes:
     """Begins the notes of a call with the blocks of its prompts."""
-    hashes: list[PrefixHashes] = []
-    for leader in leaders:
-        hashes.append(PrefixHashes(salt=leader.salt))
-        num_tokens = _bounded(len(leader.token_ids), block_size)
-        hashes[-1].leading(leader.token_ids, num_tokens=num_tokens, block_size=block_size)
+    hashes = [
+        PrefixHashes({block_size: prompt_hashes(each, block_size)}, salt=each.salt)
+        for each in leaders
+    ]
     return SessionNotes(claim, block_size, tuple(hashes))
+
+
+def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
+    """Hashes of the whole blocks of a prompt, as many as one message may have."""
+    num_tokens = _bounded(len(request.token_ids), block_size)
+    return hash_blocks(request.token_ids[:num_tokens], block_size, request.salt)
 
 
 def _bounded(num_tokens: int, block_size: int) -> int:
