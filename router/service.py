@@ -33,6 +33,7 @@ from engine.messages import (
     RequestId,
     Role,
     StillStepping,
+    StoreHint,
     ToGateway,
     Tokens,
     ToWorker,
@@ -152,6 +153,7 @@ class Router:
             self._recording = RecordingFile(record_dir / f"{self.gateway_id}.msgpack", seeded)
         self._links: dict[WorkerId, SessionClient] = {}
         self._linked_to: dict[WorkerId, str] = {}  # their addresses
+        self._stores: list[WorkerId] = []  # those that are stores
         self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
@@ -286,6 +288,17 @@ class Router:
     def capacity_tokens(self) -> int | None:
         """The length of the longest request that workers could hold; None until it is known."""
         return self.machine.view.capacity_tokens
+
+    def store_block_size(self) -> int | None:
+        """The tokens of a block in stores; None if no store is connected. Thread-safe."""
+        return self._layouts[Role.STORE].block_size if self._stores else None
+
+    def tell_stores(self, hint: StoreHint) -> None:
+        """Passes on what a client says to each store that is connected."""
+        if self._stores:
+            frame = encode_frame([hint])
+            for worker_id in self._stores:
+                _post(self._links[worker_id], worker_id, frame)
 
     async def wait_until_ready(self, timeout_s: float) -> str | None:
         """Waits until requests can be served, or for `timeout_s`. Returns what is missing then."""
@@ -457,6 +470,8 @@ class Router:
             self._check_step(info.worker_id, info.step)
         self._links[info.worker_id] = client
         self._linked_to[info.worker_id] = address
+        if info.role is Role.STORE:
+            self._stores.append(info.worker_id)
         log.info("%s worker %s joined", info.role, info.worker_id)
         feed = None
         reason = "session ended"
@@ -479,6 +494,8 @@ class Router:
             if feed is not None:
                 feed.close()
             del self._links[info.worker_id], self._linked_to[info.worker_id]
+            if info.role is Role.STORE:
+                self._stores.remove(info.worker_id)
             self._leaving.pop(info.worker_id, None)
             is_wanted = address in self._addresses and not self._closing.done()
             level = logging.WARNING if is_wanted else logging.INFO
