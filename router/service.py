@@ -46,6 +46,7 @@ from engine.net.rpc import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
 from router.cluster.estimates import Estimates
+from router.cluster.media import SEPARATOR
 from router.cluster.transfers import MovedKv
 from router.machine.events import BlocksChanged, BlocksUnheard, Stepped
 from router.machine.flight import running_timeline
@@ -553,11 +554,16 @@ class Router:
         """Raises an error unless the worker fits the others.
 
         All workers of a gateway serve one model, each pool in one KV layout. Layouts of two pools
-        may differ in the format.
+        may differ in the format. A store has to fit them, but they need not fit a store that came
+        before them: its blocks are then left alone.
         """
+        if SEPARATOR in info.worker_id:
+            raise ProtocolError(f"no worker may be called {info.worker_id!r}")
         if info.worker_id in self._links:
             raise ProtocolError(f"two workers are called {info.worker_id}")
         if not self._fingerprint:
+            if info.role is Role.STORE:
+                return
             self._fingerprint = info.fingerprint
         if info.fingerprint != self._fingerprint:
             raise LayoutMismatch("fingerprint", self._fingerprint, info.fingerprint)
@@ -569,7 +575,7 @@ class Router:
                 raise LayoutMismatch(
                     f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
-        if info.role is not Role.DRAINED:  # a drained worker computes no answers
+        if info.role not in (Role.DRAINED, Role.STORE):  # these compute no answers
             self._layouts[info.role] = info.layout
 
 
