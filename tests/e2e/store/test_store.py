@@ -68,9 +68,8 @@ def with_store(run_dir: Path, *arguments: str, **settings: str) -> Iterator[Serv
         **HANDS_OVER,
         **environment,
     ) as served:
-        poll_until(lambda: "store" in sources(served), "the store has joined", SETTLE_S)
-        blocks = matching(r"baton_worker_blocks\{", metrics(served.url))
-        served.num_blocks = int(sum(blocks.values()))
+        poll_until(lambda: of_store(served, r"baton_worker_blocks\{") > 0, "it joined", SETTLE_S)
+        served.num_blocks += int(of_store(served, r"baton_worker_blocks\{"))
         yield served
 
 
