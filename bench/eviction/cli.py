@@ -92,9 +92,10 @@ def _plot(report: Report, path: Path) -> None:
     for axis, (load, lines) in zip(
         figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True
     ):
-        for which, points in lines.items():
-            style = "-" if which in CURVES else "--"
-            axis.plot(*zip(*points, strict=True), style, marker=".", label=which)
+        for place, (which, points) in enumerate(lines.items()):
+            style, colour = "-" if which in CURVES else "--", f"C{place % 10}"
+            marker = "." if place < 10 else "x"
+            axis.plot(*zip(*points, strict=True), style, marker=marker, color=colour, label=which)
         axis.set(xscale="log", xlabel="blocks of the cache", ylabel="hits (%)", title=load)
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
