@@ -122,9 +122,9 @@ def kill_store(served: Served) -> None:
     poll_until(lambda: "store" in sources(served), "it has joined", SETTLE_S)
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("store") / "run"
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +233,11 @@ def test_objects_outlive_memory_and_disk(run_dir, tmp_path):
     [prompt] = prompts(1, 6)
     url = f"file://{tmp_path}/objects"
     blocks = PROMPT_TOKENS // BLOCK_TOKENS
-    with with_store(run_dir, memory_mib="32", objects=url) as served:
+    settings = {"memory_mib": "32", "objects": url, "salts": str(tmp_path / "salts")}
+    with with_store(run_dir, **settings) as served:
         tokens, _ = ask(served.url, prompt)
         until_kept(served, blocks, "object")
-    with with_store(run_dir, memory_mib="32", objects=url) as served:
+    with with_store(run_dir, **settings) as served:
         until_kept(served, blocks, "object")
         again, cached = ask(served.url, prompt)
         assert again == tokens
