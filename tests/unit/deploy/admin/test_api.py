@@ -85,7 +85,12 @@ class FakeController:
 
     def metrics(self) -> list[Metric]:
         families = controller_families(
-            self.machine, self.planning, counters={}, health={}, price_per_hour=1.5
+            self.machine,
+            self.planning,
+            counters={},
+            health={},
+            price_per_hour=1.5,
+            stores=self.sessions.store_reports(),
         )
         return list(families)
 
