@@ -40,7 +40,14 @@ OF_TIERS = {  # by the name in a load report; the medium is the first word of th
 _AS_WORKERS = (  # counted by the parts that stores and workers share
     *("bad_messages", "cpu_seconds", "dropped_reads", "exposed_seconds"),
     *("failed_fetches", "private_builds"),
-    *("refused_connections", "refused_sessions", "served_reads", "slow_sinks", "unsent_messages"),
+    *(
+        "refused_connections",
+        "refused_sessions",
+        "reread_blocks",
+        "served_reads",
+        "slow_sinks",
+        "unsent_messages",
+    ),
 )
 STORE_TEXTS = {
     **{name: COUNTER_TEXTS[name] for name in _AS_WORKERS},

@@ -59,6 +59,7 @@ COUNTER_TEXTS = {  # by the name in a load report
     "read_bytes": "Estimated bytes of weights and KV that steps read",
     "refused_connections": "Connections refused, by reason",
     "refused_sessions": "Sessions refused, by reason",
+    "reread_blocks": "Blocks asked for again, since they did not arrive",
     "served_reads": "Reads that other workers finished over NIXL",
     "slow_sinks": "Workers that read too slowly",
     "spec_steps": "Steps with drafted tokens",
