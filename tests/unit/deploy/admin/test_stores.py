@@ -1,6 +1,5 @@
 """The operator's pages of stores: what they hold, and the order to forget it."""
 
-
 import msgspec
 import pytest
 
