@@ -281,6 +281,7 @@ class PoolController:
                 counters=self.counters,
                 health=self._health,
                 price_per_hour=self.config.pools.price_per_hour,
+                stores=self.sessions.store_reports(),
             )
         )
 
