@@ -72,9 +72,9 @@ async def _from_memory(
         await client.ask_until_served(warm_ups[0])
         say(f"{len(prompts)} prompts computed")
         cold = await _ask_all(client, prompts, num_cached=0)
-        num_blocks = len(prompts) * plan.cached_len // BLOCK_TOKENS
+        computed = (len(prompts) + 1) * (plan.prompt_len // BLOCK_TOKENS)
         await client.until(
-            lambda samples: _written(samples) >= num_blocks, f"{num_blocks} blocks on disk"
+            lambda samples: _written(samples) >= computed, f"{computed} blocks on disk"
         )
         say("killing all workers")
         for pid in served.services("worker"):
@@ -82,6 +82,7 @@ async def _from_memory(
                 os.kill(pid, signal.SIGKILL)
         await client.ask_until_served(warm_ups[1])
         say(f"{len(prompts)} prompts from the store's memory")
+        num_blocks = len(prompts) * plan.cached_len // BLOCK_TOKENS
         before = await client.samples()
         memory = await _ask_all(client, prompts, num_cached=plan.cached_len)
         worker = await _ask_all(client, prompts, num_cached=plan.cached_len)
