@@ -16,6 +16,9 @@ from kvtransfer.store.events import LOWER, EraseBlock, LoadBlock, Medium
 from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
 
+# Faults of a block. With any other one, as of the whole disk, the block may still be there.
+BLOCK_FAULTS = ("damaged", "short", "not_held", "missing")
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -23,6 +26,7 @@ class Load:
 
     medium: Medium
     slot: BlockId
+    place: BlockId  # in the lower tier, leased until the load ends
     parent: BlockHash | None
     begun_s: float
 
@@ -95,23 +99,22 @@ class Holdings:
         place = shelf.find(block)
         assert place is not None
         shelf.lease([place])
-        self.loads[block] = Load(medium, slot, shelf.parent(block), now_s)
+        self.loads[block] = Load(medium, slot, place, shelf.parent(block), now_s)
         return LoadBlock(medium, block, place, slot)
 
     def end_load(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
-        """Ends a load. A block that could not be read is forgotten, but for faults of the tier."""
+        """Ends a load. A block that is not there any more is forgotten."""
         load = self.loads.pop(block)
         shelf = self.shelves[load.medium]
-        place = shelf.find(block)
-        if place is not None:
-            shelf.end_lease([place])
+        shelf.end_lease([load.place])
         if fault is None:
             self.counters[f"loaded_blocks:{load.medium}"] += 1
             self.put(load.slot, block, load.parent, now_s)
             return []
         self.counters[f"failed_loads:{load.medium}_{fault}"] += 1
         self.memory.give_back(load.slot)
-        return [] if place is None else self.drop_from(load.medium, block)
+        is_lost = fault in BLOCK_FAULTS and shelf.find(block) == load.place
+        return self.drop_from(load.medium, block) if is_lost else []
 
     def written(
         self,
