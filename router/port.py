@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.messages import LoadReport, RequestId, Role, WorkerId
+from engine.messages import LoadReport, RequestId, Role, StoreHint, WorkerId
 from router.cluster.transfers import MovedKv
 from router.machine.requests import Forecast, Request, Timeline, Update
 
@@ -106,4 +106,12 @@ class RouterPort(RouterStatus, RequestPort, Protocol):
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
         """Cancels requests within this call; the last update of each says so."""
+        ...
+
+    def store_block_size(self) -> int | None:
+        """The tokens of a block in stores; None if no store is connected. Thread-safe."""
+        ...
+
+    def tell_stores(self, hint: StoreHint) -> None:
+        """Passes on what a client says to each store that is connected."""
         ...

@@ -33,6 +33,7 @@ from engine.messages import (
     RequestId,
     Role,
     StillStepping,
+    StoreHint,
     ToGateway,
     Tokens,
     ToWorker,
@@ -45,6 +46,7 @@ from engine.net.rpc import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
 from router.cluster.estimates import Estimates
+from router.cluster.media import SEPARATOR
 from router.cluster.transfers import MovedKv
 from router.machine.events import BlocksChanged, BlocksUnheard, Stepped
 from router.machine.flight import running_timeline
@@ -152,6 +154,7 @@ class Router:
             self._recording = RecordingFile(record_dir / f"{self.gateway_id}.msgpack", seeded)
         self._links: dict[WorkerId, SessionClient] = {}
         self._linked_to: dict[WorkerId, str] = {}  # their addresses
+        self._stores: list[WorkerId] = []  # those that are stores
         self._clients: dict[RequestId, _Client] = {}
         self._fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
@@ -286,6 +289,17 @@ class Router:
     def capacity_tokens(self) -> int | None:
         """The length of the longest request that workers could hold; None until it is known."""
         return self.machine.view.capacity_tokens
+
+    def store_block_size(self) -> int | None:
+        """The tokens of a block in stores; None if no store is connected. Thread-safe."""
+        return self._layouts[Role.STORE].block_size if self._stores else None
+
+    def tell_stores(self, hint: StoreHint) -> None:
+        """Passes on what a client says to each store that is connected."""
+        if self._stores:
+            frame = encode_frame([hint])
+            for worker_id in self._stores:
+                _post(self._links[worker_id], worker_id, frame)
 
     async def wait_until_ready(self, timeout_s: float) -> str | None:
         """Waits until requests can be served, or for `timeout_s`. Returns what is missing then."""
@@ -457,6 +471,8 @@ class Router:
             self._check_step(info.worker_id, info.step)
         self._links[info.worker_id] = client
         self._linked_to[info.worker_id] = address
+        if info.role is Role.STORE:
+            self._stores.append(info.worker_id)
         log.info("%s worker %s joined", info.role, info.worker_id)
         feed = None
         reason = "session ended"
@@ -479,6 +495,8 @@ class Router:
             if feed is not None:
                 feed.close()
             del self._links[info.worker_id], self._linked_to[info.worker_id]
+            if info.role is Role.STORE:
+                self._stores.remove(info.worker_id)
             self._leaving.pop(info.worker_id, None)
             is_wanted = address in self._addresses and not self._closing.done()
             level = logging.WARNING if is_wanted else logging.INFO
@@ -536,11 +554,16 @@ class Router:
         """Raises an error unless the worker fits the others.
 
         All workers of a gateway serve one model, each pool in one KV layout. Layouts of two pools
-        may differ in the format.
+        may differ in the format. A store has to fit them, but they need not fit a store that came
+        before them: its blocks are then left alone.
         """
+        if SEPARATOR in info.worker_id:
+            raise ProtocolError(f"no worker may be called {info.worker_id!r}")
         if info.worker_id in self._links:
             raise ProtocolError(f"two workers are called {info.worker_id}")
         if not self._fingerprint:
+            if info.role is Role.STORE:
+                return
             self._fingerprint = info.fingerprint
         if info.fingerprint != self._fingerprint:
             raise LayoutMismatch("fingerprint", self._fingerprint, info.fingerprint)
@@ -552,7 +575,7 @@ class Router:
                 raise LayoutMismatch(
                     f"layout.{field}", getattr(ours, field), getattr(theirs, field)
                 )
-        if info.role is not Role.DRAINED:  # a drained worker computes no answers
+        if info.role not in (Role.DRAINED, Role.STORE):  # these compute no answers
             self._layouts[info.role] = info.layout
 
 

@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 2**20
 STOP_WORD = b"stop"
 
 
-class StoreStart(msgspec.Struct, frozen=True):
+class StoreOrder(msgspec.Struct, frozen=True):
     """What the store's process is started with, beside the descriptors of slab and table."""
 
     spec: StoreSpec
@@ -43,7 +43,7 @@ class StoreStart(msgspec.Struct, frozen=True):
     num_starts: int
 
 
-class StoreStarted(msgspec.Struct, frozen=True):
+class StoreAnswer(msgspec.Struct, frozen=True):
     """Its answer."""
 
     address: str = ""
@@ -91,17 +91,17 @@ class StoreService(LoopService[StoreReady]):
         self._slab.close()
         self._table.close()
 
-    async def _start(self) -> StoreStarted:
+    async def _start(self) -> StoreAnswer:
         """Starts the process and waits until it listens. Raises ConfigError."""
         self._num_starts += 1
         port, control_port = self._ports
-        start = StoreStart(self._spec, self._log_node, port, control_port, self._num_starts)
+        start = StoreOrder(self._spec, self._log_node, port, control_port, self._num_starts)
         started = await asyncio.to_thread(self._spawn, msgspec.json.encode(start))
         if started.error:
             raise ConfigError(f"{self._spec.name}: {started.error}")
         return started
 
-    def _spawn(self, message: bytes) -> StoreStarted:
+    def _spawn(self, message: bytes) -> StoreAnswer:
         process, ours = start_with_socket(
             ["-m", "deploy.store.main"], socket_type=socket.SOCK_SEQPACKET, new_session=True
         )
@@ -116,8 +116,8 @@ class StoreService(LoopService[StoreReady]):
         if not answer:
             process.kill()
             status = process.wait(STOP_TIMEOUT_S)
-            return StoreStarted(error=f"its process ended with status {status}")
-        return msgspec.json.decode(answer, type=StoreStarted)
+            return StoreAnswer(error=f"its process ended with status {status}")
+        return msgspec.json.decode(answer, type=StoreAnswer)
 
     async def _watch(self) -> None:
         """Starts the process again whenever it ends."""

@@ -15,7 +15,7 @@ from deploy.local.run_dir import log_folder
 from deploy.logs.lines import LogSource, configure_logging
 from deploy.services.reasons import explain
 from deploy.services.spec import StoreSpec
-from deploy.services.store import MAX_MESSAGE_BYTES, StoreStart, StoreStarted
+from deploy.services.store import MAX_MESSAGE_BYTES, StoreAnswer, StoreOrder
 from deploy.services.thread import LoopService, ServiceThread, freeze_heap
 from deploy.services.worker import die
 from deploy.store.host import StoreHost, StoreIdentity, StorePlace
@@ -29,10 +29,10 @@ from kvtransfer.native.library import is_native
 NICENESS = 5  # taking blocks gives way to workers on a machine that is short of cores
 
 
-class _StoreProcess(LoopService[StoreStarted]):
+class _StoreProcess(LoopService[StoreAnswer]):
     """The host of a store, on an event loop."""
 
-    def __init__(self, start: StoreStart, place: StorePlace) -> None:
+    def __init__(self, start: StoreOrder, place: StorePlace) -> None:
         spec = start.spec
         self._spec = spec
         self._host = StoreHost(
@@ -45,11 +45,11 @@ class _StoreProcess(LoopService[StoreStarted]):
             on_crash=die,
         )
 
-    async def open(self) -> StoreStarted:
+    async def open(self) -> StoreAnswer:
         """Starts to listen."""
         address, control = await self._host.open()
         self._host.control.follow(self._spec.members)
-        return StoreStarted(address, control, os.getpid())
+        return StoreAnswer(address, control, os.getpid())
 
     async def close(self) -> None:
         """Ends sessions and threads."""
@@ -63,7 +63,7 @@ def main() -> int:
     if not message:
         return 0
     os.nice(NICENESS)
-    start = msgspec.json.decode(message, type=StoreStart)
+    start = msgspec.json.decode(message, type=StoreOrder)
     spec: StoreSpec = start.spec
     source = LogSource(spec.name, spec.logs, log_folder(spec.log_folder, start.log_node))
     configure_logging(source, MonotonicClock())
@@ -75,7 +75,7 @@ def main() -> int:
         started = thread.open()
     except (BatonError, OSError) as error:
         text = str(error) if isinstance(error, BatonError) else explain(error)
-        keeper.send(msgspec.json.encode(StoreStarted(error=text)))
+        keeper.send(msgspec.json.encode(StoreAnswer(error=text)))
         return 1
     freeze_heap()
     keeper.send(msgspec.json.encode(started))

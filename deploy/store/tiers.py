@@ -17,15 +17,15 @@ from engine.worker.blocks import BlockHash
 from kvtransfer.memory import Blocks
 from kvtransfer.store.disk.tier import DiskDone, DiskRead, DiskTier, DiskWrite
 from kvtransfer.store.events import (
+    BlockLoaded,
+    BlockWritten,
     EraseBlock,
     LoadBlock,
-    Loaded,
     Medium,
     StoreEvent,
     TierListed,
     TierTurned,
     WriteBlock,
-    Written,
 )
 from kvtransfer.store.objects.segments import ObjectBlock
 from kvtransfer.store.objects.tier import ObjectTier, Payloads
@@ -192,9 +192,9 @@ class DiskShelf:
         if isinstance(effect, LoadBlock):
             self._num_loads -= 1
             self.pace.end(self._clock.now_s(), is_last=self._num_loads == 0)
-            self._on_event(Loaded(self.medium, effect.block, effect.slot, done.reason))
+            self._on_event(BlockLoaded(self.medium, effect.block, effect.slot, done.reason))
         else:
-            self._on_event(Written(self.medium, effect.block, done.reason))
+            self._on_event(BlockWritten(self.medium, effect.block, done.reason))
 
     def _look(self) -> None:
         """Lets time pass in the tier, which may try again."""
@@ -284,7 +284,7 @@ class ObjectShelf:
                 self._memory[load.slot] = memoryview(payload)
             self._num_loads -= 1
             self.pace.end(self._clock.now_s(), is_last=self._num_loads == 0)
-            self._on_event(Loaded(self.medium, load.block, load.slot, fault))
+            self._on_event(BlockLoaded(self.medium, load.block, load.slot, fault))
 
     def _put(self) -> None:
         if self._gather is not None:
@@ -301,7 +301,7 @@ class ObjectShelf:
     def _end_writes(self, writes: list[WriteBlock], kept: frozenset[BlockHash]) -> None:
         for each in writes:
             fault = None if each.block in kept else "not_written"
-            self._on_event(Written(self.medium, each.block, fault))
+            self._on_event(BlockWritten(self.medium, each.block, fault))
 
     def _when_done(self, future: "Future[T]", then: Callable[[], None]) -> None:
         def tell(_: object) -> None:

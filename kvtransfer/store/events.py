@@ -74,7 +74,7 @@ class FromPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class BlockLoaded:
     """A block of a lower tier was read into its slot, or could not be read: `fault` says why."""
 
     medium: Medium
@@ -84,7 +84,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class BlockWritten:
     """A block was written to a lower tier, or not: `fault` says why. Nothing reads its slot now."""
 
     medium: Medium
@@ -135,8 +135,8 @@ StoreEvent = (
     | PeerLost
     | PeerNews
     | FromPeer
-    | Loaded
-    | Written
+    | BlockLoaded
+    | BlockWritten
     | TierTurned
     | TierListed
     | Hinted
@@ -157,7 +157,7 @@ class AskPeer:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlock:
-    """Read a block of a lower tier into a slot of memory; `Loaded` answers."""
+    """Read a block of a lower tier into a slot of memory; `BlockLoaded` answers."""
 
     medium: Medium
     block: BlockHash
@@ -167,7 +167,7 @@ class LoadBlock:
 
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """Write a block from its slot of memory to a lower tier; `Written` answers."""
+    """Write a block from its slot of memory to a lower tier; `BlockWritten` answers."""
 
     medium: Medium
     block: BlockHash

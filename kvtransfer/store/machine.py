@@ -44,10 +44,11 @@ from engine.worker.intake import ReadPrompt, read_prompt
 from engine.worker.offers import prefix_lease_id
 from kvtransfer.store.events import (
     LOWER,
+    BlockLoaded,
+    BlockWritten,
     DropAll,
     FromPeer,
     Hinted,
-    Loaded,
     Medium,
     PeerJoined,
     PeerLost,
@@ -57,7 +58,6 @@ from kvtransfer.store.events import (
     StoreTick,
     TierListed,
     TierTurned,
-    Written,
 )
 from kvtransfer.store.eviction.hints import (
     BlocksPinned,
@@ -185,9 +185,9 @@ class StoreMachine:
                 self.intake.follow(peer_id, events, now_s)
             case FromPeer(peer_id, message):
                 return self.intake.on_offered(peer_id, message)
-            case Loaded():
+            case BlockLoaded():
                 return self._on_loaded(event, now_s)
-            case Written(medium, block, fault):
+            case BlockWritten(medium, block, fault):
                 down = next(each for each in self._downs if each.medium is medium)
                 return [*down.on_written(block, fault, now_s)]
             case TierTurned(medium, fault):
@@ -226,7 +226,7 @@ class StoreMachine:
         for shelf in self.holdings.shelves.values():
             shelf.eviction.hint(hint, now_s)
 
-    def _on_loaded(self, event: Loaded, now_s: float) -> list[StoreEffect]:
+    def _on_loaded(self, event: BlockLoaded, now_s: float) -> list[StoreEffect]:
         effects: list[StoreEffect] = [*self.holdings.end_load(event.block, event.fault, now_s)]
         return effects + self.offers.on_loaded(event.slot, is_good=event.fault is None)
 

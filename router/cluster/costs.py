@@ -3,6 +3,7 @@
     prefill   A + B·(n - p) + C·(n² - p²)     n tokens of a prompt, of which p are cached
     decode    D + E·b + F·kv                  a step of b sequences with kv tokens of context in all
     pull      t0 + t_block·k + bytes / rate   k blocks
+    load      t0 + t_block·k                  k blocks that a store reads from disk or objects
 
 A chunk is priced like a prompt of which everything before the chunk is cached. So the prices of a
 prompt's chunks sum to the price of the prompt, if A is paid once a chunk.
@@ -59,6 +60,18 @@ class PullCost:
     def seconds(self, num_blocks: int, num_bytes: int) -> float:
         """Seconds for `num_blocks` blocks of `num_bytes` in all."""
         return self.fixed_s + self.block_s * num_blocks + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCost:
+    """Seconds until a store has read blocks into its memory: t0 + t_block·k."""
+
+    fixed_s: float
+    block_s: float
+
+    def seconds(self, num_blocks: int) -> float:
+        """Seconds for `num_blocks` blocks."""
+        return self.fixed_s + self.block_s * num_blocks
 
 
 @dataclass(frozen=True, slots=True)

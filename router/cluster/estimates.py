@@ -2,14 +2,16 @@
 
 There are two models. The first is a rate over all workers: seconds per computed token, per pulled
 byte, per decode step. Once work of different sizes was observed on a class of workers, the formulas
-of `router.cluster.costs` apply to it. Without an observation there is no prediction.
+of `router.cluster.costs` apply to it. Without an observation there is no prediction, except of
+pulls: a guess of these lets the first prompts after a restart come from a store.
 
-Prompts are timed from their first chunk to their first token. Decode workers report the times of
-pulls, and all workers those of decode steps.
+Prompts are timed from their first chunk to their first token. Workers report the times of their
+pulls and of decode steps. Stores measure themselves how long it takes to read lower media.
 
 Fits cost time. For a well-known class only one in `EVERY` observations is used.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +19,7 @@ from engine.demand import DecodeCost
 from engine.messages import Role, StepReport
 from router.cluster.costs import (
     CostErrors,
+    LoadCost,
     OnlineCosts,
     PrefillCost,
     PullCost,
@@ -29,6 +32,10 @@ from router.cluster.view import WorkerView
 # Each of these may wait until a step of a worker ends.
 PULL_OVERHEAD_S = 0.02
 
+FIRST_PULL_BYTES_PER_S = 1e9  # a guess, before any pull: a network of 10 Gbit/s
+# Guesses of fixed seconds and bytes/s, before a store has measured its lower media. A slow disk,
+# and objects far away: a wrong guess should cost computing that was not needed, not a long wait.
+FIRST_LOADS = {"disk": (0.02, 200e6), "object": (0.5, 25e6)}
 FIRST_OFFER_S = 0.1  # a guess: until a worker in the middle of a step answers
 RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
 ENOUGH = 12  # observations before formulas are used
@@ -171,18 +178,31 @@ class Estimates:
         token_s = self._prefill_rate.s_per_unit
         return None if token_s is None else PrefillCost(0.0, token_s)
 
-    def pull_cost(self, worker: WorkerView) -> PullCost | None:
+    def pull_cost(self, worker: WorkerView) -> PullCost:
         """The formula for pulls to a worker, from the request for the blocks on."""
         cost = self._bare_pull_cost(worker)
-        return cost and replace(cost, fixed_s=cost.fixed_s + PULL_OVERHEAD_S)
+        return replace(cost, fixed_s=cost.fixed_s + PULL_OVERHEAD_S)
 
-    def _bare_pull_cost(self, worker: WorkerView) -> PullCost | None:
+    def _bare_pull_cost(self, worker: WorkerView) -> PullCost:
         if self._of("pull", worker).are_enough:
-            return self._online.costs(worker_class(worker)).pull
+            learned = self._online.costs(worker_class(worker)).pull
+            if learned is not None:
+                return learned
         if self._prior.pull is not None:
             return self._prior.pull
         byte_s = self._pull_rate.s_per_unit
-        return None if byte_s is None else PullCost(0.0, 0.0, 1 / max(byte_s, 1e-15))
+        bytes_per_s = FIRST_PULL_BYTES_PER_S if byte_s is None else 1 / max(byte_s, 1e-15)
+        return PullCost(0.0, 0.0, bytes_per_s)
+
+    def load_cost(self, store: WorkerView, medium: str) -> LoadCost:
+        """The formula for a store's reads of a lower medium: its own, or a guess."""
+        gauges = {} if store.load is None else store.load.gauges
+        fixed_s = gauges.get(f"load_fixed_s:{medium}", math.nan)
+        block_s = gauges.get(f"load_block_s:{medium}", math.nan)
+        if 0 <= fixed_s < math.inf and 0 <= block_s < math.inf:
+            return LoadCost(fixed_s, block_s)
+        guessed_s, bytes_per_s = FIRST_LOADS[medium]
+        return LoadCost(guessed_s, store.info.layout.block_bytes / bytes_per_s)
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
         """The formula for a worker's decode steps."""
@@ -205,14 +225,15 @@ class Estimates:
         token_s = self._prefill_rate.s_per_unit
         return None if token_s is None else token_s * num_tokens
 
-    def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
+    def pull_s(self, worker: WorkerView, num_tokens: int) -> float:
         """Seconds to request `num_tokens` in full blocks and to pull them to this worker."""
-        cost = self.pull_cost(worker)
-        if cost is None:
-            return None
         num_blocks = worker.info.layout.num_blocks_for(num_tokens)
         num_bytes = num_blocks * worker.info.layout.block_bytes
-        return cost.seconds(num_blocks, num_bytes)
+        return self.pull_cost(worker).seconds(num_blocks, num_bytes)
+
+    def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
+        """Seconds until a store has read `num_blocks` blocks of a lower medium."""
+        return self.load_cost(store, medium).seconds(num_blocks)
 
     def offer_s(self) -> float:
         """Seconds until a worker that computes prompts answers a request for a prefix."""

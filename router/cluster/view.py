@@ -1,5 +1,8 @@
 """The cluster as one gateway sees it: live workers, and what is promised to each.
 
+A store is in the view like a worker, but computes nothing: it holds blocks that workers pull.
+Nothing is ever promised to it, and its size and its blocks' size say nothing about the others.
+
 Claims are debits on predicted capacity. They are made when a request is placed, and returned when
 its need ends. They are exact for the requests of this gateway, whatever the workers last reported.
 
@@ -13,7 +16,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from engine.messages import LoadReport, RoleChanged, SeqId, Welcome, WorkerId
+from engine.messages import LoadReport, Role, RoleChanged, SeqId, Welcome, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,11 @@ class WorkerView:
         return max(at_s - now_s, behind_s)
 
     @property
+    def is_store(self) -> bool:
+        """True if it only keeps blocks for others."""
+        return self.info.role is Role.STORE
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that its KV memory holds."""
         return self.info.num_blocks * self.info.layout.block_size
@@ -256,6 +264,8 @@ class ClusterView:
 
     def add(self, info: Welcome) -> WorkerView:
         """Adds a worker, with no claims on it."""
+        if info.role is Role.STORE:
+            info = replace(info, prefills_locally=False)  # whatever it says
         worker = WorkerView(info, touched=self.touched)
         self.workers[info.worker_id] = worker
         self.measure()
@@ -280,6 +290,10 @@ class ClusterView:
         if prompt_tokens and end_tokens:
             self.capacity_tokens = min(prompt_tokens, end_tokens)
 
+    def any_computing(self) -> WorkerView | None:
+        """Returns a worker that is no store: all have blocks of one size. None if there is none."""
+        return next((w for w in self.workers.values() if w.info.role is not Role.STORE), None)
+
     def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
         """Workers that prefill; if there are none, decode workers that can do it locally."""
         workers = self.workers.items()
@@ -303,6 +317,7 @@ class ClusterView:
         """Asserts that every sum is the sum of its parts."""
         for worker in self.workers.values():
             prefills, decodes = worker.prefills.values(), worker.decodes.values()
+            assert not (worker.is_store and (prefills or decodes)), "work for a store"
             assert worker.reserved_tokens == sum(c.tokens for c in prefills)
             assert worker.reserved_prompt_tokens == sum(c.prompt_tokens for c in prefills)
             assert abs(worker.reserved_s - sum(c.seconds for c in prefills)) < 1e-6

@@ -14,7 +14,7 @@ between is here. The life of one call:
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -39,6 +39,8 @@ from router.gateway.answers.writing import (
     ending_of,
 )
 from router.gateway.dashboard.recent import EndedChoice, RecentRequests, RunningChoice
+from router.gateway.hints.claims import claim_of
+from router.gateway.hints.uses import SessionNotes
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.calls import ApiCall, CheckedCall, GatewaySettings, parse
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
@@ -122,6 +124,7 @@ class AnswerService:
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
             trace_context=None if self._parts.tracing is None else context_of(headers),
+            session=claim_of(headers, tenant, self._parts.settings.secret),
             # Both reveal the load of other tenants.
             timeline=tenant.may_debug and headers.get(TIMELINE_HEADER) == "1",
             decision=tenant.may_debug and headers.get(DECISION_HEADER) == "1",
@@ -209,6 +212,8 @@ class AnswerService:
             use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)
             for choice in choices:
                 recent.note(_ended(call, choice))
+            if call.notes is not None:
+                _tell_stores(call, call.notes, choices)
 
     async def _in_time(
         self, call: CheckedCall, following: Coroutine[Any, Any, AnswerPiece]
@@ -239,6 +244,15 @@ class AnswerService:
             asker = Asker(call.tenant.name, checked.first.salt)
             await check_structure(parts.grammars, checked.structure, vocabulary, asker)
         return checked
+
+
+def _tell_stores(call: CheckedCall, notes: SessionNotes, choices: Sequence[AnswerChoice]) -> None:
+    """Tells stores which blocks a session used, of each prompt with its first answer."""
+    for index, choice in enumerate(choices[:: call.num_candidates]):
+        if choice.noted_ids:  # else its prompt may not have been computed
+            use = notes.use(index, choice.request.token_ids, choice.noted_ids)
+            if use is not None:
+                call.served.port.tell_stores(use)
 
 
 def _ended(call: CheckedCall, choice: AnswerChoice) -> EndedChoice:

@@ -32,6 +32,7 @@ from router.gateway.dashboard.pages import WebPages
 from router.gateway.dashboard.recent import Bounds, RecentRequests
 from router.gateway.dashboard.service import Dashboard
 from router.gateway.endpoint import AnswerEndpoint, Invocations
+from router.gateway.hints.pages import HintPages
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
 from router.gateway.metrics.pools import PoolBoard
@@ -210,6 +211,7 @@ def app_of(  # noqa: PLR0913 - all that it shows
             Route("/version", status.version),
             Route("/openapi.json", description.openapi),
             Route("/docs", description.docs),
+            *HintPages(parts).routes(),
             *responses.routes(),
             *batches.routes(),
         ],

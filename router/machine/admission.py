@@ -28,7 +28,7 @@ from math import ceil, inf, sqrt
 from engine.messages import Role, WorkerId
 from router.cluster.view import WorkerView
 from router.machine.flight import Flight
-from router.machine.placing import KnownPrefixes
+from router.machine.placing import KnownPrefixes, likely_bid
 from router.machine.requests import Rejected
 from router.machine.state import RouterState
 from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
@@ -104,10 +104,10 @@ class Admission:
         wait_s = self._prefill_wait_s(now_s)
         if wait_s is None:
             return None
-        matched = KnownPrefixes(self._state, flight).matched_tokens()
-        _, worker = self._state.view.prefillers()[0]
-        cached = max(matched.values(), default=0)
-        compute_s = self._state.estimates.prefill_s(worker, flight.length, cached)
+        known = KnownPrefixes(self._state, flight)
+        matched = known.matched_tokens()
+        sink = self._state.view.prefillers()[0]
+        compute_s = likely_bid(self._state, flight, known, sink, now_s).seconds
         if compute_s is None:
             return None
         memory_s = self._memory_wait_s(flight, now_s)

@@ -39,10 +39,12 @@ key to another, `progress` takes messages of workers, `ends` ends.
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 from engine.config import RouterConfig
 from engine.errors import StepStuck
 from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, WorkerId
+from engine.worker.block_events import BlockEvent
 from router.cluster.estimates import Estimates
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.admission import Admission
@@ -191,21 +193,30 @@ class RouterMachine:
             case WorkerLost(worker_id, reason):
                 effects = self._on_worker_lost(worker_id, reason, now_s)
             case BlocksChanged(worker_id, events):
-                self.state.workers.apply_events(worker_id, events)
+                self._on_blocks_changed(worker_id, events)
             case BlocksUnheard(worker_id, reason):
                 self._on_blocks_unheard(worker_id, reason)
             case Tick():
                 effects = self._on_tick(now_s)
-        queue = self.state.waiting.queue
-        to_move, to_leave = self.num_stranded, self.state.moves.at(MoveStage.COPIED)
-        if (queue or to_move or to_leave) and self._may_make_room(event):
-            if to_move:  # running requests go before waiting ones
-                effects += self._moving.move_all(now_s)
-            if queue:
-                effects += self._placing.place_all(now_s)
-                effects += self._turns.give(now_s)
-            if to_leave:
-                effects += self._moving.departures.hand_over_next()
+        state = self.state
+        waits = state.waiting.queue or self.num_stranded or state.moves.at(MoveStage.COPIED)
+        if waits and self._may_make_room(event):
+            effects += self._go_on(now_s)
+            if type(event) is Arrived:
+                effects += self._placing.prefetch(event.request.request_id, now_s)
+        return effects
+
+    def _go_on(self, now_s: float) -> list[RouterEffect]:
+        """Moves and places what waits, as far as there is room now."""
+        effects: list[RouterEffect] = []
+        to_leave = self.state.moves.at(MoveStage.COPIED)
+        if self.num_stranded:  # running requests go before waiting ones
+            effects += self._moving.move_all(now_s)
+        if self.state.waiting.queue:
+            effects += self._placing.place_all(now_s)
+            effects += self._turns.give(now_s)
+        if to_leave:
+            effects += self._moving.departures.hand_over_next()
         return effects
 
     def _may_make_room(self, event: RouterEvent) -> bool:
@@ -283,7 +294,7 @@ class RouterMachine:
         self._num_arrived += 1
         assert request.request_id not in state.flights
         if not request.is_background:
-            self.demand.arrived(flight)
+            self.demand.arrived(flight, now_s)
         effects = self._turns.make_place(flight, now_s)
         refusal = self._admission.refusal(flight, now_s)
         if refusal is not None:
@@ -303,6 +314,11 @@ class RouterMachine:
         return [] if flight is None else self._ends.end(flight, Cancelled(), now_s)
 
     # ------------------------------------------------------------ losses
+
+    def _on_blocks_changed(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
+        num_ignored = self.state.workers.apply_events(worker_id, events)
+        if num_ignored:
+            self.state.counters["block events", "unknown medium"] += num_ignored
 
     def _on_blocks_unheard(self, worker_id: WorkerId, reason: str) -> None:
         if self.state.workers.forget_events(worker_id):

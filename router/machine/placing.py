@@ -2,7 +2,8 @@
 
 If another worker holds more of the prompt and the policy wants that pulled, this worker is asked
 for an offer first. The prefill message then carries the offered lease. Without an offer in time the
-whole prompt is computed.
+whole prompt is computed. A store offers what it has on lower media too, and reads it while it is
+pulled. If a new request must wait, the store is told to read it meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,13 @@ from dataclasses import replace
 from math import inf
 
 from engine.messages import (
+    MAX_HASHES,
     Generate,
     LeaseRef,
     OfferPrefix,
+    Prefetch,
     Prefill,
+    RequestId,
     WorkerId,
 )
 from engine.worker.blocks import BlockHash
@@ -22,7 +26,7 @@ from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight
 from router.machine.requests import Failed
 from router.machine.state import RouterState
-from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need
+from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need, Worker
 from router.policies.candidates import (
     LEAST_WAIT_S,
     Backlog,
@@ -30,6 +34,7 @@ from router.policies.candidates import (
     find,
     tokens_to_compute,
 )
+from router.policies.pulling import Bid, Holders, bid
 
 HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
 HEDGE_SHARE = 0.05  # of all placements, second attempts at the most
@@ -206,14 +211,15 @@ class Placing:
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
         if is_local and flight.num_attempts == 1:  # demand counts the first attempt only
             self.locally_s += flight.compute_s
-        pull_s = None
+        pull_s = 0.0
         if decision.pulled_from is not None:
             pull_s = state.estimates.pull_s(prefill, decision.num_pulled_tokens)
+            pull_s = max(pull_s, decision.predicted_load_s)
         prefill.reserve_prefill(
             attempt.seq_id,
             tokens_to_compute(prefill, need),
             prompt_tokens=need.num_tokens,
-            seconds=(compute_s or 0.0) + (pull_s or 0.0),
+            seconds=0.0 if compute_s is None else compute_s + pull_s,
             now_s=now_s,
             waits=decision.pulled_from is not None,
         )
@@ -264,6 +270,31 @@ class Placing:
         )
         return SendTo(attempt.prefill, message)
 
+    def prefetch(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
+        """Has a store read the prefix of a new prompt into memory, if its pull would pay.
+
+        Only while the prompt is queued. If it is placed, the offer itself makes the store read.
+        """
+        state = self._state
+        if not state.workers.on_lower or not state.policy.pulls:
+            return []
+        if request_id not in state.waiting.queue:
+            return []
+        flight = state.flights[request_id]
+        known = KnownPrefixes(state, flight)
+        sinks = state.view.prefillers()
+        if not sinks or not known.matched_below():
+            return []
+        matched = known.matched_tokens()
+        sink = max(sinks, key=lambda item: matched.get(item[0], 0))
+        source = likely_bid(state, flight, known, sink, now_s).source
+        if source is None:
+            return []
+        num_blocks = source.num_tokens // sink[1].info.layout.block_size
+        state.counters["prefetch", "asked"] += 1
+        hashes = known.hashes()[: min(num_blocks, MAX_HASHES)]
+        return [SendTo(source.worker_id, Prefetch([bytes(each) for each in hashes]))]
+
     def compute_all(
         self, flight: Flight, attempt: Attempt, reason: str, now_s: float
     ) -> list[RouterEffect]:
@@ -283,20 +314,51 @@ class KnownPrefixes:
     def __init__(self, state: RouterState, flight: Flight) -> None:
         self._state = state
         self._flight = flight
+        self._longest: Mapping[WorkerId, int] | None = None  # by name in the index, once looked up
 
     def hashes(self) -> Sequence[BlockHash]:
         """Hashes of the full blocks; none if one worker alone could hold them."""
-        workers, flight = self._state.view.workers, self._flight
-        if len(workers) < 2 or flight.prompt_logprobs is not None:
+        view, flight = self._state.view, self._flight
+        worker = view.any_computing()
+        if worker is None or len(view.workers) < 2 or flight.prompt_logprobs is not None:
             return ()
         # At least one token is computed, to sample from its logits.
-        return flight.leading_hashes(flight.length - 1, next(iter(workers.values())))
+        return flight.leading_hashes(flight.length - 1, worker)
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
         """Leading tokens in full blocks that each worker holds; one token is always left over."""
-        hashes = self.hashes()
-        if not hashes:
+        on_lower = self._state.workers.on_lower
+        return {i: n for i, n in self._look_up().items() if i not in on_lower}
+
+    def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
+        """The same of stores, by lower medium."""
+        on_lower = self._state.workers.on_lower
+        if not on_lower:
             return {}
-        view, prefixes = self._state.view, self._state.workers.prefixes
-        block_size = next(iter(view.workers.values())).info.layout.block_size
-        return {i: n * block_size for i, n in prefixes.longest(hashes).items()}
+        return {on_lower[i]: n for i, n in self._look_up().items() if i in on_lower}
+
+    def _look_up(self) -> Mapping[WorkerId, int]:
+        if self._longest is None:
+            hashes, worker = self.hashes(), self._state.view.any_computing()
+            if not hashes or worker is None:
+                return {}
+            block_size = worker.info.layout.block_size
+            longest = self._state.workers.prefixes.longest(hashes)
+            self._longest = {i: n * block_size for i, n in longest.items()}
+        return self._longest
+
+
+def likely_bid(
+    state: RouterState, flight: Flight, known: KnownPrefixes, sink: Worker, now_s: float
+) -> Bid:
+    """The cost of a prompt at a worker, if it had all that is in any memory.
+
+    The source is what it pulls from a lower medium, if that is quicker.
+    """
+    request = flight.request
+    need = Need(flight.length, request.limits.max_len, may_pull=flight.prompt_logprobs is None)
+    found = Candidates([], [])
+    asked = Asked(state.view, found, need, known, state.estimates, now_s, state.rng)
+    below = Holders(asked).below_for(sink) if known.matched_below() else ()
+    cached = max(known.matched_tokens().values(), default=0)
+    return bid(asked, sink, cached, below)

@@ -26,6 +26,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
+from router.cluster.media import LOWER_MEDIA
 from router.machine.ends import Ends
 from router.machine.events import Deliver, RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
@@ -99,6 +100,8 @@ class Progress:
         if isinstance(message, RoleChanged):
             return self._moving.on_role_changed(worker, message, now_s)
         worker.report(message, now_s)
+        if worker.is_store:
+            return []
         self._state.estimates.observe_steps(worker, message.steps)
         self._moving.balancing.look(worker, now_s)
         return []
@@ -128,7 +131,7 @@ class Progress:
             flight.num_cached_tokens = message.num_cached_tokens
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
         if attempt.holder is not None:
-            self._note_pulled_prefix(attempt, attempt.holder, now_s)
+            self._note_pulled_prefix(attempt, attempt.holder, message, now_s)
             attempt.holder = None  # a pull of its prefix, and so its lease, is over
         self._state.view.workers[attempt.prefill].begin_prefill(attempt.seq_id, now_s)
         if message.lease is None:
@@ -148,13 +151,25 @@ class Progress:
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode)]
 
-    def _note_pulled_prefix(self, attempt: Attempt, holder: WorkerId, now_s: float) -> None:
-        decision = attempt.decision
-        num_tokens = 0 if decision is None else decision.pulled_of(attempt.num_cached_tokens)
-        if num_tokens:
-            layout = self._state.view.workers[attempt.prefill].info.layout
-            num_bytes = num_tokens // layout.block_size * layout.block_bytes
-            self._state.transfers.note(holder, attempt.prefill, num_bytes, now_s)
+    def _note_pulled_prefix(
+        self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float
+    ) -> None:
+        """Learns from a pull that ended before the prompt's first chunk.
+
+        The time of a pull from a lower medium is that of a disk, and says nothing about pulls.
+        """
+        state = self._state
+        sink = state.view.workers[attempt.prefill]
+        layout = sink.info.layout
+        num_blocks = min(message.num_pulled_blocks, attempt.base_len // layout.block_size)
+        if num_blocks <= 0:
+            return
+        medium = None if attempt.decision is None else attempt.decision.pulled_medium
+        if medium not in LOWER_MEDIA:
+            state.estimates.observe_pull(sink, num_blocks, seconds=message.pull_s)
+        num_bytes = num_blocks * layout.block_bytes
+        state.transfers.note(holder, attempt.prefill, num_bytes, now_s, seconds=message.pull_s)
+        state.counters["pulled tokens", medium or "worker"] += num_blocks * layout.block_size
 
     def _on_prefill_done(
         self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float

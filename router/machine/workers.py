@@ -6,12 +6,16 @@ once.
 
 A worker is credited with the prefixes that its requests must have left in its cache. From its first
 block event on it is credited with what its events say, and with nothing else.
+
+A store is credited with what its events say, on each medium. It is no worker for requests. The
+index knows it by a name for each medium (`router.cluster.media`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from engine.messages import RoleChanged, SeqId, Welcome, WorkerId
 from engine.worker.block_events import BlockEvent
+from router.cluster.media import HOST, LOWER_MEDIA, name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.flight import Attempt, Flight
 from router.policies.base import Placer
@@ -27,14 +31,27 @@ class Workers:
         self.prefixes = prefixes
         self.fleet = fleet
         self._heard: set[WorkerId] = set()  # credited with their block events alone
+        self._media: dict[WorkerId, dict[str, WorkerId]] = {}  # of stores: names in the index
+        self.on_lower: dict[WorkerId, tuple[WorkerId, str]] = {}  # store and medium, by such a name
 
     def join(self, info: Welcome) -> None:
         """Adds a worker."""
         assert info.worker_id not in self.view.workers
         self.prefixes.add(info.worker_id, info.num_blocks)
         worker = self.view.add(info)
+        if worker.is_store:
+            self._add_media(info)
         if self.fleet is not None:
             self.fleet.add(worker)
+
+    def _add_media(self, info: Welcome) -> None:
+        """Gives a store its names in the index."""
+        store_id = info.worker_id
+        self._media[store_id] = {HOST: store_id}
+        for medium in LOWER_MEDIA:
+            name = self._media[store_id][medium] = name_on(store_id, medium)
+            self.prefixes.add(name, info.num_blocks)
+            self.on_lower[name] = store_id, medium
 
     def lose(self, worker_id: WorkerId) -> bool:
         """Removes a worker. Returns False if it was not known."""
@@ -44,12 +61,15 @@ class Workers:
         self.view.touched.discard(worker_id)
         if self.fleet is not None:
             self.fleet.forget(worker)
-        self.prefixes.forget(worker_id)
+        for name in self._names_of(worker_id):
+            self.prefixes.forget(name)
+            self.on_lower.pop(name, None)
+        self._media.pop(worker_id, None)
         self._heard.discard(worker_id)
         return True
 
     def change_role(self, worker: WorkerView, message: RoleChanged) -> None:
-        """Changes the role of a worker. Claims on it stay."""
+        """Changes the role of a worker, which is no store. Claims on it stay."""
         if self.fleet is not None:
             self.fleet.forget(worker)
         worker.change_role(message)
@@ -59,13 +79,25 @@ class Workers:
 
     # ------------------------------------------------------------ cached prefixes
 
-    def apply_events(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
-        """Takes block events in. The first ones replace what the worker was credited with."""
-        if worker_id in self.view.workers:
-            if worker_id not in self._heard:
-                self._heard.add(worker_id)
-                self.prefixes.cleared(worker_id)
-            apply_events(self.prefixes, worker_id, events)
+    def apply_events(self, worker_id: WorkerId, events: Sequence[BlockEvent]) -> int:
+        """Takes block events in. The first ones replace what the worker was credited with.
+
+        Returns the number of events of unknown media, which are ignored.
+        """
+        if worker_id not in self.view.workers:
+            return 0
+        if worker_id not in self._heard:
+            self._heard.add(worker_id)
+            self._clear(worker_id)
+        return apply_events(self.prefixes, worker_id, events, self._media.get(worker_id))
+
+    def _clear(self, worker_id: WorkerId) -> None:
+        for name in self._names_of(worker_id):
+            self.prefixes.cleared(name)
+
+    def _names_of(self, worker_id: WorkerId) -> Collection[WorkerId]:
+        media = self._media.get(worker_id)
+        return (worker_id,) if media is None else media.values()
 
     def forget_events(self, worker_id: WorkerId) -> bool:
         """Forgets what events said: the worker is credited again with what its requests leave.
@@ -75,7 +107,7 @@ class Workers:
         if worker_id not in self._heard:
             return False
         self._heard.discard(worker_id)
-        self.prefixes.cleared(worker_id)
+        self._clear(worker_id)
         return True
 
     def credit(self, worker_id: WorkerId, flight: Flight, num_tokens: int) -> None:
@@ -106,7 +138,10 @@ class Workers:
         if self.fleet is not None:
             self.fleet.validate()
         assert self._heard <= set(self.view.workers)
-        assert self.prefixes.workers == set(self.view.workers)
+        stores = {i for i, worker in self.view.workers.items() if worker.is_store}
+        assert self._media.keys() == stores
+        assert set(self.on_lower.values()) == {(i, m) for i in stores for m in LOWER_MEDIA}
+        assert self.prefixes.workers == {*self.view.workers, *self.on_lower}
 
     def validate_claims(
         self, attempts: Mapping[SeqId, Attempt], by_seq: Mapping[SeqId, Flight]

@@ -1,7 +1,7 @@
 """The `slo` policy in C++: a placement among thousands of workers in microseconds.
 
 `Fleet` keeps each worker's load beside the index of all blocks. One call finds what every worker
-holds of a prompt, predicts the times, chooses, and reserves for the next call.
+and every store holds of a prompt, predicts the times, chooses, and reserves for the next call.
 
 The rule is that of `router.policies.slo`, which is also the fallback. The policy in Python decides
 where C++ cannot be built, and these cases: followers of a group, requests with kept tokens or a
@@ -16,6 +16,7 @@ A seeded generator breaks ties, among idle workers and among holders of the same
 workers that hold nothing, the search starts at a random one and ends at the first.
 """
 
+import ctypes
 import math
 import struct
 from collections.abc import Hashable, Sequence
@@ -24,9 +25,10 @@ from functools import partial
 from typing import NamedTuple
 from weakref import finalize
 
-from engine.messages import Role, WorkerId
+from engine.messages import Role, Welcome, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.estimates import Estimates, worker_class
+from router.cluster.media import HOST, LOWER_MEDIA, name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.native import library
 from router.native.index import PrefixIndex, pack
@@ -35,11 +37,12 @@ from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memo
 from router.policies.slo import Slo, reason
 
 MAX_KINDS = 256
+MEDIA = (HOST, *LOWER_MEDIA)  # as C++ numbers them
 
 _ASK = struct.Struct("=Q4q4d")  # a Call of src/router.cpp up to the decision
-_DECISION = struct.Struct("=6i3d")
+_DECISION = struct.Struct("=7i4x4d")
 _NEWS = struct.Struct("=q2d3q")
-_PLACED, _NO_PREFILL = 0, 1
+_PLACED, _NO_ROOM = 0, 2
 
 
 class FleetDecision(NamedTuple):
@@ -51,9 +54,11 @@ class FleetDecision(NamedTuple):
     source: int  # more is pulled from there first
     matched_blocks: int  # of the prompt in the prefill worker
     pulled_blocks: int
+    medium: int  # of the source, as in `MEDIA`
     wait_s: float  # until the prefill worker is ready, or else the soonest worker
     ttft_s: float  # from now, the wait included
     tpot_s: float
+    load_s: float  # until the source has read what it lacks in memory
 
 
 _decision = partial(tuple.__new__, FleetDecision)  # what its constructor does, in half the time
@@ -96,6 +101,7 @@ class Fleet:
         self._groups: dict[Hashable, int] = {}
         self._kinds: dict[Hashable, int] = {}
         self._homes: dict[WorkerId, _Class] = {}
+        self._stores: set[WorkerId] = set()  # that C++ knows, once it is open
         self._odd: set[WorkerId] = set()  # with blocks of another size, or of one kind too many
         self._unsure: set[WorkerId] = set()  # workers whose time to compute is unknown
         self._shared: set[WorkerId] = set()  # workers that compute for other gateways too
@@ -109,7 +115,13 @@ class Fleet:
         self._news = bytearray(_NEWS.size)
 
     def add(self, worker: WorkerView) -> None:
-        """Adds a worker that the index knows already."""
+        """Adds a worker that the index knows already.
+
+        A store has no load, and may come before the first worker, which sets the size of blocks.
+        """
+        if worker.is_store:
+            self._put_store(worker)
+            return
         info = worker.info
         worker_id = info.worker_id
         if not self._handle:
@@ -139,6 +151,9 @@ class Fleet:
     def forget(self, worker: WorkerView) -> None:
         """Removes a worker that the index still knows."""
         worker_id = worker.info.worker_id
+        if worker_id in self._stores:
+            self._stores.discard(worker_id)
+            self._core.baton_fleet_drop_store(self._handle, self._index.slots[worker_id])
         self._odd.discard(worker_id)
         self._unsure.discard(worker_id)
         self._shared.discard(worker_id)
@@ -188,7 +203,8 @@ class Fleet:
         prefill, decode = names[decision.prefill], names[decision.decode]
         assert prefill is not None
         assert decode is not None
-        pulls = decision.source != library.NONE
+        source = None if decision.source == library.NONE else names[decision.source]
+        pulls = source is not None
         return Decision(
             Slo.name,
             reason(is_local=prefill == decode, pulls=pulls),
@@ -196,8 +212,10 @@ class Fleet:
             decode,
             self._num_prefillers,
             num_matched_tokens=decision.matched_blocks * block_size,
-            pulled_from=names[decision.source] if pulls else None,
+            pulled_from=source,
             num_pulled_tokens=decision.pulled_blocks * block_size if pulls else 0,
+            pulled_medium=MEDIA[decision.medium] if source in self._stores else None,
+            predicted_load_s=decision.load_s,
             predicted_ttft_s=decision.ttft_s,
             predicted_tpot_s=decision.tpot_s,
         )
@@ -217,15 +235,21 @@ class Fleet:
             self._news = bytearray(2 * len(touched) * _NEWS.size)
         for worker_id in touched:
             worker = self._view.workers.get(worker_id)
-            if worker is not None and worker_id in self._homes:
+            if worker is None:
+                continue
+            if worker_id in self._homes:
                 self._put_news(count, worker)
                 count += 1
+            elif worker_id in self._stores:
+                self._put_store(worker)
         touched.clear()
         self._core.baton_fleet_loads(self._handle, library.address_of(self._news), count)
 
     def validate(self) -> None:
         """Asserts that C++ finds its arrays sound and knows the same workers. Slow."""
-        assert self._homes.keys() | self._odd == self._view.workers.keys()
+        stores = {i for i, worker in self._view.workers.items() if worker.is_store}
+        assert self._homes.keys() | self._odd == self._view.workers.keys() - stores
+        assert self._stores <= stores
         assert sum(home.size for home in self._classes.values()) == len(self._homes)
         assert all(home.size for home in self._classes.values())
         assert self._unsure <= self._homes.keys()
@@ -257,9 +281,9 @@ class Fleet:
 
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
         """Converts a refusal. If a worker has time already, it lacks something else."""
-        if decision.status != _NO_PREFILL:
+        if decision.status == _NO_ROOM or decision.wait_s <= self._wait_bound_s:
             return Busy()
-        if not self._wait_bound_s < decision.wait_s < math.inf:
+        if decision.wait_s == math.inf:
             return Busy(lacks=Role.PREFILL)
         return Busy(now_s + decision.wait_s - self._backlog_s, Role.PREFILL)
 
@@ -306,12 +330,34 @@ class Fleet:
         self._handle = self._core.baton_fleet_open(self._index.handle, block_size, self._seed)
         # The fleet reads the index, so the index must not be closed first.
         finalize(self, _close, self._core, self._handle, self._index)
+        for worker in self._view.workers.values():
+            if worker.is_store:
+                self._put_store(worker)
+
+    def _put_store(self, store: WorkerView) -> None:
+        """Tells C++ of a store, or of its new costs. One with odd blocks is left alone."""
+        info = store.info
+        if not self._handle or info.layout.block_size != self._block_size:
+            return
+        self._stores.add(info.worker_id)
+        slots = [self._index.slots[name_on(info.worker_id, medium)] for medium in MEDIA]
+        loads = [self._estimates.load_cost(store, medium) for medium in LOWER_MEDIA]
+        news = library.FleetStore(
+            self._group(info),
+            (ctypes.c_int32 * len(MEDIA))(*slots),
+            (ctypes.c_double * len(MEDIA))(0.0, *(load.fixed_s for load in loads)),
+            (ctypes.c_double * len(MEDIA))(0.0, *(load.block_s for load in loads)),
+        )
+        self._core.baton_fleet_put_store(self._handle, news)
+
+    def _group(self, info: Welcome) -> int:
+        """Blocks mean the same to all of a group: see `WorkerView.can_pull_from`."""
+        return self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
 
     def _kind(self, number: int, worker: WorkerView) -> int | None:
         """Returns the number of this kind of workers; None if there are too many kinds."""
         info = worker.info
-        # Blocks mean the same to all workers of a group: see `WorkerView.can_pull_from`.
-        group = self._groups.setdefault((info.fingerprint, info.layout), len(self._groups))
+        group = self._group(info)
         pulls = info.kv_wire_dtype in (None, info.layout.kv_format)
         key = (number, group, info.prefills_locally, pulls)
         kind = self._kinds.get(key)
@@ -352,9 +398,8 @@ def _costs(worker: WorkerView, estimates: Estimates) -> tuple[float, ...] | None
         prefill.token_s,
         prefill.square_s,
         *((0.0, 0.0, 0.0) if decode is None else (decode.fixed_s, decode.row_s, decode.context_s)),
-        # Without a measurement the expected time is zero.
-        math.inf if pull is None else pull.fixed_s,
-        0.0 if pull is None else pull.block_s + info.layout.block_bytes / pull.bytes_per_s,
+        pull.fixed_s,
+        pull.block_s + info.layout.block_bytes / pull.bytes_per_s,
     )
 
 

@@ -18,6 +18,7 @@ SOURCES = Sources("router", Path(__file__).parent / "src", "router.cpp")
 
 MAX_SLOTS = 0xFFFF  # workers that the index can tell apart
 NONE = -1  # in place of a slot
+NUM_MEDIA = 3  # of a store: memory and what is in `router.cluster.media`
 
 
 class FleetCosts(Structure):
@@ -50,6 +51,17 @@ class FleetKind(Structure):
     )
 
 
+class FleetStore(Structure):
+    """A store: its slots in the index, and the seconds that it takes to read each medium."""
+
+    _fields_ = (
+        ("group", c_int32),
+        ("slots", c_int32 * NUM_MEDIA),
+        ("load", c_double * NUM_MEDIA),
+        ("load_per_block", c_double * NUM_MEDIA),
+    )
+
+
 Core = ctypes.PyDLL
 
 _HASHES = (c_char_p, c_int64)
@@ -73,6 +85,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_fleet_join": (None, (c_void_p, c_int32, c_int32)),
     "baton_fleet_leave": (None, (c_void_p, c_int32)),
     "baton_fleet_loads": (None, (c_void_p, c_void_p, c_int64)),
+    "baton_fleet_put_store": (None, (c_void_p, POINTER(FleetStore))),
+    "baton_fleet_drop_store": (None, (c_void_p, c_int32)),
     "baton_fleet_decide": (None, (c_void_p, c_char_p)),
     "baton_fleet_is_sound": (c_int32, (c_void_p,)),
 }

@@ -15,7 +15,7 @@ from engine.demand import Observation
 from engine.messages import Role, WorkerId
 from router.cluster.view import ClusterView
 from router.machine.flight import Flight
-from router.machine.placing import KnownPrefixes, Placing
+from router.machine.placing import KnownPrefixes, Placing, likely_bid
 from router.machine.state import RouterState
 from router.planning.planner import FlipCandidate
 
@@ -27,7 +27,7 @@ _AS_THEY_ARE: Mapping[WorkerId, Role] = {}
 def members(
     view: ClusterView, roles: Mapping[WorkerId, Role] = _AS_THEY_ARE
 ) -> list[FlipCandidate]:
-    """All workers, with the tokens that a flip would move or give back.
+    """All workers without stores, with the tokens that a flip would move or give back.
 
     `roles` holds the new roles of workers that were told to change.
     """
@@ -38,6 +38,7 @@ def members(
             worker.context_tokens + worker.reserved_tokens,
         )
         for worker_id, worker in view.workers.items()
+        if not worker.is_store
     ]
 
 
@@ -66,7 +67,7 @@ class Demand:
         self._taken = Sums()  # when it was last observed
         self._taken_s: float | None = None
 
-    def arrived(self, flight: Flight) -> None:
+    def arrived(self, flight: Flight, now_s: float) -> None:
         """Counts a new request, whatever its outcome.
 
         Until an observation is asked for, nothing is looked up: most gateways have no planner.
@@ -74,21 +75,24 @@ class Demand:
         if self._taken_s is None:
             return
         state, sums = self._state, self._sums
-        flight.compute_s = self._prefill_s(flight)
+        flight.compute_s = self._prefill_s(flight, now_s)
         self._sums = Sums(
             sums.num_requests + 1,
             sums.prefill_s + flight.compute_s,
             sums.output_tokens + state.lengths.mean(flight.max_tokens),
         )
 
-    def _prefill_s(self, flight: Flight) -> float:
+    def _prefill_s(self, flight: Flight, now_s: float) -> float:
         """Predicted seconds of a prompt; 0 if unknown, or if a leader computes it."""
         state = self._state
-        workers = state.view.workers.values()
+        workers = [item for item in state.view.workers.items() if not item[1].is_store]
         if flight.request.leader is not None or not workers:
             return 0.0
-        worker = next((w for w in workers if w.info.role.prefills), next(iter(workers)))
-        cached = max(KnownPrefixes(state, flight).matched_tokens().values(), default=0)
+        sink = next((item for item in workers if item[1].info.role.prefills), workers[0])
+        known = KnownPrefixes(state, flight)
+        cached = max(known.matched_tokens().values(), default=0)
+        source = likely_bid(state, flight, known, sink, now_s).source
+        worker, cached = sink[1], cached if source is None else source.num_tokens
         return state.estimates.prefill_s(worker, flight.length, cached) or 0.0
 
     def rest(self) -> None:
@@ -102,7 +106,7 @@ class Demand:
         queued = [state.flights[request_id] for request_id in state.waiting.queue]
         if self._taken_s is None:
             for one in queued:  # these came while no planner observed
-                one.compute_s = self._prefill_s(one)
+                one.compute_s = self._prefill_s(one, now_s)
         over_s = now_s - self._taken_s if self._taken_s is not None else 0.0
         self._taken, self._taken_s = sums, now_s
         per_s = 1 / over_s if over_s > 0 else 0.0

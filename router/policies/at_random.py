@@ -10,6 +10,7 @@ class AtRandom:
 
     name: ClassVar[str] = "random"
     binds_late: ClassVar[bool] = False
+    pulls: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:

@@ -33,7 +33,6 @@ AT_ONCE = 16  # sequences
 LEAST_LEFT = 16.0  # tokens that a sequence has to come after its copy
 PAYBACK = 4.0  # seconds to gain for each second in which the answer stands still
 LAST_BLOCKS = 2  # pulled while it stands still
-FIRST_PULL_S = 0.1  # a guess, before any pull was timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +174,9 @@ def _chosen(
 def _pays(leaver: _Leaver, target: WorkerView, here_s: float, there_s: float, costs: Costs) -> bool:
     """True if the move saves the client more seconds than it costs."""
     block_size = target.info.layout.block_size
-    copy_s = _pull_s(costs, target, leaver.context_tokens)
-    pause_s = _pull_s(costs, target, LAST_BLOCKS * block_size) + there_s
+    copy_s = costs.pull_s(target, leaver.context_tokens)
+    pause_s = costs.pull_s(target, LAST_BLOCKS * block_size) + there_s
     left_then = leaver.left_tokens - copy_s / here_s
     if left_then < LEAST_LEFT:
         return False
     return left_then * (here_s - there_s) > PAYBACK * pause_s + copy_s
-
-
-def _pull_s(costs: Costs, target: WorkerView, num_tokens: int) -> float:
-    pull_s = costs.pull_s(target, num_tokens)
-    return FIRST_PULL_S if pull_s is None else pull_s

@@ -66,7 +66,14 @@ class Known(Protocol):
     """The prompt's leading tokens that workers hold, looked up when a policy first asks."""
 
     def matched_tokens(self) -> Mapping[WorkerId, int]:
-        """Leading tokens in full blocks that each worker holds; one token is always left over."""
+        """Leading tokens in full blocks that each worker holds; one token is always left over.
+
+        Of a store, those in its memory.
+        """
+        ...
+
+    def matched_below(self) -> Mapping[tuple[WorkerId, str], int]:
+        """The same for stores and their lower media (`router.cluster.media`)."""
         ...
 
 
@@ -77,8 +84,12 @@ class Costs(Protocol):
         """Seconds to compute a prompt of which `num_cached` leading tokens are cached."""
         ...
 
-    def pull_s(self, worker: WorkerView, num_tokens: int) -> float | None:
-        """Seconds to pull `num_tokens` in full blocks to this worker."""
+    def pull_s(self, worker: WorkerView, num_tokens: int) -> float:
+        """Seconds to pull `num_tokens` in full blocks to this worker; at first a guess."""
+        ...
+
+    def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
+        """Seconds until a store has read so many blocks of a lower medium; at first a guess."""
         ...
 
     def offer_s(self) -> float:
@@ -99,8 +110,10 @@ class Decision(msgspec.Struct, frozen=True):
     decode_worker: WorkerId
     num_candidates: int  # prefill workers that were compared
     num_matched_tokens: int = 0  # in the prefill worker
-    pulled_from: WorkerId | None = None  # the worker whose prefix is pulled first
+    pulled_from: WorkerId | None = None  # the worker or store whose prefix is pulled first
     num_pulled_tokens: int = 0  # beyond the matched ones
+    pulled_medium: str | None = None  # of a store, the slowest that it needs; None: from a worker
+    predicted_load_s: float = 0.0  # until the store has read what it lacks in memory
     predicted_ttft_s: float | None = None  # from the placement on
     predicted_tpot_s: float | None = None
 
@@ -178,6 +191,8 @@ class Policy(Protocol):
     name: ClassVar[str]
     binds_late: ClassVar[bool]
     """True if a prompt waits in the router until a prefill worker has little left to do."""
+    pulls: ClassVar[bool]
+    """True if it may have a prefix pulled before the rest is computed."""
     prefills_locally: ClassVar[bool]
     """True if it lets decode workers prefill, so it may choose while no prefill worker is free."""
 

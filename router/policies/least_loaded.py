@@ -18,6 +18,7 @@ class LeastLoaded:
 
     name: ClassVar[str] = "least-loaded"
     binds_late: ClassVar[bool] = True
+    pulls: ClassVar[bool] = True
     prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
@@ -39,8 +40,7 @@ def shortest_backlog(asked: Asked, policy: str, why: str) -> Decision:
     decode = emptiest_decoder(asked, prefill)
     holders = Holders(asked)
     matched = holders.matched.get(prefill[0], 0)
-    offer = bid(asked, prefill, matched, holders.best_for(prefill))
-    source = None if offer is None else offer.source
+    source = bid(asked, prefill, matched, holders.best_for(prefill)).source
     return Decision(
         policy,
         why,
@@ -50,4 +50,6 @@ def shortest_backlog(asked: Asked, policy: str, why: str) -> Decision:
         num_matched_tokens=matched,
         pulled_from=None if source is None else source.worker_id,
         num_pulled_tokens=0 if source is None else source.num_tokens - matched,
+        pulled_medium=None if source is None else source.medium,
+        predicted_load_s=0.0 if source is None else source.load_s,
     )

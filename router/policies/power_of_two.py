@@ -15,6 +15,7 @@ class PowerOfTwo:
 
     name: ClassVar[str] = "power-of-two"
     binds_late: ClassVar[bool] = False
+    pulls: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:

@@ -19,6 +19,7 @@ class Prefix:
 
     name: ClassVar[str] = "prefix"
     binds_late: ClassVar[bool] = False
+    pulls: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:

@@ -1,111 +1,201 @@
-"""Workers from which a prompt's prefix could be pulled before another one computes the rest."""
+"""Workers and stores from which a prompt's prefix could be pulled before the rest is computed.
 
-from collections.abc import Hashable
+What is in memory is pulled at once. What a store has on a lower medium it reads while it is pulled,
+so the two times do not add up:
+
+    in memory     answer + pull(k)
+    on disk, or   max(pull(k), load(what the store lacks in memory))
+    as objects
+
+For each medium, the deepest holder is compared: of the media above, it may hold less. A store reads
+all that it lacks, whatever the sink has, since its lease grows in the order of the prompt. It reads
+its lower media at the same time.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.messages import WorkerId
+from router.cluster.media import HOST, LOWER_MEDIA
 from router.cluster.view import WorkerView
 from router.policies.base import Asked, Worker
 from router.policies.candidates import predicted_ready_s
 
+# Before any prompt was timed, a prefix is pulled if it spares at least so many tokens. A smaller
+# one may be computed as fast as it is offered. A slower medium must hold as many more to be used.
+LEAST_SPARED_TOKENS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker that holds more of the prompt than the one that is to compute it."""
+    """A worker or store that holds more of the prompt than the one that is to compute it."""
 
     worker_id: WorkerId
     num_tokens: int
+    medium: str | None = None  # of a store; None: the pool of a worker
     answers_s: float = 0.0  # seconds until it answers, beside those of any pull
+    load_s: float = 0.0  # seconds until a store has read them
+
+
+class _Hold(NamedTuple):
+    """What a worker or store holds on one medium."""
+
+    num_tokens: int
+    worker_id: WorkerId
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     """Equally good holders."""
 
+    medium: str
     num_tokens: int
     workers: list[WorkerId]
     answers_s: float
+    load_s: float
 
 
 class Holders:
-    """The workers that hold a prefix of a prompt, the longest first."""
+    """The workers and stores that hold a prefix of a prompt, the longest first."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._found: dict[Hashable, _Found] = {}  # by kind of sink
+        self._found: dict[Hashable, list[_Found]] = {}  # by kind of sink
         self.matched = dict(asked.known.matched_tokens())
         suspects = {source for source, _ in asked.view.severed}
-        live = asked.view.workers
-        self._ranked = sorted(
-            (-num_tokens, worker_id)
-            for worker_id, num_tokens in self.matched.items()
-            if worker_id in live and worker_id not in suspects
-        )
+        live = asked.view.workers.keys() - suspects if suspects else asked.view.workers.keys()
+        in_memory = [_Hold(n, i) for i, n in self.matched.items() if i in live]
+        self._ranked = {HOST: _longest_first(in_memory)}
+        below = asked.known.matched_below()
+        if below:
+            self._rank_below(below, live)
 
-    def best_for(self, sink: Worker) -> Holder | None:
-        """The one that holds most of what this worker lacks and can answer first; equals take
-        turns by chance.
+    def _rank_below(self, below: Mapping[tuple[WorkerId, str], int], live: Set[WorkerId]) -> None:
+        """Ranks what stores hold on lower media, each without what a faster medium of it holds."""
+        found: dict[str, list[_Hold]] = {medium: [] for medium in LOWER_MEDIA}
+        for store_id in {store_id for store_id, _ in below if store_id in live}:
+            store = self._asked.view.workers[store_id]
+            num_above, load_s = self.matched.get(store_id, 0), 0.0
+            for medium in LOWER_MEDIA:
+                num_tokens = below.get((store_id, medium), 0)
+                if num_tokens <= num_above:
+                    continue
+                num_blocks = (num_tokens - num_above) // store.info.layout.block_size
+                load_s = max(load_s, self._asked.costs.load_s(store, medium, num_blocks))
+                found[medium].append(_Hold(num_tokens, store_id, load_s))
+                num_above = num_tokens
+        self._ranked |= {medium: _longest_first(holds) for medium, holds in found.items()}
+
+    @property
+    def deepest_worker(self) -> int:
+        """The most leading tokens that a worker holds which is no store."""
+        workers = self._asked.view.workers
+        live = ((n, workers[i]) for i, n in self.matched.items() if i in workers)
+        return max((n for n, worker in live if not worker.is_store), default=0)
+
+    def best_for(self, sink: Worker) -> list[Holder]:
+        """The holders of most of what this worker lacks, one of each medium, the fastest first.
+
+        Of these, the ones that can answer first; equals take turns by chance.
         """
-        sink_id, worker = sink
-        here = self.matched.get(sink_id, 0)
-        if not self._asked.need.may_pull or not self._ranked or -self._ranked[0][0] <= here:
-            return None
-        # Workers of one kind, perhaps a thousand, can pull from the same holders: look up once.
-        info = worker.info
+        here = self.matched.get(sink[0], 0)
+        most = max((ranked[0].num_tokens for ranked in self._ranked.values() if ranked), default=0)
+        if not self._asked.need.may_pull or most <= here:
+            return []
+        return [self._one_of(found) for found in self._all_for(sink[1]) if found.num_tokens > here]
+
+    def below_for(self, sink: Worker) -> list[Holder]:
+        """Like `best_for`, of lower media alone."""
+        if not self._asked.need.may_pull:
+            return []
+        here, found = self.matched.get(sink[0], 0), self._search(sink[1], LOWER_MEDIA)
+        return [self._one_of(each) for each in found if each.num_tokens > here]
+
+    def _one_of(self, found: _Found) -> Holder:
+        chosen = self._asked.rng.choice(found.workers)
+        is_pool = not self._asked.view.workers[chosen].is_store
+        medium = None if is_pool else found.medium
+        return Holder(chosen, found.num_tokens, medium, found.answers_s, found.load_s)
+
+    def _all_for(self, sink: WorkerView) -> list[_Found]:
+        """Workers of one kind, perhaps a thousand, can pull from the same holders: look up once."""
+        info = sink.info
         kind = (info.fingerprint, info.kv_wire_dtype, info.layout)
         if kind not in self._found:
-            self._found[kind] = self._soonest(self._most_for(worker))
-        found = self._found[kind]
-        if found.num_tokens <= here:
-            return None
-        return Holder(self._asked.rng.choice(found.workers), found.num_tokens, found.answers_s)
+            self._found[kind] = self._search(sink, (HOST, *LOWER_MEDIA))
+        return self._found[kind]
 
-    def _most_for(self, sink: WorkerView) -> tuple[int, list[WorkerId]]:
-        """Returns the workers with the longest prefix that this sink can pull, and its tokens."""
-        most: int = 0
-        equals: list[WorkerId] = []
-        for negative, worker_id in self._ranked:
-            if -negative < most:
+    def _search(self, sink: WorkerView, media: Sequence[str]) -> list[_Found]:
+        """Returns the best holders of each medium, without media that hold nothing."""
+        longest = [(m, self._most_for(sink, self._ranked.get(m, ()))) for m in media]
+        return [self._soonest(medium, equals) for medium, equals in longest if equals]
+
+    def _most_for(self, sink: WorkerView, ranked: Sequence[_Hold]) -> list[_Hold]:
+        """Returns the longest prefixes on a medium that this sink can pull."""
+        equals: list[_Hold] = []
+        for hold in ranked:
+            if equals and hold.num_tokens < equals[0].num_tokens:
                 break
-            if sink.can_pull_from(self._asked.view.workers[worker_id]):
-                most = -negative
-                equals.append(worker_id)
-        return most, equals
+            if sink.can_pull_from(self._asked.view.workers[hold.worker_id]):
+                equals.append(hold)
+        return equals
 
-    def _soonest(self, holders: tuple[int, list[WorkerId]]) -> "_Found":
-        """Returns the workers that can answer first: a worker handles no event during a step."""
-        num_tokens, equals = holders
-        waits_s = [self._answers_s(worker_id) for worker_id in equals]
-        least_s = min(waits_s, default=0.0)
+    def _soonest(self, medium: str, equals: Sequence[_Hold]) -> _Found:
+        """Returns the holders that can answer first: a worker handles no event during a step.
+
+        A store takes no steps, but may have to read.
+        """
+        waits_s = [(self._answers_s(hold.worker_id), hold.load_s) for hold in equals]
+        least = min(waits_s)
         pairs = zip(equals, waits_s, strict=True)
-        return _Found(num_tokens, [i for i, wait_s in pairs if wait_s == least_s], least_s)
+        workers = [hold.worker_id for hold, wait_s in pairs if wait_s == least]
+        return _Found(medium, equals[0].num_tokens, workers, *least)
 
     def _answers_s(self, worker_id: WorkerId) -> float:
         asked = self._asked
-        ready_s = predicted_ready_s(asked.view.workers[worker_id], asked.costs, asked.now_s)
+        worker = asked.view.workers[worker_id]
+        if worker.is_store:
+            return 0.0
+        ready_s = predicted_ready_s(worker, asked.costs, asked.now_s)
         return min(ready_s or 0.0, asked.costs.offer_s())
+
+
+def _longest_first(holds: Iterable[_Hold]) -> list[_Hold]:
+    return sorted(holds, key=lambda hold: (-hold.num_tokens, hold.worker_id))
 
 
 @dataclass(frozen=True, slots=True)
 class Bid:
     """The cost of having a worker compute a prompt, and the prefix that it pulls first, if any."""
 
-    seconds: float
+    seconds: float | None  # None: nothing was measured yet
     source: Holder | None = None
 
 
-def bid(asked: Asked, sink: Worker, num_cached: int, holder: Holder | None) -> Bid | None:
-    """Returns the quicker of computing all and pulling first. None if no time is known."""
+def bid(asked: Asked, sink: Worker, num_cached: int, holders: Iterable[Holder]) -> Bid:
+    """Returns the quickest of computing all and pulling first from one of the holders."""
     worker, num_tokens = sink[1], asked.need.num_tokens
-    compute_s = asked.costs.prefill_s(worker, num_tokens, num_cached)
-    if compute_s is None:
-        return None
-    if holder is None or holder.num_tokens <= num_cached:
-        return Bid(compute_s)
-    pull_s = asked.costs.pull_s(worker, holder.num_tokens - num_cached)
-    if pull_s is not None:
-        pull_s += holder.answers_s
-    rest_s = asked.costs.prefill_s(worker, num_tokens, holder.num_tokens)
-    if pull_s is None or rest_s is None or pull_s + rest_s >= compute_s:
-        return Bid(compute_s)
-    return Bid(pull_s + rest_s, holder)
+    best_s = asked.costs.prefill_s(worker, num_tokens, num_cached)
+    if best_s is None:
+        return Bid(None, _worth_a_try(num_cached, holders))
+    source = None
+    for holder in holders:
+        rest_s = asked.costs.prefill_s(worker, num_tokens, holder.num_tokens)
+        if holder.num_tokens <= num_cached or rest_s is None:
+            continue
+        pull_s = asked.costs.pull_s(worker, holder.num_tokens - num_cached) + holder.answers_s
+        pulled_s = max(pull_s, holder.load_s) + rest_s
+        if pulled_s < best_s:
+            best_s, source = pulled_s, holder
+    return Bid(best_s, source)
+
+
+def _worth_a_try(num_cached: int, holders: Iterable[Holder]) -> Holder | None:
+    """Returns the holder to pull from while nothing is known about computing."""
+    source, num_there = None, num_cached
+    for holder in holders:
+        if holder.num_tokens - num_there >= LEAST_SPARED_TOKENS:
+            source, num_there = holder, holder.num_tokens
+    return source

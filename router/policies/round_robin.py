@@ -12,6 +12,7 @@ class RoundRobin:
 
     name: ClassVar[str] = "round-robin"
     binds_late: ClassVar[bool] = False
+    pulls: ClassVar[bool] = False
     prefills_locally: ClassVar[bool] = False
 
     def __init__(self) -> None:

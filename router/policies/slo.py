@@ -5,8 +5,9 @@ For each prefill worker that has little left to do:
     TTFT = its wait + min(prefill(n, held here), pull(best - held here) + prefill(n, best held))
 
 So a prefix is pulled where that is quicker than computing it, which copies hot prefixes to where
-they are used. A mixed worker counts as a prefill worker. It is a last resort if it could not keep
-the bound on the time per output token (TPOT), or if its running sequences would wait too long.
+they are used. The best in memory, on disk and as objects are compared: see `pulling`. A mixed
+worker counts as a prefill worker. It is a last resort if it could not keep the bound on the time
+per output token (TPOT), or if its running sequences would wait too long.
 
 The decode worker is the one with the least TPOT after joining, D + E (b + 1) + F kv. Here kv is
 taken in the middle of the predicted growth of all sequences there. If no worker keeps the bound the
@@ -36,7 +37,7 @@ from router.cluster.view import WorkerView
 from router.policies.base import Asked, Busy, Costs, Decision, Need, Worker
 from router.policies.candidates import has_memory, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
-from router.policies.pulling import Bid, Holders, bid
+from router.policies.pulling import Holder, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 
@@ -46,12 +47,13 @@ class _Prefill:
 
     worker: Worker
     wait_s: float
-    bid: Bid
+    work_s: float
+    source: Holder | None
     num_matched: int
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.bid.seconds
+        return self.wait_s + self.work_s
 
 
 class Slo:
@@ -59,6 +61,7 @@ class Slo:
 
     name: ClassVar[str] = "slo"
     binds_late: ClassVar[bool] = True
+    pulls: ClassVar[bool] = True
     prefills_locally: ClassVar[bool] = True
 
     def choose(self, asked: Asked) -> Decision | Busy:
@@ -101,9 +104,9 @@ class _Question:
         ready_s = predicted_ready_s(worker, asked.costs, asked.now_s)
         num_matched = self._holders.matched.get(worker_id, 0)
         best = bid(asked, item, num_matched, self._holders.best_for(item))
-        if ready_s is None or best is None:
+        if ready_s is None or best.seconds is None:
             return None
-        return _Prefill(item, ready_s, best, num_matched)
+        return _Prefill(item, ready_s, best.seconds, best.source, num_matched)
 
     def _is_kept(self, pace_s: float) -> bool:
         return self._bound_s is None or pace_s <= self._bound_s
@@ -121,7 +124,7 @@ class _Question:
         if not worker.info.role.decodes or not worker.num_decodes or self._bound_s is None:
             return False
         pace_s = present_tpot_s(worker, self._asked.costs)
-        return pace_s is not None and pace_s + prefill.bid.seconds > self._bound_s
+        return pace_s is not None and pace_s + prefill.work_s > self._bound_s
 
     def _locals(self) -> list[_Prefill]:
         """Decode workers that have time to prefill the prompt."""
@@ -130,7 +133,7 @@ class _Question:
         if not decoders or not self._all_paces_known:
             return []
         matched = self._holders.matched
-        deepest = max(matched.values(), default=0)
+        deepest = self._holders.deepest_worker
         likely = self._steadiest(asked.candidates.decoders)
         near = [i for i in decoders if i[0] == likely or (deepest and matched.get(i[0]) == deepest)]
         predicted = [self._predict(item) for item in near]
@@ -142,7 +145,7 @@ class _Question:
             return False
         if not has_memory(worker, asked.need.max_len):
             return False
-        return prefill.bid.seconds <= spare_s(worker, asked.costs, self._bound_s)
+        return prefill.work_s <= spare_s(worker, asked.costs, self._bound_s)
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -175,7 +178,7 @@ class _Question:
         return self._asked.rng.choice(sorted(i for i, cost in costs.items() if cost == lowest))
 
     def _decision(self, prefill: _Prefill, decode: WorkerId) -> Decision:
-        prefill_id, source = prefill.worker[0], prefill.bid.source
+        prefill_id, source = prefill.worker[0], prefill.source
         return Decision(
             Slo.name,
             reason(is_local=prefill_id == decode, pulls=source is not None),
@@ -185,6 +188,8 @@ class _Question:
             num_matched_tokens=prefill.num_matched,
             pulled_from=None if source is None else source.worker_id,
             num_pulled_tokens=0 if source is None else source.num_tokens - prefill.num_matched,
+            pulled_medium=None if source is None else source.medium,
+            predicted_load_s=0.0 if source is None else source.load_s,
             predicted_ttft_s=prefill.ttft_s,
             predicted_tpot_s=self._paces_s.get(decode) if self._all_paces_known else None,
         )

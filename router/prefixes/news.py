@@ -16,7 +16,7 @@ Repeated, late and disordered batches change nothing. A snapshot counts only if 
 what was applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -37,16 +37,42 @@ MAX_PAUSE_S = 30.0
 MAX_EARLY_BATCHES = 1024  # kept while one before them is missing
 
 
-def apply_events(index: Prefixes, worker_id: WorkerId, events: Sequence[BlockEvent]) -> None:
-    """Applies a worker's events to an index, in order."""
+def apply_events(
+    index: Prefixes,
+    worker_id: WorkerId,
+    events: Sequence[BlockEvent],
+    media: Mapping[str, WorkerId] | None = None,
+) -> int:
+    """Applies a worker's events to an index, in order.
+
+    `media` has the names of a store in the index, by medium. Without it, events must name none.
+    Returns the number of ignored events: those of unknown media.
+    """
+    num_ignored = 0
     for event in events:
+        if isinstance(event, AllBlocksCleared):
+            for each in (worker_id,) if media is None else media.values():
+                index.cleared(each)
+            continue
+        name = _name_of(worker_id, event.medium, media)
+        if name is None:
+            num_ignored += 1
+            continue
+        hashes = cast("list[BlockHash]", event.block_hashes)
         match event:
             case BlockStored():
-                index.stored(worker_id, cast("list[BlockHash]", event.block_hashes))
+                index.stored(name, hashes)
             case BlockRemoved():
-                index.removed(worker_id, cast("list[BlockHash]", event.block_hashes))
-            case AllBlocksCleared():
-                index.cleared(worker_id)
+                index.removed(name, hashes)
+    return num_ignored
+
+
+def _name_of(
+    worker_id: WorkerId, medium: str | None, media: Mapping[str, WorkerId] | None
+) -> WorkerId | None:
+    if media is None:
+        return worker_id if medium is None else None
+    return None if medium is None else media.get(medium)
 
 
 # ---------------------------------------------------------------- what goes in

@@ -94,6 +94,9 @@ class AnswerChoice:
         self.last_s = 0.0  # when the last update came
         self.prompt = prompt
         self._meter = meter
+        leads = not index % call.num_candidates
+        # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
+        self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
         self._scores: list[Logprobs] = []
         asked = (request.sampling.logprobs, request.prompt_logprobs)
         self._is_scored = any(count is not None for count in asked)
@@ -137,8 +140,7 @@ class AnswerChoice:
         has_tokens = bool(update.token_ids)
         if has_tokens:
             self._meter.tokens(len(update.token_ids), now_s)
-            if self._is_scored:
-                self._note_scores(update)
+            self._note(update)
             if self._is_only_prompt:
                 update = _without_answer(update)
         if update.timeline is not None:
@@ -192,6 +194,8 @@ class AnswerChoice:
         """Returns the text that tokens make ready, for a choice that `is_plain` and goes on."""
         self.last_s = now_s
         self._meter.tokens(len(token_ids), now_s)
+        if self.noted_ids is not None:
+            self.noted_ids += token_ids
         return self._text.push(token_ids)
 
     @property
@@ -271,6 +275,12 @@ class AnswerChoice:
         if self._scored is None:
             return self._text.finish(), ()
         return self._scored.finish()
+
+    def _note(self, update: Update) -> None:
+        if self.noted_ids is not None:
+            self.noted_ids += update.token_ids
+        if self._is_scored:
+            self._note_scores(update)
 
     def _note_scores(self, update: Update) -> None:
         self._scores += update.logprobs

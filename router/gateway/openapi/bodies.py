@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from router.gateway.batches.pages import MAX_EXPIRY_S, MIN_EXPIRY_S
-from router.gateway.openapi.operations import TOKENIZE_BODY, UPLOAD_FORM
+from router.gateway.openapi.operations import PIN_BODY, TOKENIZE_BODY, UPLOAD_FORM
 from router.gateway.pages.tokens import TokenizeOptions
 from router.gateway.requests.embedding_schema import EmbeddingBody
 from router.gateway.requests.field_table import HARMLESS, HONOURED, PLACES, refused_by
@@ -146,6 +146,10 @@ def body_components() -> dict[str, Json]:
     chat["required"], completion["required"] = ["messages"], ["prompt"]
     completion["properties"]["prompt"] = _prompt()
     found[TOKENIZE_BODY] = _tokenize_body(chat, completion)
+    found[PIN_BODY] = {
+        "description": "The body of a request whose prompt is meant.",
+        "anyOf": [{"$ref": REF.format(name=name)} for name in ("ChatBody", "CompletionBody")],
+    }
     found[UPLOAD_FORM] = _UPLOAD_FORM
     return found
 

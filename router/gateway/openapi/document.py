@@ -82,7 +82,7 @@ def _operation(each: Operation, *, needs_key: bool) -> Json:
         "summary": each.summary,
         "operationId": f"{each.method}{each.path.translate(_WORDS)}",
         "responses": {
-            "200": _answer(each),
+            "204" if each.answer is None else "200": _answer(each),
             **{str(status): _reply(kind) for status, kind in each.other_answers},
             **{str(status): _error(status) for status in sorted(errors)},
         },
@@ -107,6 +107,10 @@ _WORDS = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
 def _answer(each: Operation) -> Json:
+    found: Json
+    if each.answer is None:
+        found = {"description": each.summary}
+        return found | ({"headers": _LIMITS} if each.body is not None else {})
     if isinstance(each.answer, str):
         schema: Json = {"type": "object"} if each.answer == JSON else {"type": "string"}
         return {"description": each.summary, "content": {each.answer: {"schema": schema}}}

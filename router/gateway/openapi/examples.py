@@ -57,6 +57,12 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "a text": {"input": "Hello", "instructions": "Answer briefly.", "max_output_tokens": 32},
         "a stream": {"input": "Hello", "stream": True, "store": False},
     },
+    "post /v1/pins": {
+        "a system prompt": {
+            "messages": [{"role": "system", "content": "Answer briefly. " * 8}],
+            "add_generation_prompt": False,
+        },
+    },
     "post /tokenize": {
         "a text": {"prompt": "Hello", "return_token_strs": True},
         "messages": {"messages": _HELLO},

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from engine.messages import MAX_KEEP_S
 from router.gateway.answering import (
     ID_HEADER,
     MAX_ID_LEN,
@@ -14,6 +15,13 @@ from router.gateway.answering import (
 )
 from router.gateway.answers.writing import DECISION_HEADER
 from router.gateway.batches.pages import MAX_PAGE, BatchBody
+from router.gateway.hints.claims import (
+    KEEP_HEADER,
+    MIN_KEEP_S,
+    SESSION_HEADER,
+    SESSION_PATTERN,
+)
+from router.gateway.hints.pages import SESSION_PARAM, ShownPin
 from router.gateway.openapi.answers import (
     BatchList,
     ChatAnswer,
@@ -47,6 +55,7 @@ from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER
 Json = dict[str, Any]
 
 TOKENIZE_BODY = "TokenizeBody"  # made of the bodies of requests
+PIN_BODY = "PinBody"
 UPLOAD_FORM = "UploadForm"
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 ANY = "application/octet-stream"
@@ -66,7 +75,7 @@ class Operation(NamedTuple):
     path: str
     tag: str
     summary: str
-    answer: type[Struct] | str  # a media type, if it is not JSON
+    answer: type[Struct] | str | None  # a media type, if it is not JSON; None: status 204
     body: type[Struct] | str | None = None
     events: type[Struct] | None = None
     parameters: tuple[Json, ...] = ()
@@ -114,6 +123,16 @@ _OF_ANSWERS = (
     *_VERSION,
     _header(TIMELINE_HEADER, "`1` adds where the time of the request went", _TEXT),
     _header(DECISION_HEADER, "`1` adds where the request runs, and why", _TEXT),
+    _header(
+        SESSION_HEADER,
+        "names the session that the request is of, to stores of KV blocks",
+        {"type": "string", "pattern": SESSION_PATTERN},
+    ),
+    _header(
+        KEEP_HEADER,
+        "seconds within which the session's next request is expected",
+        {"type": "number", "minimum": MIN_KEEP_S, "maximum": MAX_KEEP_S},
+    ),
 )
 _RESPONSE_ID = _path("response_id", "of a response that was kept")
 _FLAG: Json = {"type": "string", "enum": ["true", "false"]}
@@ -367,6 +386,37 @@ OPERATIONS = (
         DetokenizeBody,
         parameters=_VERSION,
         errors=_READS,
+    ),
+    Operation(
+        "delete",
+        f"/v1/sessions/{{{SESSION_PARAM}}}",
+        "Sessions",
+        "End a session: stores of KV blocks need not keep it",
+        None,
+        parameters=(_path(SESSION_PARAM, "as in the header of its requests"),),
+        description="Of any session, known or not. Without a store it does nothing.",
+    ),
+    Operation(
+        "post",
+        "/v1/pins",
+        "Sessions",
+        "Pin the blocks of a prompt in stores of KV blocks",
+        ShownPin,
+        PIN_BODY,
+        parameters=_VERSION,
+        errors=(*_READS, 501),
+        description="Stores keep pinned blocks within the share of `store.pinned_share` of a key.",
+    ),
+    Operation(
+        "delete",
+        "/v1/pins",
+        "Sessions",
+        "Unpin the blocks of a prompt",
+        None,
+        PIN_BODY,
+        parameters=_VERSION,
+        errors=(*_READS, 501),
+        description="The body is the one that pinned them.",
     ),
     Operation("get", "/v1/models", "Models", "All models", ModelList),
     Operation(

@@ -18,6 +18,8 @@ from engine.net.trust import Secret
 from router.access.keys import Tenant
 from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.batches.settings import BatchSettings
+from router.gateway.hints.claims import SessionClaim
+from router.gateway.hints.uses import SessionNotes, notes_of
 from router.gateway.requests.json_fields import decode_fields, ignored_names
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
@@ -83,6 +85,7 @@ class ApiCall(msgspec.Struct, frozen=True):
     timeline: bool  # the client wants it in the answer
     decision: bool  # the client wants it in the head of the response
     trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
+    session: SessionClaim | None = None
 
     @property
     def shown_id(self) -> str:
@@ -136,6 +139,7 @@ class CheckedCall(msgspec.Struct, frozen=True):
     reader: AnswerParsing | None = None  # what parses answers; None: they are text
     shows_reasoning: bool = True
     ignored: tuple[str, ...] = ()  # names of fields that mean nothing here
+    notes: SessionNotes | None = None  # if the call is of a session, and there is a store
 
     @property
     def first(self) -> Request:
@@ -246,11 +250,11 @@ def parse(
     )
     usage, usage_in_every_chunk = body.usage_in_stream
     ending_ids = () if body.ignore_eos else text.eos_token_ids
+    num_candidates = body.num_candidates if beams is None else body.num_choices
+    requests = _requests(first, prompts, num_candidates)
     return CheckedCall(
         served=served,
-        requests=_requests(
-            first, prompts, body.num_candidates if beams is None else body.num_choices
-        ),
+        requests=requests,
         num_prompts=len(prompts),
         client_id=call.client_id,
         timeout_s=call.timeout_s,
@@ -279,7 +283,17 @@ def parse(
         reader=reader,
         shows_reasoning=body.shows_reasoning,
         ignored=ignored_names(call.data, fields, body_type),
+        notes=_notes(call.session, served, requests[::num_candidates]),
     )
+
+
+def _notes(
+    claim: SessionClaim | None, served: ServedVersion, leaders: Sequence[Request]
+) -> SessionNotes | None:
+    """The notes of a call of a session; None without a session or a store."""
+    if claim is None or (block_size := served.port.store_block_size()) is None:
+        return None
+    return notes_of(claim, block_size, leaders)
 
 
 def _beams(body: Body, structure: Structure, text: TextModel) -> Beams | None:

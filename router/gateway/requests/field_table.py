@@ -208,7 +208,7 @@ HARMLESS = (
     HarmlessField("prompt_cache_retention", OPENAI, "all prefixes are cached"),
     HarmlessField("prediction", OPENAI, "speeds an answer up and changes no token"),
     HarmlessField("request_id", VLLM, "the header `x-request-id` names a call"),
-    HarmlessField("session_id", VLLM, "names a conversation"),
+    HarmlessField("session_id", VLLM, "the header `x-baton-session` names a session"),
     HarmlessField("return_token_offsets", VLLM, "for a page that is not here"),
     HarmlessField("return_mm_kwargs", VLLM, "for a page that is not here"),
     HarmlessField("spaces_between_special_tokens", VLLM, "for tokenizers that are not served"),

@@ -50,7 +50,7 @@ Sources: pre-copy, Clark et al., Live Migration of Virtual Machines, NSDI 2005; 
 grows, so that the rest at the end is small whatever the length, Sun et al., Llumnix, OSDI 2024.
 """
 
-from engine.messages import ROLE_CHANGED, RoleChanged, WorkerId
+from engine.messages import ROLE_CHANGED, Role, RoleChanged, WorkerId
 from router.cluster.view import WorkerView
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect
@@ -82,8 +82,14 @@ class Moving:
     def on_role_changed(
         self, worker: WorkerView, message: RoleChanged, now_s: float
     ) -> list[RouterEffect]:
-        """Takes in a worker's new role; a worker may also confirm its old role."""
+        """Takes in a worker's new role; a worker may also confirm its old role.
+
+        A store is a store for life, and no worker becomes one.
+        """
         state, worker_id = self._state, worker.info.worker_id
+        if worker.is_store or message.role is Role.STORE:
+            state.counters["role changed", "not possible"] += 1
+            return []
         if worker.info.role is not message.role:
             state.counters["role changed", message.role] += 1
         state.workers.change_role(worker, message)

@@ -21,6 +21,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
+constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
 struct Costs {
@@ -56,7 +57,9 @@ enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
 struct Decision {
   int32_t status, prefill, decode, source;
   int32_t matched_blocks, pulled_blocks;  // cached there, and to be pulled from the source
+  int32_t medium;                         // of the source: 0 for memory
   double wait_s, ttft_s, tpot_s;  // wait_s: until the first prefill worker is ready, if none is
+  double load_s;                  // until the source has read what it lacks in memory
 };
 
 // The work that is assigned to a worker.
@@ -78,8 +81,17 @@ struct Worker {
   Load load;
 };
 
+// Keeps blocks for others, and computes nothing: it is no worker here. The index knows it by a slot
+// for each medium, of which the first names it.
+struct Store {
+  int32_t group;
+  int32_t slots[kMedia];
+  double load[kMedia], load_per_block[kMedia];  // seconds to read k blocks: t0 + k·t_block
+};
+
 // Python packs and unpacks these: router/native/fleet.py.
-static_assert(sizeof(Request) == 56 && sizeof(Decision) == 48 && sizeof(News) == 48);
+static_assert(sizeof(Request) == 56 && sizeof(Decision) == 64 && sizeof(News) == 48);
+static_assert(sizeof(Store) == 64);
 
 class Random {
  public:
@@ -110,12 +122,26 @@ struct Choice {
   }
 };
 
-// Workers that hold the same blocks for the same prompt. For the present request, `depth` is the most
-// blocks that one of them holds, and `answers_s` is when the first of these can offer them.
-struct Group {
-  std::vector<uint64_t> members;
+// The most blocks of the present prompt that can be pulled from one medium, and the least time in
+// which a holder of so many offers them and has read them.
+struct Best {
   uint32_t depth = 0;
-  double answers_s = 0;
+  double answers_s = 0, load_s = 0;
+};
+
+// Workers and stores that hold the same blocks for the same prompt.
+struct Group {
+  std::vector<uint64_t> members;  // workers
+  Best best[kMedia];
+};
+
+// A store, with what it holds of the present prompt. If a faster medium has as much, a medium counts
+// as empty.
+struct Shelves {
+  Store store{};
+  bool is_live = false;
+  uint32_t depth[kMedia] = {};
+  double load_s[kMedia] = {};
 };
 
 class Fleet {
@@ -164,18 +190,45 @@ class Fleet {
     refresh(slot);
   }
 
+  void put_store(const Store& store) {
+    const auto name = static_cast<Slot>(store.slots[0]);
+    int32_t number = shelves_at(name);
+    if (number == kNone) {
+      number = 0;
+      while (static_cast<size_t>(number) < shelves_.size() && shelves_[number].is_live) ++number;
+      if (static_cast<size_t>(number) == shelves_.size()) shelves_.emplace_back();
+      ++num_stores_;
+    }
+    if (store.group >= static_cast<int32_t>(groups_.size())) groups_.resize(store.group + 1);
+    shelves_[number].store = store;
+    shelves_[number].is_live = true;
+    for (const int32_t slot : store.slots) assign(static_cast<Slot>(slot), number);
+  }
+
+  void drop_store(Slot name) {
+    const int32_t number = shelves_at(name);
+    if (number == kNone) return;
+    for (const int32_t slot : shelves_[number].store.slots) assign(static_cast<Slot>(slot), kNone);
+    shelves_[number] = Shelves();
+    --num_stores_;
+  }
+
   void set_load(Slot slot, const Load& load) {
     workers_[slot].load = load;
     refresh(slot);
   }
 
   void decide(const uint8_t* hashes, int64_t count, const Request& request, Decision& decision) {
-    decision = {kPlaced, kNone, kNone, kNone, 0, 0, 0, 0, 0};
+    decision = {kPlaced, kNone, kNone, kNone, 0, 0, 0, 0, 0, 0, 0};
     request_ = &request;
     need_blocks_ = blocks_for(request.final_tokens);
     Choice decode = choose_decode();
     if (decode.cost == kInf) return void(decision.status = kNoRoom);
-    if (decode.cost > request.tpot_bound_s) return void(decision.status = kTooSlow);
+    if (decode.cost > request.tpot_bound_s) {
+      decision.status = kTooSlow;
+      decision.wait_s = has_open_local() ? 0 : soonest_s();
+      return;
+    }
     // At least one token is computed: the first token of the answer is sampled from it.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
     find_best();
@@ -201,8 +254,17 @@ class Fleet {
       if (ready_at_[slot] < least_ready_at_[slot / kChunk]) return false;
       if (tpot_[slot] < least_tpot_[slot / kChunk]) return false;
       if (behind_[slot] != workers_[slot].load.behind_s) return false;
+      if (workers_[slot].kind != kNone && shelves_at(slot) != kNone) return false;
     }
-    return true;
+    size_t num_live = 0;
+    for (size_t number = 0; number < shelves_.size(); ++number) {
+      if (!shelves_[number].is_live) continue;
+      ++num_live;
+      for (const int32_t slot : shelves_[number].store.slots) {
+        if (shelves_at(static_cast<Slot>(slot)) != static_cast<int32_t>(number)) return false;
+      }
+    }
+    return num_live == num_stores_;
   }
 
  private:
@@ -223,7 +285,13 @@ class Fleet {
   std::vector<int32_t> kind_in_;  // kind of all workers of the chunk; none: they differ
   std::vector<uint64_t> mixed_, locals_, rest_;
   std::vector<Group> groups_;
+  std::vector<Shelves> shelves_;
+  std::vector<int32_t> shelves_at_;    // by slot: the number of its store
+  std::vector<uint64_t> store_slots_;  // the same as bits
+  size_t num_stores_ = 0;
   // Of the present decision.
+  std::vector<int32_t> found_;  // stores that hold some of the prompt
+  int num_media_ = 1;           // without stores only memory
   const Request* request_ = nullptr;
   int64_t need_blocks_ = 0;
   Match match_;
@@ -237,6 +305,16 @@ class Fleet {
     if (slot / 64 >= bits.size()) bits.resize(slot / 64 + 1);
     const uint64_t bit = 1ull << (slot % 64);
     bits[slot / 64] = value ? bits[slot / 64] | bit : bits[slot / 64] & ~bit;
+  }
+
+  int32_t shelves_at(Slot slot) const {
+    return slot < shelves_at_.size() ? shelves_at_[slot] : kNone;
+  }
+
+  void assign(Slot slot, int32_t number) {
+    if (slot >= shelves_at_.size()) shelves_at_.resize(slot + 1, kNone);
+    shelves_at_[slot] = number;
+    set_bit(store_slots_, slot, number != kNone);
   }
 
   void grow() {
@@ -392,22 +470,25 @@ class Fleet {
     return workers_[slot].load.running > 0 && tpot_[slot] + work_s > request_->tpot_bound_s;
   }
 
-  // The most blocks that a worker of this kind might pull.
-  uint32_t best_for(const Kind& kind) const { return kind.pulls ? groups_[kind.group].depth : 0; }
-
-  // Time from ready to the first token, with so many blocks cached; `pulled`: more are pulled.
-  double work_s(const Kind& kind, uint32_t depth, bool* is_pulled) const {
+  // Time from ready to the first token, with so many blocks cached. `medium`: that from which more
+  // are pulled, or none.
+  double work_s(const Kind& kind, uint32_t depth, int32_t* medium) const {
     const Costs& costs = costs_[kind.costs];
     const auto n = static_cast<double>(request_->num_tokens);
-    const double alone_s = costs.prefill_s(n, static_cast<double>(depth * block_size_));
-    const uint32_t best = best_for(kind);
-    *is_pulled = false;
-    if (best <= depth) return alone_s;
-    const double pull_s =
-        costs.pull + costs.pull_per_block * (best - depth) + groups_[kind.group].answers_s;
-    const double pulled_s = pull_s + costs.prefill_s(n, static_cast<double>(best * block_size_));
-    *is_pulled = pulled_s < alone_s;
-    return std::min(alone_s, pulled_s);
+    double least_s = costs.prefill_s(n, static_cast<double>(depth * block_size_));
+    *medium = kNone;
+    if (!kind.pulls) return least_s;
+    const Best* bests = groups_[kind.group].best;
+    for (int i = 0; i < num_media_; ++i) {
+      const Best& best = bests[i];
+      if (best.depth <= depth) continue;
+      const double pull_s =
+          costs.pull + costs.pull_per_block * (best.depth - depth) + best.answers_s;
+      const double pulled_s = std::max(pull_s, best.load_s) +
+                              costs.prefill_s(n, static_cast<double>(best.depth * block_size_));
+      if (pulled_s < least_s) least_s = pulled_s, *medium = i;
+    }
+    return least_s;
   }
 
   // With `spares`, leaves out mixed workers whose sequences it would delay.
@@ -460,8 +541,8 @@ class Fleet {
     const Kind& kind = kind_at(held.slot);
     const double wait = wait_s(held.slot);
     if (!could_prefill(kind) || !can_decode(held.slot) || wait > request_->wait_bound_s) return;
-    bool is_pulled;
-    const double work = work_s(kind, held.depth, &is_pulled);
+    int32_t medium;
+    const double work = work_s(kind, held.depth, &medium);
     const double bound = request_->tpot_bound_s;
     const double pace = tpot_[held.slot];
     if (work <= (bound < kInf ? bound - pace : pace)) {
@@ -474,8 +555,18 @@ class Fleet {
     for (const Held& held : match_.few) {
       if (is_known(held.slot)) deepest = std::max(deepest, held.depth);
     }
-    for (size_t i = 0; i < match_.num_many; ++i) deepest = std::max(deepest, match_.many[i].depth);
+    for (size_t i = 0; i < match_.num_many; ++i) {
+      if (has_worker(match_.many[i])) deepest = std::max(deepest, match_.many[i].depth);
+    }
     return deepest;
+  }
+
+  bool has_worker(const Layer& layer) const {
+    if (num_stores_ == 0) return true;
+    for (size_t i = 0; i < layer.bits.size(); ++i) {
+      if (layer.bits[i] & ~(i < store_slots_.size() ? store_slots_[i] : 0)) return true;
+    }
+    return false;
   }
 
   uint32_t depth_of(Slot slot) const {
@@ -493,21 +584,82 @@ class Fleet {
   bool is_known(Slot slot) const { return slot < workers_.size() && workers_[slot].kind != kNone; }
 
   void find_best() {
-    for (Group& group : groups_) group.depth = 0;
+    num_media_ = num_stores_ == 0 ? 1 : kMedia;
+    for (Group& group : groups_) std::fill_n(group.best, num_media_, Best());
     for (const Held& held : match_.few) {
       if (is_known(held.slot)) {
-        Group& group = groups_[kind_at(held.slot).group];
-        group.depth = std::max(group.depth, held.depth);
+        uint32_t& depth = groups_[kind_at(held.slot).group].best[0].depth;
+        depth = std::max(depth, held.depth);
       }
     }
     for (Group& group : groups_) {
+      Best& best = group.best[0];
       for (size_t i = 0; i < match_.num_many; ++i) {
         const Layer& layer = match_.many[i];
-        if (layer.depth > group.depth && have_common(layer.bits, group.members)) {
-          group.depth = layer.depth;
+        if (layer.depth > best.depth && have_common(layer.bits, group.members)) {
+          best.depth = layer.depth;
         }
       }
-      group.answers_s = group.depth ? soonest_answer_s(group) : 0;
+      best.answers_s = best.depth ? soonest_answer_s(group) : 0;
+    }
+    if (num_stores_ > 0) find_stores();
+  }
+
+  // Finds what stores hold, and lets groups know of what is better than what they have. A store
+  // answers at once.
+  void find_stores() {
+    for (const int32_t number : found_) std::fill_n(shelves_[number].depth, kMedia, 0u);
+    found_.clear();
+    for (const Held& held : match_.few) note_held(held);
+    for (size_t i = 0; i < match_.num_many; ++i) {
+      const Layer& layer = match_.many[i];
+      for (size_t j = 0; j < std::min(layer.bits.size(), store_slots_.size()); ++j) {
+        for (uint64_t rest = layer.bits[j] & store_slots_[j]; rest; rest &= rest - 1) {
+          note_held({static_cast<Slot>(64 * j + std::countr_zero(rest)), layer.depth});
+        }
+      }
+    }
+    for (const int32_t number : found_) {
+      Shelves& shelves = shelves_[number];
+      price_loads(shelves);
+      for (int medium = 0; medium < kMedia; ++medium) {
+        const uint32_t depth = shelves.depth[medium];
+        const double load_s = shelves.load_s[medium];
+        Best& best = groups_[shelves.store.group].best[medium];
+        if (depth < best.depth || depth == 0) continue;
+        const bool is_later = best.answers_s == 0 && load_s >= best.load_s;
+        if (depth == best.depth && is_later) continue;
+        best = {depth, 0, load_s};
+      }
+    }
+  }
+
+  void note_held(const Held& held) {
+    const int32_t number = shelves_at(held.slot);
+    if (number == kNone) return;
+    Shelves& shelves = shelves_[number];
+    const auto slot = static_cast<int32_t>(held.slot);
+    bool is_new = true;
+    for (const uint32_t depth : shelves.depth) is_new &= depth == 0;
+    if (is_new) found_.push_back(number);
+    for (int medium = 0; medium < kMedia; ++medium) {
+      if (shelves.store.slots[medium] == slot) shelves.depth[medium] = held.depth;
+    }
+  }
+
+  // A store reads its lower media at the same time, each for what the faster ones lack.
+  static void price_loads(Shelves& shelves) {
+    uint32_t above = shelves.depth[0];
+    double load_s = shelves.load_s[0] = 0;
+    for (int medium = 1; medium < kMedia; ++medium) {
+      if (shelves.depth[medium] <= above) {
+        shelves.depth[medium] = 0;
+        continue;
+      }
+      const double own_s = shelves.store.load[medium] +
+                           shelves.store.load_per_block[medium] * (shelves.depth[medium] - above);
+      shelves.load_s[medium] = load_s = std::max(load_s, own_s);
+      above = shelves.depth[medium];
     }
   }
 
@@ -522,16 +674,17 @@ class Fleet {
     return soonest;
   }
 
-  // Visits the workers of the group that hold most, until told to stop.
+  // Visits the workers of the group that hold most in memory, until told to stop.
   template <class Visit>
   void each_holder(const Group& group, Visit visit) const {
+    const uint32_t depth = group.best[0].depth;
     for (const Held& held : match_.few) {
-      if (held.depth != group.depth || !is_known(held.slot)) continue;
+      if (held.depth != depth || !is_known(held.slot)) continue;
       if (&groups_[kind_at(held.slot).group] == &group && !visit(held.slot)) return;
     }
     for (size_t i = 0; i < match_.num_many; ++i) {
       const Layer& layer = match_.many[i];
-      if (layer.depth != group.depth) continue;
+      if (layer.depth != depth) continue;
       for (size_t j = 0; j < std::min(layer.bits.size(), group.members.size()); ++j) {
         for (uint64_t rest = layer.bits[j] & group.members[j]; rest; rest &= rest - 1) {
           if (!visit(static_cast<Slot>(64 * j + std::countr_zero(rest)))) return;
@@ -557,8 +710,8 @@ class Fleet {
     const double wait = wait_s(slot);
     const Kind& kind = kind_at(slot);
     if (wait > request_->wait_bound_s || !could_prefill(kind)) return;
-    bool is_pulled;
-    const double work = work_s(kind, held.depth, &is_pulled);
+    int32_t medium;
+    const double work = work_s(kind, held.depth, &medium);
     if (kind.decodes && is_unable(slot, work)) return;
     choice.offer(wait + work, slot, held.depth, random_);
   }
@@ -575,9 +728,9 @@ class Fleet {
   void offer_all(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-      bool is_pulled;
+      int32_t medium;
       const bool is_able = could_prefill(kinds_[kind]);
-      added_[kind] = is_able ? work_s(kinds_[kind], depth, &is_pulled) : kInf;
+      added_[kind] = is_able ? work_s(kinds_[kind], depth, &medium) : kInf;
       least_added = std::min(least_added, added_[kind]);
     }
     const double now_s = request_->now_s, wait_bound_s = request_->wait_bound_s;
@@ -611,6 +764,16 @@ class Fleet {
       if (is_unable(slot, added_[kind_of_[slot]])) found |= 1ull << i;
     }
     return found;
+  }
+
+  // Whether a decode worker that may prefill has room.
+  bool has_open_local() const {
+    for (size_t i = 0; i < locals_.size(); ++i) {
+      for (uint64_t rest = locals_[i]; rest; rest &= rest - 1) {
+        if (has_room(static_cast<Slot>(64 * i + std::countr_zero(rest)))) return true;
+      }
+    }
+    return false;
   }
 
   // Time until a worker has little enough work; infinite if there is none.
@@ -679,30 +842,44 @@ class Fleet {
   // Returns the seconds of prefill.
   double fill(Decision& decision, const Choice& prefill, const Choice& decode) {
     const Kind& kind = kind_at(prefill.slot);
-    bool is_pulled;
-    const double work = work_s(kind, prefill.depth, &is_pulled);
+    int32_t medium;
+    const double work = work_s(kind, prefill.depth, &medium);
     decision.prefill = static_cast<int32_t>(prefill.slot);
     decision.decode = static_cast<int32_t>(decode.slot);
     decision.matched_blocks = static_cast<int32_t>(prefill.depth);
     decision.wait_s = wait_s(prefill.slot);
     decision.ttft_s = decision.wait_s + work;
     decision.tpot_s = decode.cost;
-    if (!is_pulled) return work;
-    const Group& group = groups_[kind.group];
-    decision.pulled_blocks = static_cast<int32_t>(group.depth - prefill.depth);
-    decision.source = source(group);
+    if (medium == kNone) return work;
+    const Best& best = groups_[kind.group].best[medium];
+    decision.pulled_blocks = static_cast<int32_t>(best.depth - prefill.depth);
+    decision.medium = medium;
+    decision.load_s = best.load_s;
+    decision.source = source(kind.group, medium);
     return work;
   }
 
-  // A random one of the workers that hold most and can answer first.
-  int32_t source(const Group& group) {
+  // A random one of the workers and stores that hold most and can answer first.
+  int32_t source(int32_t number, int32_t medium) {
+    const Group& group = groups_[number];
+    const Best& best = group.best[medium];
     uint64_t ties = 0;
     int32_t found = kNone;
-    each_holder(group, [&](Slot slot) {
-      if (answers_s(slot) > group.answers_s) return true;
-      if (random_.below(++ties) == 0) found = static_cast<int32_t>(slot);
-      return true;
-    });
+    const auto offer = [&](int32_t slot) {
+      if (random_.below(++ties) == 0) found = slot;
+    };
+    if (medium == 0) {
+      each_holder(group, [&](Slot slot) {
+        if (answers_s(slot) <= best.answers_s) offer(static_cast<int32_t>(slot));
+        return true;
+      });
+    }
+    if (num_stores_ == 0) return found;
+    for (const int32_t i : found_) {
+      const Shelves& shelves = shelves_[i];
+      if (shelves.store.group != number || shelves.depth[medium] != best.depth) continue;
+      if (shelves.load_s[medium] <= best.load_s) offer(shelves.store.slots[0]);
+    }
     return found;
   }
 };

@@ -103,6 +103,14 @@ void baton_fleet_loads(void* fleet, const News* news, int64_t count) {
   }
 }
 
+void baton_fleet_put_store(void* fleet, const Store* store) {
+  static_cast<Fleet*>(fleet)->put_store(*store);
+}
+
+void baton_fleet_drop_store(void* fleet, int32_t slot) {
+  static_cast<Fleet*>(fleet)->drop_store(static_cast<Slot>(slot));
+}
+
 void baton_fleet_decide(Call* call, const uint8_t* hashes) {
   call->fleet->decide(hashes, call->num_hashes, call->request, call->decision);
 }

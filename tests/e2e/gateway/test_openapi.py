@@ -29,7 +29,11 @@ SCORES = Logprobs(-0.5, 1, (104, 105), (-0.5, -1.5))
 
 
 class ScoringRouter(FakeRouter):
-    """Answers `hi`, with log-probabilities if the request asks for them."""
+    """Answers `hi`, with log-probabilities if the request asks for them. It has a store."""
+
+    def __init__(self):
+        super().__init__()
+        self.store_block = 1
 
     def _script_of(self, number):
         request = self.requests[number]

@@ -42,11 +42,12 @@ from engine.worker.events import (
 )
 from kvtransfer.store.events import (
     AskPeer,
+    BlockLoaded,
+    BlockWritten,
     DropAll,
     EraseBlock,
     FromPeer,
     LoadBlock,
-    Loaded,
     Medium,
     PeerJoined,
     PeerLost,
@@ -55,7 +56,6 @@ from kvtransfer.store.events import (
     StoreTick,
     TierTurned,
     WriteBlock,
-    Written,
 )
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms
@@ -330,7 +330,7 @@ class StoreRig:
         if fault is None:
             assert self.disk[load.place] == load.block
             self.memory[load.slot] = load.block
-        self.do(Loaded(load.medium, load.block, load.slot, fault))
+        self.do(BlockLoaded(load.medium, load.block, load.slot, fault))
 
     def end_write(self) -> None:
         """A write to the disk ends, well or not."""
@@ -341,7 +341,7 @@ class StoreRig:
         if fault is None:
             self.disk[write.place] = write.block
             self.headers[write.place] = write.block, write.parent
-        self.do(Written(write.medium, write.block, fault))
+        self.do(BlockWritten(write.medium, write.block, fault))
 
     def end_lease(self) -> None:
         """A sink releases a lease, or it ends because it was revoked."""

@@ -11,7 +11,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.messages import FinishReason, RequestId, WorkerId
+from engine.messages import FinishReason, RequestId, StoreHint, WorkerId
 from engine.net.trust import Secret
 from router.cluster.transfers import MovedKv
 from router.gateway.app import create_app
@@ -112,6 +112,8 @@ class FakeRouter:
         self.severed_pairs: list[tuple[WorkerId, WorkerId]] = []
         self.moved: list[MovedKv] = []
         self.events: dict[tuple[str, str], int] = {}
+        self.store_block: int | None = None  # tokens of a block in its stores; None: it has none
+        self.told: list[StoreHint] = []  # to its stores
 
     async def submit(
         self,
@@ -154,6 +156,13 @@ class FakeRouter:
 
     def capacity_tokens(self) -> int | None:
         return self.capacity
+
+    def store_block_size(self) -> int | None:
+        return self.store_block
+
+    def tell_stores(self, hint: StoreHint) -> None:
+        assert self.store_block is not None
+        self.told.append(hint)
 
     def fingerprint(self) -> str:
         return "fp-1"

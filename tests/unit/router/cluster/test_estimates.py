@@ -1,15 +1,26 @@
 """Predictions of workers, and when they begin."""
 
+from math import inf, nan
+
 import pytest
+from msgspec.structs import replace
 
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import PROTOCOL_VERSION, Role, StepReport, Welcome
+from engine.messages import PROTOCOL_VERSION, LoadReport, Role, StepReport, Welcome, WorkerId
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
-from router.cluster.estimates import ENOUGH, PULL_OVERHEAD_S, Estimates, Rate
+from router.cluster.estimates import (
+    ENOUGH,
+    FIRST_LOADS,
+    FIRST_PULL_BYTES_PER_S,
+    PULL_OVERHEAD_S,
+    Estimates,
+    Rate,
+)
 from router.cluster.view import WorkerView
 
-LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+BLOCK = 4
+LAYOUT = KVLayout(block_size=BLOCK, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 
 
 def view(name: str, role: Role, num_blocks: int = 100) -> WorkerView:
@@ -43,11 +54,51 @@ def test_rate_follows_recent_measurements():
     assert rate.s_per_unit == pytest.approx(0.2, rel=0.02)
 
 
+def first_pull_s(worker, num_tokens):
+    num_bytes = num_tokens // BLOCK * worker.info.layout.block_bytes
+    return PULL_OVERHEAD_S + num_bytes / FIRST_PULL_BYTES_PER_S
+
+
+def test_a_pull_is_guessed_until_one_was_seen():
+    estimates = Estimates()
+    assert estimates.pull_s(P0, 100 * BLOCK) == pytest.approx(first_pull_s(P0, 100 * BLOCK))
+    estimates.observe_pull(D0, 10, seconds=10.0)
+    assert estimates.pull_s(P0, 10 * BLOCK) == pytest.approx(PULL_OVERHEAD_S + 10.0)
+
+
+def store_with(**gauges: float) -> WorkerView:
+    store = WorkerView(replace(P0.info, worker_id=WorkerId("store-1"), role=Role.STORE))
+    named = {name.replace("__", ":"): value for name, value in gauges.items()}
+    store.report(LoadReport(*(0,) * 8, gauges=named), 1.0)
+    return store
+
+
+def test_a_store_says_how_long_it_takes_to_read():
+    store = store_with(load_fixed_s__disk=0.5, load_block_s__disk=0.25)
+    assert Estimates().load_s(store, "disk", 4) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    "gauges",
+    [
+        {},
+        {"load_fixed_s__disk": 1.0},
+        {"load_fixed_s__disk": nan, "load_block_s__disk": 1.0},
+        {"load_fixed_s__disk": 1.0, "load_block_s__disk": -1.0},
+        {"load_fixed_s__disk": 1.0, "load_block_s__disk": inf},
+        {"load_fixed_s__object": 1.0, "load_block_s__object": 1.0},
+    ],
+)
+def test_reads_are_guessed_until_a_store_has_measured_them(gauges):
+    fixed_s, bytes_per_s = FIRST_LOADS["disk"]
+    expected_s = fixed_s + 4 * P0.info.layout.block_bytes / bytes_per_s
+    assert Estimates().load_s(store_with(**gauges), "disk", 4) == pytest.approx(expected_s)
+
+
 def test_nothing_is_predicted_before_anything_was_seen():
     estimates = Estimates()
     assert estimates.prefill_s(P0, 100, 0) is None
     assert estimates.any_prefill_s(100) is None
-    assert estimates.pull_s(P0, 100) is None
     assert estimates.step_s(D0, 1, 100) is None
 
 
@@ -66,7 +117,7 @@ def test_no_work_and_no_time_say_nothing(num_tokens, seconds):
     estimates.observe_pull(D0, 0, seconds=1.0)
     estimates.observe_pull(D0, 4, seconds=0.0)
     assert estimates.prefill_s(P0, 100, 0) is None
-    assert estimates.pull_s(P0, 100) is None
+    assert estimates.pull_s(P0, 100 * BLOCK) == pytest.approx(first_pull_s(P0, 100 * BLOCK))
 
 
 def test_pull_costs_bytes_and_a_fixed_part():

@@ -40,6 +40,18 @@ def test_a_preflight_is_answered_before_keys_are_asked_for(tmp_path):
     assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, PAGE)
 
 
+def test_a_page_may_name_its_session_and_end_it():
+    headers = {
+        "origin": PAGE,
+        "access-control-request-method": "DELETE",
+        "access-control-request-headers": "x-baton-session,x-baton-keep-s",
+    }
+    reply = asyncio.run(fetch(app_for(PAGE), "OPTIONS", "/v1/sessions/s", headers=headers))
+    assert reply.status == 200
+    assert "x-baton-session" in reply.headers["access-control-allow-headers"]
+    assert "DELETE" in reply.headers["access-control-allow-methods"]
+
+
 def test_other_origins_and_methods_are_refused():
     assert (
         "access-control-allow-origin"

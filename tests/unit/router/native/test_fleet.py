@@ -11,6 +11,7 @@ from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
     PROTOCOL_VERSION,
+    ROLES_OF_WORKERS,
     LoadReport,
     Role,
     RoleChanged,
@@ -21,6 +22,7 @@ from engine.messages import (
 from engine.worker.blocks import BlockHash
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
+from router.cluster.media import HOST, LOWER_MEDIA, name_on
 from router.cluster.view import ClusterView
 from router.native.fleet import MAX_KINDS, Fleet
 from router.native.index import PrefixIndex
@@ -62,6 +64,7 @@ class Cluster:
 
     def __init__(self, *workers, costs=ROUND, seed=0, backlog_s=BACKLOG_S):
         self.view = ClusterView()
+        self.on_lower = {}  # store and medium, by the name in the index
         self.index = PrefixIndex(seed=seed)
         self.estimates = Estimates(costs)
         self.backlog_s = backlog_s
@@ -71,11 +74,18 @@ class Cluster:
 
     def add(self, info):
         self.index.add(info.worker_id, info.num_blocks)
+        if info.role is Role.STORE:
+            for medium in LOWER_MEDIA:
+                lower = name_on(info.worker_id, medium)
+                self.index.add(lower, info.num_blocks)
+                self.on_lower[lower] = info.worker_id, medium
         self.fleet.add(self.view.add(info))
 
     def lose(self, name):
         self.fleet.forget(self.view.workers.pop(name))
-        self.index.forget(name)
+        for each in [name, *(i for i, (store, _) in self.on_lower.items() if store == name)]:
+            self.index.forget(each)
+            self.on_lower.pop(each, None)
 
     def change_role(self, name, message):
         worker = self.view.workers[name]
@@ -99,12 +109,14 @@ class Cluster:
         if not isinstance(found, Candidates):
             return found
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
-        matched = {i: n * BLOCK for i, n in self.index.longest(known).items()}
+        held = {i: n * BLOCK for i, n in self.index.longest(known).items()}
+        matched = {i: n for i, n in held.items() if i not in self.on_lower}
+        below = {self.on_lower[i]: n for i, n in held.items() if i in self.on_lower}
         return Asked(
             self.view,
             found,
             need,
-            SimpleNamespace(matched_tokens=lambda: matched),
+            SimpleNamespace(matched_tokens=lambda: matched, matched_below=lambda: below),
             self.estimates,
             now_s,
             random.Random(seed),
@@ -138,15 +150,20 @@ class RandomCluster:
         self.chains = [chain(100 + i) for i in range(4)]
         self.num_seqs = 0
         self.outcomes = Counter()
-        self.roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.MIXED], list(Role)])
+        self.media = Counter()  # from which prefixes were pulled
+        mixes = [Role.PREFILL, Role.DECODE], [Role.MIXED], sorted(ROLES_OF_WORKERS)
+        self.roles = rng.choice(mixes)
         self.sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
         self.num_workers = rng.choice([2, 3, 5, 70, 150])
+        self.num_stores = rng.choice([0, 1, 3, 50])  # more than are looked at one by one
+        for name in rng.sample([f"s{i}" for i in range(self.num_stores)], self.num_stores // 2):
+            self.add(name)  # before the first worker
         for i in range(self.num_workers):
             self.add(f"w{i}")
 
     def add(self, name):
         rng = self.rng
-        role = rng.choice(self.roles)
+        role = Role.STORE if name[0] == "s" else rng.choice(self.roles)
         num_blocks, max_running = rng.choice(self.sizes)
         self.cluster.add(
             welcome(
@@ -159,6 +176,8 @@ class RandomCluster:
                 wire=rng.choice([None, None, KVFormat.INT8]),
             )
         )
+        if role is Role.STORE:
+            self.tell_loads(self.cluster.view.workers[name])
 
     @property
     def workers(self):
@@ -170,7 +189,7 @@ class RandomCluster:
                 *(self.prefill, self.decode, self.end, self.report, self.store),
                 *(self.lose, self.join, self.observe, self.go_on, self.change_role),
             ],
-            [4, 4, 4, 2, 6, 0.4, 0.4, 1, 4, 1],
+            [4, 4, 4, 2, 6, 0.4, 0.8, 1, 4, 1],
         )[0]()
         self.now_s += self.rng.choice([0.0, 0.125, 1.0])
         self.compare()
@@ -213,6 +232,9 @@ class RandomCluster:
 
     def report(self):
         rng, worker = self.rng, self.rng.choice(self.workers)
+        if worker.is_store:
+            self.tell_loads(worker)
+            return
         load = LoadReport(
             *(0,) * 8,
             prompt_tokens=rng.choice([0, 0, 64, 256]),
@@ -222,11 +244,30 @@ class RandomCluster:
         )
         worker.report(load, self.now_s)
 
+    def tell_loads(self, store):
+        """Reports a store's costs of lower media; not always all, and not always sound."""
+        rng = self.rng
+        gauges = {}
+        for medium in LOWER_MEDIA:
+            fixed_s, block_s = rng.choice([0.0, 2**-5, 0.25]), rng.choice([0.0, 2**-8, 2**-5])
+            gauges[f"load_fixed_s:{medium}"] = fixed_s
+            gauges[f"load_block_s:{medium}"] = rng.choice([*(block_s,) * 8, math.nan, -1.0])
+        for name in [name for name in gauges if rng.random() < 0.1]:
+            del gauges[name]
+        store.report(LoadReport(*(0,) * 8, gauges=gauges), self.now_s)
+
     def store(self):
         most = self.rng.choice([1, 2, len(self.workers)])  # nearly all: as with a system prompt
         for worker in self.rng.sample(self.workers, self.rng.randint(1, most)):
-            blocks = self.rng.choice(self.chains)[: self.rng.randint(0, 12)]
-            self.cluster.hold(worker.info.worker_id, blocks)
+            blocks = self.rng.choice(self.chains)
+            self.cluster.hold(worker.info.worker_id, blocks[: self.rng.randint(0, 12)])
+            for medium in LOWER_MEDIA if worker.is_store else ():
+                name = name_on(worker.info.worker_id, medium)
+                self.cluster.hold(name, blocks[: self.rng.randint(0, 12)])
+                if self.rng.random() < 0.7:  # it has left the media above
+                    above = worker.info.worker_id, name_on(worker.info.worker_id, "disk")
+                    for each in above[: LOWER_MEDIA.index(medium) + 1]:
+                        self.cluster.index.removed(each, blocks[self.rng.randint(0, 12) :])
 
     def lose(self):
         if len(self.workers) > 2:
@@ -235,15 +276,20 @@ class RandomCluster:
     def join(self):
         """Adds a worker, sometimes under the name of a lost one."""
         name = f"w{self.rng.randrange(2 * self.num_workers)}"
+        if self.num_stores and self.rng.random() < 0.5:
+            name = f"s{self.rng.randrange(self.num_stores)}"
         if name not in self.cluster.view.workers:
             self.add(name)
 
     def change_role(self):
         """Changes a role; claims stay, also those that the new role would not get."""
-        role = self.rng.choice(list(Role))
+        role = self.rng.choice(sorted(ROLES_OF_WORKERS))
         local = role is Role.DECODE and self.rng.random() < 0.7
-        name = self.rng.choice(self.workers).info.worker_id
-        self.cluster.change_role(name, RoleChanged(role, prefills_locally=local))
+        worker = self.rng.choice(self.workers)
+        if not worker.is_store:
+            self.cluster.change_role(
+                worker.info.worker_id, RoleChanged(role, prefills_locally=local)
+            )
 
     def observe(self):
         """Observes costs, sometimes often enough to change the estimate."""
@@ -269,7 +315,7 @@ class RandomCluster:
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
         if ours is None:
-            roles = [worker.info.role for worker in self.workers]
+            roles = [worker.info.role for worker in self.workers]  # of stores neither
             complete = any(r.prefills for r in roles) and any(r.decodes for r in roles)
             assert isinstance(theirs, Impossible) or not complete  # then it leaves it to the other
         elif isinstance(ours, Busy):
@@ -301,10 +347,19 @@ class RandomCluster:
             assert ours.predicted_tpot_s == pytest.approx(theirs.predicted_tpot_s)
         matched = self.cluster.index.longest(hashes[: (need.num_tokens - 1) // BLOCK])
         assert ours.num_matched_tokens == matched.get(ours.placement.prefill, 0) * BLOCK
-        if ours.pulled_from is not None:
-            assert ours.num_cached_tokens == matched[ours.pulled_from] * BLOCK
-            view = self.cluster.view.workers
-            assert view[ours.placement.prefill].can_pull_from(view[ours.pulled_from])
+        view = self.cluster.view.workers
+        if ours.pulled_from is None:
+            assert (ours.pulled_medium, ours.predicted_load_s) == (None, 0.0)
+            return
+        source = view[ours.pulled_from]
+        assert (ours.pulled_medium is not None) == source.is_store
+        self.media[ours.pulled_medium] += 1
+        name = name_on(ours.pulled_from, ours.pulled_medium or HOST)
+        assert ours.num_cached_tokens == matched[name] * BLOCK
+        assert view[ours.placement.prefill].can_pull_from(source)
+        if theirs.placement.prefill == ours.placement.prefill:
+            assert ours.pulled_medium in (None, HOST) or theirs.pulled_medium == ours.pulled_medium
+            assert ours.predicted_load_s == pytest.approx(theirs.predicted_load_s)
 
 
 def _outcome(choice):
@@ -323,15 +378,17 @@ def test_the_fleet_chooses_as_well_as_the_policy(seed):
 
 
 def test_random_clusters_are_decided_in_every_way():
-    outcomes = Counter()
+    outcomes, media = Counter(), Counter()
     for seed in seeds(40):
         both = RandomCluster(seed)
         for _ in range(25):
             both.step()
         outcomes += both.outcomes
+        media += both.media
     local = "least TTFT, decoded where it is prefilled"
     ways = {"least TTFT", local, *(f"{why}, with a prefix pulled" for why in ("least TTFT", local))}
     assert outcomes.keys() == {*ways, "Busy", "NoneType"}
+    assert min(media[medium] for medium in (None, HOST, *LOWER_MEDIA)) > 5
 
 
 # ---------------------------------------------------------------- by hand

@@ -163,7 +163,7 @@ def test_demand_starts_fresh_after_a_rest(monkeypatch):
     assert observer.latest(1.0) is not None
     observer.rest()
     with monkeypatch.context() as patch:
-        patch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
+        patch.setattr(machine.demand, "_prefill_s", lambda *_: 1 / 0)
         ask(machine, "meanwhile")
     assert observer.latest(60.0) is None
     ask(machine, "r")
@@ -172,7 +172,7 @@ def test_demand_starts_fresh_after_a_rest(monkeypatch):
 
 def test_nothing_is_looked_up_without_an_observer(monkeypatch):
     machine = machine_of(Role.PREFILL, Role.DECODE)
-    monkeypatch.setattr(machine.demand, "_prefill_s", lambda flight: 1 / 0)
+    monkeypatch.setattr(machine.demand, "_prefill_s", lambda *_: 1 / 0)
     ask(machine, "early")
     machine.demand.observe(0.0)
     with pytest.raises(ZeroDivisionError):

@@ -32,11 +32,14 @@ class Nothing:
     def matched_tokens(self):
         return {}
 
+    def matched_below(self):
+        return {}
+
     def prefill_s(self, worker, num_tokens, num_cached):
         return None
 
     def pull_s(self, worker, num_tokens):
-        return None
+        return 1.0
 
     def offer_s(self):
         return 0.0

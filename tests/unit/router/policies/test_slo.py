@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
@@ -22,20 +23,35 @@ class Costs:
     """A token of a prompt takes 10 ms, one that is pulled 1 ms, a sequence 10 ms of a step."""
 
     def __init__(
-        self, matched=(), *, pull_token_s=1e-3, seq_s=1e-2, token_s=1e-2, busy_offer_s=0.0
+        self,
+        matched=(),
+        *,
+        below=(),
+        loads=(),
+        pull_token_s=1e-3,
+        seq_s=1e-2,
+        token_s=1e-2,
+        busy_offer_s=0.0,
     ) -> None:
-        self.matched = dict(matched)
+        self.matched, self.below, self.loads = dict(matched), dict(below), dict(loads)
         self.busy_offer_s = busy_offer_s
         self.pull_token_s, self.seq_s, self.token_s = pull_token_s, seq_s, token_s
 
     def matched_tokens(self):
         return self.matched
 
+    def matched_below(self):
+        return self.below
+
     def prefill_s(self, worker, num_tokens, num_cached):
         return None if self.token_s is None else self.token_s * (num_tokens - num_cached)
 
     def pull_s(self, worker, num_tokens):
-        return None if self.pull_token_s is None else self.pull_token_s * num_tokens
+        return self.pull_token_s * num_tokens
+
+    def load_s(self, store, medium, num_blocks):
+        fixed_s, block_s = self.loads[medium]
+        return fixed_s + block_s * num_blocks
 
     def offer_s(self):
         return self.busy_offer_s
@@ -210,21 +226,21 @@ def test_the_emptiest_memory_is_chosen_before_a_pace_is_known():
 
 
 def test_a_short_rest_of_a_prompt_is_computed_where_it_is_decoded():
-    known = Costs({"m0": 96}, pull_token_s=None)
+    known = Costs({"m0": 96}, pull_token_s=inf)
     choice = choose(worker("p0"), worker("m0"), known=known)
     assert choice.placement == Placement("m0", "m0")
     assert choice.predicted_ttft_s == pytest.approx(0.04)
 
 
 def test_unless_there_is_a_queue_for_it():
-    known = Costs({"m0": 90}, pull_token_s=None)
+    known = Costs({"m0": 90}, pull_token_s=inf)
     choice = choose(worker("p0"), worker("m0", busy_s=2.0), known=known)
     assert choice.placement.prefill == "p0"
 
 
 @pytest.mark.parametrize(("num_cached", "prefill"), [(97, "m0"), (96, "p0")])  # beside 11 ms
 def test_mixed_worker_does_not_hold_up_its_sequences_beyond_the_bound(num_cached, prefill):
-    known = Costs({"m0": num_cached}, pull_token_s=None)
+    known = Costs({"m0": num_cached}, pull_token_s=inf)
     need = Need(num_tokens=100, max_len=120, tpot_bound_s=0.05)
     choice = choose(worker("p0"), worker("m0", seqs=1), D0, known=known, need=need)
     assert choice.placement.prefill == prefill

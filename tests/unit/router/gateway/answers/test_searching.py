@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs, Sampling
+from engine.worker.blocks import hash_blocks
 from router.access.limits import KeyLimits
 from router.gateway.answers import searching
 from router.gateway.requests import calls
@@ -74,6 +75,16 @@ def expected(prompt: str, **rules) -> list[list[int]]:
 
 def text_of(token_ids):
     return bytes(token for token in token_ids if token != EOS).decode()
+
+
+def test_stores_hear_the_blocks_of_the_best_result():
+    fake = router()
+    fake.store_block = 2
+    assert complete(fake, BEAMS, x_baton_session="s").status == 200
+    (best, *_) = expected("yo")
+    salt = fake.requests[0].salt
+    (use,) = fake.told
+    assert use.hashes == hash_blocks([*b"yo", *best][:-1], 2, salt)
 
 
 @pytest.mark.parametrize("penalty", [None, 0, 2])

@@ -150,8 +150,9 @@ def test_a_call_of_a_tool_has_the_fields_described():
     ],
 )
 def test_the_examples_of_bodies_are_served(path, body):
-    app = make_app(FakeRouter(), context_len=4096)
-    reply = post(app, path, body)
+    router = FakeRouter()
+    router.store_block = 16
+    reply = post(make_app(router, context_len=4096), path, body)
     # A model of text has no embeddings: then the body is right, and the model is not.
     refused = {"/v1/embeddings": (404, "model")}.get(path)
     if refused is None:
@@ -189,6 +190,20 @@ def test_the_errors_of_the_document_are_those_of_the_code_and_of_the_guide():
     rows = re.findall(r"^\| (\d{3}) \| (`[^|]+`) \| (.+) \|$", guide, re.M)
     ours = [(str(e.status), ", ".join(f"`{c}`" for c in e.codes), e.reason) for e in ERRORS]
     assert rows == ours
+
+
+def test_an_answer_without_a_body_has_none_in_the_description():
+    for method, path in (("delete", "/v1/sessions/{session_id}"), ("delete", "/v1/pins")):
+        responses = OPENAPI["paths"][path][method]["responses"]
+        assert "200" not in responses
+        assert "content" not in responses["204"]
+
+
+def test_a_pin_has_the_fields_described():
+    router = FakeRouter()
+    router.store_block = 1
+    for fields in ({"prompt": "yo"}, {"messages": MESSAGES}):
+        check("ShownPin", post(make_app(router), "/v1/pins", fields).json())
 
 
 def test_with_keys_the_description_is_open_and_says_what_needs_one(tmp_path):

@@ -1,0 +1,92 @@
+"""Clients' claims: from headers and tenants to ids that tell stores nothing else. Pure.
+
+Stores see two ids: one of the API key, one of the session. Both are keyed digests. So no client can
+name the session of another key, and a reader of messages learns neither names nor keys.
+
+    id = blake2b(owner, session; key = the deployment's, for this purpose)
+
+Sources: RFC 7693, keyed BLAKE2 as a pseudo-random function.
+"""
+
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from engine.messages import MAX_KEEP_S
+from engine.net.trust import Secret
+from router.access.keys import Tenant
+from router.inbox.api_errors import invalid_value
+
+SESSION_HEADER = "x-baton-session"
+KEEP_HEADER = "x-baton-keep-s"
+MAX_SESSION_LEN = 128  # characters
+MIN_KEEP_S = 0.001
+SESSION_PATTERN = f"^[!-~]{{1,{MAX_SESSION_LEN}}}$"  # visible ASCII
+ID_BYTES = 16  # of the digest; ids are its hexadecimal digits
+MAX_SHOWN_LEN = 40  # characters of a client's text in an error
+
+_SESSION = re.compile(SESSION_PATTERN.removesuffix("$") + r"\Z")
+
+
+class SessionClaim(msgspec.Struct, frozen=True):
+    """A call's claim to be of a session, with the ids that stores see."""
+
+    key: str
+    session: str
+    keep_s: float | None = None  # until the session's next request, as its client expects
+
+
+def claim_of(headers: Mapping[str, str], tenant: Tenant, secret: Secret) -> SessionClaim | None:
+    """The claim in the headers of a call, or None. Raises ApiError."""
+    text, keep = headers.get(SESSION_HEADER), headers.get(KEEP_HEADER)
+    if text is None:
+        if keep is not None:
+            raise invalid_value(f"{KEEP_HEADER} needs {SESSION_HEADER}", KEEP_HEADER)
+        return None
+    check_session(text, SESSION_HEADER)
+    return SessionClaim(key_id(tenant, secret), session_id(text, tenant, secret), _keep_s(keep))
+
+
+def check_session(text: str, param: str) -> None:
+    """Raises ApiError unless a client's text may name a session."""
+    if _SESSION.match(text) is None:
+        message = f"{param} must be 1 to {MAX_SESSION_LEN} visible ASCII characters"
+        raise invalid_value(message, param)
+
+
+def key_id(tenant: Tenant, secret: Secret) -> str:
+    """The id of an API key. Without keys, all clients have the same one."""
+    return _id(secret.key("keys in hints"), tenant.owner)
+
+
+def session_id(text: str, tenant: Tenant, secret: Secret) -> str:
+    """The id of a key's session that its client gives this name."""
+    return _id(secret.key("sessions in hints"), tenant.owner, text)
+
+
+def _id(key: bytes, *texts: str) -> str:
+    digest = blake2b(key=key, digest_size=ID_BYTES)
+    for text in texts:  # with lengths, so that different texts never coincide
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(8, "big"))
+        digest.update(encoded)
+    return digest.hexdigest()
+
+
+def _keep_s(text: str | None) -> float | None:
+    """Seconds from a header. Raises ApiError."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not MIN_KEEP_S <= seconds <= MAX_KEEP_S:
+        message = (
+            f"{KEEP_HEADER} is {text[:MAX_SHOWN_LEN]!r}; expected seconds from {MIN_KEEP_S:g}, "
+            f"at most {MAX_KEEP_S:g}"
+        )
+        raise invalid_value(message, KEEP_HEADER)
+    return seconds

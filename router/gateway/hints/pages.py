@@ -1,0 +1,149 @@
+"""The endpoints that end sessions and pin prompts in the stores of KV blocks.
+
+A pin has the body of a chat completion or of a completion. It is checked and tokenised by the code
+that does this for requests, so its blocks are those that such a request would look for. The gateway
+keeps nothing: stores bound what each key may pin, and the same body unpins.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.messages import PinBlocks, SessionEnd, UnpinBlocks
+from engine.worker.blocks import BlockHash
+from router.access.guard import tenant_of
+from router.edge.content_types import check_content
+from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
+from router.gateway.answers.dialects import CHAT as CHAT_DIALECT
+from router.gateway.hints.claims import check_session, key_id, session_id
+from router.gateway.hints.uses import prompt_hashes
+from router.gateway.requests.calls import (
+    ApiCall,
+    CheckedCall,
+    GatewaySettings,
+    parse,
+    read_body,
+)
+from router.gateway.requests.field_table import CHAT
+from router.gateway.requests.json_fields import endpoint_of
+from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody
+from router.gateway.versions import Versions
+from router.inbox.api_errors import ApiError, invalid_value
+
+SESSION_PARAM = "session_id"
+_ANY_KEY = "pins"  # chooses a version, the same one at every time
+
+
+class _SessionConvertor(StringConvertor):
+    """The rest of a path, whatever characters it has."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("session", _SessionConvertor())
+
+
+class ShownPin(msgspec.Struct):
+    """A prompt that stores are asked to keep. `covered_tokens` are those in whole blocks."""
+
+    object: str
+    model: str
+    prompt_tokens: int
+    covered_tokens: int
+
+
+class _Pin(msgspec.Struct, frozen=True):
+    """A checked pin: the blocks of each of its prompts."""
+
+    call: CheckedCall
+    hashes: list[list[BlockHash]]
+    covered_tokens: int
+
+
+class HintPages:
+    """Their handlers."""
+
+    def __init__(self, parts: GatewayParts) -> None:
+        self._parts = parts
+        self._calls = AnswerService(parts, CHAT_DIALECT, ChatBody)
+
+    def routes(self) -> list[Route]:
+        """The routes of all handlers."""
+        session = f"/v1/sessions/{{{SESSION_PARAM}:session}}"
+        return [
+            Route(session, self._end, methods=["DELETE"]),
+            Route("/v1/pins", self._pin, methods=["POST"]),
+            Route("/v1/pins", self._unpin, methods=["DELETE"]),
+        ]
+
+    async def _end(self, request: HttpRequest) -> Response:
+        """DELETE /v1/sessions/{session_id}. Stores of all versions may hold its blocks."""
+        name = request.path_params[SESSION_PARAM]
+        check_session(name, SESSION_PARAM)
+        tenant, secret = tenant_of(request.scope), self._parts.settings.secret
+        end = SessionEnd(key_id(tenant, secret), session_id(name, tenant, secret))
+        for served in self._parts.versions.table:
+            if served.port.store_block_size() is not None:
+                served.port.tell_stores(end)
+        return Response(status_code=204)
+
+    async def _pin(self, request: HttpRequest) -> Response:
+        """POST /v1/pins."""
+        pin, key, headers = await self._read(request)
+        for hashes in pin.hashes:
+            pin.call.served.port.tell_stores(PinBlocks(key, [*hashes]))
+        shown = ShownPin("pin", pin.call.model, pin.call.prompt_len, pin.covered_tokens)
+        body = msgspec.json.encode(shown)
+        return Response(body, media_type="application/json", headers=headers)
+
+    async def _unpin(self, request: HttpRequest) -> Response:
+        """DELETE /v1/pins, with the body that pinned."""
+        pin, key, headers = await self._read(request)
+        for hashes in pin.hashes:
+            pin.call.served.port.tell_stores(UnpinBlocks(key, [*hashes]))
+        return Response(status_code=204, headers=headers)
+
+    async def _read(self, request: HttpRequest) -> tuple[_Pin, str, Mapping[str, str]]:
+        """The pin, the id of its key, and headers of the answer. Raises InvalidRequest.
+
+        Reads a long body in a thread. Counts as a request of its key.
+        """
+        check_content(request.scope)  # of any method
+        parts, tenant = self._parts, tenant_of(request.scope)
+        use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
+        try:
+            data = await read_body(request.receive, parts.settings)
+            call = self._calls.call(data, tenant, request.headers)
+            work = partial(_pin_of, call, parts.versions, parts.settings)
+            if len(data) < LONG_BODY_BYTES:
+                pin = work()
+            else:
+                pin = await parts.lanes.run(tenant.name, len(data), work)
+        finally:
+            use.end(parts.clock.now_s())
+        headers = use.headers(parts.clock.now_s())
+        return pin, key_id(tenant, parts.settings.secret), headers
+
+
+def _pin_of(call: ApiCall, versions: Versions, settings: GatewaySettings) -> _Pin:
+    """Checks a pin. Raises InvalidRequest."""
+    body_type: type[Body] = ChatBody if endpoint_of(call.data) == CHAT else CompletionBody
+    if call.affinity is None:
+        call = msgspec.structs.replace(call, affinity=_ANY_KEY)
+    checked = parse(call, body_type, versions, settings)
+    block_size = checked.served.port.store_block_size()
+    if block_size is None:
+        message = "no store of KV blocks is connected: `store.memory_mib` sets one up"
+        raise ApiError(message, code="no_store", status=501)
+    found = [prompt_hashes(leader, block_size) for leader in checked.leaders]
+    hashes = [each for each in found if each]
+    if not hashes:
+        longest = max(len(leader.token_ids) for leader in checked.leaders)
+        message = f"the prompt has {longest} tokens, and only whole blocks of {block_size} are kept"
+        raise invalid_value(message, body_type.prompt_field)
+    return _Pin(checked, hashes, block_size * sum(map(len, hashes)))

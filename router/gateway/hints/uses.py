@@ -1,0 +1,59 @@
+"""Which blocks a call of a session used: hashes of its prompts and answers. Pure.
+
+The hashes of prompts are computed where the prompts are checked, which is in a thread if they are
+long. Those of the answer follow at its end. Nothing is computed without a session or a store.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.messages import MAX_HASHES, SessionUse
+from engine.worker.blocks import BlockHash, hash_blocks
+from router.gateway.hints.claims import SessionClaim
+from router.machine.requests import Request
+from router.prefixes.map import PrefixHashes
+
+
+class SessionNotes(msgspec.Struct, frozen=True):
+    """What a call tells stores at its end. `hashes` has an item for each of its prompts."""
+
+    claim: SessionClaim
+    block_size: int  # tokens of a block in stores
+    hashes: tuple[PrefixHashes, ...]
+
+    def use(self, index: int, prompt: Sequence[int], answer: Sequence[int]) -> SessionUse | None:
+        """The use of a prompt's blocks and its answer's. None if no block is whole.
+
+        The last token of an answer is not fed back, so there is no KV of it.
+        """
+        token_ids = [*prompt, *answer]
+        hashes = self.hashes[index].leading(
+            token_ids,
+            num_tokens=_bounded(len(token_ids) - 1, self.block_size),
+            block_size=self.block_size,
+        )
+        if not hashes:
+            return None
+        claim = self.claim
+        return SessionUse(claim.key, claim.session, [*hashes], claim.keep_s)
+
+
+def notes_of(claim: SessionClaim, block_size: int, leaders: Sequence[Request]) -> SessionNotes:
+    """Begins the notes of a call with the blocks of its prompts."""
+    hashes = [
+        PrefixHashes({block_size: prompt_hashes(each, block_size)}, salt=each.salt)
+        for each in leaders
+    ]
+    return SessionNotes(claim, block_size, tuple(hashes))
+
+
+def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
+    """Hashes of the whole blocks of a prompt, as many as one message may have."""
+    num_tokens = _bounded(len(request.token_ids), block_size)
+    return hash_blocks(request.token_ids[:num_tokens], block_size, request.salt)
+
+
+def _bounded(num_tokens: int, block_size: int) -> int:
+    """So many tokens, but no more than one message has hashes for."""
+    return min(num_tokens, MAX_HASHES * block_size)

@@ -1,0 +1,244 @@
+"""A store of KV beside a pair of workers: prefixes outlive them, and no token changes.
+
+Real processes, killed with -9 in turn: all workers, the store's process, its keeper. The answers
+are those of a deployment without a store.
+"""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.admin.client import AdminClient, find_deployment
+from tests.kits.services.served import (
+    HANDS_OVER,
+    Served,
+    command_line,
+    marked_pids,
+    matching,
+    metrics,
+    poll_until,
+    serve,
+)
+
+pytestmark = pytest.mark.torch
+
+PROMPT_TOKENS = 600
+BLOCK_TOKENS = 16
+NEW_TOKENS = 12
+SETTLE_S = 40.0
+STORE_PROCESS = "deploy.store.main"
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(4096) for _ in range(PROMPT_TOKENS)] for _ in range(num)]
+
+
+def ask(url: str, prompt: Sequence[int], seed: int | None = None) -> tuple[list[int], int]:
+    """Returns the answer's tokens, and how many of the prompt's were cached."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **({"temperature": 0.0} if seed is None else {"temperature": 0.9, "seed": seed}),
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found["choices"][0]["token_ids"], cached
+
+
+@contextmanager
+def with_store(run_dir: Path, *arguments: str, **settings: str) -> Iterator[Served]:
+    environment = {f"BATON_STORE__{name.upper()}": value for name, value in settings.items()}
+    with serve(
+        "--launcher",
+        "process",
+        *arguments,
+        BATON_RUN_DIR=str(run_dir),
+        **HANDS_OVER,
+        **environment,
+    ) as served:
+        poll_until(lambda: "store" in sources(served), "the store has joined", SETTLE_S)
+        blocks = matching(r"baton_worker_blocks\{", metrics(served.url))
+        served.num_blocks = int(sum(blocks.values()))
+        yield served
+
+
+def sources(served: Served) -> str:
+    return " ".join(matching(r"baton_worker_open_leases\{", metrics(served.url)))
+
+
+def of_store(served: Served, pattern: str) -> float:
+    found = matching(pattern, metrics(served.url))
+    return sum(count for name, count in found.items() if 'role="store"' in name)
+
+
+def until_kept(served: Served, num_blocks: int, medium: str) -> None:
+    """Waits until the store holds so many blocks on a medium."""
+
+    def kept() -> float:
+        found = metrics(served.url)
+        return sum(v for k, v in found.items() if "store_blocks" in k and medium in k)
+
+    poll_until(lambda: kept() >= num_blocks, lambda: f"{kept()} of {num_blocks}", SETTLE_S)
+
+
+def admin(run_dir: Path) -> AdminClient:
+    return AdminClient(*find_deployment(None, None, {"BATON_RUN_DIR": str(run_dir)}))
+
+
+def kill_workers(run_dir: Path) -> None:
+    """Kills all workers, and waits until others serve."""
+    with admin(run_dir) as client:
+        pids = [worker.pid for worker in client.pools().workers]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+        def are_new() -> bool:
+            pools = client.pools()
+            return pools.settled and not {w.pid for w in pools.workers} & set(pids)
+
+        poll_until(are_new, "other workers serve", SETTLE_S)
+
+
+def store_pids(served: Served) -> list[int]:
+    return [pid for pid in marked_pids(served.mark) if STORE_PROCESS in command_line(pid)]
+
+
+def kill_store(served: Served) -> None:
+    """Kills the store's process, and waits until another one has joined."""
+    [pid] = store_pids(served)
+    os.kill(pid, signal.SIGKILL)
+    poll_until(lambda: store_pids(served) not in ([], [pid]), "it is started again", SETTLE_S)
+    poll_until(lambda: "store" in sources(served), "it has joined", SETTLE_S)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("store") / "run"
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[list[int]]]:
+    """The answers without a store."""
+    with serve("--launcher", "process", **HANDS_OVER) as served:
+        greedy = [ask(served.url, prompt)[0] for prompt in prompts(4, 1)]
+        sampled = [ask(served.url, prompt, seed=7)[0] for prompt in prompts(4, 1)]
+    return {"greedy": greedy, "sampled": sampled}
+
+
+def test_prefixes_outlive_workers_the_store_and_the_deployment(run_dir, tmp_path, expected):
+    disk = str(tmp_path / "kv")
+    inputs = prompts(4, 1)
+    whole = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    blocks = len(inputs) * PROMPT_TOKENS // BLOCK_TOKENS
+    with with_store(run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
+        assert [ask(served.url, p)[0] for p in inputs] == expected["greedy"]
+        until_kept(served, blocks, "host")
+        until_kept(served, blocks, "disk")
+        kill_workers(run_dir)
+        answers = [ask(served.url, prompt) for prompt in inputs]
+        assert [tokens for tokens, _ in answers] == expected["greedy"]
+        assert [cached for _, cached in answers] == [whole] * len(inputs)
+        kill_store(served)
+        until_kept(served, blocks, "host")
+        kill_workers(run_dir)
+        answers = [ask(served.url, prompt, seed=7) for prompt in inputs]
+        assert [tokens for tokens, _ in answers] == expected["sampled"]
+        assert [cached for _, cached in answers] == [whole] * len(inputs)
+        assert of_store(served, "baton_worker_loaded_blocks_total") == 0  # all from memory
+    with with_store(run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
+        until_kept(served, blocks, "disk")
+        answers = [ask(served.url, prompt) for prompt in inputs]
+        assert [tokens for tokens, _ in answers] == expected["greedy"]
+        assert [cached for _, cached in answers] == [whole] * len(inputs)
+
+
+def test_no_token_changes_while_the_store_is_killed_and_its_disk_damaged(
+    run_dir, tmp_path, expected
+):
+    """The store's memory is too small, so blocks come from the disk, where bits have flipped."""
+    disk = tmp_path / "kv"
+    inputs = prompts(4, 1)
+    failures: list[object] = []
+    is_over = threading.Event()
+    with with_store(run_dir, memory_mib="6", disk=str(disk), disk_gib="1") as served:
+
+        def run(number: int) -> None:
+            rng = random.Random(number)
+            while not is_over.is_set():
+                which = rng.randrange(len(inputs))
+                for name, seed in (("greedy", None), ("sampled", 7)):
+                    tokens, _ = ask(served.url, inputs[which], seed)
+                    if tokens != expected[name][which]:
+                        failures.append((which, name, tokens))
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2):
+                kill_store(served)
+                damage(disk, random.Random(3))
+                kill_workers(run_dir)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join(SETTLE_S)
+        assert not failures
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def damage(disk: Path, rng: random.Random) -> None:
+    """Flips a bit here and there in all files of the disk tier."""
+    for path in disk.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            with path.open("r+b") as file:
+                for _ in range(8):
+                    place = rng.randrange(min(path.stat().st_size, 2**24))
+                    file.seek(place)
+                    byte = file.read(1)
+                    file.seek(place)
+                    file.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
+
+
+def test_a_store_whose_keeper_dies_begins_empty(run_dir, tmp_path):
+    [prompt] = prompts(1, 5)
+    with with_store(run_dir, memory_mib="32") as served:
+        tokens, _ = ask(served.url, prompt)
+        until_kept(served, PROMPT_TOKENS // BLOCK_TOKENS, "host")
+        [child] = store_pids(served)
+        keeper = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(keeper, signal.SIGKILL)
+        poll_until(lambda: child not in store_pids(served), "its process ends too", SETTLE_S)
+        assert ask(served.url, prompt)[0] == tokens
+
+        def is_back() -> bool:
+            return store_pids(served) not in ([], [child]) and "store" in sources(served)
+
+        poll_until(is_back, "the launcher starts it again", SETTLE_S)
+        assert ask(served.url, prompt)[0] == tokens
+
+
+def test_objects_outlive_memory_and_disk(run_dir, tmp_path):
+    [prompt] = prompts(1, 6)
+    url = f"file://{tmp_path}/objects"
+    blocks = PROMPT_TOKENS // BLOCK_TOKENS
+    with with_store(run_dir, memory_mib="32", objects=url) as served:
+        tokens, _ = ask(served.url, prompt)
+        until_kept(served, blocks, "object")
+    with with_store(run_dir, memory_mib="32", objects=url) as served:
+        until_kept(served, blocks, "object")
+        again, cached = ask(served.url, prompt)
+        assert again == tokens
+        assert cached >= blocks // 2 * BLOCK_TOKENS
