@@ -17,7 +17,14 @@ from bench.simulator.clock import Future, Rank
 from engine.config import StoreEviction, StoreWrites
 from engine.errors import ConfigError
 from engine.layout import KVLayout
-from kvtransfer.store.events import EraseBlock, LoadBlock, Loaded, Medium, WriteBlock, Written
+from kvtransfer.store.events import (
+    BlockLoaded,
+    BlockWritten,
+    EraseBlock,
+    LoadBlock,
+    Medium,
+    WriteBlock,
+)
 from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.eviction.leaf_worth import LeafWorth
@@ -121,7 +128,7 @@ class SimulatedTier:
         *,
         block_bytes: int,
         future: Future,
-        on_done: Callable[[Loaded | Written], None],
+        on_done: Callable[[BlockLoaded | BlockWritten], None],
     ) -> None:
         self._medium = medium
         self._price = price
@@ -152,18 +159,18 @@ class SimulatedTier:
     def _advance(self) -> None:
         while self._num_open < self._price.max_requests and (self._loads or self._writes):
             self._num_open += 1
-            done: Loaded | Written
+            done: BlockLoaded | BlockWritten
             if self._loads:
                 load = self._loads.popleft()
-                done, seconds = Loaded(self._medium, load.block, load.slot), self._read_s
+                done, seconds = BlockLoaded(self._medium, load.block, load.slot), self._read_s
             else:
                 write = self._writes.popleft()
-                done, seconds = Written(self._medium, write.block), self._write_s
+                done, seconds = BlockWritten(self._medium, write.block), self._write_s
             begins_s = max(self._future.now_s + self._price.fixed_s, self._free_s)
             self._free_s = begins_s + seconds
             self._future.plan(self._free_s, Rank.MESSAGE, self._on_end, done)
 
-    def _on_end(self, done: Loaded | Written) -> None:
+    def _on_end(self, done: BlockLoaded | BlockWritten) -> None:
         self._num_open -= 1
         self._on_done(done)  # the store may ask for more reads: they go before waiting writes
         self._advance()

@@ -1,4 +1,4 @@
-"""For every trace and cluster, leaping equals stepping, and no request is lost.
+"""For every trace and cluster, leaping equals stepping, and no request is lost, with stores too.
 
 The router is given the costs. When it learns them, it sees a stretch of steps as one sample.
 """
@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.hardware import HardwareProfile
+from bench.simulator.tiers import SimulatedStores, TierPrice
 from bench.simulator.traces import Trace, TraceRequest
-from engine.config import RouterConfig, RouterPolicy
+from engine.config import RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
@@ -80,3 +81,54 @@ def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, poli
         assert isinstance(record.outcome, Finished)
         assert len(record.times_s) == record.asked.output_len
         assert list(record.times_s) == sorted(record.times_s)
+
+
+@st.composite
+def stores(draw):
+    """Returns stores so small that tiers overflow and prompts meet moving blocks."""
+    rate = draw(st.sampled_from((1e3, 1e6)))  # a block has 512 bytes
+    price = TierPrice(rate, rate / 2, draw(st.sampled_from((0.0, 0.01, 7.0))), 2)
+    lower = draw(
+        st.sampled_from(({}, {"disk_blocks": 3}, {"disk_blocks": 60}, {"object_blocks": 9}))
+    )
+    return SimulatedStores(
+        draw(st.sampled_from((1, 4, 40))),
+        **lower,
+        disk=price,
+        objects=price,
+        node_workers=draw(st.integers(1, 4)),
+        eviction=draw(st.sampled_from(StoreEviction)),
+        writes=draw(st.sampled_from(StoreWrites)),
+        copies=draw(st.integers(1, 3)),
+        take_bytes_per_s=draw(st.sampled_from((1e3, 1e9))),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), setups(), stores(), st.sampled_from(RouterPolicy), st.integers(0, 3))
+def test_every_answer_is_complete_and_nothing_is_held_with_any_stores(
+    trace, setup, some, policy, seed
+):
+    """`simulate` validates every worker and every store after the run."""
+    hardware, pools, latency_s = setup
+    costs = WorkerCosts(hardware.prefill, hardware.decode, hardware.pull)
+    first, second = (
+        simulate(
+            trace,
+            SimulationSetup(hardware, pools, latency_s, stores=some),
+            native_machine(
+                RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4),
+                estimates=Estimates(costs),
+            ),
+        )
+        for _ in range(2)
+    )
+    assert [r.times_s for r in first.records] == [r.times_s for r in second.records]
+    assert first.stores == second.stores
+    assert len(first.stores) == -(-pools.total // some.node_workers)
+    for record in first.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len
+        assert list(record.times_s) == sorted(record.times_s)
+    for store in first.stores:
+        assert store.num_held["host"] <= some.memory_blocks
