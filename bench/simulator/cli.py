@@ -1,9 +1,12 @@
 """`baton simulate`: plays a trace on a simulated cluster. Parses, prints, writes.
 
 baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 --decode 2
+baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --prefill 6 \\
+    --decode 2 --store-memory-gib 1024 --store-disk-gib 8192 --store-take-gib-per-s 10
 """
 
 import random
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +23,17 @@ from bench.simulator.cluster import MAX_ANSWER_TOKENS, SimulatedPools, Simulatio
 from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, HardwareProfile, hardware_named, write_hardware
 from bench.simulator.results import figures_of, series_ms, spans_of
+from bench.simulator.tiers import (
+    DISK_REQUESTS,
+    GIB,
+    NO_STORE,
+    OBJECT_REQUESTS,
+    SimulatedStores,
+    StoreSizes,
+    TierPrice,
+)
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
-from engine.config import RouterConfig, RouterPolicy
+from engine.config import RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.errors import ConfigError
 from router.native.machine import native_machine
 
@@ -79,6 +91,41 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     gpu_hour_usd: Annotated[
         float | None, typer.Option(min=0.0, help="Price.", show_default="profile")
     ] = None,
+    node_workers: Annotated[
+        int, typer.Option(min=1, help="Workers of a node, which has one store.")
+    ] = 8,
+    store_memory_gib: Annotated[
+        float, typer.Option(min=0.0, help="KV in memory of each store; 0: no stores.")
+    ] = 0.0,
+    store_disk_gib: Annotated[
+        float, typer.Option(min=0.0, help="KV on the disk of each store; 0: no disk.")
+    ] = 0.0,
+    store_disk_read_gib_per_s: Annotated[float, typer.Option(help="Reads of a disk.")] = 6.0,
+    store_disk_write_gib_per_s: Annotated[float, typer.Option(help="Writes to a disk.")] = 3.0,
+    store_disk_latency_ms: Annotated[
+        float, typer.Option(min=0.0, help="Of each read and write of a disk.")
+    ] = 0.2,
+    store_objects_gib: Annotated[
+        float, typer.Option(min=0.0, help="KV in objects of each store; 0: no objects.")
+    ] = 0.0,
+    store_objects_gib_per_s: Annotated[
+        float, typer.Option(help="Reads, and writes, of objects.")
+    ] = 1.0,
+    store_objects_latency_ms: Annotated[
+        float, typer.Option(min=0.0, help="Of each read and write of an object.")
+    ] = 50.0,
+    store_eviction: Annotated[
+        StoreEviction, typer.Option(help="Which blocks leave a full tier of a store.")
+    ] = StoreEviction.WORTH,
+    store_writes: Annotated[
+        StoreWrites, typer.Option(help="When blocks go to disk and objects.")
+    ] = StoreWrites.THROUGH,
+    store_copies: Annotated[
+        int, typer.Option(min=1, help="Stores that may hold a block in memory.")
+    ] = 2,
+    store_take_gib_per_s: Annotated[
+        float, typer.Option(help="A store takes blocks from workers no faster.")
+    ] = 0.5,
     seed: SeedOption = 0,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -96,6 +143,31 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         profile = hardware_named(hardware_)
         if kv_blocks is not None:
             profile = msgspec.structs.replace(profile, num_blocks=kv_blocks)
+        sizes = StoreSizes(store_memory_gib, store_disk_gib, store_objects_gib)
+        disk = TierPrice(
+            store_disk_read_gib_per_s * GIB,
+            store_disk_write_gib_per_s * GIB,
+            store_disk_latency_ms / 1000,
+            DISK_REQUESTS,
+        )
+        objects = TierPrice(
+            store_objects_gib_per_s * GIB,
+            store_objects_gib_per_s * GIB,
+            store_objects_latency_ms / 1000,
+            OBJECT_REQUESTS,
+        )
+        stores = None
+        if sizes != NO_STORE:
+            stores = SimulatedStores(
+                *sizes.blocks(profile.layout),
+                disk=disk,
+                objects=objects,
+                node_workers=node_workers,
+                eviction=store_eviction,
+                writes=store_writes,
+                copies=store_copies,
+                take_bytes_per_s=store_take_gib_per_s * GIB,
+            )
         chat = Chat(rate_per_s=rate, families=families)
         played = _trace(trace, chat, requests=requests, seed=seed)
         played = played.sped_up(speed_up).shortened(shorten)
@@ -105,6 +177,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             latency_s=latency_ms / 1000,
             max_answer_tokens=max_tokens,
             joins_s=join,
+            stores=stores,
         )
         slo = SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms)
         router = RouterConfig(
@@ -181,8 +254,23 @@ def _config(
         "mixed": setup.pools.mixed,
         "join": setup.joins_s,
         "latency_s": setup.latency_s,
+        **_store_config(setup.stores),
         **{name: _scalar(getattr(router, name)) for name in router.__struct_fields__},
     }
+
+
+def _store_config(stores: SimulatedStores | None) -> dict[str, Scalar]:
+    """Returns the settings of the stores, flat; nothing without stores."""
+    if stores is None:
+        return {}
+    config: dict[str, Scalar] = {}
+    for field in fields(stores):
+        value = getattr(stores, field.name)
+        if isinstance(value, TierPrice):
+            config |= {f"store_{field.name}_{name}": v for name, v in asdict(value).items()}
+        else:
+            config[f"store_{field.name}"] = _scalar(value)
+    return config
 
 
 def _scalar(value: object) -> Scalar:
@@ -196,5 +284,19 @@ def _title(trace: Trace, setup: SimulationSetup, router: RouterConfig) -> str:
         parts.append(f"{pools.mixed} mixed")
     return (
         f"simulated: {len(trace.requests)} requests of {trace.name} on {' + '.join(parts)} "
-        f"× {setup.hardware.name}, policy {router.policy}"
+        f"× {setup.hardware.name}{_stores_in(setup)}, policy {router.policy}"
     )
+
+
+def _stores_in(setup: SimulationSetup) -> str:
+    """Returns the stores as a part of the title."""
+    stores = setup.stores
+    if stores is None:
+        return ""
+    block_size, num = setup.hardware.layout.block_size, stores.num_nodes(setup.pools.total)
+    sizes = [f"{stores.memory_blocks * block_size * num / 1e6:.3g} M tokens in memory"]
+    if stores.disk_blocks:
+        sizes.append(f"{stores.disk_blocks * block_size * num / 1e6:.3g} M on disk")
+    if stores.object_blocks:
+        sizes.append(f"{stores.object_blocks * block_size * num / 1e6:.3g} M in objects")
+    return f" with {num} stores of {', '.join(sizes)} in all"

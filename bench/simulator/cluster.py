@@ -6,6 +6,9 @@ for steps and pulls, and the rules that turn effects into events. No decision is
 Workers send frames to the gateway, as live ones do. Each message takes `latency_s` either way,
 block events too. The machine is woken when it asks for it.
 
+Each node may have a store, which takes in blocks of the node's workers: see `stores`. A frame
+reaches the gateway and the stores at the same time.
+
 Workers skip over equal steps and report many tokens at once (see `workers`). Before each placement,
 the machine receives the tokens that it would have heard of by then. With `settles` off it hears of
 tokens up to a second late, which suits large clusters.
@@ -28,17 +31,22 @@ from bench.simulator.hardware import HardwareProfile
 from bench.simulator.joining import AFTER_S, Evenness
 from bench.simulator.joining import EVERY_S as SAMPLED_EVERY_S
 from bench.simulator.prompts import SimulatedPrompts
+from bench.simulator.stores import SimStore, StoreRecord, store_of
+from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace, TraceRequest, with_ids
 from bench.simulator.transfers import Transfers
 from bench.simulator.workers import Frame, Said, SimWorker
 from bench.validation.crowd import NO_CHANCES, Chances, Crowd
 from engine.messages import (
+    BlocksOffered,
+    Cancel,
     Decode,
     GatewayId,
     Generate,
     GivenBack,
     Hello,
     Limits,
+    OfferBlocks,
     Prefill,
     RequestId,
     Role,
@@ -101,6 +109,7 @@ class SimulationSetup:
     settles: bool | None = None  # None: if there are few workers
     rules: PlannerRules | None = None  # of the planner of pools; None: fixed pools
     joins_s: float | None = None  # the last decode worker joins then; None: from the start
+    stores: SimulatedStores | None = None  # one on each node
 
 
 @dataclass(slots=True)
@@ -137,6 +146,7 @@ class SimulatedRun:
     decisions: Sequence[SimulatedDecision] = ()  # of the planner of pools
     evenness: Evenness | None = None  # after the join of a late worker
     num_moved: int = 0  # sequences that left a full worker for a faster one
+    stores: Sequence[StoreRecord] = ()  # when the last request ended
 
 
 def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
@@ -193,10 +203,31 @@ class _Cluster:
             )
             for worker_id, role in _names(setup.pools)
         }
+        self._stores = self._open_stores()
+        self._near = _nodes(list(self._workers), list(self._stores.values()), setup.stores)
+        self._store_records: Sequence[StoreRecord] = ()
         settles = setup.settles
         self._settles = setup.pools.total <= MAX_SETTLED_WORKERS if settles is None else settles
         self._planned = None if setup.rules is None else SimulatedPlanner(setup.rules, machine)
         self._decoding = [w for w in self._workers.values() if w.role.decodes]  # now or earlier
+
+    def _open_stores(self) -> dict[WorkerId, SimStore]:
+        setup = self._setup
+        if setup.stores is None:
+            return {}
+        ids = [WorkerId(f"store-{i}") for i in range(setup.stores.num_nodes(setup.pools.total))]
+        return {
+            store_id: SimStore(
+                store_id,
+                setup.stores,
+                hardware=setup.hardware,
+                future=self._future,
+                transfers=self._transfers,
+                listener=self,
+                read=self._prompts.read,
+            )
+            for store_id in ids
+        }
 
     # ------------------------------------------------------------ the run
 
@@ -206,6 +237,10 @@ class _Cluster:
         if joins_s is not None:
             late = [w for w in self._workers.values() if w.role is Role.DECODE][-1]
             self._future.plan(joins_s, Rank.ROUTINE, self._on_late_join, late)
+        for store in self._stores.values():
+            self._handle(WorkerJoined(store.welcome()))
+            for other in self._near[store.worker_id]:
+                other.meet(store.worker_id, is_store=True)
         for worker in self._workers.values():
             if worker is not late:
                 self._join(worker)
@@ -215,13 +250,21 @@ class _Cluster:
         while self._num_open:
             assert self._future.step(), "requests are open and nothing will happen"
         self._ended_s = self._future.now_s
+        self._store_records = [store.record() for store in self._stores.values()]
         for worker in self._workers.values():
             worker.reports = False
+        for store in self._stores.values():
+            store.reports = False
+        for worker_id, near in self._near.items():
+            for store in near:
+                store.miss(worker_id)  # takes in no more, so that the run ends
         while self._future.step():
             pass
 
     def _join(self, worker: SimWorker) -> None:
         self._handle(WorkerJoined(worker.welcome()))
+        for store in self._near.get(worker.worker_id, ()):
+            store.meet(worker.worker_id, is_store=False)
         worker.receive([])
 
     def _on_late_join(self, worker: SimWorker) -> None:
@@ -237,8 +280,10 @@ class _Cluster:
             self._future.plan(at_s, Rank.ROUTINE, self._on_sample_due, evenness)
 
     def validate(self) -> None:
-        """Asserts that no worker holds a block or a lease."""
+        """Asserts that no worker holds a block or a lease, nor a store a lease."""
         assert self._transfers.num_leases == 0
+        for store in self._stores.values():
+            store.validate()
         for worker in self._workers.values():
             worker.core.validate()
             counts = worker.pool.counts()
@@ -259,6 +304,7 @@ class _Cluster:
             () if self._planned is None else self._planned.decisions,
             self._evenness,
             self._machine.counters["moved", BALANCED],
+            self._store_records,
         )
 
     def _on_plan_due(self, planned: SimulatedPlanner) -> None:
@@ -305,6 +351,8 @@ class _Cluster:
         worker_id, frame = heard
         if frame.blocks:
             self._take(BlocksChanged(worker_id, frame.blocks))
+            for store in self._near.get(worker_id, ()):
+                store.follow(worker_id, frame.blocks)
         self._settle()
         told: list[Said] = []
         for said in frame.said:
@@ -315,6 +363,9 @@ class _Cluster:
             if told:
                 self._hear_tokens(worker_id, told)
                 told = []
+            if isinstance(message, BlocksOffered):
+                self._stores[store_of(message.seq_id)].answered(worker_id, message)
+                continue
             if isinstance(message, RoleChanged):
                 self._note_role(worker_id)
             if isinstance(message, GivenBack | RoleChanged):
@@ -322,6 +373,12 @@ class _Cluster:
             self._take(FromWorker(worker_id, message), said.times_s)
         if told:
             self._hear_tokens(worker_id, told)
+
+    def ask(self, store_id: WorkerId, worker_id: WorkerId, message: OfferBlocks | Cancel) -> None:
+        """Plans the arrival of a store's message to a worker."""
+        event = FromGateway(GatewayId(store_id), message)
+        at_s = self._arrival_s(worker_id, [event])
+        self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, [event])
 
     def _note_role(self, worker_id: WorkerId) -> None:
         """Asks the worker for tokens from now on, since its new role may decode."""
@@ -375,7 +432,8 @@ class _Cluster:
                 self._end(record, effect.outcome, effect.timeline)
         for worker_id, events in frames.items():
             at_s = self._arrival_s(worker_id, events)
-            self._future.plan(at_s, Rank.MESSAGE, self._workers[worker_id].receive, events)
+            side = self._stores.get(worker_id) or self._workers[worker_id]
+            self._future.plan(at_s, Rank.MESSAGE, side.receive, events)
         num_stranded = self._machine.num_stranded
         if frames or num_stranded or isinstance(event, Arrived | Tick):
             self._num_waiting = self._machine.queue_len + num_stranded
@@ -456,3 +514,17 @@ def _names(pools: SimulatedPools) -> Iterable[tuple[WorkerId, Role]]:
     width = len(str(len(roles) - 1))
     for index, role in enumerate(roles):
         yield WorkerId(f"worker-{index:0{width}}"), role
+
+
+def _nodes(
+    worker_ids: Sequence[WorkerId], stores: Sequence[SimStore], setup: SimulatedStores | None
+) -> dict[WorkerId, list[SimStore]]:
+    """Returns the stores that follow each worker, the one on its node, and each store: all others.
+
+    A node holds neighbours in the order of names.
+    """
+    if setup is None:
+        return {}
+    near = {worker_id: [stores[i // setup.node_workers]] for i, worker_id in enumerate(worker_ids)}
+    others = {each.worker_id: [one for one in stores if one is not each] for each in stores}
+    return near | others

@@ -9,6 +9,11 @@ simulations: see `goodput`.
 Prefix hits are prompt tokens that were found cached or pulled, of all prompt tokens.
 `infinite_cache` is the share that a cache which never forgets would have had.
 
+Stores are reported by medium. A hit of a store is a prompt token that it leased to a worker, as a
+share of all prompt tokens, and counts where the block was when it was asked for. Reads, evictions
+and dropped blocks are those of all stores together; writes that were dropped never reached a lower
+tier. Blocks were dropped if the store wanted them from a worker and did not get them.
+
 A pool's utilisation is the share of the time that its workers spent in steps. Costs are those of
 all GPUs for the whole run, divided by all tokens, prompts included.
 """
@@ -29,6 +34,7 @@ from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import SimulatedRequest, SimulatedRun
 from bench.simulator.joining import join_figures
 from bench.simulator.traces import infinite_cache_hits
+from kvtransfer.store.events import Medium
 from router.machine.requests import Finished
 
 MOONCAKE_TTFT_S = 30.0
@@ -81,6 +87,7 @@ def figures_of(run: SimulatedRun, slo: SloBounds, *, usd_per_gpu_hour: float) ->
         **_latency_figures(run, latencies),
         **_goodput_figures(run, latencies, slo),
         **_prefix_figures(run),
+        **_store_figures(run),
         **_pool_figures(run),
         **_outcome_figures(run),
         **_cost_figures(run, usd_per_gpu_hour),
@@ -199,6 +206,43 @@ def _prefix_figures(run: SimulatedRun) -> dict[str, Figure]:
         "prefix/hits": Figure(num_cached / num_tokens if num_tokens else 0.0, "share"),
         "prefix/infinite_cache": Figure(infinite_cache_hits(run.trace), "share"),
     }
+
+
+def _store_figures(run: SimulatedRun) -> dict[str, Figure]:
+    """Returns hits and work of the stores by medium; nothing without stores."""
+    if not run.stores:
+        return {}
+    counters: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for store in run.stores:
+        counters.update(store.counters)
+        held.update(store.num_held)
+    block_size = run.setup.hardware.layout.block_size
+    num_tokens = sum(record.asked.input_len for record in run.records)
+    figures: dict[str, Figure] = {}
+    for medium in held:
+        share = counters[f"offered_blocks:{medium}"] * block_size / num_tokens
+        figures[f"store/hits/{medium}"] = Figure(share, "share")
+        figures[f"store/held/{medium}"] = Figure(held[medium] * block_size, "tokens")
+        figures[f"store/evicted/{medium}"] = Figure(counters[f"evicted_blocks:{medium}"], "blocks")
+        if medium != Medium.HOST:
+            loaded, written = (counters[f"{did}_blocks:{medium}"] for did in ("loaded", "written"))
+            figures[f"store/loads/{medium}"] = Figure(loaded, "blocks")
+            figures[f"store/written/{medium}"] = Figure(written, "blocks")
+            dropped = _sum_of(counters, f"dropped_writes:{medium}_")
+            figures[f"store/dropped_writes/{medium}"] = Figure(dropped, "blocks")
+    return {
+        **figures,
+        "store/taken": Figure(counters["taken_blocks"], "blocks"),
+        "store/dropped": Figure(_sum_of(counters, "dropped_blocks:"), "blocks"),
+        "store/prefetched": Figure(counters["prefetched_blocks"], "blocks"),
+        "store/fallbacks": Figure(_sum_of(counters, "fallbacks:"), ""),
+    }
+
+
+def _sum_of(counters: Mapping[str, float], start: str) -> float:
+    """Returns the sum of the counters whose names begin like this."""
+    return sum(count for name, count in counters.items() if name.startswith(start))
 
 
 def _pool_figures(run: SimulatedRun) -> dict[str, Figure]:

@@ -1,15 +1,17 @@
-"""For every trace and cluster, leaping equals stepping, and no request is lost.
+"""For every trace and cluster, leaping equals stepping, and no request is lost, with stores too.
 
 The router is given the costs. When it learns them, it sees a stretch of steps as one sample.
 """
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.hardware import HardwareProfile
+from bench.simulator.tiers import SimulatedStores, TierPrice
 from bench.simulator.traces import Trace, TraceRequest
-from engine.config import RouterConfig, RouterPolicy
+from engine.config import RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
@@ -18,6 +20,7 @@ from router.machine.requests import Finished
 from router.native.machine import native_machine
 
 BLOCK_SIZE = 4
+PULLING = (RouterPolicy.SLO, RouterPolicy.LEAST_LOADED)
 
 
 @st.composite
@@ -80,3 +83,68 @@ def test_leaping_equals_stepping_and_every_answer_is_complete(trace, setup, poli
         assert isinstance(record.outcome, Finished)
         assert len(record.times_s) == record.asked.output_len
         assert list(record.times_s) == sorted(record.times_s)
+
+
+@st.composite
+def returning(draw):
+    """Returns prompts of a few families, which return when small workers have forgotten them."""
+    requests, at_s = [], 0.0
+    for family in draw(st.lists(st.integers(0, 3), min_size=8, max_size=20)):
+        at_s += draw(st.sampled_from((0.05, 1.0, 8.0)))
+        length = draw(st.integers(17, 40))
+        ids = tuple(100 * family + i for i in range(-(-length // BLOCK_SIZE)))
+        requests.append(TraceRequest(at_s, length, draw(st.integers(1, 30)), ids))
+    return Trace("t", BLOCK_SIZE, tuple(requests))
+
+
+@st.composite
+def stores(draw):
+    """Returns stores so small that tiers overflow and prompts meet moving blocks."""
+    rate = draw(st.sampled_from((1e4, 1e6)))  # a block has 512 bytes
+    price = TierPrice(rate, rate / 2, draw(st.sampled_from((0.0, 0.01, 5.5))), 2)
+    lower = draw(
+        st.sampled_from(({"disk_blocks": 60}, {"object_blocks": 60}, {"disk_blocks": 3}, {}))
+    )
+    return SimulatedStores(
+        draw(st.sampled_from((10, 14, 80))),
+        **lower,
+        disk=price,
+        objects=price,
+        node_workers=draw(st.integers(1, 4)),
+        eviction=draw(st.sampled_from(StoreEviction)),
+        writes=draw(st.sampled_from(StoreWrites)),
+        copies=draw(st.integers(1, 3)),
+        take_bytes_per_s=draw(st.sampled_from((1e4, 1e9))),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(returning(), setups(), stores(), st.sampled_from(PULLING), st.integers(0, 3))
+def test_every_answer_is_complete_and_nothing_is_held_with_any_stores(
+    trace, setup, some, policy, seed
+):
+    """`simulate` validates every worker and every store after the run."""
+    hardware, pools, latency_s = setup
+    dear = PrefillCost(1e-3, 0.3)  # a pull pays, even from a slow disk
+    hardware = msgspec.structs.replace(hardware, prefill=dear, num_blocks=20)
+    costs = WorkerCosts(hardware.prefill, hardware.decode, hardware.pull)
+    first, second = (
+        simulate(
+            trace,
+            SimulationSetup(hardware, pools, latency_s, stores=some),
+            native_machine(
+                RouterConfig(policy=policy, seed=seed, queue_timeout_s=1e4),
+                estimates=Estimates(costs),
+            ),
+        )
+        for _ in range(2)
+    )
+    assert [r.times_s for r in first.records] == [r.times_s for r in second.records]
+    assert first.stores == second.stores
+    assert len(first.stores) == -(-pools.total // some.node_workers)
+    for record in first.records:
+        assert isinstance(record.outcome, Finished)
+        assert len(record.times_s) == record.asked.output_len
+        assert list(record.times_s) == sorted(record.times_s)
+    for store in first.stores:
+        assert store.num_held["host"] <= some.memory_blocks

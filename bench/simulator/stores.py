@@ -1,0 +1,284 @@
+"""A simulated store: the real machine, with prices in place of memory, disk and objects.
+
+It takes the block events of its node's workers when the gateway does. It asks these workers for
+blocks and pulls them, and workers pull from it, all by `transfers`, at the profile's price. Its
+lower tiers have prices of their own: see `tiers`.
+
+The machine has no turns: it handles each event at once. It is woken when it asks for that. While it
+waits for the right moment to take in a batch, it is woken every `RETRY_S` at most.
+
+A live store measures how long its disk takes to read, and tells gateways. A simulated one tells
+them the price.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from bench.simulator.clock import Future, Rank
+from bench.simulator.hardware import HardwareProfile
+from bench.simulator.tiers import SimulatedStores, SimulatedTier
+from bench.simulator.transfers import Transfers
+from bench.simulator.workers import REPORT_EVERY_S, Frame, FrameListener, Said
+from engine.messages import (
+    PROTOCOL_VERSION,
+    BlocksOffered,
+    Cancel,
+    Incarnation,
+    OfferBlocks,
+    Role,
+    SeqId,
+    TransferAddress,
+    Welcome,
+    WorkerId,
+)
+from engine.worker.block_events import BlockEvent, BlockRemoved, BlockStored, stored
+from engine.worker.blocks import CacheNews, Stored
+from engine.worker.events import (
+    AbortPull,
+    Emit,
+    Event,
+    FromGateway,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from engine.worker.intake import ReadPrompt
+from kvtransfer.store.events import (
+    AskPeer,
+    EraseBlock,
+    FromPeer,
+    LoadBlock,
+    Medium,
+    PeerJoined,
+    PeerLost,
+    PeerNews,
+    StoreEffect,
+    StoreEvent,
+    StoreTick,
+    TransferOrder,
+    WriteBlock,
+)
+from kvtransfer.store.intake import IntakePace
+from kvtransfer.store.machine import StoreMachine, StoreTerms
+from kvtransfer.store.shelf import Shelf
+
+RETRY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRecord:
+    """The work of one store: its counters, and the blocks that it holds on each medium."""
+
+    store_id: WorkerId
+    counters: Mapping[str, float]
+    num_held: Mapping[str, int]
+
+
+class StoreListener(FrameListener, Protocol):
+    """Receives what a store sends to gateways, and what it asks workers."""
+
+    def ask(self, store_id: WorkerId, worker_id: WorkerId, message: OfferBlocks | Cancel) -> None:
+        """Takes a store's message to a worker."""
+        ...
+
+
+class SimStore:
+    """One store of the cluster: its machine, its lower tiers, and its frames."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a store
+        self,
+        store_id: WorkerId,
+        setup: SimulatedStores,
+        *,
+        hardware: HardwareProfile,
+        future: Future,
+        transfers: Transfers,
+        listener: StoreListener,
+        read: ReadPrompt,
+    ) -> None:
+        """`read` is as in `engine.worker.intake.Intake`."""
+        self.worker_id = store_id  # its name as a side of transfers
+        self._hardware = hardware
+        self._future = future
+        self._transfers = transfers
+        self._listener = listener
+        layout = hardware.layout
+        sizes = {Medium.HOST: setup.memory_blocks}
+        sizes |= {medium: num for medium, (num, _) in setup.lower().items()}
+        terms = StoreTerms(
+            name=store_id,
+            block_size=layout.block_size,
+            block_bytes=layout.block_bytes,
+            address=TransferAddress(store_id, Incarnation("1"), ""),
+            pace=IntakePace(bytes_per_s=setup.take_bytes_per_s, copies=setup.copies),
+            writes=setup.writes,
+            read=read,
+        )
+        self.machine = StoreMachine(
+            terms, {medium: Shelf(num, setup.policy(num)) for medium, num in sizes.items()}
+        )
+        self._tiers = {
+            medium: SimulatedTier(
+                medium, price, block_bytes=layout.block_bytes, future=future, on_done=self._handle
+            )
+            for medium, (_, price) in setup.lower().items()
+        }
+        self._wake_s: float | None = None
+        self._next_report_s = 0.0
+        self._report_planned = False
+        self.reports = True
+
+    def welcome(self) -> Welcome:
+        """Returns the store's introduction to the gateway."""
+        return Welcome(
+            version=PROTOCOL_VERSION,
+            worker_id=self.worker_id,
+            incarnation=Incarnation("1"),
+            role=Role.STORE,
+            fingerprint=self._hardware.name,
+            layout=self._hardware.layout,
+            num_blocks=self.machine.holdings.memory.num_slots,
+            max_running=0,
+        )
+
+    def record(self) -> StoreRecord:
+        """Returns what the store has done, and what it holds now."""
+        shelves = self.machine.holdings.shelves
+        num_held = {str(medium): len(shelf) for medium, shelf in shelves.items()}
+        return StoreRecord(self.worker_id, self.machine.counters, num_held)
+
+    def validate(self) -> None:
+        """Asserts the machine's invariants, and that nothing is leased or on its way."""
+        self.machine.validate()
+        for tier in self._tiers.values():
+            tier.validate()
+        assert not self.machine.offers.leases
+        assert not self.machine.holdings.loads
+        for medium, shelf in self.machine.holdings.shelves.items():
+            counts = shelf.counts()
+            assert counts.free + counts.cached == counts.total, f"{self.worker_id} leaks {medium}"
+
+    # ------------------------------------------------------------ what comes in
+
+    def receive(self, events: list[Event]) -> None:
+        """Takes messages of the gateway, and events of leases and pulls."""
+        for event in events:
+            assert isinstance(event, FromGateway | LeaseEnded | PullDone | PullFailed)
+            self._handle(event)
+
+    def meet(self, peer_id: WorkerId, *, is_store: bool) -> None:
+        """Begins to follow a worker of its node, or another store."""
+        self._handle(PeerJoined(peer_id, is_store))
+
+    def miss(self, peer_id: WorkerId) -> None:
+        """Forgets a peer that is gone."""
+        self._handle(PeerLost(peer_id))
+
+    def follow(self, peer_id: WorkerId, events: Sequence[BlockEvent]) -> None:
+        """Takes block events of a peer."""
+        self._handle(PeerNews(peer_id, events))
+
+    def answered(self, peer_id: WorkerId, message: BlocksOffered) -> None:
+        """Takes a worker's answer."""
+        self._handle(FromPeer(peer_id, message))
+
+    # ------------------------------------------------------------ events and effects
+
+    def _handle(self, event: StoreEvent) -> None:
+        effects = self.machine.handle(event, self._future.now_s)
+        said: list[Said] = []
+        for effect in effects:
+            self._perform(effect, said)
+        news = self.machine.take_news()
+        if self.reports and not self._report_planned:
+            self._report_planned = True
+            at_s = max(self._next_report_s, self._future.now_s)
+            self._future.plan(at_s, Rank.ROUTINE, self._on_report_due, None)
+        if said or news:
+            frame = Frame(said, store_events(news, self._hardware.layout.block_size))
+            self._listener.hear(self.worker_id, frame)
+        self._look_ahead()
+
+    def _perform(self, effect: StoreEffect, said: list[Said]) -> None:
+        match effect:
+            case Emit(_, message):
+                said.append(Said(message))
+            case AskPeer(peer_id, message):
+                self._listener.ask(self.worker_id, peer_id, message)
+            case LoadBlock() | WriteBlock() | EraseBlock():
+                self._tiers[effect.medium].begin(effect)
+            case _:
+                self._move(effect)
+
+    def _move(self, order: TransferOrder) -> None:
+        match order:
+            case OpenLease(lease_id):
+                self._transfers.open(self, lease_id)
+            case GrowLease(lease_id, slots):
+                self._transfers.grow(lease_id, len(slots))
+            case RevokeLease(lease_id):
+                self._transfers.revoke(lease_id)
+            case HoldLease(seq_id, lease):
+                self._transfers.hold(self, seq_id, lease)
+            case StartPull(seq_id, blocks):
+                self._transfers.start(self, seq_id, tuple(index for index, _ in blocks))
+            case AbortPull(seq_id):
+                self._transfers.abort(self, seq_id)
+
+    def _look_ahead(self) -> None:
+        """Wakes the machine earlier, if it asks for that."""
+        wake_s, now_s = self.machine.next_wake_s(), self._future.now_s
+        if wake_s is None:
+            return
+        at_s = wake_s if wake_s > now_s else now_s + RETRY_S
+        if self._wake_s is None or at_s < self._wake_s:
+            self._wake_s = at_s
+            self._future.plan(at_s, Rank.ROUTINE, self._on_wake, at_s)
+
+    def _on_wake(self, at_s: float) -> None:
+        if at_s == self._wake_s:  # else another wake-up came first
+            self._wake_s = None
+            self._handle(StoreTick())
+
+    def _on_report_due(self, _: None) -> None:
+        self._report_planned = False
+        if not self.reports:
+            return
+        self._next_report_s = self._future.now_s + REPORT_EVERY_S
+        gauges = {name: value for t in self._tiers.values() for name, value in t.gauges().items()}
+        load = self.machine.load(self._transfers.num_leases_of(self.worker_id), {})
+        report = replace(load, gauges=gauges)
+        self._listener.hear(self.worker_id, Frame([Said(report)]))
+
+
+def store_of(seq_id: SeqId) -> WorkerId:
+    """Returns the store that a worker answers: its name begins the ids of its pulls."""
+    return WorkerId(seq_id.rpartition("-")[0])
+
+
+def store_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
+    """Returns the block events that a store would publish for these changes."""
+    events: list[BlockEvent] = []
+    last: BlockEvent | None = None
+    for item in news:
+        if isinstance(item, Stored):
+            follows = isinstance(last, BlockStored) and last.block_hashes[-1] == item.parent
+            if isinstance(last, BlockStored) and follows and last.medium == item.medium:
+                last.block_hashes.append(item.block_hash)
+                continue
+            last = stored([item.block_hash], item.parent, block_size=block_size, medium=item.medium)
+        elif isinstance(last, BlockRemoved) and last.medium == item.medium:
+            last.block_hashes.append(item.block_hash)
+            continue
+        else:
+            last = BlockRemoved([item.block_hash], medium=item.medium)
+        events.append(last)
+    return events

@@ -1,0 +1,182 @@
+"""The settings of simulated stores, and the price of what lies below their memory.
+
+A lower tier takes a limited number of reads and writes at once, and waiting reads go first. Each
+one waits `fixed_s`. Then its bytes pass the tier's only channel, one block after the other:
+
+    ends = max(begins + fixed_s, when the channel is free) + bytes / rate
+
+So a tier that gets few requests at once is bound by its latency, and a busy one by its rate. Faults
+of tiers are not modelled. Objects are written one by one, not in segments.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.simulator.clock import Future, Rank
+from engine.config import StoreEviction, StoreWrites
+from engine.errors import ConfigError
+from engine.layout import KVLayout
+from kvtransfer.store.events import (
+    BlockLoaded,
+    BlockWritten,
+    EraseBlock,
+    LoadBlock,
+    Medium,
+    WriteBlock,
+)
+from kvtransfer.store.eviction.leaf_arc import LeafArc
+from kvtransfer.store.eviction.leaf_lru import LeafLru
+from kvtransfer.store.eviction.leaf_worth import LeafWorth
+from kvtransfer.store.eviction.seam import Eviction
+
+GIB = 2**30
+DISK_REQUESTS, OBJECT_REQUESTS = 16, 64  # at once
+
+
+@dataclass(frozen=True, slots=True)
+class TierPrice:
+    """The price of reads and writes of a lower tier."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    fixed_s: float  # of each request
+    max_requests: int  # reads and writes at once
+
+    def __post_init__(self) -> None:
+        if min(self.read_bytes_per_s, self.write_bytes_per_s) <= 0 or self.fixed_s < 0:
+            raise ConfigError("a tier of a store needs positive rates, and no negative latency")
+        if self.max_requests < 1:
+            raise ConfigError("a tier of a store takes at least one request at once")
+
+
+LOCAL_DISK = TierPrice(6 * GIB, 3 * GIB, 2e-4, DISK_REQUESTS)  # a fast NVMe drive
+FAR_OBJECTS = TierPrice(1 * GIB, 1 * GIB, 0.05, OBJECT_REQUESTS)  # a round figure
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStores:
+    """The stores of a cluster: one for each node, all alike. Sizes are those of one store."""
+
+    memory_blocks: int
+    disk_blocks: int = 0
+    object_blocks: int = 0
+    disk: TierPrice = LOCAL_DISK
+    objects: TierPrice = FAR_OBJECTS
+    node_workers: int = 8  # workers of a node; the last node may have fewer
+    eviction: StoreEviction = StoreEviction.WORTH
+    writes: StoreWrites = StoreWrites.THROUGH
+    copies: int = 2  # as in `engine.config.StoreConfig`
+    take_bytes_per_s: float = GIB / 2
+
+    def __post_init__(self) -> None:
+        if self.memory_blocks < 1 or min(self.disk_blocks, self.object_blocks) < 0:
+            raise ConfigError("the memory of a store must hold a block, and no tier less than none")
+        if min(self.node_workers, self.copies) < 1 or self.take_bytes_per_s <= 0:
+            raise ConfigError("stores need workers on their nodes, copies, and a rate above 0")
+
+    def num_nodes(self, num_workers: int) -> int:
+        """Returns the nodes of a cluster, each of which has a store."""
+        return -(-num_workers // self.node_workers)
+
+    def lower(self) -> dict[Medium, tuple[int, TierPrice]]:
+        """Returns blocks and price of each tier below memory, the faster one first."""
+        tiers = {
+            Medium.DISK: (self.disk_blocks, self.disk),
+            Medium.OBJECT: (self.object_blocks, self.objects),
+        }
+        return {medium: tier for medium, tier in tiers.items() if tier[0]}
+
+    def policy(self, num_blocks: int) -> Eviction:
+        """Returns the eviction of a tier of this size."""
+        match self.eviction:
+            case StoreEviction.LRU:
+                return LeafLru()
+            case StoreEviction.ARC:
+                return LeafArc(num_blocks)
+            case StoreEviction.WORTH:
+                return LeafWorth(num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSizes:
+    """KV in GiB on each medium of one store; 0: not there."""
+
+    memory_gib: float
+    disk_gib: float = 0.0
+    objects_gib: float = 0.0
+
+    def blocks(self, layout: KVLayout) -> tuple[int, int, int]:
+        """Returns the blocks that fit each medium. Raises ConfigError for less than one."""
+        sizes = (self.memory_gib, self.disk_gib, self.objects_gib)
+        memory, disk, objects = (int(size * GIB // layout.block_bytes) for size in sizes)
+        if any(size and not num for size, num in zip(sizes, (memory, disk, objects), strict=True)):
+            raise ConfigError(f"a tier of a store needs room for {layout.block_bytes:,} bytes")
+        return memory, disk, objects
+
+
+NO_STORE = StoreSizes(0.0)
+
+
+class SimulatedTier:
+    """The reads and writes of one lower tier, as its store asks for them."""
+
+    def __init__(
+        self,
+        medium: Medium,
+        price: TierPrice,
+        *,
+        block_bytes: int,
+        future: Future,
+        on_done: Callable[[BlockLoaded | BlockWritten], None],
+    ) -> None:
+        self._medium = medium
+        self._price = price
+        self._future = future
+        self._on_done = on_done
+        self._read_s = block_bytes / price.read_bytes_per_s
+        self._write_s = block_bytes / price.write_bytes_per_s
+        self._loads: deque[LoadBlock] = deque()
+        self._writes: deque[WriteBlock] = deque()
+        self._num_open = 0
+        self._free_s = 0.0  # when the channel is free
+
+    def gauges(self) -> dict[str, float]:
+        """Returns the price of a read as a live store reports it."""
+        return {
+            f"load_fixed_s:{self._medium}": self._price.fixed_s + self._read_s,
+            f"load_block_s:{self._medium}": self._read_s,
+        }
+
+    def begin(self, effect: LoadBlock | WriteBlock | EraseBlock) -> None:
+        """Begins a read or a write, now or when others have ended. Erasing costs nothing."""
+        if isinstance(effect, LoadBlock):
+            self._loads.append(effect)
+        elif isinstance(effect, WriteBlock):
+            self._writes.append(effect)
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._num_open < self._price.max_requests and (self._loads or self._writes):
+            self._num_open += 1
+            done: BlockLoaded | BlockWritten
+            if self._loads:
+                load = self._loads.popleft()
+                done, seconds = BlockLoaded(self._medium, load.block, load.slot), self._read_s
+            else:
+                write = self._writes.popleft()
+                done, seconds = BlockWritten(self._medium, write.block), self._write_s
+            begins_s = max(self._future.now_s + self._price.fixed_s, self._free_s)
+            self._free_s = begins_s + seconds
+            self._future.plan(self._free_s, Rank.MESSAGE, self._on_end, done)
+
+    def _on_end(self, done: BlockLoaded | BlockWritten) -> None:
+        self._num_open -= 1
+        self._on_done(done)  # the store may ask for more reads: they go before waiting writes
+        self._advance()
+
+    def validate(self) -> None:
+        """Asserts that nothing is under way."""
+        assert not self._num_open
+        assert not self._loads
+        assert not self._writes
