@@ -73,7 +73,9 @@ class SlabSource:
         )
         num_slots = pool_bytes // block_bytes
         shelf = Shelf(num_slots, LeafLru())
-        shelf.put_all((BlockId(i), _hash_of(i), None) for i in range(num_slots))
+        blocks = [_hash_of(i) for i in range(num_slots)]
+        slots = {block: BlockId(i) for i, block in enumerate(blocks)}
+        shelf.put_all(slots, dict.fromkeys(blocks))
         terms = StoreTerms(
             name=name,
             block_size=1,
