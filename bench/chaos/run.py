@@ -101,8 +101,8 @@ class ChaosRun:
 def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
     """Carries out the plan.
 
-    Raises ServerFailed, ServerUnreachable, NotUndisturbed, and netns.Unavailable if a network is to
-    be partitioned and this machine or user cannot have one.
+    Raises ServerFailed, ServerUnreachable, NotUndisturbed, StoreUnseen, and netns.Unavailable if a
+    network is to be partitioned and this machine or user cannot have one.
     """
     options: Options = {
         "--prefill": plan.prefill,

@@ -17,9 +17,14 @@ from bench.common.waiting import holds_within
 from bench.processes.deployment import OperatedDeployment
 from bench.store.samples import num_slots, read_store_samples
 from engine.clock import Clock
+from engine.errors import BatonError
 
 REPLACED_WITHIN_S = 60.0
 IDLE_WITHIN_S = 20.0
+
+
+class StoreUnseen(BatonError):
+    """The deployment should have a store, but its gateways know none."""
 
 
 class StoreKills:
@@ -66,9 +71,9 @@ class StoreLeft:
 
 def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
     """Returns what the samples of an idle store of so many slots say. Pure."""
-    resting = samples.get("blocks:free", 0.0) + samples.get("blocks:cached", 0.0)
+    resting = samples.get("slots:free", 0.0) + samples.get("slots:cached", 0.0)
     return StoreLeft(
-        num_blocks=int(samples.get("blocks:cached", 0.0)),
+        num_blocks=int(samples.get("slots:cached", 0.0)),
         leaked_blocks=int(abs(slots - resting)),
         leaked_leases=int(samples.get("open_leases", 0.0)),
         num_offers=int(samples.get("prefix_offers_total:held", 0.0)),
@@ -76,7 +81,7 @@ def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
 
 
 async def slots_of_store(session: aiohttp.ClientSession, url: str, clock: Clock) -> float:
-    """Waits until a gateway knows the store; returns its slots, or 0 if it does not in time."""
+    """Waits until a gateway knows the store, and returns its slots. Raises StoreUnseen."""
     found = 0.0
 
     async def is_known() -> bool:
@@ -84,7 +89,8 @@ async def slots_of_store(session: aiohttp.ClientSession, url: str, clock: Clock)
         found = num_slots(await read_store_samples(session, url))
         return found > 0
 
-    await holds_within(is_known, IDLE_WITHIN_S, clock)
+    if not await holds_within(is_known, IDLE_WITHIN_S, clock):
+        raise StoreUnseen(f"no gateway knew the store in {IDLE_WITHIN_S:g} s")
     return found
 
 

@@ -13,18 +13,20 @@ from bench.common.command import (
     PlotOption,
     RepeatOption,
     SeedOption,
+    peer_option,
     printed_errors,
     publish,
     quick_option,
     values_of,
 )
 from bench.common.machine import report_here
+from bench.common.options import peers_named
 from bench.common.plots import require_matplotlib
 from bench.common.progress import say_on_stderr
 from bench.common.report import Report, notes_on
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_results
-from bench.store.plan import StorePart, StorePlan, check, config_of, quick
+from bench.store.plan import PEERS, StorePart, StorePlan, check, config_of, quick
 from bench.store.plots import plot_store
 from bench.store.results import GOALS, results, warnings
 from bench.store.run import measure
@@ -45,6 +47,7 @@ def store(  # noqa: PLR0913 (one parameter for each option is how typer declares
     prompts: Annotated[int, typer.Option(min=1, help="How many of these prompts.")] = 5,
     recovered: Annotated[int, typer.Option(min=1, help="Blocks that a start finds.")] = 1_000_000,
     repeat: RepeatOption = 5,
+    peer: Annotated[list[str] | None, peer_option(*PEERS)] = None,
     seed: SeedOption = 0,
     quick_: Annotated[
         bool, quick_option("Short prompts; neither streams nor turns: under 50 s.")
@@ -65,6 +68,7 @@ def store(  # noqa: PLR0913 (one parameter for each option is how typer declares
             num_prompts=prompts,
             num_repeats=repeat,
             num_recovered=recovered,
+            peers=peers_named(peer or (), PEERS),
             seed=seed,
         )
         plan = check(quick(plan) if quick_ else plan)
@@ -72,10 +76,11 @@ def store(  # noqa: PLR0913 (one parameter for each option is how typer declares
             require_matplotlib()
         measured = measure(plan, say_on_stderr())
         found = results(plan, measured)
+        versions = {} if measured.peer is None else {"vllm": measured.peer.version}
         report = report_here(
             "store",
             seed=seed,
-            config=config_of(plan) | notes_on({}, measured.missing),
+            config=config_of(plan) | notes_on(versions, measured.missing),
             results=found,
         )
         if measured.disk is not None:

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from random import Random
 
+from bench.common.options import PeerProgram
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
 from bench.interference.plan import InterferencePlan, InterferenceRequests
@@ -32,6 +33,7 @@ PULL_TOTAL_BYTES = 48 * MIB
 PULLS_IN_A_REPETITION = 5
 DISK_TOTAL_BYTES = 512 * MIB
 DISK_DEPTH = 32  # requests under way at once
+PEERS = ("vllm",)
 MIN_PROMPT_LEN = 2 * BLOCK_TOKENS
 QUICK_PROMPT_LEN = 512
 SERVED: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--threads": 1, "--weights": "int8"}
@@ -86,6 +88,7 @@ class StorePlan:
     num_prompts: int = 5
     num_repeats: int = 5
     num_recovered: int = 1_000_000
+    peers: tuple[PeerProgram, ...] = ()
     turns: TurnLoad = TurnLoad()
     store_mib: int = 1024
     seed: int = 0
@@ -152,6 +155,7 @@ def quick(plan: StorePlan) -> StorePlan:
         num_prompts=min(plan.num_prompts, 3),
         num_repeats=min(plan.num_repeats, 2),
         num_recovered=min(plan.num_recovered, 100_000),
+        peers=(),
         is_quick=True,
     )
 

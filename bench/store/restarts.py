@@ -29,7 +29,7 @@ from bench.store.plan import BLOCK_TOKENS, SERVED, StorePlan, store_prompts
 from engine.errors import BatonError
 
 KV_MIB = 512
-READS = "disk_reads_total"
+READS = "tier_reads_total:disk"
 OFFERED = "offered_blocks_total:host"
 
 
@@ -102,7 +102,7 @@ async def _from_disk(
         await client.ask_until_served(warm_up)
         num_blocks = len(prompts) * plan.cached_len // BLOCK_TOKENS
         await client.until(
-            lambda samples: samples.get("disk_recovered_total", 0.0) >= num_blocks,
+            lambda samples: samples.get("tier_recovered_total:disk", 0.0) >= num_blocks,
             f"{num_blocks} blocks found on disk",
         )
         if (await client.samples()).get(READS, 0.0):
@@ -125,4 +125,4 @@ async def _ask_all(client: StoreClient, prompts: Prompts, *, num_cached: int) ->
 
 
 def _written(samples: Mapping[str, float]) -> float:
-    return min(samples.get("store_blocks_disk", 0.0), samples.get("store_blocks_host", 0.0))
+    return min(samples.get("blocks:disk", 0.0), samples.get("blocks:host", 0.0))

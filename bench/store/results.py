@@ -33,6 +33,7 @@ from bench.common.stats import percentile
 from bench.kv.plan import size_name
 from bench.kv.results import GIB, TimeKey
 from bench.store.disk import DiskRates
+from bench.store.peer import PeerRestart
 from bench.store.plan import StorePlan, StreamSetting
 from bench.store.restarts import RestartTimes
 from bench.store.slab import SLAB
@@ -65,6 +66,7 @@ class StoreMeasured:
     streams: StreamsMeasured | None = None
     recovery: RecoveryTime | None = None
     turns: TurnsMeasured | None = None
+    peer: PeerRestart | None = None
     background: tuple[float, ...] = ()  # share of the CPU that others used, by part
     missing: tuple[Missing, ...] = field(default=())
 
@@ -73,7 +75,7 @@ def results(plan: StorePlan, measured: StoreMeasured) -> tuple[Result, ...]:
     """All results of the parts that were measured."""
     found: list[Result] = []
     if measured.restarts is not None:
-        found += restart_results(measured.restarts)
+        found += restart_results(measured.restarts, measured.peer)
     if measured.pulls is not None:
         found += pull_results(measured.pulls)
     if measured.disk is not None:
@@ -89,8 +91,8 @@ def results(plan: StorePlan, measured: StoreMeasured) -> tuple[Result, ...]:
     return (*found, *busy_results(measured.background))
 
 
-def restart_results(times: RestartTimes) -> list[Result]:
-    """TTFT by where a prompt's prefix came from, and what the pulls saved."""
+def restart_results(times: RestartTimes, peer: PeerRestart | None = None) -> list[Result]:
+    """TTFT by where a prompt's prefix came from, and what the pulls saved; the peer's beside."""
     ways = {
         "cold": times.cold,
         "memory": times.memory,
@@ -98,6 +100,10 @@ def restart_results(times: RestartTimes) -> list[Result]:
         "worker": times.worker,
     }
     ttft = {way: result_of(f"ttft/{way}", _ttft_ms(each), "ms") for way, each in ways.items()}
+    if peer is not None:
+        cold_s, files_s = statistics.median(peer.cold_s), statistics.median(peer.files_s)
+        ttft["cold"] = ttft["cold"].beside({"vllm": 1e3 * cold_s})
+        ttft["disk"] = ttft["disk"].beside({"vllm": 1e3 * files_s})
     found = [ttft["cold"], ttft["worker"]]
     for way in ("memory", "disk"):
         pulled = ways[way]

@@ -9,7 +9,7 @@ from typing import Any
 from bench.common import background
 from bench.common.progress import Say, say_nothing
 from bench.common.report import Missing
-from bench.store import disk, restarts, slab, streams, turns
+from bench.store import disk, peer, restarts, slab, streams, turns
 from bench.store.plan import StorePart, StorePlan
 from bench.store.results import StoreMeasured
 from engine.errors import BatonError
@@ -39,6 +39,12 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> StoreMeasured:
                 found[name] = measured(plan, Path(folder), say)
             except (BatonError, OSError) as error:
                 missing.append(Missing(str(part), str(error)))
+    for program in plan.peers:
+        with TemporaryDirectory(prefix="baton-store-", dir=plan.disk) as folder:
+            try:
+                found["peer"] = peer.measure(plan, program, Path(folder), say)
+            except BatonError as error:
+                missing.append(Missing(program.name, str(error)))
     return StoreMeasured(**found, background=tuple(busy), missing=tuple(missing))
 
 

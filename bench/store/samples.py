@@ -4,20 +4,21 @@ import re
 
 import aiohttp
 
-SAMPLE = re.compile(r"baton_worker_(\w+)\{(.*)\} (\S+)")
-LABEL = re.compile(r'(state|reason)="(\w+)"')
+SAMPLE = re.compile(r"baton_store_(\w+)\{(.*)\} (\S+)")
+LABEL = re.compile(r'(state|medium|reason)="(\w+)"')
 STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
 def store_samples(text: str) -> dict[str, float]:
     """Samples of all stores together, by `name` or `name:label`. Pure.
 
-    So `blocks:free` are the free slots, and `offered_blocks_total:disk` the blocks from disk.
+    So `slots:free` are free slots of memory, and `tier_reads_total:disk` the blocks read from disk.
+    Of a tier's counts by reason, the sum over all reasons is returned.
     """
     found: dict[str, float] = {}
     for line in text.splitlines():
         sample = SAMPLE.fullmatch(line)
-        if sample is None or 'role="store"' not in sample[2]:
+        if sample is None:
             continue
         label = LABEL.search(sample[2])
         key = sample[1] if label is None else f"{sample[1]}:{label[2]}"
@@ -27,7 +28,7 @@ def store_samples(text: str) -> dict[str, float]:
 
 def num_slots(samples: dict[str, float]) -> float:
     """Slots of memory in any state."""
-    return sum(samples.get(f"blocks:{state}", 0.0) for state in STATES)
+    return sum(samples.get(f"slots:{state}", 0.0) for state in STATES)
 
 
 async def read_store_samples(session: aiohttp.ClientSession, url: str) -> dict[str, float]:

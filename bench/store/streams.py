@@ -24,7 +24,7 @@ from bench.store.clients import StoreClient, StoreNotReady, served_with_store, s
 from bench.store.plan import SERVED, StorePlan, StreamSetting, order_of_streams
 
 TAKEN = "taken_blocks_total"
-WRITTEN = "disk_writes_total"
+WRITTEN = "tier_writes_total:disk"
 LEAST_WRITTEN = 32  # blocks of all runs with a store, or it had nothing to do
 
 

@@ -43,7 +43,7 @@ from engine.errors import ConfigError
 from engine.messages import Role
 
 ALL = tuple(kind for kind in FaultKind if kind not in OF_RAY)
-PLAN = ChaosPlan(num_requests=1000, rate_per_s=4, every_s=5, kinds=ALL, seed=3)
+PLAN = ChaosPlan(num_requests=1000, rate_per_s=4, every_s=5, kinds=ALL, seed=3, store_mib=64)
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_one_others():
@@ -144,7 +144,7 @@ OF_WORKERS = sorted(
     set(FaultKind)
     - OF_GATEWAYS
     - OF_RAY
-    - {FaultKind.POOL, FaultKind.STOP_CONTROLLER, FaultKind.EVERYTHING}
+    - {FaultKind.POOL, FaultKind.STOP_CONTROLLER, FaultKind.EVERYTHING, FaultKind.STORE}
 )
 
 

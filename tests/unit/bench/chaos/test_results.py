@@ -9,6 +9,7 @@ from bench.chaos.checker import Injected, Reply, RequestEnd, RequestVerdict
 from bench.chaos.plan import ChaosPlan, FaultKind, quick
 from bench.chaos.results import complaints, has_passed, results, row_of, story
 from bench.chaos.run import ChaosRun, LeftBehind
+from bench.chaos.stores import StoreLeft
 from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage
 from bench.common.report import results_of
 from engine.messages import Role
@@ -45,6 +46,8 @@ def test_run_passes_if_its_faults_did_no_harm():
         replace(RUN, left=LeftBehind(1, 0)),
         replace(RUN, left=LeftBehind(0, 1)),
         replace(RUN, left=LeftBehind(0, 0, is_whole=False)),
+        replace(RUN, left=LeftBehind(0, 0, store=StoreLeft(leaked_blocks=1))),
+        replace(RUN, left=LeftBehind(0, 0, store=StoreLeft(leaked_leases=1))),
         replace(RUN, left=LeftBehind(0, 0, processes=("7 baton",))),
     ],
 )

@@ -1,0 +1,108 @@
+"""The fault `store`, and what a store holds when all is over."""
+
+import asyncio
+import signal
+
+import pytest
+
+from bench.chaos import stores
+from bench.chaos.faults import STORE, FaultFailed, candidates, store_process
+from bench.chaos.plan import ChaosPlan, Fault, FaultKind, check
+from bench.chaos.stores import StoreKills, StoreLeft, left_of
+from bench.processes.deployment import SeenGateway, SeenPools
+from engine.clock import MonotonicClock
+from engine.errors import ConfigError
+
+KILL = Fault(0.0, FaultKind.STORE, 0.0)
+GATEWAY = SeenGateway("gateway", 9, "serving", None, members_version=1)
+POOLS = SeenPools(settled=True, version=1, workers=[], gateways=[GATEWAY])
+
+
+class WithStore:
+    """A deployment whose store is replaced at once, or never."""
+
+    def __init__(self, *, is_replaced: bool = True) -> None:
+        self._is_replaced = is_replaced
+        self.keeper, self.process = 100, 101
+        self.killed: list[int] = []
+
+    def marked(self) -> dict[int, str]:
+        found = {1: "python -m deploy.commands.main serve", self.keeper: "baton-store"}
+        return found | {self.process: "python -m deploy.store.main 15"}
+
+    def is_gone(self, pid: int) -> bool:
+        return pid not in self.marked()
+
+    def signal(self, pid: int, number: signal.Signals) -> bool:
+        assert number is signal.SIGKILL
+        self.killed.append(pid)
+        if self._is_replaced:
+            if pid == self.keeper:
+                self.keeper += 10
+            self.process += 10
+        return True
+
+    def parent_of(self, pid: int) -> int | None:
+        return self.keeper if pid == self.process else None
+
+
+@pytest.fixture
+def deployment(monkeypatch):
+    found = WithStore()
+    monkeypatch.setattr(stores, "parent_of", found.parent_of)
+    return found
+
+
+def inject(kills, deployment):
+    return asyncio.run(kills.inject(KILL, STORE, [store_process(deployment)]))
+
+
+def test_process_and_keeper_are_killed_in_turn(deployment):
+    kills = StoreKills(deployment, MonotonicClock())
+    told = [inject(kills, deployment) for _ in range(3)]
+    assert deployment.killed == [101, 100, 121]
+    assert [each.split(" ")[0] for each in told] == ["process", "keeper", "process"]
+
+
+def test_a_store_that_is_not_replaced_is_a_failed_fault(monkeypatch):
+    deployment = WithStore(is_replaced=False)
+    monkeypatch.setattr(stores, "parent_of", deployment.parent_of)
+    monkeypatch.setattr(stores, "REPLACED_WITHIN_S", 0.0)
+    with pytest.raises(FaultFailed, match="process was not replaced"):
+        inject(StoreKills(deployment, MonotonicClock()), deployment)
+
+
+def test_a_process_without_a_keeper_is_a_failed_fault(deployment, monkeypatch):
+    monkeypatch.setattr(stores, "parent_of", lambda _: None)
+    with pytest.raises(FaultFailed, match="no keeper"):
+        inject(StoreKills(deployment, MonotonicClock()), deployment)
+    assert deployment.killed == []
+
+
+def test_the_store_is_hit_by_one_fault_at_a_time():
+    assert candidates(FaultKind.STORE, POOLS, held=()) == [STORE]
+    assert candidates(FaultKind.STORE, POOLS, held=(STORE,)) == []
+
+
+def test_a_store_can_be_killed_only_if_there_is_one():
+    with pytest.raises(ConfigError, match="--store-mib"):
+        check(ChaosPlan(kinds=(FaultKind.STORE,)))
+    assert check(ChaosPlan(kinds=(FaultKind.STORE,), store_mib=64)).has_store
+
+
+IDLE = {"slots:free": 6.0, "slots:cached": 4.0, "open_leases": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("samples", "left"),
+    [
+        (IDLE, StoreLeft(num_blocks=4)),
+        ({**IDLE, "slots:free": 5.0}, StoreLeft(4, leaked_blocks=1)),
+        ({**IDLE, "slots:free": 7.0}, StoreLeft(4, leaked_blocks=1)),  # surplus
+        ({**IDLE, "open_leases": 2.0}, StoreLeft(4, leaked_leases=2)),
+        ({**IDLE, "prefix_offers_total:held": 3.0}, StoreLeft(4, num_offers=3)),
+        ({}, StoreLeft(leaked_blocks=10)),  # no gateway knows it
+    ],
+)
+def test_slots_that_are_neither_free_nor_cached_are_leaked(samples, left):
+    assert left_of(samples, 10.0) == left
