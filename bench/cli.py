@@ -20,6 +20,7 @@ baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
 baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
 baton bench eviction --trace conversation_trace.jsonl --json eviction.json
+baton bench tiers --trace conversation_trace.jsonl --json tiers.json
 baton bench report --write
 """
 
@@ -46,6 +47,7 @@ from bench.router.cli import router
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
+from bench.tiers.cli import tiers
 from bench.validation.cli import validation
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -69,6 +71,7 @@ app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)
 app.command()(eviction)
+app.command()(tiers)
 app.command()(report)
 
 
