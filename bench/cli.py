@@ -6,6 +6,7 @@ baton bench clients --peer aiperf=/path/to/its/python --json clients.json
 baton bench engine --peer vllm=/path/to/its/python --json engine.json
 baton bench quality --json quality.json
 baton bench kv --peer mooncake=/path/to/its/python --json kv.json
+baton bench store --json store.json
 baton bench speculate --json speculate.json
 baton bench router --json router.json
 baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
@@ -47,6 +48,7 @@ from bench.router.cli import router
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
+from bench.store.cli import store
 from bench.tiers.cli import tiers
 from bench.validation.cli import validation
 
@@ -57,6 +59,7 @@ app.command()(clients)
 app.command()(engine)
 app.command()(quality)
 app.command()(kv)
+app.command()(store)
 app.command()(gateway)
 app.command()(interference)
 app.command()(speculate)

@@ -397,6 +397,10 @@ class DropBlocks(msgspec.Struct, frozen=True, tag=True):
     """Forget all blocks, in memory and in lower tiers. To a store only."""
 
 
+class RetireStore(msgspec.Struct, frozen=True, tag=True):
+    """The version is over: when the store ends, its files and objects go too. To a store only."""
+
+
 # ---------------------------------------------------------------- gateway to controller
 
 
@@ -524,7 +528,9 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
     prefixes: list[PrefixUse]
 
 
-ToGateway = ControllerHello | Members | PoolNews | ClusterNews | ListRequests | DropBlocks
+ToGateway = (
+    ControllerHello | Members | PoolNews | ClusterNews | ListRequests | DropBlocks | RetireStore
+)
 ToController = (
     GatewayWelcome | ControllerRefused | GatewayReport | RequestList | StoreWelcome | StoreReport
 )

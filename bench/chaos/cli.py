@@ -35,6 +35,9 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
     gateways: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 2,
     spares: Annotated[int, typer.Option(min=0, help="Workers that wait to take a place.")] = 0,
+    store_mib: Annotated[
+        int, typer.Option(min=0, help="MiB of a store's memory; 0: there is no store.")
+    ] = 64,
     faults: Annotated[
         str,
         typer.Option(
@@ -61,6 +64,7 @@ def chaos(  # noqa: PLR0913 (one parameter for each option is how typer declares
             decode=decode,
             gateways=gateways,
             spares=spares,
+            store_mib=store_mib,
             kinds=values_of("--faults", faults, FaultKind, f"a list of {', '.join(FaultKind)}"),
             seed=seed,
         )

@@ -28,6 +28,8 @@ ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
 REPLACED_WITHIN_S = 90.0
 CONTROLLER = "controller"  # the controller's name among victims
+STORE = "store"  # the name of the store
+STORE_PROGRAM = "-m deploy.store.main "
 KILLS = frozenset({FaultKind.KILL, FaultKind.POOL, FaultKind.GATEWAY, FaultKind.DISK_FULL})
 TOLD_WITHIN_S = 10.0
 RAREST_FIRST = 0.5  # share of its time for which a fault waits until the rarest kind is possible
@@ -70,6 +72,8 @@ def candidates(kind: FaultKind, seen: SeenPools, *, held: Collection[str]) -> li
         return []
     if kind is FaultKind.STOP_CONTROLLER:
         return [CONTROLLER] if CONTROLLER not in held else []
+    if kind is FaultKind.STORE:
+        return [STORE] if STORE not in held else []
     if kind in OF_RAY or kind is FaultKind.EVERYTHING:
         return [str(kind)] if seen.settled and not held else []
     if kind in OF_GATEWAYS:
@@ -216,6 +220,12 @@ def parent_of(pid: int, proc: Path = PROC) -> int | None:
     except OSError:
         return None
     return int(status.rpartition(")")[2].split()[1])
+
+
+def store_process(deployment: OperatedDeployment) -> int | None:
+    """Returns the process id of the store, the child of its keeper; None if none runs now."""
+    pids = (pid for pid, line in deployment.marked().items() if STORE_PROGRAM in line)
+    return next(pids, None)
 
 
 class RayKills:
@@ -395,6 +405,8 @@ class Director:
     def _pid_of(self, name: str, seen: SeenPools) -> int | None:
         if name in (CONTROLLER, FaultKind.EVERYTHING):
             return self._deployment.pid
+        if name == STORE:
+            return store_process(self._deployment)
         return self._deployment.part_of_ray(name) if name in OF_RAY else pid_of(name, seen)
 
     async def _inject(self, fault: Fault, victim: FaultVictim) -> None:

@@ -13,6 +13,7 @@
     disk-full        SIGKILL of a worker, and no file may be written where it is started again
     gcs              SIGKILL of the GCS of the deployment's own Ray
     raylet           SIGKILL of its raylet: the gateways finish their answers, and Ray is replaced
+    store            SIGKILL of the store's process and of its keeper, in turn
     everything       SIGKILL of `baton serve` and all gateways at once. The command starts again,
                      as under a service manager, and must go on as ordered, not as declared
 
@@ -61,6 +62,7 @@ class FaultKind(StrEnum):
     DISK_FULL = "disk-full"
     GCS = "gcs"
     RAYLET = "raylet"
+    STORE = "store"
     EVERYTHING = "everything"
 
 
@@ -107,6 +109,7 @@ class ChaosPlan:
     kinds: tuple[FaultKind, ...] = (FaultKind.KILL,)
     seed: int = 0
     kv_mib: int = 24  # of each worker: not all prompts stay cached from run to run
+    store_mib: int = 0  # of the store's memory; 0: there is none. It has a disk too
 
     @property
     def duration_s(self) -> float:
@@ -122,6 +125,11 @@ class ChaosPlan:
     def is_restarted(self) -> bool:
         """True if the command is killed and started again."""
         return FaultKind.EVERYTHING in self.kinds
+
+    @property
+    def has_store(self) -> bool:
+        """True if prompts may come from a store."""
+        return self.store_mib > 0
 
     @property
     def launcher(self) -> str:
@@ -144,6 +152,8 @@ def check(plan: ChaosPlan) -> ChaosPlan:
         raise ConfigError("disk-full is for a deployment of processes, without Ray")
     if OF_RAY & set(plan.kinds) and plan.is_partitioned:
         raise ConfigError("networks are partitioned without Ray only")
+    if FaultKind.STORE in plan.kinds and not plan.has_store:
+        raise ConfigError("a store can be killed only if there is one: --store-mib")
     if not min(plan.rate_per_s, plan.every_s) > 0:
         raise ConfigError("the rate and the time between faults must be above 0")
     if min(plan.prefill, plan.decode) < 1 or max(plan.prefill, plan.decode) < 2:
@@ -226,5 +236,6 @@ def config_of(plan: ChaosPlan) -> dict[str, Scalar]:
         "faults": ",".join(plan.kinds),
         "launcher": plan.launcher,
         "kv_mib": plan.kv_mib,
+        "store_mib": plan.store_mib,
         "kv_transport": plan.kv_transport,
     }

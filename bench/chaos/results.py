@@ -3,7 +3,7 @@
 | result                       | unit |                                                           |
 |------------------------------|------|-----------------------------------------------------------|
 | lost, changed                | req  | see `bench.chaos.checker`                                 |
-| leaked_blocks, leaked_leases |      | that idle workers still hold after the load               |
+| leaked_blocks, leaked_leases |      | that idle workers and stores still hold after the load    |
 | leaked_processes             |      | alive after the deployment was ended                      |
 | unsettled                    |      | 1: the pools did not become what they were before         |
 | missing                      |      | planned kinds of faults that hit no service               |
@@ -17,6 +17,8 @@
 | skipped                      |      | faults without a possible victim                          |
 | unfinished                   |      | faults that failed, such as orders not carried out        |
 | affected/KIND                | req  | that were silent across a fault, placed or sent again     |
+| store_blocks                 |      | in the store's memory, after all                          |
+| store_offers                 |      | prefixes that it leased, since its process started        |
 | outage_mean_s, outage_max_s  | s    | how long a worker was gone, as the controller saw         |
 """
 
@@ -54,8 +56,8 @@ def figures_of(run: ChaosRun) -> dict[str, Figure]:
     counts = {
         "lost": len(run.requests_of(RequestEnd.LOST)),
         "changed": len(run.requests_of(RequestEnd.CHANGED)),
-        "leaked_blocks": run.left.blocks,
-        "leaked_leases": run.left.leases,
+        "leaked_blocks": run.left.blocks + run.left.store.leaked_blocks,
+        "leaked_leases": run.left.leases + run.left.store.leaked_leases,
         "leaked_processes": len(run.left.processes),
         "unsettled": int(not run.left.is_whole),
         "missing": len(missing(run)),
@@ -68,6 +70,9 @@ def figures_of(run: ChaosRun) -> dict[str, Figure]:
         "unfinished": sum(fault.failure is not None for fault in run.injected),
         **{f"affected/{kind}": count for kind, count in sorted(hit.items())},
     }
+    if run.plan.has_store:
+        store = run.left.store
+        counts |= {"store_blocks": store.num_blocks, "store_offers": store.num_offers}
     times_s = {
         "longest_stall_s": longest_stall(run.streams, run.injected).seconds,
         "longest_first_s": max(firsts_s, default=0.0),
@@ -137,6 +142,8 @@ def complaints(run: ChaosRun) -> list[str]:
     left = run.left
     if left.detail:
         lines.append(f"left behind: {left.blocks} blocks, {left.leases} leases: {left.detail}")
+    if left.store.leaked_blocks or left.store.leaked_leases:
+        lines.append(f"left behind in the store: {left.store}")
     lines += [f"still alive: {process}" for process in left.processes]
     lines += [f"{fault}: {fault.failure}" for fault in run.injected if fault.failure]
     return lines

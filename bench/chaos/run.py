@@ -3,9 +3,10 @@
 import asyncio
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvloop
 
@@ -33,6 +34,7 @@ from bench.chaos.plan import (
     faults_of,
 )
 from bench.chaos.restarts import WholeRestarts
+from bench.chaos.stores import StoreKills, StoreLeft, idle_store, slots_of_store
 from bench.chaos.streams import ReceivedStream
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
@@ -70,6 +72,7 @@ class LeftBehind:
     blocks: int
     leases: int
     is_whole: bool = True  # all workers are back and idle
+    store: StoreLeft = field(default_factory=StoreLeft)
     processes: tuple[str, ...] = ()
     detail: str = ""
 
@@ -118,6 +121,10 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
         options = {**options, "--port": free_port()}
         environment["BATON_ADMIN__NAME"] = "chaos"
     with ExitStack() as stack:
+        if plan.has_store:
+            folder = stack.enter_context(TemporaryDirectory(prefix="baton-store-"))
+            environment["BATON_STORE__MEMORY_MIB"] = str(plan.store_mib)
+            environment["BATON_STORE__DISK"] = folder
         if plan.is_partitioned:
             stack.enter_context(netns.hub())
             options = {**options, "--places": PLACES}
@@ -145,6 +152,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
         calm = await undisturbed(client, asked)
         say(f"answered in {max(s.ended_s for s in calm) - min(s.sent_s for s in calm):.1f} s")
         await settle(deployment, whole, clock)
+        slots = await slots_of_store(session, deployment.url, clock) if plan.has_store else 0.0
         signals, orders = Signals(deployment, clock), Orders(deployment, clock)
         injectors: dict[FaultKind, Injector] = {
             **dict.fromkeys(FaultKind, signals),
@@ -153,6 +161,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
             FaultKind.PARTITION: Cuts(),
             FaultKind.DISK_FULL: FullDisks(deployment, clock),
             **dict.fromkeys(OF_RAY, RayKills(deployment, clock)),
+            FaultKind.STORE: StoreKills(deployment, clock),
             FaultKind.EVERYTHING: WholeRestarts(deployment, clock),
         }
         director = Director(deployment, injectors, clock, kinds=plan.kinds)
@@ -168,6 +177,9 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
             watching.cancel()
         say("looking for what was left behind")
         seen = await deployment.look()
+        store_left = StoreLeft()
+        if plan.has_store:
+            store_left = await idle_store(session, deployment.url, slots, clock)
         processes = await _end(deployment, clock)
     expected = [reply_of(s, ask.num_choices) for s, ask in zip(calm, asked, strict=True)]
     deaths = [f for f in director.injected if f.kind in BREAKS_CONNECTIONS]
@@ -183,6 +195,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
         left=LeftBehind(
             *seen.leaked,
             is_whole=whole(seen),
+            store=store_left,
             processes=tuple(processes),
             detail="" if whole(seen) else str(seen),
         ),

@@ -29,6 +29,7 @@ from bench.simulator.traces import read_trace
 
 QUICK_REQUESTS, QUICK_SESSIONS, QUICK_SIZES = 1500, 400, (1000, 4000)
 SESSIONS_PER_S = 1.0
+DRAWN_PART = 8  # the drawn load is that much smaller than a recorded one, and so are its caches
 CURVES = ("leaf_lru", "leaf_arc", "worth", "ids", "noisy", "exact")
 
 
@@ -38,7 +39,10 @@ def eviction(
         Path | None, typer.Option(help="A trace in Mooncake's format; else only a drawn load.")
     ] = None,
     sizes: Annotated[
-        str, typer.Option(metavar="BLOCKS,…", help="Sizes of the cache, in blocks.")
+        str,
+        typer.Option(
+            metavar="BLOCKS,…", help="Sizes of the cache, in blocks; an eighth for the drawn load."
+        ),
     ] = "2000,6000,18000,54000",
     seed: SeedOption = 0,
     quick: Annotated[bool, quick_option("Few requests and two small sizes.")] = False,
@@ -49,12 +53,14 @@ def eviction(
     with printed_errors():
         if plot is not None:
             require_matplotlib()
-        num_sessions = QUICK_SESSIONS if quick else 10 * QUICK_SESSIONS
+        num_sessions = QUICK_SESSIONS if quick else 4 * QUICK_SESSIONS
         loads = {"drawn": drawn_turns(num_sessions, SESSIONS_PER_S, Random(seed))}
         if trace is not None:
             turns = turns_of(read_trace(trace))
             loads = {"trace": turns[:QUICK_REQUESTS] if quick else turns, **loads}
-        plan = StudyPlan(loads, QUICK_SIZES if quick else numbers_of("--sizes", sizes), seed)
+        given = QUICK_SIZES if quick else numbers_of("--sizes", sizes)
+        small = tuple(size // DRAWN_PART or 1 for size in given)
+        plan = StudyPlan(loads, {"trace": given, "drawn": small}, seed)
         results = study(plan, say_on_stderr())
         config = {
             "trace": None if trace is None else trace.name,
@@ -86,9 +92,10 @@ def _plot(report: Report, path: Path) -> None:
     for axis, (load, lines) in zip(
         figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True
     ):
-        for which, points in lines.items():
-            style = "-" if which in CURVES else "--"
-            axis.plot(*zip(*points, strict=True), style, marker=".", label=which)
+        for place, (which, points) in enumerate(lines.items()):
+            style, colour = "-" if which in CURVES else "--", f"C{place % 10}"
+            marker = "." if place < 10 else "x"
+            axis.plot(*zip(*points, strict=True), style, marker=marker, color=colour, label=which)
         axis.set(xscale="log", xlabel="blocks of the cache", ylabel="hits (%)", title=load)
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3)

@@ -36,10 +36,10 @@ OURS: dict[str, Callable[[int], Eviction]] = {
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """The loads by name, the sizes in blocks, and the seed of the clients' errors."""
+    """The loads by name, the sizes in blocks of each, and the seed of the clients' errors."""
 
     loads: Mapping[str, Sequence[ChatTurn]]
-    sizes: tuple[int, ...]
+    sizes: Mapping[str, Sequence[int]]
     seed: int
 
 
@@ -49,7 +49,7 @@ def study(plan: StudyPlan, say: Say) -> list[Result]:
     for load, turns in plan.loads.items():
         endless = belady_percent(turns, num_accesses(turns))
         found.append(result_of(f"{load}/infinite", [endless], "%"))
-        for size in plan.sizes:
+        for size in plan.sizes[load]:
             say(f"{load}: {size} blocks")
             found += _at_size(f"{load}/{size}", turns, size, plan.seed)
     return found

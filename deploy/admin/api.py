@@ -27,6 +27,8 @@ from deploy.admin.schema import (
     DecisionInfo,
     Declaration,
     DifferencesAnswer,
+    DropAnswer,
+    DropBody,
     ErrorAnswer,
     ErrorBody,
     FinishBody,
@@ -42,6 +44,7 @@ from deploy.admin.schema import (
     RequestsAnswer,
     RollbackBody,
     StepInfo,
+    StoresAnswer,
     UpdateBody,
     VersionInfo,
     VersionsAnswer,
@@ -50,6 +53,7 @@ from deploy.admin.schema import (
     WorkersAnswer,
     openapi,
 )
+from deploy.admin.stores import chosen_stores, drop, stores_of
 from deploy.admin.updates import order_of, pools_of
 from deploy.controller.shell import PoolController
 from deploy.local.run_dir import AdminAccess, announce, run_directory
@@ -168,6 +172,8 @@ def admin_app(controller: PoolController, *, key: str, clock: Clock) -> Starlett
         ("POST", "/v1/workers/{worker_id}/stop", pages.stop),
         ("GET", "/v1/logs", pages.logs),
         ("GET", "/v1/block-events", pages.block_events),
+        ("GET", "/v1/stores", pages.stores),
+        ("POST", "/v1/stores/drop", pages.drop_stores),
         ("GET", "/v1/planner", pages.planner),
         ("GET", "/v1/versions", pages.versions),
         ("POST", "/v1/versions", pages.add_version),
@@ -243,6 +249,18 @@ class _Pages:
 
     async def block_events(self, _: Request) -> Response:
         return _json(200, self._controller.sessions.block_events())
+
+    async def stores(self, _: Request) -> Response:
+        return _json(200, StoresAnswer(stores_of(self._controller)))
+
+    async def drop_stores(self, request: Request) -> Response:
+        order = chosen_stores(self._controller, await _body(request, DropBody))
+        answer = DropAnswer(list(order.names))
+        if _asks_preview(request):
+            return _json(200, answer)
+        request.state.order = order
+        drop(self._controller, order)
+        return _json(202, answer)
 
     async def set_pools(self, request: Request) -> Response:
         body = await _body(request, PoolsBody)
@@ -336,9 +354,7 @@ class _Pages:
 
         With `preview=1` a copy of the machine gets them, and the answer is what they would do.
         """
-        preview = msgspec.convert(request.query_params.get("preview", "0"), Flag, strict=False)
-        if preview:
-            request.state.is_preview = True
+        if _asks_preview(request):
             return self._preview(orders)
         request.state.order = orders[0] if len(orders) == 1 else orders
         if len(orders) > 1:  # if one is refused, none is carried out
@@ -491,6 +507,14 @@ def _decision(decision: PlannerDecision, now_s: float) -> DecisionInfo:
 
 def _step(step: HistoryStep, now_s: float) -> StepInfo:
     return StepInfo(step.number, now_s - step.at_s, step.subject, step.what, step.why, step.role)
+
+
+def _asks_preview(request: Request) -> bool:
+    """True if nothing may be changed. Such a call is not in the audit log."""
+    preview = msgspec.convert(request.query_params.get("preview", "0"), Flag, strict=False)
+    if preview:
+        request.state.is_preview = True
+    return bool(preview)
 
 
 def _worker_id(request: Request) -> WorkerId:

@@ -12,6 +12,8 @@ from deploy.admin.schema import (
     Declaration,
     Difference,
     DifferencesAnswer,
+    DropAnswer,
+    DropBody,
     ErrorAnswer,
     FinishBody,
     LogsAnswer,
@@ -20,6 +22,8 @@ from deploy.admin.schema import (
     PoolsAnswer,
     PreviewAnswer,
     RequestsAnswer,
+    StoreInfo,
+    StoresAnswer,
     UpdateBody,
 )
 from deploy.local.run_dir import AdminAccess, announced, ended, forget, run_directory
@@ -168,6 +172,15 @@ class AdminClient:
     def rollback(self, version: str | None = None) -> PoolsAnswer:
         """Orders that a former version takes over again. Raises AdminError."""
         return self._ask("POST", "/v1/rollback", PoolsAnswer, {"name": version})
+
+    def stores(self) -> list[StoreInfo]:
+        """Returns the stores of KV. Raises AdminError."""
+        return self._ask("GET", "/v1/stores", StoresAnswer).stores
+
+    def drop_stores(self, body: DropBody, *, preview: bool = False) -> list[str]:
+        """Lets stores forget all blocks, or only says which. Raises AdminError."""
+        path = f"/v1/stores/drop?preview={int(preview)}"
+        return self._ask("POST", path, DropAnswer, msgspec.to_builtins(body)).stores
 
     def give(self, path: str, body: object = None) -> PoolsAnswer:
         """Gives any order. Raises AdminError."""

@@ -54,7 +54,8 @@ async def answer_logs(controller: PoolController, asked: Mapping[str, str]) -> L
 def _check_known(service: str, controller: PoolController, read: LogPieces) -> None:
     """Raises OrderRefused if there is no such service, with the names that are near."""
     machine = controller.machine
-    known = sorted({*read.known, *map(str, machine.workers), *machine.gateways, CONTROLLER})
+    services = {*map(str, machine.workers), *machine.gateways, *machine.stores, CONTROLLER}
+    known = sorted({*read.known, *services})
     if service in known:
         return
     shown = service if len(service) <= MAX_NAME_CHARS else f"{service[:MAX_NAME_CHARS]}…"

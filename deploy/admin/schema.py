@@ -7,10 +7,11 @@ import msgspec
 from deploy.logs.reading import DEFAULT_LINES, MAX_LINES
 from deploy.pools.gateways import GatewayState
 from deploy.pools.planning import DecisionOutcome
+from deploy.pools.stores import StoreState
 from deploy.pools.versions.orders import MAX_WEIGHT
 from deploy.pools.workers.record import WorkerState
 from engine.config import PlannerMode, WorkerConfig
-from engine.control import Pools, RequestInfo
+from engine.control import Pools, PrefixUse, RequestInfo
 from engine.messages import EventsAddress, Role, WorkerId
 
 RESTART = "a restart"  # what changes a setting that no order does
@@ -306,6 +307,62 @@ class BlockEventsAnswer(msgspec.Struct, frozen=True):
     workers: dict[WorkerId, EventsAddress]
 
 
+class StoreTier(msgspec.Struct, frozen=True):
+    """A tier of a store. `fault` says why it is not used, if it is not."""
+
+    medium: str
+    num_blocks: int  # that can be found
+    max_blocks: int
+    num_bytes: int
+    max_bytes: int
+    offered_blocks: int  # of prompts, that were found here first: hits
+    fault: str | None
+
+
+class StoreInfo(msgspec.Struct, frozen=True):
+    """A store of KV. What it reports itself is 0 or empty while it `is_connected` not.
+
+    `counters` are since the start of its process, by "name", "name:reason" or "name:medium_reason".
+    """
+
+    name: str
+    version: str
+    node: str  # empty on a single machine
+    state: StoreState
+    is_connected: bool
+    pid: int | None  # of its keeper
+    address: str | None
+    block_size: int  # tokens of a block
+    block_bytes: int
+    tiers: list[StoreTier]
+    num_peers: int  # workers and other stores that it follows
+    num_leases: int
+    num_new: int  # blocks that workers cached and it has not looked at yet
+    num_starts: int  # of its process; more than 1: it ended by itself
+    counters: dict[str, float]
+    prefixes: list[PrefixUse]  # offered most often
+    why: str = ""  # it ended or did not start, while it does not run
+
+
+class StoresAnswer(msgspec.Struct, frozen=True):
+    """All stores, by name."""
+
+    stores: list[StoreInfo]
+
+
+class DropBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stores that forget all blocks: of one version, by default the current one, or of all."""
+
+    version: str | None = None
+    every_version: bool = False
+
+
+class DropAnswer(msgspec.Struct, frozen=True):
+    """The stores that were told to forget all blocks; a preview has those that would be."""
+
+    stores: list[str]
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     """The kind of an error, and its reason."""
 
@@ -331,7 +388,7 @@ _SINCE = {
 _PREVIEW = {
     "name": "preview",
     "in": "query",
-    "description": "1: change nothing, and answer 200 with a `PreviewAnswer`",
+    "description": "1: change nothing, and answer 200 with what would change",
     "schema": {"type": "integer", "minimum": 0, "maximum": 1},
 }
 _LOGS = [
@@ -408,13 +465,16 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any, list[Any]]] = [
     ("post", "/v1/rollback", "Let a former version take over", RollbackBody, PoolsAnswer, []),
     ("get", "/v1/logs", "Log lines of services", None, LogsAnswer, _LOGS),
     ("get", "/v1/block-events", "Keys and addresses of block events", None, BlockEventsAnswer, []),
+    ("get", "/v1/stores", "Stores of KV, and what they hold", None, StoresAnswer, []),
+    ("post", "/v1/stores/drop", "Let stores forget all blocks", DropBody, DropAnswer, []),
     ("get", "/v1/planner", "The planner and its decisions", None, PlannerAnswer, []),
     ("post", "/v1/planner", "Set the planner's mode", PlannerBody, PoolsAnswer, []),
 ]
+_PREVIEWS = {PoolsAnswer: PreviewAnswer, DropAnswer: DropAnswer}  # by the answer to an order
 _ERRORS = {
     "400": "not a valid request",
     "401": "no key, or a wrong one",
-    "404": "no such worker, version or log",
+    "404": "no such worker, version, store or log",
     "409": "an order that cannot be carried out, with the reason",
 }
 
@@ -456,7 +516,7 @@ def _with_settings(update: dict[str, Any]) -> dict[str, Any]:
 def _operation(
     method: str, summary: str, *, body: Any, answer: Any, parameters: list[Any]
 ) -> dict[str, Any]:
-    is_order = method == "post" and answer is PoolsAnswer
+    is_order = method == "post" and answer in _PREVIEWS
     done = ("202", "ordered") if is_order else ("200", "the present state")
     found: dict[str, Any] = {
         "summary": summary,
@@ -469,7 +529,8 @@ def _operation(
         },
     }
     if is_order:
-        found["responses"]["200"] = {"description": "preview", "content": _content(PreviewAnswer)}
+        preview = _content(_PREVIEWS[answer])
+        found["responses"]["200"] = {"description": "preview", "content": preview}
         parameters = [*parameters, _PREVIEW]
     if parameters:
         found["parameters"] = parameters

@@ -7,6 +7,7 @@ anything. A worker may still find out more: that a driver does not fit, for one.
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -34,6 +35,7 @@ SPARE_FILES = 512  # descriptors of a gateway beside its connections
 LEAST_DISK_BYTES = 2**30
 TOOL_TIMEOUT_S = 10.0
 GIB = 2**30
+SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 NVIDIA = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
@@ -114,6 +116,63 @@ def descriptors(soft: int, hard: int, connections: int) -> Finding:
         return Finding("descriptors", Verdict.USED, found)
     why = f"fewer than gateway.max_connections = {connections} are accepted: raise `ulimit -Hn`"
     return Finding("descriptors", Verdict.UNUSED, found, why)
+
+
+def store_disk(folder: Path, wanted: int) -> Finding:
+    """Judges the directory of a store's blocks, of which it may write so many bytes."""
+    name = "store.disk"
+    top = next(path for path in (folder, *folder.parents) if path.exists())
+    if not top.is_dir() or not os.access(top, os.W_OK | os.X_OK):
+        return Finding(name, Verdict.WRONG, str(folder), f"{top} is no directory to write to")
+    free = shutil.disk_usage(top).free
+    there = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    found = f"{folder}: {free / GIB:.1f} GiB free, {there / GIB:.1f} GiB of blocks there"
+    if free + there >= wanted:
+        return Finding(name, Verdict.USED, found)
+    why = f"store.disk_gib = {wanted / GIB:g}: a full disk keeps fewer blocks; give less"
+    return Finding(name, Verdict.UNUSED, found, why)
+
+
+def store_memory(wanted: int, available: int) -> Finding:
+    """Judges the memory of a store, which is taken as blocks come."""
+    found = f"{wanted / GIB:.1f} GiB wanted, {available / GIB:.1f} GiB available"
+    if available >= wanted:
+        return Finding("store.memory_mib", Verdict.USED, found)
+    return Finding("store.memory_mib", Verdict.WRONG, found, "less, or more memory")
+
+
+def lockable(soft: int, wanted: int) -> Finding:
+    """Judges the limit of locked memory, which RDMA needs for the memory of a store."""
+    found = f"{_limit(soft)} bytes, the store has {wanted}"
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return Finding("store: lockable memory", Verdict.USED, found)
+    why = "over RDMA its memory cannot be registered: `ulimit -l unlimited`"
+    return Finding("store: lockable memory", Verdict.UNUSED, found, why)
+
+
+def huge_pages(setting: str) -> Finding:
+    """Judges the kernel's setting of huge pages for shared memory, where a store keeps blocks."""
+    chosen = re.search(r"\[(\w+)\]", setting)
+    found = chosen[1] if chosen else "unknown"
+    if found in ("always", "within_size", "force"):
+        return Finding("store: huge pages", Verdict.USED, found)
+    why = f"copies may be slower: echo within_size > {SHMEM_HUGE}"
+    return Finding("store: huge pages", Verdict.UNUSED, found, why)
+
+
+def _store(config: Config) -> Iterator[Finding]:
+    store = config.store
+    if not store.is_on:
+        yield Finding("store", Verdict.UNUSED, "none", "store.memory_mib = 0: no KV is kept")
+        return
+    wanted = store.memory_mib * 2**20
+    yield store_memory(wanted, available_bytes())
+    if store.disk is not None:
+        yield store_disk(Path(store.disk).expanduser(), int(store.disk_gib * GIB))
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    yield lockable(soft, wanted)
+    if SHMEM_HUGE.exists():
+        yield huge_pages(SHMEM_HUGE.read_text())
 
 
 def _processor(_: Config) -> Iterator[Finding]:
@@ -239,6 +298,7 @@ PROBES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     _rdma,
     _memory,
     _disks,
+    _store,
     _ports,
     _limits,
 )

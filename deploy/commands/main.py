@@ -21,6 +21,7 @@ from deploy.commands.events import events_app
 from deploy.commands.keys import keys_app
 from deploy.commands.logs import logs_app
 from deploy.commands.operator import operator_app
+from deploy.commands.store.commands import store_app
 from deploy.commands.up import up_app
 from deploy.commands.versions import update_app
 from engine.errors import BatonError, ConfigError
@@ -121,6 +122,7 @@ app = typer.Typer(
 )
 for group in (operator_app, events_app, logs_app, update_app, up_app):
     app.add_typer(group)
+app.add_typer(store_app, name="store")
 app.add_typer(keys_app, name="keys")
 app.add_typer(config_app, name="config")
 app.command()(doctor)

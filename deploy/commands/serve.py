@@ -149,6 +149,17 @@ def serve(  # noqa: PLR0913 - a command's options
     policy: Annotated[
         RouterPolicy | None, typer.Option(help="how the router chooses workers")
     ] = None,
+    store: Annotated[
+        int | None,
+        typer.Option(metavar="MIB", help="keep KV in a store of so much memory (default: none)"),
+    ] = None,
+    store_disk: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="keep its KV in this directory too, on a local disk"),
+    ] = None,
+    store_disk_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", help="most KV on disk (default: 64)")
+    ] = None,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -195,6 +206,8 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
     if template is not None and not is_template(template):
         flags["gateway.chat_template"] = Path(template)
     flags |= {"gateway.record_dir": options["record"], "admin.port": options["admin_port"]}
+    flags |= {"store.memory_mib": options["store"], "store.disk": options["store_disk"]}
+    flags["store.disk_gib"] = options["store_disk_gib"]
     access = options["access_log"]
     flags["logs.access"] = access if access in (None, "-") else Path(access)
     flags |= {"logs.level": options["log_level"], "logs.format": options["log_format"]}

@@ -33,6 +33,7 @@ from engine.control import (
     Members,
     PoolNews,
     RequestList,
+    RetireStore,
     StoreReport,
     StoreWelcome,
     decode_from_gateway,
@@ -184,7 +185,7 @@ class StoreLink:
         is_old = self._clock.now_s() - self._reported_s > REPORT_STALE_S
         return None if is_old else self.report
 
-    def tell(self, message: Members | DropBlocks) -> bool:
+    def tell(self, message: Members | DropBlocks | RetireStore) -> bool:
         """Sends a message. Returns False if there is no session; members are sent again later."""
         if self._client is None:
             return False

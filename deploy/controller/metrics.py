@@ -17,9 +17,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from deploy.pools.gateways import GatewayState
 from deploy.pools.machine import PoolMachine
 from deploy.pools.planning import DecisionKind, DecisionOutcome, Planning
+from deploy.pools.stores import StoreState
 from deploy.pools.workers.record import WorkerState
 from engine.config import PlannerMode
-from engine.control import CanaryVerdict, EndedCounts, by_number
+from engine.control import CanaryVerdict, EndedCounts, StoreReport, by_number
 from router.gateway.metrics.collectors import counter_of
 
 _COSTLY = frozenset(WorkerState) - {
@@ -35,9 +36,15 @@ def controller_families(
     counters: Mapping[str, int],
     health: Mapping[str, bool],
     price_per_hour: float | None,
+    stores: Mapping[str, StoreReport | None],
 ) -> Iterator[Metric]:
-    """All that the controller knows. `price_per_hour` is that of one worker."""
+    """All that the controller knows. `price_per_hour` is that of one worker.
+
+    `stores` are the fresh reports of stores of KV; None: there is none at present.
+    """
     yield from _services(machine)
+    if machine.stores:
+        yield from _stores(machine, stores)
     yield from _state(machine)
     yield from _canary(machine)
     yield from _planner(planning, machine.intent.planner)
@@ -88,10 +95,74 @@ def _services(machine: PoolMachine) -> Iterator[Metric]:
     looping = GaugeMetricFamily(
         "baton_service_crash_looping", "1 after three failures in a row", labels=["service"]
     )
-    for name in [*sorted(machine.workers, key=by_number), *machine.gateways]:
+    workers_first = sorted(machine.workers, key=by_number)
+    for name in [*workers_first, *machine.gateways, *sorted(machine.stores)]:
         restarts.add_metric([name], machine.restarts.num_ends(name))
         looping.add_metric([name], machine.restarts.is_looping(name))
     yield from (restarts, looping)
+
+
+def _stores(machine: PoolMachine, reports: Mapping[str, StoreReport | None]) -> Iterator[Metric]:
+    """The stores by state, and what each said of itself."""
+    by_state = GaugeMetricFamily(
+        "baton_pool_stores", "Stores of KV by state", labels=["version", "state"]
+    )
+    states = Counter((store.version.name, store.state) for store in machine.stores.values())
+    for version in sorted({name for name, _ in states}):
+        for state in StoreState:
+            by_state.add_metric([version, state.value], states[version, state])
+    yield by_state
+    up = GaugeMetricFamily(
+        "baton_store_up", "1 if the store reports", labels=["store", "version", "node"]
+    )
+    for name, store in sorted(machine.stores.items()):
+        up.add_metric([name, store.version.name, store.node], reports.get(name) is not None)
+    yield up
+    told = {name: each for name, each in sorted(reports.items()) if each is not None}
+    starts = CounterMetricFamily(
+        "baton_store_process_starts",
+        "Starts of the store's process, whose memory outlives it",
+        labels=["store"],
+    )
+    new = GaugeMetricFamily(
+        "baton_store_new_blocks",
+        "Blocks that workers cached and the store has not looked at yet: its lag",
+        labels=["store"],
+    )
+    peers = GaugeMetricFamily(
+        "baton_store_peers", "Workers and other stores that the store follows", labels=["store"]
+    )
+    for name, report in told.items():
+        starts.add_metric([name], report.num_starts)
+        new.add_metric([name], report.num_new)
+        peers.add_metric([name], report.num_peers)
+    yield from (starts, new, peers)
+    yield from _tiers(told)
+
+
+def _tiers(reports: Mapping[str, StoreReport]) -> Iterator[Metric]:
+    """The tiers of each store: how large they are, how full, and whether they work."""
+    labels = ["store", "medium"]
+    families = {
+        name: GaugeMetricFamily(f"baton_store_{name}", text, labels=labels)
+        for name, text in (
+            ("capacity_blocks", "Blocks that the tier may hold"),
+            ("bytes", "Bytes of the blocks that can be found in the tier"),
+            ("capacity_bytes", "Bytes of the blocks that the tier may hold"),
+            ("tier_up", "1 if the tier is used, 0 if it could not be opened or has stepped back"),
+        )
+    }
+    for store, report in reports.items():
+        for tier in report.tiers:
+            values = (
+                tier.max_blocks,
+                tier.num_blocks * report.block_bytes,
+                tier.max_blocks * report.block_bytes,
+                tier.fault is None,
+            )
+            for family, value in zip(families.values(), values, strict=True):
+                family.add_metric([store, tier.medium], value)
+    yield from families.values()
 
 
 def _state(machine: PoolMachine) -> Iterator[Metric]:

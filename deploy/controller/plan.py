@@ -43,6 +43,7 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     log_folder: str | None = None  # where services keep their lines, as in `WorkerSpec`
     memory_bytes: int | None = None  # for workers, seen at the start; None: each worker looks
     others: tuple[Version, ...] = ()  # the first versions of other models
+    salts: str | None = None  # the secret of tenants' salts; None: the token
 
     @property
     def first_versions(self) -> tuple[Version, ...]:
@@ -128,4 +129,5 @@ class ControllerPlan(msgspec.Struct, frozen=True):
             process=self.gateways.index(name),
             siblings=self.siblings,
             ports=self.ports,
+            salts=self.salts,
         )

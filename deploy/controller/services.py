@@ -24,10 +24,12 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
 from deploy.services.spec import GatewayReady, StoreReady, WorkerReady
+from engine.control import RetireStore
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 
 RETRY_STOP_EVERY_S = 1.0
+RETIRE_S = 0.5  # until a store that retires has heard it
 
 
 class PoolServices:
@@ -87,10 +89,9 @@ class PoolServices:
         """Starts a store and dials it."""
         self._tasks.spawn(self._start_store(wanted))
 
-    def stop_store(self, name: str) -> None:
-        """Ends a store's session and process."""
-        self._sessions.hang_up(name)
-        self._tasks.spawn(self._stop_store(name))
+    def stop_store(self, name: str, *, is_over: bool) -> None:
+        """Ends a store's session and process, and what it keeps if its version `is_over`."""
+        self._tasks.spawn(self._stop_store(name, is_over=is_over))
 
     # ------------------------------------------------------------ tasks
 
@@ -156,7 +157,11 @@ class PoolServices:
         self._sessions.dial_store(name, ready)
         self._handle(StoreStarted(name, ready.address))
 
-    async def _stop_store(self, name: str) -> None:
+    async def _stop_store(self, name: str, *, is_over: bool) -> None:
+        link = self._sessions.store_links.get(name)
+        if is_over and link is not None and link.tell(RetireStore()):
+            await pause(RETIRE_S)
+        self._sessions.hang_up(name)
         await self._end(name, by_force=False)
         self.stores.pop(name, None)
         self._handle(StoreStopped(name))

@@ -20,7 +20,7 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from deploy.services.spec import GatewayReady, StoreReady
 from engine.clock import Clock
-from engine.control import ClusterNews, GatewayReport, Members, PoolNews, RequestInfo
+from engine.control import ClusterNews, GatewayReport, Members, PoolNews, RequestInfo, StoreReport
 from engine.messages import GatewayId, Role, Welcome, WorkerId
 from engine.net.curve import Channel, client_keys, server_keys
 from engine.net.trust import Secret
@@ -139,6 +139,10 @@ class PoolSessions:
         """Returns the fresh report of each gateway; None if it has none."""
         links = (self.gateway_links.get(name) for name in names)
         return [None if link is None else link.fresh_report for link in links]
+
+    def store_reports(self) -> dict[str, StoreReport | None]:
+        """Returns the fresh report of each store; None if it has none."""
+        return {name: link.fresh_report for name, link in self.store_links.items()}
 
     def infos(self) -> dict[WorkerId, Welcome]:
         """Returns the `Welcome` of each worker."""

@@ -281,6 +281,7 @@ class PoolController:
                 counters=self.counters,
                 health=self._health,
                 price_per_hour=self.config.pools.price_per_hour,
+                stores=self.sessions.store_reports(),
             )
         )
 
@@ -311,8 +312,8 @@ class PoolController:
                 self._services.stop_gateway(name)
             case StartStore():
                 self._services.start_store(effect)
-            case StopStore(name):
-                self._services.stop_store(name)
+            case StopStore(name, is_over):
+                self._services.stop_store(name, is_over=is_over)
             case Publish(members):
                 self.sessions.publish(members)
                 self._intents.note(members)

@@ -23,6 +23,7 @@ from deploy.pools.orders import OrderRefused
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on
 from deploy.services.spec import GatewayReady
 from deploy.services.thread import ServiceThread
+from deploy.store.salts import kept_salts
 from deploy.worker.memory import available_bytes
 from engine.clock import MonotonicClock
 from engine.config import Config, ModelConfig
@@ -56,6 +57,7 @@ def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None)
         cores=cores,
         memory_bytes=memory_bytes,
         others=tuple(_version_of(name, each) for name, each in config.models.items()),
+        salts=kept_salts(config.store),
     )
     names = [version.model_name for version in plan.first_versions]
     if names[0] in names[1:]:

@@ -57,9 +57,10 @@ class StartStore:
 
 @dataclass(frozen=True, slots=True)
 class StopStore:
-    """End a store. `StoreStopped` answers it."""
+    """End a store. `StoreStopped` answers it. If its version `is_over`, its blocks go too."""
 
     name: str
+    is_over: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,10 +79,10 @@ class Stores:
         """Starts stores that are missing, and stops those that are not wanted."""
         if not self._is_on:
             return
+        named = {version.name: version for version in versions if not version.is_over}
         wanted = {
-            store_name(version.name, node): (version, node)
-            for version in versions
-            if not version.is_over
+            store_name(name, node): (version, node)
+            for name, version in named.items()
             for node in self.nodes
         }
         for name, (version, node) in wanted.items():
@@ -93,7 +93,8 @@ class Stores:
             if store.is_wanted:
                 yield from self._start(name, store, now_s)
             else:
-                yield from self._stop(name, store, now_s)
+                is_over = store.version.name not in named
+                yield from self._stop(name, store, now_s, is_over=is_over)
 
     def _start(self, name: str, store: PoolStore, now_s: float) -> Iterator[PoolEffect]:
         if store.state is StoreState.WAITING and self._restarts.is_due(name, now_s):
@@ -101,13 +102,16 @@ class Stores:
             self._restarts.begun(name, now_s)
             yield StartStore(name, store.version, store.node)
 
-    def _stop(self, name: str, store: PoolStore, now_s: float) -> Iterator[PoolEffect]:
+    def _stop(
+        self, name: str, store: PoolStore, now_s: float, *, is_over: bool
+    ) -> Iterator[PoolEffect]:
         if store.state is StoreState.WAITING:
             self._forget(name)
         elif store.state is StoreState.SERVING:
             store.state = StoreState.STOPPING
-            yield self._history.tell(now_s, name, "is stopped", "it is not wanted any more")
-            yield StopStore(name)
+            why = "its version is over" if is_over else "its node is gone"
+            yield self._history.tell(now_s, name, "is stopped", why)
+            yield StopStore(name, is_over)
 
     def found(self, name: str, version: Version, node: str, address: str, now_s: float) -> None:
         """Takes over a store that runs already."""

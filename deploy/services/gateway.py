@@ -99,7 +99,7 @@ class GatewayService(LoopService[GatewayReady]):
         )
         keys = _open_keys(config, clock)
         settings = GatewaySettings(
-            secret=Secret(spec.token),
+            secret=Secret(spec.salts or spec.token),
             max_body_bytes=config.max_body_bytes,
             key_limits=KeyLimits(config.requests_per_s, config.tokens_per_min, config.max_streams),
             max_choices=config.max_choices,

@@ -63,6 +63,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     siblings: str | None = None  # a directory, if several processes share the port
     ports: str | None = None  # a directory where listening sockets are handed on; None: it listens
     control_host: str = "127.0.0.1"  # where the controller reaches it
+    salts: str | None = None  # the secret of tenants' salts; None: the token
 
 
 class GatewayReady(msgspec.Struct, frozen=True):

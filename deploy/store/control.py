@@ -13,6 +13,7 @@ from engine.control import (
     ControllerRefused,
     DropBlocks,
     Members,
+    RetireStore,
     StoreReport,
     StoreWelcome,
     ToController,
@@ -41,12 +42,14 @@ class StoreControl:
         *,
         on_members: Callable[[Members], None],
         on_drop: Callable[[], None],
+        on_retire: Callable[[], None],
         report: Callable[[], StoreReport],
         port: int = 0,
     ) -> None:
         self._name = name
         self._on_members = on_members
         self._on_drop = on_drop
+        self._on_retire = on_retire
         self._report = report
         self.members: Members | None = None
         self._server = SessionServer(self._session, secret, host, port=port)
@@ -108,6 +111,8 @@ class StoreControl:
                     case DropBlocks():
                         log.warning("an operator drops all blocks")
                         self._on_drop()
+                    case RetireStore():
+                        self._on_retire()
 
     async def _send_reports(self, send: Send) -> None:
         never = asyncio.get_running_loop().create_future()

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import cast
 
 import msgspec
 
@@ -62,6 +63,7 @@ from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import SharedMemory
 from kvtransfer.messages import Identity
 from kvtransfer.store.disk.format import RecoveredBlocks
+from kvtransfer.store.disk.slabs import remove_directory
 from kvtransfer.store.disk.tier import DiskTier
 from kvtransfer.store.events import (
     AskPeer,
@@ -91,6 +93,7 @@ from kvtransfer.store.shelf import Shelf
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 1.0
+OPEN_DISK_EVERY_S = 5.0  # after a failure
 SWEEP_EVERY_S = 0.25  # the longest time without a tick
 LEAST_SLEEP_S = 1e-3
 TOP_PREFIXES = 20
@@ -161,6 +164,7 @@ class StoreHost:
         self._timer: asyncio.TimerHandle | None = None
         self._faults: dict[Medium, str] = {}  # of tiers that could not be opened
         self._is_closed = False
+        self._is_retired = False  # nothing of its blocks shall be left
         self._gateways = GatewaySessions(
             identity.secret,
             identity.host,
@@ -181,6 +185,7 @@ class StoreHost:
             identity.host,
             on_members=self._follow,
             on_drop=self._drop_all,
+            on_retire=self._retire,
             report=self._store_report,
             port=place.control_port,
         )
@@ -202,11 +207,19 @@ class StoreHost:
         run = self._run
         if run is None:
             return
+        self._opening.cancel()
+        await asyncio.gather(self._opening, return_exceptions=True)
         run.publisher.close()
         await asyncio.to_thread(run.endpoint.close)
         for tier in run.tiers.values():
             await tier.close()
         run.machine.validate()
+        if self._is_retired and self._config.disk is not None:
+            folder = disk_folder(self._config.disk, _digest(run.info))
+            try:
+                await asyncio.to_thread(remove_directory, folder)
+            except BatonError as error:  # another version has the same blocks, or the disk is gone
+                log.warning("%s is not removed: %s", folder, error)
 
     # ------------------------------------------------------------ peers
 
@@ -279,7 +292,6 @@ class StoreHost:
         run = _Running(info, slab, endpoint, endpoint.open(), incarnation)
         memory = self._shelf(slab.num_slots, slab.recover())
         shelves = {Medium.HOST: memory}
-        self._open_disk(run, shelves, identity, block_bytes)
         self._open_objects(run, shelves, identity, block_bytes)
         pace = IntakePace(bytes_per_s=config.take_mib_per_s * 2**20, copies=max(config.copies, 1))
         terms = StoreTerms(
@@ -310,40 +322,52 @@ class StoreHost:
         self._run = run
         found = ", ".join(f"{len(shelf)} on {medium}" for medium, shelf in shelves.items())
         log.info("keeps blocks of %s: %d slots, %s", info.fingerprint, slab.num_slots, found)
+        self._opening = self._loop.create_task(self._open_disk(run, identity, block_bytes))
+        self._opening.add_done_callback(self._on_opened)
         self._timer = self._loop.call_later(SWEEP_EVERY_S, self._on_time)
         self._reporting = self._loop.call_later(REPORT_EVERY_S, self._report)
+
+    def _on_opened(self, task: "asyncio.Task[None]") -> None:
+        """Ends the process after a bug."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_crash(error)
 
     def _shelf(self, num_slots: int, found: RecoveredBlocks | None = None) -> Shelf:
         shelf = Shelf(num_slots, _eviction(self._config, num_slots))
         if found is not None and len(found):
-            parents = found.parent_by_hash()
-            shelf.put_all(
-                (BlockId(slot), BlockHash(block), _block_or_none(parents[block]))
-                for block, slot in found.slot_by_hash().items()
-            )
+            slots = cast("dict[BlockHash, BlockId]", found.slot_by_hash())
+            parents = cast("dict[BlockHash, BlockHash | None]", found.parent_by_hash())
+            shelf.put_all(slots, parents)
         return shelf
 
-    def _open_disk(
-        self, run: _Running, shelves: dict[Medium, Shelf], identity: bytes, block_bytes: int
-    ) -> None:
-        if self._config.disk is None:
+    async def _open_disk(self, run: _Running, identity: bytes, block_bytes: int) -> None:
+        """Opens the disk tier beside all else: a large one takes seconds. Tries until it can."""
+        directory = self._config.disk
+        if directory is None:
             return
-        tier = DiskTier(
-            disk_folder(self._config.disk, identity),
-            identity=identity,
-            block_bytes=block_bytes,
-            max_bytes=int(self._config.disk_gib * 2**30),
-        )
-        try:
-            found = tier.open(self._clock.now_s())
-        except BatonError as error:  # serving goes on without the disk
-            log.error("blocks are not kept on disk: %s", error)
-            self._faults[Medium.DISK] = str(error)
-            return
-        shelves[Medium.DISK] = self._shelf(tier.max_slots, found)
+        max_bytes = int(self._config.disk_gib * 2**30)
+        folder, never = disk_folder(directory, identity), self._loop.create_future()
+
+        def opened() -> tuple[DiskTier, Shelf]:
+            tier = DiskTier(folder, identity=identity, block_bytes=block_bytes, max_bytes=max_bytes)
+            return tier, self._shelf(tier.max_slots, tier.open(self._clock.now_s()))
+
+        while True:
+            try:
+                tier, shelf = await asyncio.to_thread(opened)
+                break
+            except BatonError as error:  # serving goes on without the disk
+                if self._faults.get(Medium.DISK) != str(error):
+                    log.error("blocks are not kept on disk for now: %s", error)
+                self._faults[Medium.DISK] = str(error)
+            await asyncio.wait([never], timeout=OPEN_DISK_EVERY_S)
+        self._faults.pop(Medium.DISK, None)
+        log.info("%d blocks are on disk", len(shelf))
         run.tiers[Medium.DISK] = DiskShelf(
             tier, run.slab.pool.blocks, clock=self._clock, on_event=self._handle_now
         )
+        run.machine.add_tier(Medium.DISK, shelf)
+        self._handle_now(StoreTick())
 
     def _open_objects(
         self, run: _Running, shelves: dict[Medium, Shelf], identity: bytes, block_bytes: int
@@ -435,6 +459,13 @@ class StoreHost:
         if self._run is not None:
             for tier in self._run.tiers.values():
                 tier.drop_all()
+
+    def _retire(self) -> None:
+        """Hands all space back when the store closes: its version is over."""
+        log.warning("the version is over: its blocks are removed")
+        self._is_retired = True
+        if self._run is not None and Medium.OBJECT in self._run.tiers:
+            self._run.tiers[Medium.OBJECT].drop_all()
 
     # ------------------------------------------------------------ what it says of itself
 
@@ -540,10 +571,6 @@ def _eviction(config: StoreConfig, num_slots: int) -> Eviction:
     budget = HintBudget.of_tier(num_slots)
     pinned_blocks = int(config.pinned_share * num_slots)
     return LeafWorth(num_slots, replace(budget, pinned_blocks=pinned_blocks))
-
-
-def _block_or_none(block: bytes | None) -> BlockHash | None:
-    return None if block is None else BlockHash(block)
 
 
 def _raw_fingerprint(info: Welcome) -> str:

@@ -12,6 +12,7 @@ from deploy.admin.schema import (
     PoolsAnswer,
     RequestsAnswer,
     StepInfo,
+    StoreInfo,
 )
 from engine.control import SERVING_ROLES, with_role
 
@@ -26,6 +27,7 @@ class View(StrEnum):
     REQUESTS = "requests"
     VERSIONS = "versions"
     EVENTS = "events"
+    STORES = "stores"
 
 
 COLUMNS: dict[View, tuple[str, ...]] = {
@@ -39,6 +41,9 @@ COLUMNS: dict[View, tuple[str, ...]] = {
     ),
     View.VERSIONS: ("version", "state", "weight", "workers", "requests", "model"),
     View.EVENTS: ("ago", "what", "happened", "why"),
+    View.STORES: (
+        *("store", "version", "state", "tier", "blocks", "full", "hits", "new", "leases", "fault"),
+    ),
 }
 
 
@@ -56,6 +61,7 @@ class TopSeen(msgspec.Struct, frozen=True):
     pools: PoolsAnswer
     requests: RequestsAnswer
     planner: PlannerAnswer
+    stores: Sequence[StoreInfo] = ()
 
 
 def rows_of(view: View, seen: TopSeen, pattern: str = "") -> list[TopRow]:
@@ -66,6 +72,7 @@ def rows_of(view: View, seen: TopSeen, pattern: str = "") -> list[TopRow]:
         View.REQUESTS: _requests,
         View.VERSIONS: _versions,
         View.EVENTS: _events,
+        View.STORES: _stores,
     }[view](seen)
     wanted = pattern.casefold()
     return [row for row in rows if any(wanted in cell.casefold() for cell in row.cells)]
@@ -156,6 +163,20 @@ def _events(seen: TopSeen) -> Iterator[TopRow]:
     ]
     for age_s, key, *cells, detail in sorted(events, key=lambda each: each[0])[:MAX_EVENTS]:
         yield TopRow(key, (_age(age_s), *cells), detail)
+
+
+def _stores(seen: TopSeen) -> Iterator[TopRow]:
+    """A row for each tier, or one for a store that reports none."""
+    for s in seen.stores:
+        own = (s.name, s.version, s.state if s.is_connected else f"{s.state}, silent")
+        lag = (str(s.num_new), str(s.num_leases))
+        for tier in s.tiers:
+            full = f"{tier.num_blocks / tier.max_blocks:.0%}" if tier.max_blocks else ""
+            counts = (str(tier.num_blocks), full, str(tier.offered_blocks))
+            cells = (*own, tier.medium, *counts, *lag, tier.fault or "")
+            yield TopRow(f"{s.name} {tier.medium}", cells, s)
+        if not s.tiers:
+            yield TopRow(s.name, (*own, "", "", "", "", *lag, s.why), s)
 
 
 def _age(seconds: float) -> str:

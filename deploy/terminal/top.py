@@ -12,7 +12,13 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
 from deploy.admin.client import AdminError
-from deploy.admin.schema import PlannerAnswer, PoolsAnswer, PreviewAnswer, RequestsAnswer
+from deploy.admin.schema import (
+    PlannerAnswer,
+    PoolsAnswer,
+    PreviewAnswer,
+    RequestsAnswer,
+    StoreInfo,
+)
 from deploy.terminal.orders import TypedOrder, typed_order
 from deploy.terminal.rows import (
     COLUMNS,
@@ -45,6 +51,10 @@ class TopDeployment(Protocol):
 
     def planner(self) -> PlannerAnswer:
         """Returns the planner."""
+        ...
+
+    def stores(self) -> list[StoreInfo]:
+        """Returns the stores of KV."""
         ...
 
     def preview(self, path: str, body: object) -> PreviewAnswer:
@@ -168,7 +178,9 @@ class Top(App[None]):
         """Asks for all that is shown. Without an answer the last one stays, and this is said."""
         deployment = self._deployment
         try:
-            seen = TopSeen(deployment.pools(), deployment.requests(), deployment.planner())
+            seen = TopSeen(
+                deployment.pools(), deployment.requests(), deployment.planner(), deployment.stores()
+            )
         except AdminError as error:
             self._in_app(partial(self._lose, error))
             return

@@ -36,7 +36,7 @@ class Holdings:
 
     def __init__(self, shelves: Mapping[Medium, Shelf]) -> None:
         """`shelves` has one for memory, and one for each lower tier in use."""
-        self.shelves = shelves
+        self.shelves = dict(shelves)
         self.memory = shelves[Medium.HOST]
         self.loads: dict[BlockHash, Load] = {}
         self.off: dict[Medium, str] = {}  # tiers that have stepped back, and why
@@ -143,6 +143,12 @@ class Holdings:
         if medium not in self.off:
             self._news.append(Evicted(block, medium))
         return [] if medium is Medium.HOST else [EraseBlock(medium, block, place)]
+
+    def add(self, medium: Medium, shelf: Shelf) -> None:
+        """Adds a lower tier that could not be used before, with what it holds."""
+        assert medium not in self.shelves
+        self.shelves[medium] = shelf
+        self._news += [Stored(block, parent, (), medium) for block, parent in shelf.links()]
 
     def turn(self, medium: Medium, fault: str | None) -> None:
         """Takes a lower tier out of use, or back into use."""

@@ -107,11 +107,11 @@ class StoreMachine:
             pace=terms.pace,
             counters=self._counters,
         )
-        self._downs = [
-            WriteDown(self.holdings, medium, terms.writes, self._counters)
-            for medium in LOWER
-            if medium in shelves
-        ]
+        self._writes = terms.writes
+        self._downs: list[WriteDown] = []
+        for medium in LOWER:
+            if medium in shelves:
+                self._write_to(medium)
 
     def handle(self, event: StoreEvent, now_s: float) -> list[StoreEffect]:
         """Handles an event, and goes on with what may be done now."""
@@ -122,6 +122,14 @@ class StoreMachine:
         for down in self._downs:
             effects += down.advance()
         return effects
+
+    def add_tier(self, medium: Medium, shelf: Shelf) -> None:
+        """Adds a lower tier that could not be used at the start."""
+        self.holdings.add(medium, shelf)
+        self._write_to(medium)
+
+    def _write_to(self, medium: Medium) -> None:
+        self._downs.append(WriteDown(self.holdings, medium, self._writes, self._counters))
 
     def take_news(self) -> list[CacheNews]:
         """Returns which blocks came to or left which medium since the last call, in order."""

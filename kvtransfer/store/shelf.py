@@ -12,7 +12,7 @@ again only when it is not writing and nothing holds it. At all times
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.worker.blocks import BlockCounts, BlockHash, BlockId
 from kvtransfer.store.eviction.seam import Eviction, Link
@@ -88,18 +88,24 @@ class Shelf:
         self.eviction.add(block, parent, now_s)
         return True
 
-    def put_all(self, found: Iterable[tuple[BlockId, BlockHash, BlockHash | None]]) -> None:
-        """Fills an empty shelf with what a start found, the least recently used first."""
+    def put_all(
+        self,
+        slots: Mapping[BlockHash, BlockId],
+        parents: Mapping[BlockHash, BlockHash | None],
+    ) -> None:
+        """Fills an empty shelf with what a start found, the least recently used first.
+
+        Both have the same blocks, in the same order; each block has a slot of its own.
+        """
         assert not self._slots
-        entries = list(found)
-        self._slots = {block: slot for slot, block, _ in entries}
-        self._blocks = {slot: block for slot, block, _ in entries}
-        self._parents = {block: parent for _, block, parent in entries}
-        assert len(self._slots) == len(self._blocks) == len(entries)
+        self._slots, self._parents = dict(slots), dict(parents)
+        self._blocks = dict(zip(self._slots.values(), self._slots, strict=True))
+        assert len(self._slots) == len(self._blocks) == len(self._parents)
         self._num_touched = max(self._blocks, default=-1) + 1
         assert self._num_touched <= self.num_slots
-        touched = map(BlockId, range(self._num_touched))
-        self._free = [slot for slot in touched if slot not in self._blocks]
+        if self._num_touched > len(self._blocks):
+            touched = map(BlockId, range(self._num_touched))
+            self._free = [slot for slot in touched if slot not in self._blocks]
         self.eviction.add_all(self._parents.items(), 0.0)
 
     def give_back(self, slot: BlockId) -> None:

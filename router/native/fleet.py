@@ -335,9 +335,9 @@ class Fleet:
                 self._put_store(worker)
 
     def _put_store(self, store: WorkerView) -> None:
-        """Tells C++ of a store, or of its new costs. One with odd blocks is left alone."""
+        """Tells C++ of a store, or of its new costs, once it is open."""
         info = store.info
-        if not self._handle or info.layout.block_size != self._block_size:
+        if not self._handle:
             return
         self._stores.add(info.worker_id)
         slots = [self._index.slots[name_on(info.worker_id, medium)] for medium in MEDIA]

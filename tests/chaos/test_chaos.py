@@ -24,13 +24,17 @@ def unharmed(plan: ChaosPlan) -> ChaosRun:
     assert has_passed(results(run)), complaints(run)
     figures = figures_of(run)
     assert figures["injected"].value > 0
+    if set(plan.kinds) == {FaultKind.STORE}:
+        return run  # prompts that cannot be pulled are computed, and no answer stands still
     assert sum(f.value for name, f in figures.items() if name.startswith("affected/")) > 0
     return run
 
 
 def test_a_short_storm_of_faults_harms_no_request():
     kinds = (FaultKind.KILL, FaultKind.FLIP, FaultKind.GATEWAY)
-    run = unharmed(ChaosPlan(num_requests=42, rate_per_s=6.0, every_s=4.0, kinds=kinds, seed=1))
+    run = unharmed(
+        ChaosPlan(num_requests=42, rate_per_s=6.0, every_s=4.0, kinds=kinds, seed=1, store_mib=64)
+    )
     assert FaultKind.KILL in {fault.kind for fault in run.injected}
     assert len(run.injected) >= 2
 
@@ -39,7 +43,11 @@ def test_a_short_storm_of_faults_harms_no_request():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_one_kind_of_fault_again_and_again_harms_no_request(kind):
-    unharmed(ChaosPlan(num_requests=150, rate_per_s=5.0, every_s=4.0, kinds=(kind,), seed=2))
+    unharmed(
+        ChaosPlan(
+            num_requests=150, rate_per_s=5.0, every_s=4.0, kinds=(kind,), seed=2, store_mib=64
+        )
+    )
 
 
 @pytest.mark.long
@@ -52,4 +60,4 @@ def test_one_kind_of_fault_again_and_again_harms_no_request(kind):
     ],
 )
 def test_a_long_storm_of_faults_harms_no_request(kinds):
-    unharmed(ChaosPlan(num_requests=1000, rate_per_s=6.0, kinds=kinds, seed=3))
+    unharmed(ChaosPlan(num_requests=1000, rate_per_s=6.0, kinds=kinds, seed=3, store_mib=64))

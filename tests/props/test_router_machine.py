@@ -24,6 +24,7 @@ from engine.messages import (
     PREEMPTED,
     PROTOCOL_VERSION,
     ROLE_CHANGED,
+    ROLES_OF_WORKERS,
     WRONG_ROLE,
     Cancel,
     Decode,
@@ -39,6 +40,7 @@ from engine.messages import (
     Limits,
     LoadReport,
     OfferPrefix,
+    Prefetch,
     Prefill,
     PrefillDone,
     PrefillStarted,
@@ -57,9 +59,13 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.trust import SALT_BYTES
-from router.cluster.costs import PrefillCost, PullCost
+from engine.worker.block_events import AllBlocksCleared, BlockEvent, BlockRemoved, stored
+from engine.worker.blocks import BlockHash, hash_blocks
+from router.cluster.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
+from router.cluster.media import HOST, LOWER_MEDIA
 from router.cluster.view import WorkerView
+from router.machine.events import BlocksChanged, BlocksUnheard
 from router.machine.machine import (
     Arrived,
     ClientGone,
@@ -91,7 +97,13 @@ CONFIG = RouterConfig(
     offer_timeout_s=2.0,
 )
 VOCAB_SIZE = 7
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "l": Role.DECODE}
+ROLES = {
+    "p": Role.PREFILL,
+    "d": Role.DECODE,
+    "m": Role.MIXED,
+    "l": Role.DECODE,
+    "s": Role.STORE,
+}
 LOCAL = "l"  # decode workers that prefill locally
 NAMES = [f"{letter}{i}" for letter in ROLES for i in range(2)]
 
@@ -204,6 +216,7 @@ class FakeWorker:
         match message:
             case Prefill() | Generate() | Decode():
                 assert message.seq_id not in self._seen, "a sequence was sent twice"
+                assert self.role is not Role.STORE, "work for a store"
                 self._seen.add(message.seq_id)
                 if not self._accepts(type(message)):
                     self._say(GivenBack(message.seq_id, WRONG_ROLE))
@@ -231,6 +244,9 @@ class FakeWorker:
                 self.moved.pop(seq_id, None)
             case HandOver(seq_id, as_seq_id):
                 self._hand_over(seq_id, as_seq_id)
+            case Prefetch(hashes):
+                assert self.role is Role.STORE
+                assert hashes
             case other:
                 raise AssertionError(f"not for a worker: {other}")
 
@@ -274,7 +290,9 @@ class FakeWorker:
             seq.started = True
             if seq.prefix is not None:
                 self.released.append(seq.prefix)
-            self._say(PrefillStarted(seq_id, 0, self._lease(seq_id, seq)))
+            num_pulled = 0 if seq.prefix is None else seq.prefix.num_blocks
+            lease = self._lease(seq_id, seq)
+            self._say(PrefillStarted(seq_id, 0, lease, num_pulled, 0.01 * num_pulled))
         elif not seq.kv_here:
             seq.kv_here = True
             token, finish = seq.append()
@@ -342,6 +360,9 @@ class EverythingPays(Estimates):
     def pull_cost(self, worker: WorkerView) -> PullCost:
         return PullCost(0.0, 0.0, inf)
 
+    def load_cost(self, store: WorkerView, medium: str) -> LoadCost:
+        return LoadCost(0.0, 0.0)
+
     def decode_cost(self, worker: WorkerView) -> DecodeCost:
         return DecodeCost(0.01, 0.0, 0.0)
 
@@ -397,7 +418,36 @@ class World:
             leader = leader or name
 
     def change_role(self, worker: FakeWorker, role: Role) -> None:
-        worker.change_role(role)
+        if worker.role is not Role.STORE:
+            worker.change_role(role)
+
+    def publish(self, store: FakeWorker, rng: random.Random) -> None:
+        """Lets a store say what it keeps now of a prompt, on some medium or on an unknown one."""
+        if store.role is not Role.STORE or not self.clients:
+            return
+        request = rng.choice(list(self.clients.values())).request
+        self.publish_of(store, hash_blocks(request.token_ids, LAYOUT.block_size, request.salt), rng)
+
+    def publish_next(self, prompt: list[int], rng: random.Random) -> None:
+        """Lets a store say that it keeps the prompt that comes next."""
+        stores = [worker for worker in self.workers.values() if worker.role is Role.STORE]
+        salt = salt_of(f"r{len(self.clients)}")
+        if stores:
+            hashes = hash_blocks(prompt, LAYOUT.block_size, salt)
+            self.publish_of(rng.choice(stores), hashes, rng)
+
+    def publish_of(self, store: FakeWorker, hashes: list[BlockHash], rng: random.Random) -> None:
+        medium = rng.choice([HOST, *LOWER_MEDIA, *LOWER_MEDIA, "tape", None])
+        events: list[BlockEvent] = [
+            stored(hashes, None, block_size=LAYOUT.block_size, medium=medium)
+        ]
+        if rng.random() < 0.3:
+            events = [BlockRemoved(hashes[rng.randint(0, len(hashes)) :], medium)]
+        if rng.random() < 0.05:
+            events = [AllBlocksCleared()]
+        self._handle(BlocksChanged(store.name, events))
+        if rng.random() < 0.05:
+            self._handle(BlocksUnheard(store.name, "silent"))
 
     def leave(self, rng: random.Random) -> None:
         live = [c for c in self.clients.values() if not c.outcomes]
@@ -434,7 +484,7 @@ class World:
     def run_down(self, rng: random.Random) -> None:
         """Nothing goes wrong any more, and other gateways have left: all requests end."""
         for worker in self.workers.values():
-            worker.change_role(ROLES[worker.name[0]])
+            self.change_role(worker, ROLES[worker.name[0]])
             worker.report(rng, others=0.0)
         for _ in range(3000):  # longer than anybody waits in the queue
             if self.machine.num_flights == 0:
@@ -583,7 +633,7 @@ class Requests(RuleBasedStateMachine):
         workers[number % len(workers)].give_back(self.rng)
 
     @precondition(lambda self: self.world.workers)
-    @rule(number=st.integers(0, 5), role=st.sampled_from(Role))
+    @rule(number=st.integers(0, 5), role=st.sampled_from(sorted(ROLES_OF_WORKERS)))
     def change_role(self, number, role):
         workers = list(self.world.workers.values())
         self.world.change_role(workers[number % len(workers)], role)
@@ -593,6 +643,12 @@ class Requests(RuleBasedStateMachine):
     def report(self, number):
         workers = list(self.world.workers.values())
         workers[number % len(workers)].report(self.rng)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(number=st.integers(0, 5))
+    def publish(self, number):
+        workers = list(self.world.workers.values())
+        self.world.publish(workers[number % len(workers)], self.rng)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 10.0, 12.0, 25.0]))
     def pass_time(self, seconds):
@@ -630,7 +686,8 @@ def make_trouble(rng: random.Random, world: World) -> None:
     elif trouble == 1:
         world.leave(rng)
     elif trouble == 2 and world.workers:
-        rng.choice(list(world.workers.values())).give_back(rng)
+        with_work = [worker for worker in world.workers.values() if worker.seqs]
+        rng.choice(with_work or list(world.workers.values())).give_back(rng)
     elif trouble == 3 and world.workers:
         rng.choice(list(world.workers.values())).report(rng)
     elif trouble == 4:
@@ -639,23 +696,27 @@ def make_trouble(rng: random.Random, world: World) -> None:
         workers = list(world.workers.values())
         busy = [w for w in workers if any(seq.decoding for seq in w.seqs.values())]
         worker = rng.choice(busy or workers)
-        world.change_role(worker, rng.choice(list(Role)))
+        world.change_role(worker, rng.choice(sorted(ROLES_OF_WORKERS)))
 
 
 def busy_day(rng: random.Random, *, troubles: float, config: RouterConfig = CONFIG) -> World:
     """Runs many requests, with random faults."""
     world = World(config)
-    for name in ("p0", "d0", "m0", "p1", "d1"):
+    for name in ("s0", "p0", "d0", "m0", "p1", "d1", "s1"):
         world.join(name)
     for _ in range(400):
         if rng.random() < 0.25:
             prompt = some_prompt(rng, world)
             stop = rng.choice([(), (0,), (1, 2)])
+            if rng.random() < 0.3:
+                world.publish_next(prompt, rng)
             world.ask(prompt, rng.randint(1, 12), stop, rng.choice([1, 1, 1, 2, 3]))
         for worker in list(world.workers.values()):
             for act in (world.take, world.tell, lambda w: world.work(w, rng)):
                 if rng.random() < 0.7:
                     act(worker)
+            if rng.random() < 0.2:
+                world.publish(worker, rng)
         if rng.random() < troubles:
             make_trouble(rng, world)
         if rng.random() < 0.1:
@@ -836,6 +897,10 @@ def test_faults_reach_all_outcomes_and_all_ends_of_an_offer():
     for outcome in ("finished", "rejected", "failed", "cancelled"):
         assert counted["ended", outcome] > 0, outcome
     assert counted["prefix offer", "asked"] > 100
+    for source in ("worker", HOST, *LOWER_MEDIA):
+        assert counted["pulled tokens", source] > 0, source
+    assert counted["prefetch", "asked"] > 0
+    assert counted["block events", "unknown medium"] > 100
     for reason in ("prefix not held", "prefix offer late", "prefix holder lost"):
         assert counted["fallback", reason] > 0, reason
     assert counted["retried", PREEMPTED] > 20

@@ -6,6 +6,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.gateway.metrics.stores import OF_TIERS, STORE_TEXTS, TIER_TEXTS
 from router.gateway.metrics.workers import COUNTER_TEXTS
 from tests.kits.tree import metric_table
 from tests.kits.tree.documents import ROOT
@@ -13,8 +14,9 @@ from tests.kits.tree.documents import ROOT
 OBSERVABILITY = ROOT / "deploy" / "observability"
 RECORDING = OBSERVABILITY / "rules" / "baton_recording.yml"
 EXPRESSION = re.compile(r"expr: (?!\|)(.+)|expr: \|\n((?: {10}.+\n)+)")
+STORE_CODE = ROOT / "kvtransfer" / "store"
 COUNTED_APART = {"drafted", "accepted", "accepted_len"}
-COUNT = re.compile(r"""counters\[f?"([a-z_]+)|_count\(\s*f?"([a-z_]+)|refused\[f?"([a-z_]+)""")
+COUNT = re.compile(r"""count(?:er)?s\[f?"([a-z_]+)|_count\(\s*f?"([a-z_]+)|refused\[f?"([a-z_]+)""")
 
 
 def test_the_page_has_the_tables_of_the_code():
@@ -25,15 +27,32 @@ def test_the_page_has_the_tables_of_the_code():
     )
 
 
-def test_every_count_of_a_worker_has_a_text():
+def counted_in(*folders: str) -> set[str]:
+    """The names of counts in the code of these folders, without that of stores in `kvtransfer`."""
     counted = set()
-    for folder in ("engine", "prefill", "decode", "kvtransfer", "deploy/worker"):
+    for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):
-            for found in COUNT.findall(path.read_text()):
-                counted.update(name for name in found if name)
+            if "kvtransfer/store" in folder or STORE_CODE not in path.parents:
+                for found in COUNT.findall(path.read_text()):
+                    counted.update(name for name in found if name)
+    return counted
+
+
+def test_every_count_of_a_worker_has_a_text():
+    counted = counted_in("engine", "prefill", "decode", "kvtransfer", "deploy/worker")
     missing = counted - set(COUNTER_TEXTS) - COUNTED_APART
     assert not missing
     assert len(counted) > 20
+
+
+def test_every_count_of_a_store_has_a_text():
+    own = counted_in("kvtransfer/store", "deploy/store")
+    shared = counted_in("kvtransfer", "engine/net")
+    in_tiers = counted_in("kvtransfer/store/disk", "kvtransfer/store/objects")
+    assert not shared - set(STORE_TEXTS)
+    assert not in_tiers - set(TIER_TEXTS)
+    assert not own - set(STORE_TEXTS) - set(OF_TIERS) - in_tiers
+    assert len(own) > 15
 
 
 def test_names_follow_prometheus_conventions():

@@ -49,6 +49,7 @@ from router.gateway.metrics.histograms import (
     Histogram,
 )
 from router.gateway.metrics.key_usage import KeyUsage, UsageOfKey
+from router.gateway.metrics.stores import store_families
 from router.gateway.metrics.vllm_names import vllm_families
 from router.gateway.metrics.workers import forecast_families, worker_families
 from router.gateway.tracing.stages import Attributes
@@ -222,6 +223,7 @@ class GatewayMetrics:
         build = {"version": self._version, "fingerprint": self._versions.fingerprint()}
         yield InfoMetricFamily("baton_build", "What runs, with which model", build)
         yield from worker_families(self._versions)
+        yield from store_families(self._versions)
         for families in self._shared:
             yield from families()
         yield from vllm_families(counted, self._versions)

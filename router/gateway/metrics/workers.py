@@ -9,6 +9,8 @@ What the workers count comes with their load reports, by "name" or "name:reason"
 
 Tokens per step are `baton_worker_step_tokens_total` over `baton_worker_steps_total`. Gauges of the
 process are exported as `baton_worker_<name>`.
+
+Stores of KV have none of these series: see `router.gateway.metrics.stores`.
 """
 
 import re
@@ -21,8 +23,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from engine.messages import LoadReport
-from router.port import RouterStatus
+from engine.messages import LoadReport, Role, WorkerId
+from router.port import RouterStatus, WorkerStatus
 
 ACCEPTED_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 BY_PROPOSER = {  # name in a load report: name here, name of vLLM's, text
@@ -48,6 +50,7 @@ COUNTER_TEXTS = {  # by the name in a load report
     "preempted": "Sequences that lost their memory to others",
     "prefix_offers": "Answers to requests for a cached prefix",
     "private_builds": "Native code compiled for this process alone",
+    "offered_blocks": "Blocks that were leased to stores of KV, which asked for them",
     "pulled_blocks": "Blocks pulled from other workers",
     "pulled_bytes": "Bytes pulled from other workers",
     "pulled_prefix_blocks": "Blocks of prompts pulled instead of computed",
@@ -56,6 +59,7 @@ COUNTER_TEXTS = {  # by the name in a load report
     "read_bytes": "Estimated bytes of weights and KV that steps read",
     "refused_connections": "Connections refused, by reason",
     "refused_sessions": "Sessions refused, by reason",
+    "reread_blocks": "Blocks asked for again, since they did not arrive",
     "served_reads": "Reads that other workers finished over NIXL",
     "slow_sinks": "Workers that read too slowly",
     "spec_steps": "Steps with drafted tokens",
@@ -75,11 +79,17 @@ GAUGE_TEXTS = {
 BLOCK_STATES = ("free", "cached", "owned", "leased", "in_flight")
 
 
+def computing(port: RouterStatus) -> dict[WorkerId, WorkerStatus]:
+    """All workers, without the stores, which gateways see like workers."""
+    found = port.workers().items()
+    return {name: status for name, status in found if status.role is not Role.STORE}
+
+
 def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
     """The last load report of each worker that sent one, with (worker, role)."""
     return [
         ((str(worker_id), status.role.value), status.load)
-        for worker_id, status in port.workers().items()
+        for worker_id, status in computing(port).items()
         if status.load is not None
     ]
 
@@ -89,7 +99,7 @@ def worker_families(port: RouterStatus) -> Iterator[Metric]:
     kernels = GaugeMetricFamily(
         "baton_worker_kernels", "1: what the worker computes with", labels=["worker", "kernels"]
     )
-    for worker_id, status in port.workers().items():
+    for worker_id, status in computing(port).items():
         if status.kernels:
             kernels.add_metric([str(worker_id), status.kernels], 1)
     yield kernels
@@ -133,7 +143,7 @@ def forecast_families(port: RouterStatus) -> Iterator[Metric]:
         "Recent error of predictions for workers of this class",
         labels=[*labels, "work"],
     )
-    for worker_id, status in port.workers().items():
+    for worker_id, status in computing(port).items():
         worker, forecast = (str(worker_id), status.role.value), status.forecast
         if forecast.wait_s is not None:
             waits.add_metric(worker, forecast.wait_s)
@@ -190,7 +200,7 @@ def _worker_counters(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterato
             name, _, reason = key.partition(":")
             if name in BY_PROPOSER or name == _ACCEPTED_LEN:
                 continue
-            by_name.setdefault(_metric_name(name), []).append((worker, reason, value))
+            by_name.setdefault(metric_name(name), []).append((worker, reason, value))
     for name, counts in sorted(by_name.items()):
         labels = ["worker", "role"]
         if any(reason for _, reason, _ in counts):
@@ -207,7 +217,7 @@ def _worker_gauges(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[
     for name in sorted({name for _, load in loads for name in load.gauges}):
         text = GAUGE_TEXTS.get(name, "Measured by the worker")
         gauge = GaugeMetricFamily(
-            f"baton_worker_{_metric_name(name)}", text, labels=["worker", "role"]
+            f"baton_worker_{metric_name(name)}", text, labels=["worker", "role"]
         )
         for worker, load in loads:
             if name in load.gauges:
@@ -215,5 +225,6 @@ def _worker_gauges(loads: list[tuple[tuple[str, str], LoadReport]]) -> Iterator[
         yield gauge
 
 
-def _metric_name(name: str) -> str:
+def metric_name(name: str) -> str:
+    """Returns the name of a count or gauge as Prometheus allows it."""
     return re.sub("[^a-zA-Z0-9_]", "_", name).removesuffix("_total")

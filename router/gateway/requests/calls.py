@@ -50,7 +50,7 @@ MAX_STEP_TOKENS = 2**19  # that a step of a beam search sends: some milliseconds
 class GatewaySettings:
     """Settings of a gateway, for all versions of the model."""
 
-    secret: Secret  # of the deployment: salts are derived from it
+    secret: Secret  # of tenants' salts: the deployment's, or one that outlives it
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
     default_max_tokens: int | None = None  # None: the rest of the context

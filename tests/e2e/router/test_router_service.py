@@ -139,6 +139,24 @@ def test_kv_formats_of_pools_may_differ_and_are_in_the_fingerprint():
     run(test())
 
 
+def test_a_store_fixes_neither_model_nor_layout():
+    async def test() -> None:
+        int8 = msgspec.structs.replace(LAYOUT, kv_format=KVFormat.INT8)
+        store = ScriptedWorker("s0", Role.STORE, layout=int8, fingerprint="another model")
+        async with serving(store) as router:
+            assert router.readiness() == "no prefill worker is connected"
+            assert router.fingerprint() == ""
+            worker = ScriptedWorker("m0")
+            router.follow({*router._addresses, await worker.open()})
+            assert await router.wait_until_ready(5.0) is None
+            assert router.fingerprint() == "model-fp32"
+            token_ids, _ = await follow(router, request())
+            assert token_ids == answer([1, 2, 3], 6)
+        await worker.close()
+
+    run(test())
+
+
 OTHER_LAYOUT = msgspec.structs.replace(LAYOUT, block_size=8)
 OTHER_FORMAT = msgspec.structs.replace(LAYOUT, kv_format=KVFormat.INT8)
 OTHER_POOL = {"role": Role.DECODE, "layout": OTHER_LAYOUT}
@@ -152,6 +170,9 @@ OTHER_POOL = {"role": Role.DECODE, "layout": OTHER_LAYOUT}
         ({"layout": OTHER_FORMAT}, "layout.kv_format differs: ours <KVFormat.FP32"),
         (OTHER_POOL, "layout.block_size differs: ours 4, theirs 8"),
         ({"worker_id": "m0"}, "two workers are called m0"),
+        ({"worker_id": "s0|disk"}, "no worker may be called 's0|disk'"),
+        ({"role": Role.STORE, "fingerprint": "another model"}, "fingerprint differs"),
+        ({"role": Role.STORE, "layout": OTHER_LAYOUT}, "layout.block_size differs"),
         ({"version": PROTOCOL_VERSION + 1}, "protocol version differs"),
     ],
 )

@@ -6,6 +6,7 @@ are those of a deployment without a store.
 
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -68,27 +69,31 @@ def with_store(run_dir: Path, *arguments: str, **settings: str) -> Iterator[Serv
         **HANDS_OVER,
         **environment,
     ) as served:
-        poll_until(lambda: "store" in sources(served), "the store has joined", SETTLE_S)
-        blocks = matching(r"baton_worker_blocks\{", metrics(served.url))
-        served.num_blocks = int(sum(blocks.values()))
+        poll_until(lambda: has_joined(served), "the store has joined", SETTLE_S)
         yield served
+        poll_until(lambda: not held_by_store(served), "the store holds nothing", SETTLE_S)
 
 
-def sources(served: Served) -> str:
-    return " ".join(matching(r"baton_worker_open_leases\{", metrics(served.url)))
+def samples(served: Served, name: str) -> dict[str, float]:
+    return matching(name + r"\{", metrics(served.url))
 
 
-def of_store(served: Served, pattern: str) -> float:
-    found = matching(pattern, metrics(served.url))
-    return sum(count for name, count in found.items() if 'role="store"' in name)
+def has_joined(served: Served) -> bool:
+    return bool(samples(served, "baton_store_slots"))
+
+
+def held_by_store(served: Served) -> dict[str, float]:
+    """The slots of its memory that something reads or writes."""
+    found = samples(served, "baton_store_slots")
+    return {k: v for k, v in found.items() if v and not re.search('"(free|cached)"', k)}
 
 
 def until_kept(served: Served, num_blocks: int, medium: str) -> None:
     """Waits until the store holds so many blocks on a medium."""
 
     def kept() -> float:
-        found = metrics(served.url)
-        return sum(v for k, v in found.items() if "store_blocks" in k and medium in k)
+        found = samples(served, "baton_store_blocks")
+        return sum(v for k, v in found.items() if f'medium="{medium}"' in k)
 
     poll_until(lambda: kept() >= num_blocks, lambda: f"{kept()} of {num_blocks}", SETTLE_S)
 
@@ -120,12 +125,12 @@ def kill_store(served: Served) -> None:
     [pid] = store_pids(served)
     os.kill(pid, signal.SIGKILL)
     poll_until(lambda: store_pids(served) not in ([], [pid]), "it is started again", SETTLE_S)
-    poll_until(lambda: "store" in sources(served), "it has joined", SETTLE_S)
+    poll_until(lambda: has_joined(served), "it has joined", SETTLE_S)
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("store") / "run"
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +161,14 @@ def test_prefixes_outlive_workers_the_store_and_the_deployment(run_dir, tmp_path
         answers = [ask(served.url, prompt, seed=7) for prompt in inputs]
         assert [tokens for tokens, _ in answers] == expected["sampled"]
         assert [cached for _, cached in answers] == [whole] * len(inputs)
-        assert of_store(served, "baton_worker_loaded_blocks_total") == 0  # all from memory
+        assert not samples(served, "baton_store_loaded_blocks_total")  # all came from memory
     with with_store(run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
         until_kept(served, blocks, "disk")
         answers = [ask(served.url, prompt) for prompt in inputs]
         assert [tokens for tokens, _ in answers] == expected["greedy"]
-        assert [cached for _, cached in answers] == [whole] * len(inputs)
+        # The first one comes from the disk. By then it is known what is quicker for the others.
+        assert answers[0][1] == whole
+        assert sum(samples(served, "baton_store_loaded_blocks_total").values()) >= whole // 16
 
 
 def test_no_token_changes_while_the_store_is_killed_and_its_disk_damaged(
@@ -224,7 +231,7 @@ def test_a_store_whose_keeper_dies_begins_empty(run_dir, tmp_path):
         assert ask(served.url, prompt)[0] == tokens
 
         def is_back() -> bool:
-            return store_pids(served) not in ([], [child]) and "store" in sources(served)
+            return store_pids(served) not in ([], [child]) and has_joined(served)
 
         poll_until(is_back, "the launcher starts it again", SETTLE_S)
         assert ask(served.url, prompt)[0] == tokens
@@ -234,10 +241,11 @@ def test_objects_outlive_memory_and_disk(run_dir, tmp_path):
     [prompt] = prompts(1, 6)
     url = f"file://{tmp_path}/objects"
     blocks = PROMPT_TOKENS // BLOCK_TOKENS
-    with with_store(run_dir, memory_mib="32", objects=url) as served:
+    settings = {"memory_mib": "32", "objects": url, "salts": str(tmp_path / "salts")}
+    with with_store(run_dir, **settings) as served:
         tokens, _ = ask(served.url, prompt)
         until_kept(served, blocks, "object")
-    with with_store(run_dir, memory_mib="32", objects=url) as served:
+    with with_store(run_dir, **settings) as served:
         until_kept(served, blocks, "object")
         again, cached = ask(served.url, prompt)
         assert again == tokens

@@ -114,9 +114,12 @@ class StoreRig:
         }
         for block, slot in self.table.items():
             assert self.memory[slot] == block, "a header names what is not there"
-        shelves[Medium.HOST].put_all((s, b, self.parents[b]) for b, s in self.table.items())
+        shelves[Medium.HOST].put_all(self.table, {b: self.parents[b] for b in self.table})
         found = {block: (place, parent) for place, (block, parent) in self.headers.items()}
-        shelves[Medium.DISK].put_all((place, b, parent) for b, (place, parent) in found.items())
+        shelves[Medium.DISK].put_all(
+            {block: place for block, (place, _) in found.items()},
+            {block: parent for block, (_, parent) in found.items()},
+        )
         terms = StoreTerms(
             f"store.{self.num_lives}",
             BLOCK_SIZE,

@@ -29,6 +29,7 @@ from router.machine.requests import Request
 from router.native.machine import native_machine
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "s": Role.STORE}
 LEASE = LeaseRef("lease", TransferAddress("p0", "inc", "tcp://x"), 2)
 
 
@@ -54,7 +55,7 @@ class Driver:
         return effects
 
     def join(self, name: str, num_blocks: int = 100):
-        role = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[name[0]]
+        role = ROLES[name[0]]
         info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
         return self.handle(WorkerJoined(info))
 

@@ -11,12 +11,20 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.controller.metrics import controller_families
-from deploy.pools.events import PoolTick
+from deploy.pools.events import NodesSeen, PoolTick
 from deploy.pools.machine import PoolMachine
 from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import PoolLimits
 from engine.config import Config
-from engine.control import Intent, Members, PoolNews, Version
+from engine.control import (
+    Intent,
+    Members,
+    PoolNews,
+    PrefixUse,
+    StoreReport,
+    TierReport,
+    Version,
+)
 from engine.messages import LoadReport, Role, WorkerId
 from router.access.fixed import FixedKeys
 from router.cluster.costs import CostErrors
@@ -27,6 +35,7 @@ from router.gateway.metrics.families import encode_metrics
 from router.gateway.metrics.pools import PoolBoard
 from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
+from router.gateway.metrics.stores import OF_TIERS, STORE_TEXTS, TIER_TEXTS
 from router.gateway.metrics.workers import COUNTER_TEXTS, GAUGE_TEXTS
 from router.gateway.requests.calls import GatewaySettings
 from router.machine.requests import Forecast
@@ -45,6 +54,7 @@ SECTIONS = (  # title, prefixes; a metric belongs to the first that fits
     ("Under vLLM's names", ("vllm:",)),
     ("Workers", ("baton_worker_", "baton_draft", "baton_accepted", "baton_cost_error")),
     ("Controller", ("baton_controller_", "baton_launcher_", "baton_planner_", "baton_cost_")),
+    ("Stores", ("baton_store_",)),
     ("Pools", ("baton_pool", "baton_service_", "baton_version_", "baton_canary_")),
     ("Keys", ("baton_key_",)),
     ("Batches and kept responses", ("baton_batch", "baton_response")),
@@ -57,13 +67,22 @@ SECTIONS = (  # title, prefixes; a metric belongs to the first that fits
     ("Requests", ("",)),
 )
 ORDER = (
-    *("Requests", "Router", "Workers", "Pools", "Controller", "Keys", "Gateway", "Process"),
+    *("Requests", "Router", "Workers", "Stores", "Pools", "Controller", "Keys", "Gateway"),
+    "Process",
     *("Batches and kept responses", "Under vLLM's names"),
 )
 WITHOUT_REASON = frozenset(COUNTER_TEXTS) - {
     *("failed_fetches", "fallbacks", "held_steps", "leases_ended", "prefix_offers"),
     *("pulls_failed", "refused_connections", "refused_sessions"),
 }
+STORE = WorkerId("store-v1")
+WITH_REASON = frozenset(  # of a store's counts
+    {
+        *("dropped_blocks", "failed_fetches", "fallbacks", "leases_ended", "prefix_offers"),
+        *("pulls_failed", "refused_connections", "refused_sessions"),
+        *("errors", "growth_errors", "skipped"),
+    }
+)
 
 
 def full_load() -> LoadReport:
@@ -74,9 +93,40 @@ def full_load() -> LoadReport:
     return LoadReport(1, 1, 1, 1, 1, 1, 1, 1, counters | more, gauges=gauges)
 
 
+def full_store_load() -> LoadReport:
+    """A load report with every count and gauge that a store may send."""
+    counters = {f"{name}:disk": 1.0 for name in OF_TIERS}
+    for name in ("dropped_writes", "failed_loads", "failed_writes"):
+        counters[f"{name}:disk_reason"] = counters.pop(f"{name}:disk")
+    for prefix, names in (("", STORE_TEXTS), ("disk_", TIER_TEXTS)):
+        for name in names:
+            counters[f"{prefix}{name}{':reason' if name in WITH_REASON else ''}"] = 1.0
+    counters["object_bytes"] = 1.0
+    of_tiers = ("store_blocks:host", "load_fixed_s:disk", "load_block_s:disk")
+    gauges = dict.fromkeys((*of_tiers, *("loop_lag_seconds", "max_fds", "open_fds")), 1.0)
+    gauges["resident_memory_bytes"] = 1.0
+    return LoadReport(1, 1, 1, 1, 1, 0, 0, 1, counters, gauges=gauges)
+
+
+def store_report() -> StoreReport:
+    """A report of a store with a disk that has stepped back."""
+    return StoreReport(
+        block_bytes=4096,
+        tiers=[TierReport("host", 1, 4), TierReport("disk", 0, 8, "EIO")],
+        num_peers=2,
+        num_leases=1,
+        num_new=3,
+        num_starts=1,
+        counters={"taken_blocks": 1.0},
+        prefixes=[PrefixUse("aa", 5)],
+    )
+
+
 def controller_metrics(config: Config) -> list[Metric]:
     """The metrics of a controller that starts."""
-    machine = PoolMachine(Intent((Version(),)), limits=PoolLimits(4), gateways=["gateway"])
+    limits = PoolLimits(4, has_stores=True)
+    machine = PoolMachine(Intent((Version(),)), limits=limits, gateways=["gateway"])
+    machine.handle(NodesSeen(("",)), 0.0)
     machine.handle(PoolTick(), 0.0)
     planning = Planning(machine, rules_of(config), order=lambda _: None)
     found = controller_families(
@@ -85,6 +135,7 @@ def controller_metrics(config: Config) -> list[Metric]:
         counters={"workers died": 1},
         health={"gcs": True, "raylet": True},
         price_per_hour=2.0,
+        stores={STORE: store_report()},
     )
     return list(found)
 
@@ -96,6 +147,7 @@ def full_page() -> str:
     router.statuses[WorkerId("m0")] = WorkerStatus(
         Role.MIXED, full_load(), 0, 0, forecast, kernels="cpu avx2 fused"
     )
+    router.statuses[STORE] = WorkerStatus(Role.STORE, full_store_load(), 0, 0)
     router.severed_pairs.append((WorkerId("p0"), WorkerId("d0")))
     router.events["moved", "flip"] = 1
     versions = versions_of(router)

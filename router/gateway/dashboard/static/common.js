@@ -18,7 +18,8 @@ export const h = (tag, attributes = {}, ...children) =>
 export const s = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 // Names of workers say no role: roles stand beside them, and lists are by role, then by number.
-const ROLE_ORDER = { prefill: 0, decode: 1, mixed: 2, drained: 3 };
+const ROLE_ORDER = { prefill: 0, decode: 1, mixed: 2, drained: 3, store: 5 };
+export const isStore = (each) => each.role === "store"; // it keeps KV and computes nothing
 export const withRole = (name, role) => (role ? `${name} (${role})` : name);
 export const byRole = (a, b) => (ROLE_ORDER[a.role] ?? 4) - (ROLE_ORDER[b.role] ?? 4) || byName(a.worker_id, b.worker_id);
 export const byId = (id) => document.getElementById(id);

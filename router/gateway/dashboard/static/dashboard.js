@@ -1,6 +1,6 @@
 // The dashboard: one state, kept by a stream of events, and one function for each part of the page.
 
-import { askKeys, byId, clockTime, count, eachEvent, fillBar, goTo, h, headers, isShortcut, keyed, onKeys, onTheme, percent, quantile, reasonOf, say, seconds, setState, setText, several, stageName, state as badge, turnTheme } from "./common.js";
+import { askKeys, byId, clockTime, count, eachEvent, fillBar, goTo, h, headers, isShortcut, isStore, keyed, onKeys, onTheme, percent, quantile, reasonOf, say, seconds, setState, setText, several, stageName, state as badge, turnTheme } from "./common.js";
 import { Charts, spanOf } from "./charts.js";
 import { MARKED, drawEvents, drawStrip, eventsOf, rove as roveMarks } from "./events.js";
 import { drawLanes, laneLegend, rove as roveLanes } from "./lanes.js";
@@ -145,7 +145,7 @@ function draw() {
   drawStrip(byId("strip"), events, spanOf(now.samples, now.epoch_s));
   drawStages();
   drawHits();
-  drawLanes(byId("lanes"), { requests: [...now.requests, ...now.running], workers: now.workers, now: now.now_s, epoch: now.epoch_s, events: marksOf(now), span: Number(byId("lane-span").value), kept: now.requests.length < MAX_REQUESTS ? null : keptFrom(), open: openRequest });
+  drawLanes(byId("lanes"), { requests: [...now.requests, ...now.running], workers: working(), now: now.now_s, epoch: now.epoch_s, events: marksOf(now), span: Number(byId("lane-span").value), kept: now.requests.length < MAX_REQUESTS ? null : keptFrom(), open: openRequest });
   drawWorkers(now);
   drawGateways(now);
   drawTransfers(now);
@@ -158,6 +158,9 @@ function draw() {
   drawCounts();
   redrawOpened(now);
 }
+
+// The workers without the stores, which do no request.
+const working = () => now.workers.filter((each) => !isStore(each));
 
 // The time from which all requests are known.
 const keptFrom = () => now.requests.reduce((first, each) => Math.min(first, each.received_s + each.e2e_s), Infinity);
@@ -175,7 +178,7 @@ function drawTiles() {
   const pace = ended.map((each) => each.tpot_s).filter((each) => each !== null);
   const bound = (value) => (value === null ? "no bound set" : `bound ${seconds(value)}`);
   const late = (values, limit) => (limit !== null && values.length && quantile(values, 0.5) > limit ? "warn" : "");
-  const wanted = now.cluster ? now.cluster.versions.reduce((sum, each) => sum + each.wanted.prefill + each.wanted.decode + each.wanted.mixed, 0) : now.workers.length;
+  const wanted = now.cluster ? now.cluster.versions.reduce((sum, each) => sum + each.wanted.prefill + each.wanted.decode + each.wanted.mixed, 0) : working().length;
   const share = num ? good / num : null;
   const troubles = now.cluster?.troubles.length ?? 0;
   const calm = now.cluster?.settled === false ? "pools are changing" : "as wanted";
@@ -187,7 +190,7 @@ function drawTiles() {
     ["Per token, p50", seconds(quantile(pace, 0.5)), `p95 ${seconds(quantile(pace, 0.95))}, ${bound(now.bounds.tpot_s)}`, late(pace, now.bounds.tpot_s)],
     ["In flight", count(now.in_flight), `${count(now.samples.at(-1)?.answer_tokens ?? 0)} tokens/s`, ""],
     ["Queue", count(now.queue), now.queue ? `${seconds(now.queue_s)} to compute` : "none waits for a worker", now.queue ? "warn" : ""],
-    ["Workers", `${now.workers.length} / ${wanted}`, "connected / wanted", now.workers.length < wanted ? "warn" : ""],
+    ["Workers", `${working().length} / ${wanted}`, "connected / wanted", working().length < wanted ? "warn" : ""],
     ["Planner", now.cluster?.planner ?? "–", now.has_controller && now.cluster ? `room for ${several(now.cluster.max_workers, "worker")}` : noController, now.has_controller ? "" : "warn"],
   ];
   keyed(byId("tiles"), tiles, (each) => each[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}), h("dd", { class: "note" })), (element, [, value, note, kind]) => {

@@ -1,6 +1,6 @@
 // Workers with the conservation of their blocks, and gateways.
 
-import { byId, byRole, count, h, keyed, percent, seconds, setText, several } from "./common.js";
+import { byId, byRole, count, h, isStore, keyed, percent, seconds, setText, several } from "./common.js";
 import { workerOrders } from "./orders.js";
 
 const MOST = 200; // rows
@@ -20,6 +20,7 @@ function rowsOf(state) {
 // What a worker does now, its kind, and the reason.
 function stateOf(row, unix) {
   const { news } = row;
+  if (isStore(row)) return ["keeps KV", "good", ""];
   if (!news) return ["connected", "good", ""];
   if (row.isAway && news.state === "serving") return ["serving, but not connected to this gateway", "bad", news.why ?? ""];
   const notes = [];
@@ -75,8 +76,8 @@ function fillRow(element, row, state) {
   setText(note, short);
   note.className = isOff ? "sub bad" : "sub";
   bar.classList.toggle("cut", isOff);
-  setText(running, row.max_running ? `${row.running} / ${row.max_running}` : row.running);
-  setText(waiting, row.waiting);
+  setText(running, isStore(row) ? "–" : row.max_running ? `${row.running} / ${row.max_running}` : row.running);
+  setText(waiting, isStore(row) ? "–" : row.waiting);
   setText(wait, seconds(row.wait_s));
   setText(pace, seconds(row.tpot_s));
   const can = state.can_order && Boolean(row.news);

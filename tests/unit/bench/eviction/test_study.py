@@ -106,7 +106,7 @@ def test_storing_less_writes_less():
 
 def test_the_study_has_each_result_once_and_sets_it_beside_the_classics():
     turns = drawn_turns(10, 1.0, Random(1))
-    results = study(StudyPlan({"drawn": turns}, (20, 40), 1), say_nothing)
+    results = study(StudyPlan({"drawn": turns}, {"drawn": (20, 40)}, 1), say_nothing)
     names = [result.name for result in results]
     assert len(set(names)) == len(names)
     [worth] = [result for result in results if result.name == "drawn/20/worth"]

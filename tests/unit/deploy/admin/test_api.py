@@ -62,7 +62,7 @@ class FakeController:
     def __init__(self, pools: Pools) -> None:
         self.machine = PoolMachine(Intent((Version(pools=pools),)), limits=PoolLimits(4))
         self.planning = Planning(self.machine, PlannerRules(), order=self._handle)
-        self.workers, self.gateways, self.counters = {}, {}, {}
+        self.workers, self.gateways, self.stores, self.counters = {}, {}, {}, {}
         self.started = Config(update=UpdateConfig(hold_s=9.0))
         self.sessions = PoolSessions(
             Secret("token"),
@@ -85,7 +85,12 @@ class FakeController:
 
     def metrics(self) -> list[Metric]:
         families = controller_families(
-            self.machine, self.planning, counters={}, health={}, price_per_hour=1.5
+            self.machine,
+            self.planning,
+            counters={},
+            health={},
+            price_per_hour=1.5,
+            stores=self.sessions.store_reports(),
         )
         return list(families)
 
@@ -117,6 +122,8 @@ def ask(method, path, body=None, key: str | None = KEY, controller=None) -> http
         ("GET", "/openapi.json"),
         ("GET", "/v1/requests"),
         ("GET", "/v1/logs"),
+        ("GET", "/v1/stores"),
+        ("POST", "/v1/stores/drop"),
         ("GET", "/v1/block-events"),
         ("GET", "/metrics"),
     ],

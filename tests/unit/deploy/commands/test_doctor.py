@@ -3,17 +3,30 @@
 import errno
 import json
 import resource
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from deploy.commands import doctor
-from deploy.commands.doctor import Finding, Verdict, descriptors, diagnose, memory, processor
+from deploy.commands.doctor import (
+    Finding,
+    Verdict,
+    descriptors,
+    diagnose,
+    huge_pages,
+    lockable,
+    memory,
+    processor,
+    store_disk,
+    store_memory,
+)
 from deploy.commands.main import app
-from engine.config import Config
+from engine.config import Config, StoreConfig
 
 GIB = 2**30
+FREE_NOTHING = SimpleNamespace(free=0)
 
 
 def invoke(*words, **environment):
@@ -68,3 +81,54 @@ def test_the_status_tells_whether_something_is_wrong(monkeypatch, verdict, statu
     assert invoke().exit_code == status
     assert "[why]" in invoke().output
     assert json.loads(invoke("--json").output)[0]["verdict"] == verdict
+
+
+def test_a_store_needs_a_directory_to_write_to(tmp_path):
+    assert store_disk(tmp_path / "new" / "kv", 1).verdict is Verdict.USED
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    assert store_disk(tmp_path / "file", 1).verdict is Verdict.WRONG
+    assert store_disk(tmp_path / "file" / "kv", 1).verdict is Verdict.WRONG
+    full = store_disk(tmp_path, 2**60)
+    assert full.verdict is Verdict.UNUSED
+    assert "give less" in full.why
+
+
+def test_blocks_that_are_there_count_as_space(tmp_path, monkeypatch):
+    (tmp_path / "kv").write_bytes(b"x" * 8192)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: FREE_NOTHING)
+    assert store_disk(tmp_path, 8192).verdict is Verdict.USED
+    assert store_disk(tmp_path, 9000).verdict is Verdict.UNUSED
+
+
+def test_memory_of_a_store_is_compared_with_what_is_available():
+    assert store_memory(GIB, 2 * GIB).verdict is Verdict.USED
+    assert store_memory(2 * GIB, GIB).verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize(
+    ("soft", "verdict"),
+    [(resource.RLIM_INFINITY, Verdict.USED), (GIB, Verdict.USED), (8 * 2**20, Verdict.UNUSED)],
+)
+def test_lockable_memory_is_compared_with_that_of_the_store(soft, verdict):
+    assert lockable(soft, GIB).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict"),
+    [
+        ("always [within_size] advise never deny force", Verdict.USED),
+        ("always within_size advise [never] deny force", Verdict.UNUSED),
+        ("", Verdict.UNUSED),
+    ],
+)
+def test_huge_pages_are_a_hint(setting, verdict):
+    assert huge_pages(setting).verdict is verdict
+
+
+def test_without_a_store_nothing_of_it_is_looked_for(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBES", (doctor._store,))
+    [found] = diagnose(Config())
+    assert (found.name, found.verdict) == ("store", Verdict.UNUSED)
+    names = {each.name for each in diagnose(Config(store=StoreConfig(1, disk="/nowhere")))}
+    assert {"store.memory_mib", "store.disk"} <= names

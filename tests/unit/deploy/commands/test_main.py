@@ -82,7 +82,8 @@ def test_version_is_an_option_too(option):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("baton s", {"serve", "simulate", "status", "stop-worker"}),
+        ("baton s", {"serve", "simulate", "status", "stop-worker", "store"}),
+        ("baton store ", {"drop", "warm"}),
         ("baton keys ", {"add", "list", "revoke"}),
         ("baton config ", {"check", "reference", "show"}),
         ("baton logs --fo", {"--follow"}),

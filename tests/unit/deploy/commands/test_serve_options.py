@@ -4,9 +4,12 @@ import os
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from deploy.commands import serve
+from deploy.commands.main import app
 from deploy.commands.serve import parse_tokens, start_again, without_keys
-from engine.config import load_config
+from engine.config import StoreConfig, load_config
 from engine.errors import ConfigError
 
 
@@ -41,3 +44,36 @@ def test_keys_leave_the_command_line_for_the_environment(monkeypatch):
     assert command == ["python", "-m", "baton", "serve", "m", "--port", "1"]
     known = load_config(None, environment, {}).gateway.key_hashes
     assert len(known) == 2
+
+
+class SeenOptions(Exception):
+    """Ends the command where it would read the configuration."""
+
+
+def settings_of(monkeypatch, *words):
+    """Returns the configuration that these options give."""
+    found = {}
+
+    def read(path, _, flags):
+        found["config"] = load_config(path, {}, flags)
+        raise SeenOptions
+
+    monkeypatch.setattr(serve, "load_config", read)
+    done = CliRunner().invoke(app, ["serve", *words])
+    if "config" not in found:
+        raise done.exception
+    return found["config"]
+
+
+def test_short_options_give_the_settings_of_the_store(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["--store", "512", "--store-disk", "kv", "--store-disk-gib", "1.5"]
+    found = settings_of(monkeypatch, *words)
+    assert found.store == StoreConfig(memory_mib=512, disk=str(tmp_path / "kv"), disk_gib=1.5)
+    assert settings_of(monkeypatch, "--store", "64").store == StoreConfig(memory_mib=64)
+    assert not settings_of(monkeypatch).store.is_on
+
+
+def test_a_disk_without_memory_is_refused(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"need store\.memory_mib"):
+        settings_of(monkeypatch, "--store-disk", str(tmp_path))

@@ -2,7 +2,14 @@
 
 from deploy.controller.metrics import controller_families
 from deploy.pools.effects import StartWorker
-from deploy.pools.events import Connected, Died, PoolTick, WorkerStarted
+from deploy.pools.events import (
+    Connected,
+    Died,
+    NodesSeen,
+    PoolTick,
+    StoreStarted,
+    WorkerStarted,
+)
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import AddVersion
 from deploy.pools.planning import Planning, rules_of
@@ -12,6 +19,7 @@ from engine.control import Intent, Pools, Version
 from engine.layout import KVFormat
 from engine.messages import Role
 from tests.kits.pools import settled
+from tests.kits.tree.metric_table import store_report
 
 
 def machine_with_workers() -> PoolMachine:
@@ -29,7 +37,7 @@ def machine_with_workers() -> PoolMachine:
 
 def values(machine, name: str, **changes) -> dict[tuple[str, ...], float]:
     planning = Planning(machine, rules_of(Config()), order=lambda _: None)
-    given = {"counters": {}, "health": {}, "price_per_hour": None, **changes}
+    given = {"counters": {}, "health": {}, "price_per_hour": None, "stores": {}, **changes}
     return {
         tuple(sample.labels.values()): sample.value
         for family in controller_families(machine, planning, **given)
@@ -91,3 +99,31 @@ def test_planner_decisions_begin_at_zero_for_each_kind():
     assert set(found.values()) == {0}
     assert ("flip", "done") in found
     assert ("grow", "only_told") in found
+
+
+def test_stores_are_shown_with_their_tiers():
+    limits = PoolLimits(4, has_stores=True)
+    machine = PoolMachine(Intent((Version(pools=Pools(1, 1)),)), limits=limits)
+    machine.handle(NodesSeen(("", "n2")), 0.0)
+    machine.handle(PoolTick(), 0.0)
+    machine.handle(StoreStarted("store-v1", "tcp://s"), 0.0)
+    given = {"stores": {"store-v1": store_report(), "store-v1@n2": None}}
+    assert values(machine, "baton_pool_stores", **given) == {
+        ("v1", "waiting"): 0,
+        ("v1", "starting"): 1,
+        ("v1", "serving"): 1,
+        ("v1", "stopping"): 0,
+    }
+    up = values(machine, "baton_store_up", **given)
+    assert up == {("store-v1", "v1", ""): 1, ("store-v1@n2", "v1", "n2"): 0}
+    assert values(machine, "baton_store_tier_up", **given) == {
+        ("store-v1", "host"): 1,
+        ("store-v1", "disk"): 0,
+    }
+    assert values(machine, "baton_store_capacity_bytes", **given)["store-v1", "disk"] == 8 * 4096
+    assert values(machine, "baton_store_new_blocks", **given) == {("store-v1",): 3}
+    assert ("store-v1",) in values(machine, "baton_service_restarts_total", **given)
+
+
+def test_without_stores_there_are_no_series_of_them():
+    assert values(machine_with_workers(), "baton_store_up") == {}

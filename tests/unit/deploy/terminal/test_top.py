@@ -17,6 +17,7 @@ from deploy.admin.schema import (
     PreviewAnswer,
     RequestsAnswer,
     StepInfo,
+    StoreInfo,
     VersionInfo,
     WorkerInfo,
 )
@@ -25,6 +26,7 @@ from deploy.terminal.top import Confirmation, Top, TopPage
 from engine.config import PlannerMode
 from engine.control import Pools, RequestInfo, RequestState
 from engine.messages import RequestId, Role, WorkerId
+from tests.unit.deploy.commands.store.test_commands import SILENT, STORE
 
 WITHIN_S = 20.0
 
@@ -106,6 +108,9 @@ class FakeDeployment:
     def planner(self) -> PlannerAnswer:
         return PlannerAnswer(PLANNER, Pools(1, 1), [])
 
+    def stores(self) -> list[StoreInfo]:
+        return [STORE, SILENT]
+
     def preview(self, path: str, body: object) -> PreviewAnswer:
         if "nobody" in path:
             raise AdminError("no worker is called nobody")
@@ -154,6 +159,23 @@ async def test_views_show_the_deployment(deployment):
         assert table(app)[0][:2] == ["5", "decoding"]
         await pilot.press("5")
         assert table(app)[0][1:3] == ["worker-1", "was started"]
+        await pilot.press("6")
+        host, disk, silent = table(app)
+        assert host == ["store-v1", "v1", "serving", "host", "3", "75%", "6", "5", "1", ""]
+        assert disk[3:] == ["disk", "8", "0%", "2", "5", "1", "EIO"]
+        assert silent[2] == "waiting, silent"
+        assert silent[-1] == "no memory"
+        await pilot.press("enter")
+        assert "dropped_blocks:orphan" in page(app)
+
+
+async def test_a_store_is_no_worker(deployment):
+    app = Top(deployment)
+    async with app.run_test(size=(140, 30)) as pilot:
+        await until(pilot, lambda: len(table(app)) == 2)
+        assert not any("store" in cell for row in table(app) for cell in row)
+        await pilot.press("1")
+        assert {row[0] for row in table(app)} == {"prefill", "decode", "mixed"}
 
 
 async def test_filter_keeps_rows_that_contain_a_text(deployment):

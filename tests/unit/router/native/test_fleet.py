@@ -400,7 +400,7 @@ NEED = Need(8 * BLOCK + 1, 8 * BLOCK + 40)
 
 def cluster_of(*roles, **fields):
     """Returns a cluster of p0, p1, d0, …; decode workers that prefill locally are l0, …"""
-    kinds = {"p": P, "d": D, "l": D, "m": M}
+    kinds = {"p": P, "d": D, "l": D, "m": M, "s": Role.STORE}
     return Cluster(*(welcome(n, kinds[n[0]], local=n[0] == "l") for n in roles), **fields)
 
 
@@ -460,6 +460,35 @@ def test_only_the_longest_holder_is_asked_to_prefill_locally():
             cluster.view.workers[name].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED, BLOCKS), cluster.policy_choice(NEED, BLOCKS)):
         assert choice.placement == Placement("l2", "l2")
+
+
+def test_many_deep_stores_do_not_hide_the_decode_worker_that_holds_most():
+    stores = [f"s{i}" for i in range(40)]  # more than are looked at one by one
+    costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), NEVER_PULL.pull)
+    cluster = cluster_of("p0", "l0", "l1", *stores, costs=costs)
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=2.9)
+    cluster.view.workers["l0"].reserve_decode("s", 1)
+    cluster.hold("l0", BLOCKS[:7])
+    for store in stores:
+        cluster.hold(store, BLOCKS)
+    for choice in (cluster.fleet_choice(NEED, BLOCKS), cluster.policy_choice(NEED, BLOCKS)):
+        assert choice.placement == Placement("l0", "l0")
+
+
+def test_of_equally_deep_stores_those_that_read_fastest_are_asked():
+    names = [f"s{i}" for i in range(6)]
+    cluster = cluster_of("p0", "d0", *names)
+    for number, name in enumerate(names):
+        fixed_s = 0.0 if number % 2 else 0.125
+        gauges = {"load_fixed_s:disk": fixed_s, "load_block_s:disk": 0.0}
+        cluster.view.workers[name].report(LoadReport(*(0,) * 8, gauges=gauges), 0.0)
+        cluster.hold(name_on(name, "disk"), BLOCKS)
+    asked = {cluster.fleet_choice(NEED, BLOCKS).pulled_from for _ in range(60)}
+    assert asked == {"s1", "s3", "s5"}
+    for name in ("s1", "s3", "s5"):
+        cluster.lose(name)
+    assert cluster.fleet_choice(NEED, BLOCKS).pulled_from in {"s0", "s2", "s4"}
+    cluster.fleet.validate()
 
 
 def test_local_prefill_needs_memory_for_the_longest_answer():

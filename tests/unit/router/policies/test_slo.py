@@ -15,7 +15,7 @@ from router.policies.candidates import Backlog, find
 from router.policies.slo import Slo
 
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
-ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED, "s": Role.STORE}
 NEED = Need(num_tokens=100, max_len=120)
 
 
@@ -139,6 +139,43 @@ def test_a_prefix_that_would_be_offered_too_late_is_computed():
     known = Costs({"p0": 80}, busy_offer_s=0.9)
     choice = choose(worker("p0", busy_s=2.0), worker("p1"), D0, known=known)
     assert (choice.placement.prefill, choice.pulled_from) == ("p1", None)
+
+
+def test_a_store_answers_at_once_where_a_worker_that_computes_does_not():
+    known = Costs({"p0": 80, "s0": 80}, busy_offer_s=0.3)
+    for seed in range(8):
+        choice = choose(
+            worker("p0", busy_s=0.5), worker("p1"), worker("s0"), D0, known=known, seed=seed
+        )
+        assert (choice.pulled_from, choice.pulled_medium) == ("s0", "host")
+
+
+def test_the_deepest_holders_of_all_media_are_weighed():
+    stores = worker("s0"), worker("s1")
+    below = {("s0", "disk"): 80, ("s1", "disk"): 60, ("s1", "object"): 96}
+    loads = {"disk": (0.1, 0.0), "object": (0.0, 0.05)}
+    known = Costs({"p0": 40, "s1": 20}, below=below, loads=loads)
+    choice = choose(worker("p0"), *stores, D0, known=known)
+    assert (choice.pulled_from, choice.pulled_medium) == ("s0", "disk")
+    assert choice.predicted_ttft_s == pytest.approx(0.1 + 0.2)  # 0.04 for the pull is hidden
+    known.loads["object"] = (0.0, 0.01)
+    choice = choose(worker("p0"), *stores, D0, known=known)
+    assert (choice.pulled_from, choice.pulled_medium) == ("s1", "object")
+    # s1 has 15 blocks on disk and 9 more as objects, and reads both at the same time
+    assert choice.predicted_load_s == pytest.approx(max(0.1, 9 * 0.01))
+
+
+def test_a_worker_that_holds_more_than_a_store_reads_nothing():
+    known = Costs({"p0": 96}, below={("s0", "disk"): 96}, loads={"disk": (0.0, 0.0)})
+    assert choose(worker("p0"), worker("s0"), D0, known=known).pulled_from is None
+
+
+def test_a_deep_store_does_not_hide_the_decode_worker_that_holds_most():
+    local = worker("d1", seqs=1)
+    local.info = msgspec.structs.replace(local.info, prefills_locally=True)
+    known = Costs({"d1": 97, "s0": 99}, pull_token_s=1.0, seq_s=0.1)
+    asked = asked_of(worker("p0"), worker("s0"), D0, local, known=known)
+    assert Slo().choose(replace(asked, wait_bound_s=1.0)).placement == Placement("d1", "d1")
 
 
 def test_a_pull_that_takes_longer_than_to_compute_is_left_out():

@@ -1,0 +1,103 @@
+"""Faults of a deployment's store, and what it holds after them.
+
+A store is two processes: the keeper, which the controller watches, and its child, which does the
+work. If the child dies, the keeper starts another one, which finds its blocks in memory. If the
+keeper dies, its child ends too; the controller starts another keeper, with blocks from disk only.
+"""
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from bench.chaos.faults import FaultFailed, parent_of, store_process
+from bench.chaos.plan import Fault
+from bench.common.waiting import holds_within
+from bench.processes.deployment import OperatedDeployment
+from bench.store.samples import num_slots, read_store_samples
+from engine.clock import Clock
+
+REPLACED_WITHIN_S = 60.0
+IDLE_WITHIN_S = 20.0
+
+
+class StoreKills:
+    """Kills the store's process, the next time its keeper, and so on in turn."""
+
+    def __init__(self, deployment: OperatedDeployment, clock: Clock) -> None:
+        self._deployment = deployment
+        self._clock = clock
+        self._num = 0
+
+    async def inject(self, fault: Fault, victim: str, pids: Sequence[int]) -> str:
+        """Returns what was killed, and how soon another process ran. Raises FaultFailed."""
+        keeper = parent_of(pids[0])
+        if keeper is None or keeper not in self._deployment.marked():
+            raise FaultFailed("the store has no keeper")
+        hit, of_keeper = (keeper, True) if self._num % 2 else (pids[0], False)
+        self._num += 1
+        begun_s = self._clock.now_s()
+        if not self._deployment.signal(hit, signal.SIGKILL):
+            raise FaultFailed(f"process {hit} is gone")
+
+        async def is_replaced() -> bool:
+            process = store_process(self._deployment)
+            if process in (None, *pids) or not self._deployment.is_gone(pids[0]):
+                return False
+            assert process is not None
+            return (parent_of(process) != keeper) == of_keeper
+
+        what = "keeper" if of_keeper else "process"
+        if not await holds_within(is_replaced, REPLACED_WITHIN_S, self._clock):
+            raise FaultFailed(f"the store's {what} was not replaced in {REPLACED_WITHIN_S:g} s")
+        return f"{what} replaced in {self._clock.now_s() - begun_s:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLeft:
+    """What a store holds when all is over: blocks, and what it should not hold any more."""
+
+    num_blocks: int = 0  # in memory
+    leaked_blocks: int = 0  # slots neither free nor cached, or missing
+    leaked_leases: int = 0
+    num_offers: int = 0  # prefixes that it leased since its process started
+
+
+def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
+    """Returns what the samples of an idle store of so many slots say. Pure."""
+    resting = samples.get("blocks:free", 0.0) + samples.get("blocks:cached", 0.0)
+    return StoreLeft(
+        num_blocks=int(samples.get("blocks:cached", 0.0)),
+        leaked_blocks=int(abs(slots - resting)),
+        leaked_leases=int(samples.get("open_leases", 0.0)),
+        num_offers=int(samples.get("prefix_offers_total:held", 0.0)),
+    )
+
+
+async def slots_of_store(session: aiohttp.ClientSession, url: str, clock: Clock) -> float:
+    """Waits until a gateway knows the store; returns its slots, or 0 if it does not in time."""
+    found = 0.0
+
+    async def is_known() -> bool:
+        nonlocal found
+        found = num_slots(await read_store_samples(session, url))
+        return found > 0
+
+    await holds_within(is_known, IDLE_WITHIN_S, clock)
+    return found
+
+
+async def idle_store(
+    session: aiohttp.ClientSession, url: str, slots: float, clock: Clock
+) -> StoreLeft:
+    """Waits until the store holds no lease and is at rest; returns what it holds then, or later."""
+    left = StoreLeft()
+
+    async def is_idle() -> bool:
+        nonlocal left
+        left = left_of(await read_store_samples(session, url), slots)
+        return not left.leaked_blocks and not left.leaked_leases
+
+    await holds_within(is_idle, IDLE_WITHIN_S, clock)
+    return left

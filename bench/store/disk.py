@@ -1,0 +1,172 @@
+"""Measures loads from disk through `DiskTier` beside `fio`, on the same directory, in turn.
+
+Both read the same amount in blocks of the same size at random places, with the same number of
+requests under way, past the page cache. `DiskTier` also verifies each block's checksum and copies
+it to its row; fio throws away what it read. Nothing is left in the directory.
+"""
+
+import json
+import select
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from bench.common.progress import Say, say_nothing
+from bench.store.plan import DISK_DEPTH, DISK_TOTAL_BYTES, StorePlan
+from engine.clock import MonotonicClock
+from engine.errors import BatonError
+from kvtransfer.store.disk.measuring import RecoveryTime, measure_recovery
+from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
+
+IDENTITY = bytes(16)
+NUM_ROWS = 2 * DISK_DEPTH  # of memory, that blocks are read into
+WAIT_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
+FIO_TIMEOUT_S = 120.0
+FIO_ENGINES = ("io_uring", "libaio", "psync")  # the first one that works here counts
+
+
+class DiskNotMeasured(BatonError):
+    """The disk or fio did not do what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRates:
+    """Bytes per second of each repetition. `fio` is None without fio, for this reason."""
+
+    tier: tuple[float, ...]
+    fio: tuple[float, ...] | None
+    reason: str = ""
+    facts: str = ""  # what read: engines
+
+
+def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
+    """Carries it out. Raises BatonError."""
+    block_bytes = plan.block_bytes
+    fio = shutil.which("fio")
+    with (
+        TemporaryDirectory(prefix="baton-store-", dir=plan.disk) as folder,
+        _filled(Path(folder) / "tier", block_bytes) as tier,
+    ):
+        target = Path(folder) / "fio"
+        engine = None if fio is None else _prepared(fio, target, block_bytes)
+        rates: list[float] = []
+        theirs: list[float] = []
+        for repeat in range(plan.num_repeats):
+            say(f"loads from disk, repetition {repeat + 1} of {plan.num_repeats}")
+            turns = [0, 1] if repeat % 2 else [1, 0]
+            for turn in turns:
+                if turn == 0:
+                    rates.append(_loaded(tier, block_bytes, Random(f"{plan.seed}/{repeat}")))
+                elif fio is not None and engine is not None:
+                    theirs.append(_fio_rate(fio, engine, target, block_bytes))
+        fallbacks = ", ".join(n for n in tier.counters if n.startswith("fallbacks"))
+    if fio is None:
+        return DiskRates(tuple(rates), None, "fio is not installed")
+    if engine is None:
+        return DiskRates(tuple(rates), None, "fio runs none of its engines here")
+    return DiskRates(tuple(rates), tuple(theirs), facts=f"fio {engine}; {fallbacks or 'io_uring'}")
+
+
+def recovery(plan: StorePlan) -> RecoveryTime:
+    """Times a start with many blocks on disk. Raises BatonError, OSError."""
+    with TemporaryDirectory(prefix="baton-store-", dir=plan.disk) as folder:
+        return measure_recovery(Path(folder) / "tier", plan.num_recovered, seed=plan.seed)
+
+
+@contextmanager
+def _filled(directory: Path, block_bytes: int) -> Iterator[DiskTier]:
+    """A tier whose slots are all written."""
+    num_blocks = DISK_TOTAL_BYTES // block_bytes
+    tier = DiskTier(
+        directory,
+        identity=IDENTITY,
+        block_bytes=block_bytes,
+        max_bytes=2 * DISK_TOTAL_BYTES,
+        tuning=DiskTuning(depth=DISK_DEPTH),
+    )
+    clock = MonotonicClock()
+    tier.open(clock.now_s())
+    try:
+        row = np.frombuffer(Random(0).randbytes(block_bytes), np.uint8)
+        writes = [DiskWrite(slot, _hash_of(slot), row) for slot in range(num_blocks)]
+        _carry_out(tier, writes)
+        yield tier
+    finally:
+        tier.close(CLOSE_TIMEOUT_S)
+
+
+def _loaded(tier: DiskTier, block_bytes: int, rng: Random) -> float:
+    """Reads every block once, in random order; returns bytes per second."""
+    num_blocks = DISK_TOTAL_BYTES // block_bytes
+    rows = np.zeros((NUM_ROWS, block_bytes), np.uint8)
+    slots = rng.sample(range(num_blocks), num_blocks)
+    reads = [DiskRead(s, _hash_of(s), rows[i % NUM_ROWS]) for i, s in enumerate(slots)]
+    clock = MonotonicClock()
+    begun_s = clock.now_s()
+    _carry_out(tier, reads)
+    return num_blocks * block_bytes / (clock.now_s() - begun_s)
+
+
+def _carry_out(tier: DiskTier, requests: list[DiskRead] | list[DiskWrite]) -> None:
+    """Keeps as many requests under way as there is room for. Raises DiskNotMeasured."""
+    clock = MonotonicClock()
+    num_begun = num_ended = 0
+    while num_ended < len(requests):
+        some = requests[num_begun : num_begun + tier.room]
+        if some:
+            begin = tier.read if isinstance(some[0], DiskRead) else tier.write
+            num_begun += begin(some, clock.now_s())  # type: ignore[arg-type]  # of one kind
+        ready, _, _ = select.select([tier.fd], [], [], WAIT_S)
+        if not ready:
+            raise DiskNotMeasured(f"the disk tier did nothing for {WAIT_S:g} s")
+        for done in tier.poll(clock.now_s()):
+            if done.reason is not None:
+                raise DiskNotMeasured(f"a request of the disk tier failed: {done.reason}")
+            num_ended += 1
+
+
+def _hash_of(slot: int) -> bytes:
+    return slot.to_bytes(16, "little")
+
+
+def _prepared(fio: str, target: Path, block_bytes: int) -> str | None:
+    """Writes fio's file; returns the first engine that can read it, or None."""
+    num_bytes = DISK_TOTAL_BYTES // block_bytes * block_bytes
+    with target.open("wb") as file:
+        for _ in range(num_bytes // block_bytes):
+            file.write(Random(0).randbytes(block_bytes))
+        file.flush()
+    for engine in FIO_ENGINES:
+        try:
+            _fio_rate(fio, engine, target, block_bytes)
+        except DiskNotMeasured:
+            continue
+        return engine
+    return None
+
+
+def _fio_rate(fio: str, engine: str, target: Path, block_bytes: int) -> float:
+    """Reads the file once; returns bytes per second. Raises DiskNotMeasured."""
+    command = [
+        *(fio, "--name=read", f"--filename={target}", "--rw=randread", "--direct=1"),
+        *(f"--bs={block_bytes}", f"--iodepth={DISK_DEPTH}", f"--ioengine={engine}"),
+        *("--output-format=json", "--readonly"),
+    ]
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, timeout=FIO_TIMEOUT_S, check=True, cwd=target.parent
+        )
+        job = json.loads(ran.stdout)["jobs"][0]
+        if job["error"]:
+            raise DiskNotMeasured(f"fio: error {job['error']}")
+        return 1e3 * float(job["read"]["io_bytes"]) / float(job["read"]["runtime"])
+    except (subprocess.SubprocessError, OSError, ValueError, LookupError) as error:
+        raise DiskNotMeasured(f"fio: {error}") from error

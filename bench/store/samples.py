@@ -1,0 +1,39 @@
+"""What a gateway's metrics say of the stores that it knows."""
+
+import re
+
+import aiohttp
+
+SAMPLE = re.compile(r"baton_worker_(\w+)\{(.*)\} (\S+)")
+LABEL = re.compile(r'(state|reason)="(\w+)"')
+STATES = ("free", "cached", "owned", "leased", "in_flight")
+
+
+def store_samples(text: str) -> dict[str, float]:
+    """Samples of all stores together, by `name` or `name:label`. Pure.
+
+    So `blocks:free` are the free slots, and `offered_blocks_total:disk` the blocks from disk.
+    """
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        sample = SAMPLE.fullmatch(line)
+        if sample is None or 'role="store"' not in sample[2]:
+            continue
+        label = LABEL.search(sample[2])
+        key = sample[1] if label is None else f"{sample[1]}:{label[2]}"
+        found[key] = found.get(key, 0.0) + float(sample[3])
+    return found
+
+
+def num_slots(samples: dict[str, float]) -> float:
+    """Slots of memory in any state."""
+    return sum(samples.get(f"blocks:{state}", 0.0) for state in STATES)
+
+
+async def read_store_samples(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Asks a gateway. Empty if it does not answer, or knows no store."""
+    try:
+        async with session.get(f"{url}/metrics") as response:
+            return store_samples(await response.text())
+    except (aiohttp.ClientError, TimeoutError):
+        return {}

@@ -1,0 +1,118 @@
+"""Measures the gaps of running streams with and without a store beside them.
+
+Two deployments are up, one of them idle. In each, streams decode while prompts come one after the
+other. With a store, the blocks of these prompts are taken and written to disk meanwhile.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import uvloop
+
+from bench.client.answers import Answer
+from bench.common.progress import Say, say_nothing
+from bench.common.prompts import plain_token_ids
+from bench.interference.plan import InterferencePlan, PoolSetting, bodies
+from bench.interference.results import InterferenceRun
+from bench.interference.run import WARM_UP_TOKENS, StreamsApart, linked_checkpoint, run_beside
+from bench.processes.serving import ServedDeployment
+from bench.store.clients import StoreClient, StoreNotReady, served_with_store, store_client
+from bench.store.plan import SERVED, StorePlan, StreamSetting, order_of_streams
+
+TAKEN = "taken_blocks_total"
+WRITTEN = "disk_writes_total"
+LEAST_WRITTEN = 32  # blocks of all runs with a store, or it had nothing to do
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGaps:
+    """Gaps of all streams in one run, in seconds."""
+
+    setting: StreamSetting
+    gaps_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsMeasured:
+    """All runs, and what the store did meanwhile."""
+
+    runs: tuple[StreamGaps, ...]
+    taken_blocks: float
+    written_blocks: float
+
+
+def measure(plan: StorePlan, folder: Path, say: Say = say_nothing) -> StreamsMeasured:
+    """Carries it out with the store's files in `folder`. Raises BatonError."""
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(linked_checkpoint(plan.shape, seed=plan.seed))
+        vocab = plain_token_ids(checkpoint)
+        served = {}
+        for is_on in (False, True):
+            say(f"starting {'with' if is_on else 'without'} a store")
+            one = served_with_store(
+                checkpoint,
+                SERVED,
+                store_mib=plan.store_mib if is_on else 0,
+                disk=folder if is_on else None,
+            )
+            served[is_on] = stack.enter_context(one)
+        measured: StreamsMeasured = uvloop.run(_measure(plan, served, vocab, say))
+    return measured
+
+
+async def _measure(
+    plan: StorePlan,
+    served: Mapping[bool, ServedDeployment],
+    vocab: Sequence[int],
+    say: Say,
+) -> StreamsMeasured:
+    async with AsyncExitStack() as stack:
+        clients = {
+            is_on: await stack.enter_async_context(store_client(one))
+            for is_on, one in served.items()
+        }
+        asked = plan.streams
+        brief = replace(asked, streams=replace(asked.streams, output_len=WARM_UP_TOKENS))
+        for is_on, client in clients.items():
+            await _run(brief, client, vocab, name=f"warm-up/{is_on}")
+        before = await clients[True].samples()
+        runs = []
+        for repeat in range(plan.num_repeats):
+            for setting in order_of_streams(plan, repeat):
+                say(f"streams, repetition {repeat + 1} of {plan.num_repeats}: store {setting}")
+                client = clients[setting is StreamSetting.ON]
+                found = await _run(asked, client, vocab, name=f"{setting}/{repeat}")
+                runs.append(StreamGaps(setting, tuple(found.gaps_s)))
+        after = await clients[True].samples()
+    taken, written = (after.get(n, 0.0) - before.get(n, 0.0) for n in (TAKEN, WRITTEN))
+    if min(taken, written) < LEAST_WRITTEN:
+        raise StoreNotReady(f"the store took {taken:g} blocks and wrote {written:g} under load")
+    return StreamsMeasured(tuple(runs), taken, written)
+
+
+async def _run(
+    plan: InterferencePlan, client: StoreClient, vocab: Sequence[int], *, name: str
+) -> InterferenceRun:
+    """Runs streams and prompts once; `name` keeps its prompts apart from those of other runs."""
+    rng = Random(f"{plan.seed}/{name}")
+    streams, load = (
+        bodies(ask, vocab, model=client.model, rng=rng) for ask in (plan.streams, plan.load)
+    )
+    some = [*islice(streams, plan.streams.at_once)]
+    answers, others = await run_beside(client.send, some, load, num_loaders=plan.load.at_once)
+    run = InterferenceRun(
+        PoolSetting.DISAGGREGATED,
+        streams=answers,
+        prompts=tuple(other for other in others if isinstance(other, Answer)),
+        wall_s=0.0,
+        gateway_cpu_s=0.0,
+        client_cpu_s=0.0,
+    )
+    begun_s, ended_s = run.window_s
+    if begun_s >= ended_s:
+        raise StreamsApart(f"{name}: the streams did not run at the same time")
+    return run

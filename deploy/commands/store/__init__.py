@@ -1,0 +1,1 @@
+"""`baton store`: what the stores of KV hold, and the orders for them."""

@@ -1,0 +1,138 @@
+"""Has prompts computed, and waits until the stores have taken in their blocks."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import msgspec
+
+from deploy.admin.client import AdminError
+from deploy.admin.schema import StoreInfo
+from deploy.commands.chat import error_message
+from deploy.commands.store.prompts import WarmPrompt
+from engine.clock import Clock
+
+POLL_EVERY_S = 0.5
+QUIET_S = 3.0  # stores report once a second: so long nothing may be new, and nothing taken
+MAX_ERRORS = 5  # that are told
+
+Pause = Callable[[float], object]
+
+
+class WarmedPrompts(msgspec.Struct, frozen=True):
+    """What was computed. `errors` are the first ones."""
+
+    num_prompts: int
+    num_failed: int
+    prompt_tokens: int
+    cached_tokens: int  # of these, found in caches
+    errors: list[str]
+
+
+class KeptTokens(msgspec.Struct, frozen=True):
+    """The tokens of a store's blocks, by tier. A block may be in several tiers."""
+
+    store: str
+    by_tier: dict[str, int]
+
+
+class _Tally:
+    """What has been computed so far. Shared by threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num = self.num_failed = self.prompt_tokens = self.cached_tokens = 0
+        self.errors: list[str] = []
+
+    def answered(self, usage: Any) -> None:
+        details = usage.get("prompt_tokens_details") or {}
+        with self._lock:
+            self.num += 1
+            self.prompt_tokens += usage.get("prompt_tokens", 0)
+            self.cached_tokens += details.get("cached_tokens") or 0
+
+    def failed(self, reason: str) -> None:
+        with self._lock:
+            self.num += 1
+            self.num_failed += 1
+            if len(self.errors) < MAX_ERRORS:
+                self.errors.append(reason)
+
+
+def compute(
+    client: httpx.Client, prompts: Iterable[WarmPrompt], *, model: str, num_at_once: int
+) -> WarmedPrompts:
+    """Sends each prompt as a request for one token, so many at once. A failure ends none else."""
+    left, lock, tally = iter(prompts), threading.Lock(), _Tally()
+    is_over = threading.Event()
+
+    def following() -> Iterator[WarmPrompt]:
+        while not is_over.is_set():
+            with lock:
+                found = next(left, None)
+            if found is None:
+                return
+            yield found
+
+    def run() -> None:
+        for prompt in following():
+            _ask(client, prompt, model, tally)
+
+    with ThreadPoolExecutor(num_at_once, "warm") as threads:
+        running = [threads.submit(run) for _ in range(num_at_once)]
+        try:
+            for each in running:
+                each.result()
+        finally:
+            is_over.set()
+    return WarmedPrompts(
+        tally.num, tally.num_failed, tally.prompt_tokens, tally.cached_tokens, tally.errors
+    )
+
+
+def _ask(client: httpx.Client, prompt: WarmPrompt, model: str, tally: _Tally) -> None:
+    try:
+        answer = client.post(prompt.path, json=prompt.body(model))
+        if answer.status_code != 200:
+            tally.failed(error_message(answer.content))
+            return
+        tally.answered(answer.json().get("usage") or {})
+    except (httpx.HTTPError, ValueError) as error:
+        tally.failed(str(error) or type(error).__name__)
+
+
+def until_taken(
+    ask: Callable[[], Sequence[StoreInfo]], *, clock: Clock, pause: Pause, timeout_s: float
+) -> Sequence[StoreInfo]:
+    """Waits until no store has anything new to take, and none has taken anything for a moment.
+
+    Raises AdminError if that is not so in time, or no store is left.
+    """
+    begun_s = quiet_s = clock.now_s()
+    before: object = None
+    while True:
+        stores = [each for each in ask() if each.is_connected]
+        now_s = clock.now_s()
+        seen = [(each.name, each.counters.get("taken_blocks", 0)) for each in stores]
+        num_new = sum(each.num_new for each in stores)
+        if num_new or not stores or seen != before:
+            quiet_s = now_s
+        elif now_s - quiet_s >= QUIET_S:
+            return stores
+        before = seen
+        if now_s - begun_s >= timeout_s:
+            what = f"{num_new} blocks are still new to them" if stores else "none is connected"
+            raise AdminError(f"the stores are not done after {timeout_s:g} s: {what}")
+        pause(POLL_EVERY_S)
+
+
+def kept_by(stores: Sequence[StoreInfo]) -> list[KeptTokens]:
+    """Returns how many tokens the tiers of each store hold now."""
+    return [
+        KeptTokens(
+            each.name, {tier.medium: tier.num_blocks * each.block_size for tier in each.tiers}
+        )
+        for each in stores
+    ]

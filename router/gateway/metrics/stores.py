@@ -1,0 +1,200 @@
+"""What stores of KV report to gateways, as families of samples.
+
+A store computes nothing, so none of a worker's series has one. Its reports have counts of four
+kinds, told apart by their keys:
+
+    name                         of the store                  baton_store_<name>
+    name:reason                  the same, by reason           label `reason`
+    name:medium                  by tier                       label `medium`
+    name:medium_reason           by tier and reason            both labels
+    medium_name, .._name:reason  counted in a lower tier       baton_store_tier_<name>, `medium`
+
+Blocks are counted twice, for two questions. `baton_store_blocks` has how many can be found, by
+tier. `baton_store_slots` has the slots of memory by state, which sum to its capacity.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from engine.messages import LoadReport, Role
+from router.gateway.metrics.workers import (
+    BLOCK_STATES,
+    COUNTER_TEXTS,
+    GAUGE_TEXTS,
+    metric_name,
+)
+from router.port import RouterStatus
+
+LOWER_MEDIA = ("disk", "object")
+OF_TIERS = {  # by the name in a load report; the medium is the first word of the reason
+    "evicted_blocks": "Blocks that left a full tier",
+    "failed_loads": "Blocks that could not be read from a lower tier, by reason",
+    "failed_writes": "Blocks that could not be written to a lower tier, by reason",
+    "dropped_writes": "Blocks that were not written to a lower tier, by reason",
+    "loaded_blocks": "Blocks read from a lower tier into memory",
+    "offered_blocks": "Blocks that were found for a prompt, by where they were: hits",
+    "written_blocks": "Blocks written to a lower tier",
+}
+_AS_WORKERS = (  # counted by the parts that stores and workers share
+    *("bad_messages", "cpu_seconds", "dropped_reads", "exposed_seconds"),
+    *("failed_fetches", "private_builds"),
+    *(
+        "refused_connections",
+        "refused_sessions",
+        "reread_blocks",
+        "served_reads",
+        "slow_sinks",
+        "unsent_messages",
+    ),
+)
+STORE_TEXTS = {
+    **{name: COUNTER_TEXTS[name] for name in _AS_WORKERS},
+    "dropped_blocks": "Blocks of workers that were not taken, by reason",
+    "fallbacks": "Slower ways taken, by reason",
+    "leases_ended": "Ends of leases that workers pull under, by reason",
+    "prefetched_blocks": "Blocks read into memory before their prompt came",
+    "prefix_offers": "Answers to requests for a cached prefix: held, or not_held",
+    "pulled_blocks": "Blocks pulled from workers",
+    "pulled_bytes": "Bytes pulled from workers",
+    "pulls_done": "Complete pulls of the store",
+    "pulls_failed": "Pulls of the store that failed, by reason",
+    "taken_blocks": "Blocks taken from workers",
+    "transfer_seconds": "Time in which blocks were on their way to the store",
+}
+TIER_TEXTS = {  # counted in a lower tier itself
+    "abandoned": "Operations that did not end before the store's end",
+    "blocks_got": "Blocks read from objects",
+    "blocks_put": "Blocks written to objects",
+    "errors": "Operations that failed, by reason",
+    "fallbacks": "Slower ways of reading and writing, by reason",
+    "growth_errors": "Attempts to take more space that failed, by reason",
+    "offs": "Times that the tier stepped back after faults",
+    "read_bytes": "Bytes read",
+    "reads": "Blocks read",
+    "recovered": "Blocks found at the start",
+    "segments_deleted": "Objects deleted",
+    "segments_put": "Objects written",
+    "skipped": "Blocks that a start found and did not believe, by reason",
+    "write_bytes": "Bytes written",
+    "writes": "Blocks written",
+}
+_OBJECT_BYTES = "object_bytes"  # reported among the counts, but it may fall
+_TIER_GAUGES = {  # by the name in a load report: name here, text
+    "store_blocks": ("blocks", "Blocks that can be found in the tier"),
+    "load_fixed_s": (
+        "load_fixed_seconds",
+        "Recent time from the first load of a burst to its first block",
+    ),
+    "load_block_s": ("load_block_seconds", "Recent time of each block of a burst"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCount:
+    """A count of a store: its name behind `baton_store_`, and its labels."""
+
+    name: str
+    text: str
+    medium: str | None = None
+    reason: str | None = None
+
+
+def read_count(key: str) -> StoreCount:
+    """Reads the key of a count in a store's report, known or not."""
+    name, _, reason = key.partition(":")
+    if name in OF_TIERS:
+        medium, _, why = reason.partition("_")
+        has_reason = name.startswith(("failed_", "dropped_"))
+        return StoreCount(name, OF_TIERS[name], medium, why if has_reason else None)
+    medium, _, rest = name.partition("_")
+    if medium in LOWER_MEDIA and rest:
+        text = TIER_TEXTS.get(rest, "Counted by the tier")
+        return StoreCount(f"tier_{metric_name(rest)}", text, medium, reason)
+    text = STORE_TEXTS.get(name, "Counted by the store")
+    return StoreCount(metric_name(name), text, None, reason or None)
+
+
+def store_loads(port: RouterStatus) -> list[tuple[str, LoadReport]]:
+    """Returns the last load report of each store that sent one."""
+    return [
+        (str(name), status.load)
+        for name, status in port.workers().items()
+        if status.role is Role.STORE and status.load is not None
+    ]
+
+
+def store_families(port: RouterStatus) -> Iterator[Metric]:
+    """Slots of memory, leases, counts and gauges of all stores. Nothing without a store."""
+    loads = store_loads(port)
+    if not loads:
+        return
+    slots = GaugeMetricFamily(
+        "baton_store_slots", "Slots of the store's memory by state", labels=["store", "state"]
+    )
+    leases = GaugeMetricFamily(
+        "baton_store_open_leases", "Leases that workers may pull under", labels=["store"]
+    )
+    for store, load in loads:
+        for state in BLOCK_STATES:
+            slots.add_metric([store, state], getattr(load, f"{state}_blocks"))
+        leases.add_metric([store], load.open_leases)
+    yield from (slots, leases)
+    yield from _counts(loads)
+    yield from _gauges(loads)
+
+
+def _counts(loads: list[tuple[str, LoadReport]]) -> Iterator[Metric]:
+    found: dict[str, list[tuple[str, StoreCount, float]]] = {}
+    for store, load in loads:
+        for key, value in load.counters.items():
+            if key != _OBJECT_BYTES:
+                count = read_count(key)
+                found.setdefault(count.name, []).append((store, count, value))
+    for name, counts in sorted(found.items()):
+        has_medium = any(count.medium is not None for _, count, _ in counts)
+        has_reason = any(count.reason for _, count, _ in counts)
+        labels = ["store", *(["medium"] if has_medium else []), *(["reason"] if has_reason else [])]
+        family = CounterMetricFamily(f"baton_store_{name}", counts[0][1].text, labels=labels)
+        for store, count, value in counts:
+            of_tier = [count.medium or ""] if has_medium else []
+            why = [count.reason or ""] if has_reason else []
+            family.add_metric([store, *of_tier, *why], value)
+        yield family
+
+
+def _gauges(loads: list[tuple[str, LoadReport]]) -> Iterator[Metric]:
+    for key, (name, text) in _TIER_GAUGES.items():
+        yield _by_medium(f"baton_store_{name}", text, key, loads)
+    objects = GaugeMetricFamily(
+        "baton_store_object_bytes", "Bytes of all objects of the store's model", labels=["store"]
+    )
+    for store, load in loads:
+        if _OBJECT_BYTES in load.counters:
+            objects.add_metric([store], load.counters[_OBJECT_BYTES])
+    yield objects
+    names = {name for _, load in loads for name in load.gauges if ":" not in name}
+    for name in sorted(names):
+        text = GAUGE_TEXTS.get(name, "Measured by the worker").replace("worker", "store")
+        gauge = GaugeMetricFamily(f"baton_store_{metric_name(name)}", text, labels=["store"])
+        for store, load in loads:
+            if name in load.gauges:
+                gauge.add_metric([store], load.gauges[name])
+        yield gauge
+
+
+def _by_medium(name: str, text: str, key: str, loads: list[tuple[str, LoadReport]]) -> Metric:
+    gauge = GaugeMetricFamily(name, text, labels=["store", "medium"])
+    for store, load in loads:
+        for medium, value in _of(load.gauges, key).items():
+            gauge.add_metric([store, medium], value)
+    return gauge
+
+
+def _of(gauges: Mapping[str, float], name: str) -> dict[str, float]:
+    """Returns the gauges of that name by medium."""
+    prefix = f"{name}:"
+    return {
+        key.removeprefix(prefix): value for key, value in gauges.items() if key.startswith(prefix)
+    }
