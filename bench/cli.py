@@ -21,6 +21,7 @@ baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
 baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
 baton bench eviction --trace conversation_trace.jsonl --json eviction.json
+baton bench tiers --trace conversation_trace.jsonl --json tiers.json
 baton bench report --write
 """
 
@@ -48,6 +49,7 @@ from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
 from bench.store.cli import store
+from bench.tiers.cli import tiers
 from bench.validation.cli import validation
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -72,6 +74,7 @@ app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)
 app.command()(eviction)
+app.command()(tiers)
 app.command()(report)
 
 

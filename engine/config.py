@@ -532,8 +532,8 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_gib: float = 64.0  # of blocks on disk
     objects: str | None = None  # a URL as fsspec takes it: s3://bucket/folder; None: no objects
     objects_gib: float = 1024.0  # of objects
-    # A file with the secret that keys hashes of blocks, made if missing. None: in `disk`, or else a
-    # new secret at each start, so that no later deployment finds these blocks.
+    # A file with the secret that keys hashes of blocks, made if missing. Later deployments find
+    # blocks with it alone. None: `salts` in `disk`, or else a new secret at each start.
     salts: str | None = None
     eviction: StoreEviction = StoreEviction.WORTH  # the choice of blocks that leave a full tier
     writes: StoreWrites = StoreWrites.THROUGH  # when blocks go from memory to disk and objects

@@ -57,6 +57,9 @@ BatonError
 ├── NotMovable                a benchmark: this machine lacks a way to move KV
 ├── WrongBytes                a benchmark: moved KV differs from its source
 ├── TransferError             a benchmark: a pull of KV failed
+├── DiskNotMeasured           a benchmark: the disk could not be measured
+├── PrefixElsewhere           a benchmark: a prefix did not come from where it should
+├── StoreNotReady             a benchmark: a store did not take in what it should
 ├── StreamsApart              a benchmark: its streams never decoded all at once
 ├── NotUndisturbed            a fault test: its run without faults is not clean
 ├── FaultFailed               a fault test: a fault could not be injected or undone

@@ -18,6 +18,7 @@ from bench.planner.plan import PlanInput, plan_of
 from bench.planner.pricing import GPUS, ModelOptions, Platform, Speculation, check_profile
 from bench.planner.report import config_of, figures_of, print_plan, title_of
 from bench.planner.search import Depth
+from bench.planner.stores import DISK_GIB_HOUR_USD, MEMORY_GIB_HOUR_USD, StorePrices
 from bench.simulator.hardware import PROFILES, hardware_named
 from engine.config import WeightFormat
 from engine.errors import ConfigError
@@ -83,20 +84,34 @@ def plan_command(  # noqa: PLR0913 (one parameter for each option is how typer d
         int, typer.Option(min=40, help="Least number of simulated requests.")
     ] = 600,
     savings: Annotated[bool, typer.Option(help="Show what each option saves.")] = True,
+    pause: Annotated[
+        float, typer.Option(help="Mean seconds between the turns of a conversation.")
+    ] = 30.0,
+    stores: Annotated[
+        bool, typer.Option(help="Try stores of KV, if prompts share prefixes; by simulation only.")
+    ] = True,
+    memory_gib_hour_usd: Annotated[
+        float, typer.Option(help="Price of a store's memory.")
+    ] = MEMORY_GIB_HOUR_USD,
+    disk_gib_hour_usd: Annotated[
+        float, typer.Option(help="Price of a store's disk.")
+    ] = DISK_GIB_HOUR_USD,
     seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Plan how many GPUs a load needs, in which pools, at what cost, and what options save."""
     with printed_errors():
+        prices = StorePrices(memory_gib_hour_usd, disk_gib_hour_usd)
         shape, platform = _machine(model, hardware_, gpu_hour_usd)
         ask = PlanInput(
             model=shape,
             platform=platform,
             options=_options(weights, kv_dtype, accepted, drafted, draft_cost),
-            load=ExpectedLoad(rps, input_, output, prefix_hit, spread),
+            load=ExpectedLoad(rps, input_, output, prefix_hit, spread, pause),
             slo=SloBounds.from_ms(slo_ttft, slo_tpot),
             max_gpus=max_gpus,
             depth=Depth(requests, seed) if simulated else None,
+            store_prices=prices if stores else None,
         )
         plan = plan_of(ask, steps=savings)
         report = report_here(

@@ -42,6 +42,7 @@ class ExpectedLoad:
     output_tokens: float
     prefix_hit: float = 0.0
     spread: float = 0.5
+    pause_s: float = 30.0  # between the turns of a conversation, on average
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_per_s < math.inf:
@@ -50,6 +51,8 @@ class ExpectedLoad:
             raise ConfigError("--input and --output must be at least 1")
         if not 0 <= self.prefix_hit < 1:
             raise ConfigError(f"--prefix-hit must be from 0 to below 1, not {self.prefix_hit:g}")
+        if not 0 < self.pause_s < math.inf:
+            raise ConfigError(f"--pause must be above 0, not {self.pause_s:g}")
         if not 0 <= self.spread <= 2:
             raise ConfigError(f"--spread must be from 0 to 2, not {self.spread:g}")
 

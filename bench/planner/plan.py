@@ -2,7 +2,8 @@
 
 A formula decides the number of GPUs of a worker. Candidates hold the model and the longest request,
 and one request alone meets both bounds. The candidate with the fewest GPUs in all is taken. The
-number of workers is then found by simulation, unless that is turned off.
+number of workers is then found by simulation, unless that is turned off. The best plan is simulated
+again with stores of KV, if prompts share prefixes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from bench.planner.pricing import (
     worker_of,
 )
 from bench.planner.search import Depth, Search, Simulated, cells_of
+from bench.planner.stores import StoreOffer, StorePrices, at_cell, offers
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat
@@ -31,7 +33,7 @@ class CannotPlan(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """The request for a plan. Without `depth` nothing is simulated."""
+    """The request for a plan. Without `depth` nothing is simulated; nor stores without prices."""
 
     model: DenseModel
     platform: Platform
@@ -40,6 +42,7 @@ class PlanInput:
     slo: SloBounds
     max_gpus: int
     depth: Depth | None
+    store_prices: StorePrices | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,12 @@ class CapacityPlan:
     disaggregated: SizedPools | CannotPlan
     colocated: SizedPools | CannotPlan
     steps: tuple[SavingStep, ...]
+    stores: tuple[StoreOffer, ...] = ()
+
+    @property
+    def can_serve(self) -> bool:
+        """True if there is a way at all."""
+        return any(isinstance(one, SizedPools) for one in (self.disaggregated, self.colocated))
 
     @property
     def best(self) -> SizedPools:
@@ -108,12 +117,28 @@ def plan_of(ask: PlanInput, *, steps: bool = True) -> CapacityPlan:
                 f"{ask.model.name} takes {ask.model.max_positions:,} tokens, not {longest:,.0f}"
             )
     sizes = _Sizes()
-    return CapacityPlan(
+    plan = CapacityPlan(
         ask,
         sizes.of(ask, apart=True),
         sizes.of(ask, apart=False),
         tuple(_steps(ask, sizes)) if steps else (),
     )
+    return replace(plan, stores=_with_stores(plan))
+
+
+def _with_stores(plan: CapacityPlan) -> tuple[StoreOffer, ...]:
+    """Returns the best plan with stores of several sizes; nothing if they cannot help."""
+    ask = plan.ask
+    if ask.store_prices is None or ask.depth is None or not ask.load.prefix_hit:
+        return ()
+    if not plan.can_serve:
+        return ()
+    best = plan.best
+    assert best.simulated is not None
+    search = Search(ask.load, best.worker, ask.slo, cells=best.simulated.cells, seed=ask.depth.seed)
+    start = at_cell(best.estimate, best.simulated)
+    usd = ask.platform.usd_per_gpu_hour
+    return offers(search, start, best.worker, ask.store_prices, usd=usd)
 
 
 # ---------------------------------------------------------------- one size

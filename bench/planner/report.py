@@ -1,6 +1,7 @@
 """A plan as a report and as text. Formulas and simulations never share a column."""
 
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 from rich import box
 from rich.console import Console
@@ -10,6 +11,8 @@ from rich.text import Text
 from bench.common.report import Figure, Scalar
 from bench.planner.plan import CannotPlan, CapacityPlan, PlanInput, SizedPools
 from bench.planner.search import NEEDED, Simulated
+from bench.planner.stores import cheapest, mib_text, take_bytes_per_s
+from bench.planner.workload import num_conversations
 from bench.simulator.cluster import SimulatedPools
 
 ASSUMPTIONS = (
@@ -34,6 +37,7 @@ def config_of(ask: PlanInput) -> dict[str, Scalar]:
         "output_tokens": ask.load.output_tokens,
         "prefix_hit": ask.load.prefix_hit,
         "spread": ask.load.spread,
+        "pause_s": ask.load.pause_s,
         "slo_ttft_s": ask.slo.ttft_s,
         "slo_tpot_s": ask.slo.tpot_s,
         "weights": str(ask.options.weights),
@@ -44,7 +48,13 @@ def config_of(ask: PlanInput) -> dict[str, Scalar]:
         "max_gpus": ask.max_gpus,
         "usd_per_gpu_hour": ask.platform.usd_per_gpu_hour,
         "simulated_requests": ask.depth.num_requests if ask.depth else 0,
+        **_price_config(ask),
     }
+
+
+def _price_config(ask: PlanInput) -> dict[str, Scalar]:
+    prices = ask.store_prices
+    return {} if prices is None else asdict(prices)
 
 
 def figures_of(plan: CapacityPlan) -> dict[str, Figure]:
@@ -68,7 +78,21 @@ def figures_of(plan: CapacityPlan) -> dict[str, Figure]:
             figures[f"{name}/gpus"] = Figure(step.outcome.gpus, "")
             cost = step.outcome.usd_per_million_tokens
             figures[f"{name}/cost_per_million_tokens"] = Figure(cost, "USD")
-    return figures
+    return figures | dict(_store_figures(plan))
+
+
+def _store_figures(plan: CapacityPlan) -> Iterator[tuple[str, Figure]]:
+    for offer in plan.stores:
+        if offer.simulated is not None:
+            name = f"stores/{offer.label.replace(' ', '_')}"
+            yield f"{name}/gpus", Figure(offer.gpus, "")
+            yield f"{name}/stores", Figure(offer.num_stores, "")
+            yield f"{name}/prefix_hits", Figure(offer.simulated.prefix_hits, "share")
+            yield f"{name}/cost_per_million_tokens", Figure(offer.usd_per_million_tokens, "USD")
+    cheap = cheapest(plan.stores)
+    if cheap is not None:
+        saved = 1 - cheap.usd_per_million_tokens / plan.best.usd_per_million_tokens
+        yield "stores/saved", Figure(saved, "share")
 
 
 def _figures(sized: SizedPools) -> Iterator[tuple[str, Figure]]:
@@ -112,13 +136,16 @@ def _ways(plan: CapacityPlan) -> tuple[tuple[str, SizedPools | CannotPlan], ...]
 
 
 def print_plan(console: Console, plan: CapacityPlan) -> None:
-    """Prints memory, both ways of serving, the savings of options, and the assumptions."""
+    """Prints memory, both ways of serving, savings of options and stores, and the assumptions."""
     best = plan.best
     for line in _memory_lines(plan.ask, best):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_ways_table(plan))
     if plan.steps:
         console.print(_steps_table(plan))
+    if plan.stores:
+        console.print(_stores_table(plan))
+        console.print(_verdict(plan), highlight=False, soft_wrap=True)
     for line in _notes(plan):
         console.print(Text(line, style="dim"), soft_wrap=True)
 
@@ -240,6 +267,54 @@ def _steps_table(plan: CapacityPlan) -> Table:
     return table
 
 
+def _stores_table(plan: CapacityPlan) -> Table:
+    """Costs without stores and with those of each size; a size that misses the bounds says so."""
+    best = plan.best
+    assert best.simulated is not None
+    table = Table("a store on each node, simulated", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for header in ("stores", "GPUs", "workers", "prefix\nhits", "USD\nan hour", "USD a\nmillion"):
+        table.add_column(header, justify="right")
+    table.add_row(
+        "none",
+        "0",
+        str(best.gpus),
+        _pools(best.simulated.total),
+        f"{best.simulated.prefix_hits:.0%}",
+        f"{best.gpus * plan.ask.platform.usd_per_gpu_hour:.2f}",
+        f"{best.usd_per_million_tokens:.3f}",
+    )
+    for offer in plan.stores:
+        if offer.simulated is None:
+            table.add_row(offer.label, "misses a bound")
+            continue
+        table.add_row(
+            offer.label,
+            str(offer.num_stores),
+            str(offer.gpus),
+            _pools(offer.simulated.total),
+            f"{offer.simulated.prefix_hits:.0%}",
+            f"{offer.usd_per_hour:.2f}",
+            f"{offer.usd_per_million_tokens:.3f}",
+        )
+    return table
+
+
+def _verdict(plan: CapacityPlan) -> str:
+    """Says whether a store lowers the cost, and by how much."""
+    best, cheap = plan.best, cheapest(plan.stores)
+    if cheap is None:
+        return "stores: no tried size meets the bounds"
+    saved = 1 - cheap.usd_per_million_tokens / best.usd_per_million_tokens
+    if saved <= 0:
+        return f"stores: none lowers the cost; the cheapest, {cheap.label}, costs {-saved:.1%} more"
+    taken = mib_text(take_bytes_per_s(plan.ask.load, best.worker, cheap.num_stores))
+    return (
+        f"stores: {cheap.label} on each of {cheap.num_stores} nodes saves {saved:.1%}: "
+        f"{cheap.gpus} GPUs, not {best.gpus}; each store has to take {taken} "
+        "(store.take_mib_per_s)"
+    )
+
+
 def _notes(plan: CapacityPlan) -> Iterator[str]:
     ask = plan.ask
     for name, sized in _ways(plan):
@@ -251,8 +326,30 @@ def _notes(plan: CapacityPlan) -> Iterator[str]:
     yield f"prices: {ask.platform.source}; {ask.platform.usd_per_gpu_hour:g} USD a GPU and hour"
     if ask.depth is not None and plan.best.simulated is not None:
         yield _simulation_note(ask, plan.best.simulated)
+    if plan.stores:
+        yield from _store_notes(plan)
     for assumption in ASSUMPTIONS:
         yield f"assumed: {assumption}"
+
+
+def _store_notes(plan: CapacityPlan) -> Iterator[str]:
+    ask, simulated = plan.ask, plan.best.simulated
+    assert simulated is not None
+    prices = ask.store_prices
+    assert prices is not None
+    yield (
+        f"stores: {prices.memory_gib_hour_usd:g} USD a GiB of memory and hour, "
+        f"{prices.disk_gib_hour_usd:g} USD a GiB of disk and hour; sizes are those of one store"
+    )
+    cells = simulated.cells
+    rate_per_s = ask.load.rate_per_s / cells.number
+    cell = replace(ask.load, rate_per_s=rate_per_s)
+    pause_s = num_conversations(cell, cells.num_requests) / rate_per_s
+    if pause_s < 0.9 * ask.load.pause_s:
+        yield (
+            f"stores: {cells.num_requests} requests hold turns {pause_s:.0f} s apart, not "
+            f"{ask.load.pause_s:g} s; with more --requests a store may be worth more"
+        )
 
 
 def _simulation_note(ask: PlanInput, simulated: Simulated) -> str:

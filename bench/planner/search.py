@@ -15,6 +15,7 @@ towards too many workers. A cell keeps at least three workers of each pool by th
 up to four times as many requests are simulated.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from bench.simulator.cluster import (
     simulate,
 )
 from bench.simulator.results import latencies_of, meets
+from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
 from router.native.machine import native_machine
@@ -109,7 +111,8 @@ class Search:
         self, load: ExpectedLoad, worker: PlannedWorker, slo: SloBounds, *, cells: Cells, seed: int
     ) -> None:
         self.load = replace(load, rate_per_s=load.rate_per_s / cells.number)
-        self._cells = cells
+        self.cells = cells
+        self._stores: SimulatedStores | None = None
         self._worker = worker
         self._slo = slo
         self._seed = seed
@@ -120,6 +123,12 @@ class Search:
             rng=Random(f"{seed}/workload"),
         )
         self._seen: dict[SimulatedPools, Simulated] = {}
+
+    def with_stores(self, stores: SimulatedStores) -> "Search":
+        """Returns a search of the same load with stores of KV."""
+        other = copy.copy(self)
+        other._stores, other._seen = stores, {}
+        return other
 
     def smallest(self, start: PoolEstimate, *, max_workers: int) -> Simulated | None:
         """Returns the smallest passing size; None if a cell needs more than `max_workers`."""
@@ -149,10 +158,13 @@ class Search:
                 slo_tpot_s=self._slo.tpot_s,
             )
             setup = SimulationSetup(
-                self._worker.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS
+                self._worker.hardware,
+                pools,
+                max_answer_tokens=MAX_ANSWER_TOKENS,
+                stores=self._stores,
             )
             run = simulate(self._trace, setup, native_machine(router))
-            self._seen[pools] = _judged(run, self._slo, self._cells)
+            self._seen[pools] = _judged(run, self._slo, self.cells)
         return self._seen[pools]
 
 

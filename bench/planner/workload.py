@@ -14,7 +14,6 @@ from random import Random
 from bench.planner.load import LONGEST, ExpectedLoad
 from bench.simulator.traces import Trace, TraceRequest
 
-PAUSE_S = 30.0  # between the turns of a conversation, on average
 COLD_SHARE = 8  # one request in so many is the first of its conversation
 
 
@@ -22,7 +21,7 @@ def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: R
     """Returns a trace of `num_requests` requests."""
     inputs = _lengths(load.input_tokens, load.spread, num_requests, rng)
     outputs = _lengths(load.output_tokens, load.spread, num_requests, rng)
-    num_chains = max(1, min(round(PAUSE_S * load.rate_per_s), num_requests // COLD_SHARE))
+    num_chains = num_conversations(load, num_requests)
     chains: list[tuple[int, ...]] = [()] * num_chains
     fresh = count()
     at_s, num_tokens, num_hits = 0.0, 0, 0
@@ -39,6 +38,11 @@ def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: R
         chains[chain] = max(chains[chain], ids[: input_len // block_tokens], key=len)
         requests.append(TraceRequest(at_s, input_len, output_len, ids))
     return Trace("made up", block_tokens, tuple(requests))
+
+
+def num_conversations(load: ExpectedLoad, num_requests: int) -> int:
+    """Returns the conversations of a trace. Few requests hold few, whose turns follow sooner."""
+    return max(1, min(round(load.pause_s * load.rate_per_s), num_requests // COLD_SHARE))
 
 
 def _lengths(mean: float, spread: float, num: int, rng: Random) -> list[int]:

@@ -56,7 +56,7 @@ class Stores:
     def __init__(self, *, is_on: bool, restarts: Restarts, history: PoolHistory) -> None:
         """`restarts` and `history` are shared with other services."""
         self.by_name: dict[str, PoolStore] = {}
-        self.nodes: Sequence[str] = ()
+        self.nodes: Sequence[str] | None = None  # None: not seen yet
         self._is_on = is_on
         self._restarts = restarts
         self._history = history
@@ -77,13 +77,14 @@ class Stores:
 
     def reconcile(self, versions: Iterable[Version], now_s: float) -> Iterator[PoolEffect]:
         """Starts stores that are missing, and stops those that are not wanted."""
-        if not self._is_on:
+        nodes = self.nodes
+        if not self._is_on or nodes is None:
             return
         named = {version.name: version for version in versions if not version.is_over}
         wanted = {
             store_name(name, node): (version, node)
             for name, version in named.items()
-            for node in self.nodes
+            for node in nodes
         }
         for name, (version, node) in wanted.items():
             if name not in self.by_name:

@@ -16,8 +16,10 @@ from deploy.pools.effects import (
     Publish,
     SetWorkerRole,
     StartGateway,
+    StartStore,
     StartWorker,
     StopGateway,
+    StopStore,
     StopWorker,
 )
 from deploy.pools.events import (
@@ -30,8 +32,12 @@ from deploy.pools.events import (
     GatewayStarted,
     GatewayStopped,
     LoadSeen,
+    NodesSeen,
     PoolTick,
     RoleSeen,
+    StoreFailed,
+    StoreStarted,
+    StoreStopped,
     WorkerStarted,
     WorkerStartFailed,
     WorkerStopped,
@@ -89,8 +95,12 @@ class PoolWorld:
         num_spares: int = 0,
         others: Mapping[str, Pools] = NONE_BESIDE,
         idle_s: Mapping[str, float] = NONE_BESIDE,
+        nodes: tuple[str, ...] = (),
     ) -> None:
-        """`others` are models beside the main one, with their pools. `idle_s` is of these."""
+        """`others` are models beside the main one, with their pools. `idle_s` is of these.
+
+        With `nodes`, each of them has a store for each version.
+        """
         self.now_s = 0.0
         limits = PoolLimits(
             max_workers,
@@ -98,6 +108,7 @@ class PoolWorld:
             idle_s=idle_s,
             drain_timeout_s=20,
             gateways_share_socket=len(gateways) > 1,
+            has_stores=bool(nodes),
         )
         main = Version(worker=config, pools=pools)
         intent = Intent((main, *(model_version(name, own) for name, own in others.items())))
@@ -126,6 +137,11 @@ class PoolWorld:
         self.started: list[tuple[float, str]] = []
         self.stopped_gateways: list[tuple[float, str]] = []
         self.told: list[str] = []
+        self.stores: dict[str, str] = {}  # those that run, with their versions
+        self.retired: list[str] = []  # stores whose blocks were removed
+        self.failing_stores: set[str] = set()
+        if nodes:
+            self.feed(NodesSeen(nodes))
 
     # -------------------------------------------------------- time
 
@@ -203,6 +219,17 @@ class PoolWorld:
             case StopGateway(name):
                 self.stopped_gateways.append((self.now_s, name))
                 self.later(GatewayStopped(name))
+            case StartStore(name, version):
+                assert name not in self.stores
+                if name in self.failing_stores:
+                    self.later(StoreFailed(name, "no memory"), 0.1)
+                    return
+                self.stores[name] = version.name
+                self.later(StoreStarted(name, f"{name}:1"), 0.3)
+            case StopStore(name, is_over):
+                del self.stores[name]
+                self.retired += [name] if is_over else []
+                self.later(StoreStopped(name))
             case HistoryStep() as step:
                 self.told.append(str(step))
             case Publish(members):

@@ -1,0 +1,1 @@
+"""Simulates a trace with and without stores of KV, of several sizes."""
