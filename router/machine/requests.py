@@ -96,8 +96,8 @@ class Timeline(msgspec.Struct, frozen=True):
     which blocks were on their way to the decode worker. `kv_exposed_s` is its part after the last
     block was computed. The rest was hidden behind prefill.
 
-    `prefix_pull_s` is the part of `prefill_queue_s` in which the prompt's prefix was pulled; None if
-    none was. The decision says from which worker or store, and from which medium.
+    `prefix_pull_s` is the part of `prefill_queue_s` in which the prompt's prefix was pulled. It is
+    None if none was. The decision says from which worker or store, and from which medium.
 
     `move_pull_s` is the longest time for which the answer stood still while KV was on its way to
     another decode worker; None if it never moved. `moves` counts the moves, and `moved_why` is the
