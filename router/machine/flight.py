@@ -127,6 +127,7 @@ class Flight:
     num_accepted_tokens: int = 0
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
+    prefix_pull_s: float | None = None
     move_pull_s: float | None = None
     workers: tuple[str, str] = ("", "")
     decision: Decision | None = None  # of the latest placement
@@ -273,6 +274,7 @@ def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Time
         first_step_s=first_step_s,
         kv_transfer_s=flight.kv_transfer_s,
         kv_exposed_s=flight.kv_exposed_s,
+        prefix_pull_s=flight.prefix_pull_s,
         move_pull_s=flight.move_pull_s,
         num_cached_tokens=flight.num_cached_tokens,
         num_drafted_tokens=flight.num_drafted_tokens,

@@ -129,6 +129,7 @@ class Progress:
         if not flight.tokens:
             flight.stamps.prefill_started_s = now_s
             flight.num_cached_tokens = message.num_cached_tokens
+            flight.prefix_pull_s = message.pull_s if message.num_pulled_blocks else None
         attempt.started_s, attempt.num_cached_tokens = now_s, message.num_cached_tokens
         if attempt.holder is not None:
             self._note_pulled_prefix(attempt, attempt.holder, message, now_s)

@@ -96,6 +96,9 @@ class Timeline(msgspec.Struct, frozen=True):
     which blocks were on their way to the decode worker. `kv_exposed_s` is its part after the last
     block was computed. The rest was hidden behind prefill.
 
+    `prefix_pull_s` is the part of `prefill_queue_s` in which the prompt's prefix was pulled. It is
+    None if none was. The decision says from which worker or store, and from which medium.
+
     `move_pull_s` is the longest time for which the answer stood still while KV was on its way to
     another decode worker; None if it never moved. `moves` counts the moves, and `moved_why` is the
     reason of the last one.
@@ -115,6 +118,7 @@ class Timeline(msgspec.Struct, frozen=True):
     first_step_s: float | None = None  # first decode step to the second token
     kv_transfer_s: float | None = None
     kv_exposed_s: float | None = None
+    prefix_pull_s: float | None = None
     move_pull_s: float | None = None
     num_cached_tokens: int = 0
     num_drafted_tokens: int = 0

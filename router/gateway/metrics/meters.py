@@ -76,6 +76,7 @@ OUTCOME_NAMES: dict[type[Outcome], str] = {
 _MEASURES = (
     "kv_transfer_s",
     "kv_exposed_s",
+    "prefix_pull_s",
     "move_pull_s",
 )  # beside the stages: they overlap with them
 _STAGES = tuple(
@@ -102,6 +103,12 @@ class GatewayMetrics:
         )
         self.kv_exposed = self._histogram(
             "kv_exposed", "Part of the KV transfer that prefill did not hide", STAGE_BUCKETS_S
+        )
+        self.prefix_pull = self._histogram(
+            "prefix_pull",
+            "Pulls of prompts' prefixes, from workers and from each medium of stores",
+            STAGE_BUCKETS_S,
+            labels=("medium",),
         )
         self.stages = self._histogram(
             "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
@@ -395,6 +402,9 @@ class ChoiceMeter:
                 self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
             if timeline.kv_exposed_s is not None:
                 self._metrics.kv_exposed.observe(timeline.kv_exposed_s)
+            if timeline.prefix_pull_s is not None and timeline.decision is not None:
+                medium = timeline.decision.pulled_medium or "worker"
+                self._metrics.prefix_pull.observe(timeline.prefix_pull_s, (medium,))
         tpot_s = None
         if isinstance(outcome, Finished) and self._first_s is not None and self._num_tokens > 1:
             tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)

@@ -40,6 +40,11 @@ def stage_spans(timeline: Timeline, received_s: float, end_s: float) -> list[Sta
             "baton.queue_s": timeline.prefill_queue_s,
             "baton.cached_tokens": timeline.num_cached_tokens,
         }
+        decision = timeline.decision
+        if timeline.prefix_pull_s is not None and decision is not None:
+            attributes["baton.prefix_pull_s"] = timeline.prefix_pull_s
+            attributes["baton.prefix_from"] = decision.pulled_from or ""
+            attributes["baton.prefix_medium"] = decision.pulled_medium or "worker"
         spans.append(StageSpan("prefill", placed_s, first_s, attributes))
     ready_s = first_s + (timeline.kv_wait_s or 0.0)
     if timeline.kv_transfer_s is not None:

@@ -1,9 +1,11 @@
 """Spans of a choice, from its timeline."""
 
 import pytest
+from msgspec.structs import replace
 
 from router.gateway.tracing.stages import stage_spans
 from router.machine.requests import Timeline
+from router.policies.base import Decision
 
 WHOLE = Timeline(
     route_s=1.0,
@@ -39,6 +41,16 @@ def test_spans_name_their_workers():
     assert found["prefill"]["baton.worker"] == "worker-0"
     assert found["pull"]["baton.source"] == "worker-0"
     assert found["decode"]["baton.worker"] == "worker-1"
+
+
+def test_the_pull_of_a_prefix_names_where_it_came_from():
+    decision = Decision("slo", "", "worker-0", "worker-1", 1, pulled_from="store-v1")
+    decision = replace(decision, pulled_medium="disk")
+    pulled = replace(WHOLE, prefix_pull_s=0.25, decision=decision)
+    prefill = stage_spans(pulled, 100.0, 120.0)[2]
+    assert prefill.attributes["baton.prefix_pull_s"] == 0.25
+    assert prefill.attributes["baton.prefix_from"] == "store-v1"
+    assert prefill.attributes["baton.prefix_medium"] == "disk"
 
 
 def test_a_request_that_was_never_placed_has_no_worker():
