@@ -124,7 +124,7 @@ class StorePlan:
         """The streams of `itl`, and the prompts beside them, whose blocks the store takes."""
         return InterferencePlan(
             self.shape,
-            streams=InterferenceRequests(at_once=4, input_len=64, output_len=160),
+            streams=InterferenceRequests(at_once=4, input_len=64, output_len=480),
             load=InterferenceRequests(at_once=1, input_len=512, output_len=1),
             num_repeats=self.num_repeats,
             seed=self.seed,

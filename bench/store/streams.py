@@ -86,6 +86,9 @@ async def _measure(
                 say(f"streams, repetition {repeat + 1} of {plan.num_repeats}: store {setting}")
                 client = clients[setting is StreamSetting.ON]
                 found = await _run(asked, client, vocab, name=f"{setting}/{repeat}")
+                begun_s, ended_s = found.window_s
+                if begun_s >= ended_s:
+                    raise StreamsApart(f"{setting}: the streams did not run at the same time")
                 runs.append(StreamGaps(setting, tuple(found.gaps_s)))
         after = await clients[True].samples()
     taken, written = (after.get(n, 0.0) - before.get(n, 0.0) for n in (TAKEN, WRITTEN))
@@ -104,7 +107,7 @@ async def _run(
     )
     some = [*islice(streams, plan.streams.at_once)]
     answers, others = await run_beside(client.send, some, load, num_loaders=plan.load.at_once)
-    run = InterferenceRun(
+    return InterferenceRun(
         PoolSetting.DISAGGREGATED,
         streams=answers,
         prompts=tuple(other for other in others if isinstance(other, Answer)),
@@ -112,7 +115,3 @@ async def _run(
         gateway_cpu_s=0.0,
         client_cpu_s=0.0,
     )
-    begun_s, ended_s = run.window_s
-    if begun_s >= ended_s:
-        raise StreamsApart(f"{name}: the streams did not run at the same time")
-    return run
