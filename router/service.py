@@ -292,7 +292,11 @@ class Router:
 
     def store_block_size(self) -> int | None:
         """The tokens of a block in stores; None if no store is connected. Thread-safe."""
-        return self._layouts[Role.STORE].block_size if self._stores else None
+        for worker_id in tuple(self._stores):
+            store = self.machine.view.workers.get(worker_id)
+            if store is not None:
+                return store.info.layout.block_size
+        return None
 
     def tell_stores(self, hint: StoreHint) -> None:
         """Passes on what a client says to each store that is connected."""

@@ -35,11 +35,12 @@ from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import figures_of
 from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace
-from engine.config import RouterConfig, StoreConfig
+from engine.config import RouterConfig
 from router.native.machine import native_machine
 
 KEPT = ("prefix/hits", "ttft/mean", "ttft/p99", "utilisation/prefill")
 OF_STORES = ("store/hits/", "store/taken", "store/loads/", "store/evicted/", "store/dropped")
+SLOW_BYTES_PER_S = 512 * 2**20  # taken from workers, by a store that is held back
 SMALLER = 10  # the memory of `small_memory` is that many times smaller
 
 
@@ -66,13 +67,12 @@ class TiersPlan:
             take_bytes_per_s=self.take_bytes_per_s,
         )
         disk = replace(memory, disk_blocks=int(self.disk_tokens // tokens))
-        default = StoreConfig().take_mib_per_s * 2**20
         return {
             "none": None,
             "memory": memory,
             "disk": disk,
             "small_memory": replace(disk, memory_blocks=memory.memory_blocks // SMALLER),
-            "slow_intake": replace(disk, take_bytes_per_s=default),
+            "slow_intake": replace(disk, take_bytes_per_s=SLOW_BYTES_PER_S),
         }
 
 

@@ -13,6 +13,7 @@ published. So a slot's header is cleared before anything writes to the slot.
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -293,7 +294,10 @@ class StoreHost:
         memory = self._shelf(slab.num_slots, slab.recover())
         shelves = {Medium.HOST: memory}
         self._open_objects(run, shelves, identity, block_bytes)
-        pace = IntakePace(bytes_per_s=config.take_mib_per_s * 2**20, copies=max(config.copies, 1))
+        rate = config.take_mib_per_s
+        pace = IntakePace(
+            bytes_per_s=math.inf if rate is None else rate * 2**20, copies=max(config.copies, 1)
+        )
         terms = StoreTerms(
             name=f"{own.name}.{incarnation}",
             block_size=info.layout.block_size,

@@ -78,7 +78,13 @@ class Holdings:
         return slots
 
     def put(self, slot: BlockId, block: BlockHash, parent: BlockHash | None, now_s: float) -> bool:
-        """Notes that a slot of memory holds a block. Returns False if it was there already."""
+        """Notes that a slot of memory holds a block. Returns False if it was there already.
+
+        A block that is being loaded is on its way to another slot, for which leases wait.
+        """
+        if block in self.loads:
+            self.memory.give_back(slot)
+            return False
         is_new = self.memory.put(slot, block, parent, now_s)
         if is_new:
             self._news.append(Stored(block, parent, (), Medium.HOST))

@@ -15,6 +15,7 @@ Blocks that enough other stores hold are not taken: copies of a hot prefix sprea
 cache it, and the store of their node takes it from them.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class IntakePace:
 
     batch_blocks: int = 64  # of one pull
     settle_s: float = 0.25  # new blocks wait so long for others to be pulled with
-    bytes_per_s: float = 512 * 2**20
+    bytes_per_s: float = math.inf
     duty: float = 0.25  # share of the time in which blocks may be on their way
     yield_s: float = 1.0  # longest wait for sinks that pull from here
     copies: int = 2  # stores in all that shall hold a block; more do not take it

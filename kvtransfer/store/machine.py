@@ -255,7 +255,7 @@ class StoreMachine:
         """Forgets all blocks. Slots that sinks read are free when their leases end."""
         for down in self._downs:
             down.drop_all()
-        effects: list[StoreEffect] = []
+        effects = self.offers.revoke_incomplete()
         for medium, shelf in self.holdings.shelves.items():
             blocks: Sequence[BlockHash] = [block for block, _ in shelf.links()]
             for block in blocks:

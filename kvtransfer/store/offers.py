@@ -179,6 +179,11 @@ class StoreOffers:
                 effects += self._revoke(lease_id, lease)
         return effects
 
+    def revoke_incomplete(self) -> list[StoreEffect]:
+        """Ends the leases that still grow: what they wait for is dropped."""
+        growing = [(i, each) for i, each in self.leases.items() if each.num_ready < len(each.slots)]
+        return [effect for each in growing for effect in self._revoke(*each)]
+
     def cancel(self, lease_id: LeaseId) -> list[StoreEffect]:
         """Ends a lease that its gateway does not need."""
         lease = self.leases.get(lease_id)
@@ -203,6 +208,9 @@ class StoreOffers:
             assert len(set(lease.slots)) == len(lease.slots)
             for slot in lease.slots[: lease.num_ready]:
                 assert slot not in loading
+            for number in range(lease.num_ready, len(lease.slots)):  # else it would wait for ever
+                will_be = lease.slots[number] in loading or self._is_ready(lease, number)
+                assert will_be or lease.is_revoked
 
     def _grow(self, lease_id: LeaseId, lease: StoreLease) -> list[StoreEffect]:
         if lease.is_revoked:

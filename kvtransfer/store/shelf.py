@@ -32,7 +32,7 @@ class Shelf:
         self._num_touched = 0  # slots that were in use before: the first ones
         self._writing: set[BlockId] = set()
         self._leased: Counter[BlockId] = Counter()
-        self._copied: set[BlockId] = set()
+        self._copied: Counter[BlockId] = Counter()
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -134,22 +134,19 @@ class Shelf:
     def end_lease(self, slots: Iterable[BlockId]) -> None:
         """Ends a lease."""
         for slot in slots:
-            self._leased[slot] -= 1
-            assert self._leased[slot] >= 0, f"slot {slot} is let go more often than it was held"
-            if not self._leased[slot]:
-                del self._leased[slot]
-                self._settle(slot)
+            self._let_go(self._leased, slot)
 
     def begin_copy(self, slot: BlockId) -> None:
-        """Keeps a cached block in its slot until `end_copy`: it is read for another tier."""
+        """Keeps a cached block in its slot until `end_copy`: it is read for another tier.
+
+        Several tiers may copy it at once.
+        """
         assert slot in self._blocks
-        assert slot not in self._copied
-        self._copied.add(slot)
+        self._copied[slot] += 1
 
     def end_copy(self, slot: BlockId) -> None:
         """Ends a copy."""
-        self._copied.remove(slot)
-        self._settle(slot)
+        self._let_go(self._copied, slot)
 
     # ------------------------------------------------------------ questions
 
@@ -173,13 +170,13 @@ class Shelf:
         assert all(self._blocks[slot] == block for block, slot in self._slots.items())
         free = set(self._free)
         assert len(free) == len(self._free)
-        held = self._writing | set(self._blocks) | set(self._leased) | self._copied
+        held = self._writing | set(self._blocks) | set(self._leased) | set(self._copied)
         assert not free & held
         assert len(free) + len(held) == self._num_touched <= self.num_slots
         assert max(free | held, default=-1) < self._num_touched
         assert not self._writing & set(self._blocks)
-        assert not self._writing & self._copied
-        assert min(self._leased.values(), default=1) > 0
+        assert not self._writing & set(self._copied)
+        assert min((*self._leased.values(), *self._copied.values()), default=1) > 0
 
     def _may_go(self, block: BlockHash) -> bool:
         slot = self._slots[block]
@@ -189,6 +186,13 @@ class Shelf:
         slot = self._slots.pop(block)
         del self._blocks[slot], self._parents[block]
         self._settle(slot)
+
+    def _let_go(self, holders: Counter[BlockId], slot: BlockId) -> None:
+        holders[slot] -= 1
+        assert holders[slot] >= 0, f"slot {slot} is let go more often than it was held"
+        if not holders[slot]:
+            del holders[slot]
+            self._settle(slot)
 
     def _settle(self, slot: BlockId) -> None:
         """Frees a slot if it has no content and no holder."""

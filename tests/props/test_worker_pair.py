@@ -19,6 +19,7 @@ from decode.scheduler import DecodeScheduler
 from engine.config import Speculate
 from engine.messages import Grammar, GrammarKind, Limits, Role, Sampling, WorkerId
 from engine.worker.blocks import BlockPool
+from engine.worker.events import PullDone
 from engine.worker.sequence import Sequence as EngineSequence
 from prefill.prompts import WaitingPrompts
 from prefill.scheduler import PrefillScheduler
@@ -302,9 +303,9 @@ def _forget_the_aborted_prefix(self, seq_id):
     return effects
 
 
-def _count_all_as_pulled(self, seq_id, failed):
+def _count_all_as_pulled(self, ended):
     """Takes a failed prefix pull for done."""
-    return _end_pull(self, seq_id, None)
+    return _end_pull(self, PullDone(ended.seq_id, "shm"))
 
 
 def _lease_no_idle_block(self, blocks):

@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from deploy.local.run_dir import announced, run_directory
+from tests.kits.services.served import Served, matching, metrics, poll_until, serve
 from tests.kits.tree import documents
 from tests.kits.tree.documents import SHELLS, Block
 
@@ -50,9 +52,20 @@ def titles(blocks: list[Block]) -> list[str]:
     return [f"{block.document}:{number}" for number, block in enumerate(blocks)]
 
 
+@pytest.fixture(scope="module")
+def with_store() -> Iterator[Served]:
+    """A deployment with a store, which has joined."""
+    with serve("--launcher", "process", BATON_STORE__MEMORY_MIB="16") as running:
+        slots = r"baton_store_slots\{"
+        poll_until(lambda: bool(matching(slots, metrics(running.url))), "the store joins", 20)
+        yield running
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("block", CURLS, ids=titles(CURLS))
-def test_curl_examples_get_answers(served, block):
+def test_curl_examples_get_answers(request, block):
+    needs_store = "/v1/pins" in block.text
+    served = request.getfixturevalue("with_store" if needs_store else "served")
     script = WRITTEN.sub(served.url, block.text).replace("curl ", "curl --fail --silent ")
     assert said(["bash", "-euo", "pipefail", "-c", script])
 

@@ -170,7 +170,8 @@ def test_killed_worker_changes_no_token(victim):
 def test_the_last_decode_worker_dies_and_the_client_gets_a_clear_error():
     async def run() -> None:
         async with router(running, RouterConfig(queue_timeout_s=1.0)) as r:
-            req = request("r", [7] * 40, max_tokens=200, sampling=Sampling(seed=1))
+            # Long, so that it still runs when the kill has come on a busy machine.
+            req = request("r", [7] * 40, max_tokens=1000, sampling=Sampling(seed=1))
             killed: list[int] = []
 
             def kill_once(num_tokens: int) -> None:

@@ -41,6 +41,7 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.store.events import (
+    LOWER,
     AskPeer,
     BlockLoaded,
     BlockWritten,
@@ -86,8 +87,11 @@ class StoreRig:
         self.now_s = 0.0
         self.memory: dict[int, BlockHash] = {}  # what slots really hold
         self.table: dict[BlockHash, int] = {}  # what a new process would believe
-        self.disk: dict[int, BlockHash] = {}
-        self.headers: dict[int, tuple[BlockHash, BlockHash | None]] = {}  # of places on disk
+        # What places of lower tiers really hold, and what a new process would believe.
+        self.disks: dict[Medium, dict[int, BlockHash]] = {medium: {} for medium in LOWER}
+        self.headers: dict[Medium, dict[int, tuple[BlockHash, BlockHash | None]]] = {
+            medium: {} for medium in LOWER
+        }
         self.parents: dict[BlockHash, BlockHash | None] = {}
         self.held: dict[WorkerId, dict[BlockHash, None]] = {WorkerId(f"w{i}"): {} for i in (0, 1)}
         self.prompts: list[list[int]] = []
@@ -107,19 +111,19 @@ class StoreRig:
         self.offered: dict[SeqId, list[BlockHash]] = {}
         self.loads: list[LoadBlock] = []
         self.writes: list[WriteBlock] = []
-        self.is_off = False
         shelves = {
             Medium.HOST: Shelf(self.num_slots, self.new_policy(self.num_slots)),
-            Medium.DISK: Shelf(self.num_places, self.new_policy(self.num_places)),
+            **{m: Shelf(self.num_places, self.new_policy(self.num_places)) for m in LOWER},
         }
         for block, slot in self.table.items():
             assert self.memory[slot] == block, "a header names what is not there"
         shelves[Medium.HOST].put_all(self.table, {b: self.parents[b] for b in self.table})
-        found = {block: (place, parent) for place, (block, parent) in self.headers.items()}
-        shelves[Medium.DISK].put_all(
-            {block: place for block, (place, _) in found.items()},
-            {block: parent for block, (_, parent) in found.items()},
-        )
+        for medium, headers in self.headers.items():
+            found = {block: (place, parent) for place, (block, parent) in headers.items()}
+            shelves[medium].put_all(
+                {block: place for block, (place, _) in found.items()},
+                {block: parent for block, (_, parent) in found.items()},
+            )
         terms = StoreTerms(
             f"store.{self.num_lives}",
             BLOCK_SIZE,
@@ -196,16 +200,17 @@ class StoreRig:
                 self.begin_writing(slots)
                 self.pulls[seq_id] = lease, blocks, slots
             case LoadBlock():
-                assert self.machine.holdings.shelves[Medium.DISK].find(effect.block) is not None
+                shelf = self.machine.holdings.shelves[effect.medium]
+                assert shelf.find(effect.block) == effect.place
                 self.begin_writing([effect.slot])
                 self.loads.append(effect)
             case WriteBlock():
                 assert self.memory[effect.slot] == effect.block
-                self.headers.pop(effect.place, None)
-                self.disk[effect.place] = TORN
+                self.headers[effect.medium].pop(effect.place, None)
+                self.disks[effect.medium][effect.place] = TORN
                 self.writes.append(effect)
-            case EraseBlock():
-                self.headers.pop(effect.place, None)
+            case EraseBlock(medium, _, place):
+                self.headers[medium].pop(place, None)
             case AbortPull():
                 raise AssertionError("the store gives no pull up")
             case _:
@@ -331,7 +336,7 @@ class StoreRig:
         load = self.loads.pop(self.rng.randrange(len(self.loads)))
         fault = None if self.rng.random() < 0.8 else self.rng.choice(("damaged", "EIO"))
         if fault is None:
-            assert self.disk[load.place] == load.block
+            assert self.disks[load.medium][load.place] == load.block
             self.memory[load.slot] = load.block
         self.do(BlockLoaded(load.medium, load.block, load.slot, fault))
 
@@ -342,8 +347,8 @@ class StoreRig:
         write = self.writes.pop(self.rng.randrange(len(self.writes)))
         fault = None if self.rng.random() < 0.8 else "EIO"
         if fault is None:
-            self.disk[write.place] = write.block
-            self.headers[write.place] = write.block, write.parent
+            self.disks[write.medium][write.place] = write.block
+            self.headers[write.medium][write.place] = write.block, write.parent
         self.do(BlockWritten(write.medium, write.block, fault))
 
     def end_lease(self) -> None:
@@ -364,8 +369,8 @@ class StoreRig:
 
     def turn(self) -> None:
         """The disk steps back, or works again."""
-        self.is_off = not self.is_off and self.rng.random() < 0.5
-        self.do(TierTurned(Medium.DISK, "EIO" if self.is_off else None))
+        medium = self.rng.choice(LOWER)
+        self.do(TierTurned(medium, "EIO" if self.rng.random() < 0.3 else None))
 
     def wait(self) -> None:
         """Time passes."""
@@ -410,5 +415,6 @@ class StoreRig:
                 end()
         counts = self.machine.holdings.memory.counts()
         assert (counts.owned, counts.leased, counts.in_flight) == (0, 0, 0)
-        disk = self.machine.holdings.shelves[Medium.DISK].counts()
-        assert (disk.owned, disk.leased, disk.in_flight) == (0, 0, 0)
+        for medium in LOWER:
+            counts = self.machine.holdings.shelves[medium].counts()
+            assert (counts.owned, counts.leased, counts.in_flight) == (0, 0, 0)
