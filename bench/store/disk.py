@@ -1,8 +1,9 @@
 """Measures loads from disk through `DiskTier` beside `fio`, on the same file, in turn.
 
 Both read each slot of one slab once, in random order, with the same number of requests under way,
-past the page cache. So both read the same bytes at the same places of the disk. `DiskTier` also verifies each block's checksum and copies
-it to its row; fio throws away what it read. Nothing is left in the directory.
+past the page cache. So both read the same bytes at the same places of the disk. `DiskTier` also
+verifies each block's checksum and copies it to its row; fio throws away what it read. Nothing is
+left in the directory.
 """
 
 import json
