@@ -60,6 +60,7 @@ BatonError
 ├── DiskNotMeasured           a benchmark: the disk could not be measured
 ├── PrefixElsewhere           a benchmark: a prefix did not come from where it should
 ├── StoreNotReady             a benchmark: a store did not take in what it should
+├── StoreUnseen               a fault test: a store's state cannot be seen
 ├── StreamsApart              a benchmark: its streams never decoded all at once
 ├── NotUndisturbed            a fault test: its run without faults is not clean
 ├── FaultFailed               a fault test: a fault could not be injected or undone
