@@ -1,8 +1,9 @@
-"""Measures loads from disk through `DiskTier` beside `fio`, on the same directory, in turn.
+"""Measures loads from disk through `DiskTier` beside `fio`, on the same file, in turn.
 
-Both read the same amount in blocks of the same size at random places, with the same number of
-requests under way, past the page cache. `DiskTier` also verifies each block's checksum and copies
-it to its row; fio throws away what it read. Nothing is left in the directory.
+Both read each slot of one slab once, in random order, with the same number of requests under way,
+past the page cache. So both read the same bytes at the same places of the disk. `DiskTier` also
+verifies each block's checksum and copies it to its row; fio throws away what it read. Nothing is
+left in the directory.
 """
 
 import json
@@ -22,6 +23,7 @@ from bench.common.progress import Say, say_nothing
 from bench.store.plan import DISK_DEPTH, DISK_TOTAL_BYTES, StorePlan
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
+from kvtransfer.store.disk.format import ALIGNMENT, HEADER_BYTES
 from kvtransfer.store.disk.measuring import RecoveryTime, measure_recovery
 from kvtransfer.store.disk.tier import DiskRead, DiskTier, DiskTuning, DiskWrite
 
@@ -30,6 +32,7 @@ NUM_ROWS = 2 * DISK_DEPTH  # of memory, that blocks are read into
 WAIT_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
 FIO_TIMEOUT_S = 120.0
+SLAB = "slab-00000"
 FIO_ENGINES = ("io_uring", "libaio", "psync")  # the first one that works here counts
 
 
@@ -55,8 +58,8 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
         TemporaryDirectory(prefix="baton-store-", dir=plan.disk) as folder,
         _filled(Path(folder) / "tier", block_bytes) as tier,
     ):
-        target = Path(folder) / "fio"
-        engine = None if fio is None else _prepared(fio, target, block_bytes)
+        slab = Path(folder) / "tier" / SLAB
+        engine = None if fio is None else _engine_of(fio, slab, block_bytes)
         rates: list[float] = []
         theirs: list[float] = []
         for repeat in range(plan.num_repeats):
@@ -66,7 +69,7 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
                 if turn == 0:
                     rates.append(_loaded(tier, block_bytes, Random(f"{plan.seed}/{repeat}")))
                 elif fio is not None and engine is not None:
-                    theirs.append(_fio_rate(fio, engine, target, block_bytes))
+                    theirs.append(_fio_rate(fio, engine, slab, block_bytes))
         fallbacks = ", ".join(n for n in tier.counters if n.startswith("fallbacks"))
     if fio is None:
         return DiskRates(tuple(rates), None, "fio is not installed")
@@ -89,7 +92,7 @@ def _filled(directory: Path, block_bytes: int) -> Iterator[DiskTier]:
         directory,
         identity=IDENTITY,
         block_bytes=block_bytes,
-        max_bytes=2 * DISK_TOTAL_BYTES,
+        max_bytes=num_blocks * (_stride(block_bytes) + HEADER_BYTES),  # one slab, all full
         tuning=DiskTuning(depth=DISK_DEPTH),
     )
     clock = MonotonicClock()
@@ -133,36 +136,36 @@ def _carry_out(tier: DiskTier, requests: list[DiskRead] | list[DiskWrite]) -> No
             num_ended += 1
 
 
+def _stride(block_bytes: int) -> int:
+    """Bytes from one slot to the next."""
+    return -(-block_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def _hash_of(slot: int) -> bytes:
     return slot.to_bytes(16, "little")
 
 
-def _prepared(fio: str, target: Path, block_bytes: int) -> str | None:
-    """Writes fio's file; returns the first engine that can read it, or None."""
-    num_bytes = DISK_TOTAL_BYTES // block_bytes * block_bytes
-    with target.open("wb") as file:
-        for _ in range(num_bytes // block_bytes):
-            file.write(Random(0).randbytes(block_bytes))
-        file.flush()
+def _engine_of(fio: str, slab: Path, block_bytes: int) -> str | None:
+    """Returns the first engine with which fio can read here, or None."""
     for engine in FIO_ENGINES:
         try:
-            _fio_rate(fio, engine, target, block_bytes)
+            _fio_rate(fio, engine, slab, block_bytes)
         except DiskNotMeasured:
             continue
         return engine
     return None
 
 
-def _fio_rate(fio: str, engine: str, target: Path, block_bytes: int) -> float:
-    """Reads the file once; returns bytes per second. Raises DiskNotMeasured."""
+def _fio_rate(fio: str, engine: str, slab: Path, block_bytes: int) -> float:
+    """Reads each slot once; returns bytes per second. Raises DiskNotMeasured."""
     command = [
-        *(fio, "--name=read", f"--filename={target}", "--rw=randread", "--direct=1"),
-        *(f"--bs={block_bytes}", f"--iodepth={DISK_DEPTH}", f"--ioengine={engine}"),
+        *(fio, "--name=read", f"--filename={slab}", "--rw=randread", "--direct=1"),
+        *(f"--bs={_stride(block_bytes)}", f"--iodepth={DISK_DEPTH}", f"--ioengine={engine}"),
         *("--output-format=json", "--readonly"),
     ]
     try:
         ran = subprocess.run(
-            command, capture_output=True, timeout=FIO_TIMEOUT_S, check=True, cwd=target.parent
+            command, capture_output=True, timeout=FIO_TIMEOUT_S, check=True, cwd=slab.parent.parent
         )
         job = json.loads(ran.stdout)["jobs"][0]
         if job["error"]:

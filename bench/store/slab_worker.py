@@ -55,8 +55,8 @@ class SlabSource:
         self._clock = MonotonicClock()
         self._ended: list[Event | BaseException] = []  # appended to by the transfer thread
         self._num_offers = 0
-        self._memory = SharedMemory.make(pool_bytes)
-        self.pool = SharedPool(pool_bytes // block_bytes, block_bytes, self._memory)
+        memory = SharedMemory.make(pool_bytes)
+        self.pool = SharedPool(pool_bytes // block_bytes, block_bytes, memory)
         self._endpoint = TransferEndpoint(
             EndpointConfig(
                 worker_id=WorkerId(name),
@@ -107,7 +107,6 @@ class SlabSource:
         """Stops the endpoint and frees the memory."""
         self._endpoint.close()
         self.pool.close()
-        self._memory.close()
 
     def _take_ends(self) -> None:
         while self._ended:
