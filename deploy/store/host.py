@@ -32,7 +32,7 @@ from deploy.worker.process_facts import cpu_s, process_gauges
 from engine.clock import Clock
 from engine.config import StoreConfig, StoreEviction, Transport
 from engine.control import Members, PrefixUse, StoreReport, TierReport
-from engine.errors import BatonError
+from engine.errors import BatonError, ConfigError
 from engine.messages import (
     PROTOCOL_VERSION,
     BlocksOffered,
@@ -273,6 +273,8 @@ class StoreHost:
         slab = StoreSlab(
             self._place.slab, self._place.table, identity=identity, block_bytes=block_bytes
         )
+        if not slab.num_slots:
+            raise ConfigError(f"store.memory_mib holds no block of {block_bytes} bytes")
         incarnation = Incarnation(secrets.token_hex(8))
         endpoint = TransferEndpoint(
             EndpointConfig(
