@@ -31,6 +31,7 @@ IDENTITY = bytes(16)
 NUM_ROWS = 2 * DISK_DEPTH  # of memory, that blocks are read into
 WAIT_S = 10.0
 CLOSE_TIMEOUT_S = 10.0
+MOST_RECOVERIES = 3  # each writes a table of 250 bytes a block before
 FIO_TIMEOUT_S = 120.0
 SLAB = "slab-00000"
 FIO_ENGINES = ("io_uring", "libaio", "psync")  # the first one that works here counts
@@ -78,10 +79,13 @@ def measure(plan: StorePlan, say: Say = say_nothing) -> DiskRates:
     return DiskRates(tuple(rates), tuple(theirs), facts=f"fio {engine}; {fallbacks or 'io_uring'}")
 
 
-def recovery(plan: StorePlan) -> RecoveryTime:
-    """Times a start with many blocks on disk. Raises BatonError, OSError."""
-    with TemporaryDirectory(prefix="baton-store-", dir=plan.disk) as folder:
-        return measure_recovery(Path(folder) / "tier", plan.num_recovered, seed=plan.seed)
+def recovery(plan: StorePlan, folder: Path, say: Say = say_nothing) -> tuple[RecoveryTime, ...]:
+    """Times starts with many blocks on disk, in `folder`. Raises BatonError, OSError."""
+    found = []
+    for repeat in range(min(plan.num_repeats, MOST_RECOVERIES)):
+        say(f"a start with {plan.num_recovered:,} blocks on disk, {repeat + 1}")
+        found.append(measure_recovery(folder / "tier", plan.num_recovered, seed=plan.seed + repeat))
+    return tuple(found)
 
 
 @contextmanager

@@ -14,6 +14,8 @@
 | itl_p99/SETTING             | ms    | gaps of streams: store off, on, and off again              |
 | itl_p99_ratio/on            |       | on over off, of the same repetition                        |
 | itl_p99_ratio/again         |       | off over off: the noise                                    |
+| taken_blocks                |       | by the store, of all runs with it                          |
+| store_cpu                   | %     | of one core, that the store took meanwhile                 |
 | recovery                    | s     | until a store knows all blocks on disk                     |
 | hit_share/SETTING           | share | prompt tokens that were cached or pulled; with, without    |
 | turn_ttft/SETTING/p50, /p99 | ms    | of all turns                                               |
@@ -64,7 +66,7 @@ class StoreMeasured:
     pulls: Mapping[TimeKey, tuple[float, ...]] | None = None
     disk: DiskRates | None = None
     streams: StreamsMeasured | None = None
-    recovery: RecoveryTime | None = None
+    recovery: tuple[RecoveryTime, ...] = ()
     turns: TurnsMeasured | None = None
     peer: PeerRestart | None = None
     background: tuple[float, ...] = ()  # share of the CPU that others used, by part
@@ -82,9 +84,9 @@ def results(plan: StorePlan, measured: StoreMeasured) -> tuple[Result, ...]:
         found += disk_results(measured.disk)
     if measured.streams is not None:
         found += stream_results(measured.streams)
-    if measured.recovery is not None:
-        seconds = measured.recovery.open_s + measured.recovery.dict_s
-        found += [result_of("recovery", [seconds], "s")]
+    if measured.recovery:
+        seconds = [each.open_s + each.dict_s for each in measured.recovery]
+        found += [result_of("recovery", seconds, "s")]
     if measured.turns is not None:
         found += turn_results("without", measured.turns.without)
         found += turn_results("with", measured.turns.with_store)
@@ -167,7 +169,10 @@ def stream_results(measured: StreamsMeasured) -> list[Result]:
     for setting in (StreamSetting.ON, StreamSetting.AGAIN):
         ratios = _ratios(p99_ms[setting], p99_ms[StreamSetting.OFF])
         found.append(result_of(f"itl_p99_ratio/{setting}", ratios, ""))
-    found.append(result_of("taken_blocks", [measured.taken_blocks], ""))
+    found += [
+        result_of("taken_blocks", [measured.taken_blocks], ""),
+        result_of("store_cpu", [100 * measured.store_cpu], "%"),
+    ]
     return found
 
 

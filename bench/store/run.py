@@ -19,7 +19,7 @@ PARTS: dict[StorePart, tuple[str, Callable[[StorePlan, Path, Say], Any]]] = {
     StorePart.MEMORY: ("pulls", lambda plan, _, say: slab.measure(plan, say)),
     StorePart.DISK: ("disk", lambda plan, _, say: disk.measure(plan, say)),
     StorePart.ITL: ("streams", streams.measure),
-    StorePart.RECOVERY: ("recovery", lambda plan, _, say: disk.recovery(plan)),
+    StorePart.RECOVERY: ("recovery", disk.recovery),
     StorePart.TURNS: ("turns", lambda plan, _, say: turns.measure(plan, say)),
 }
 

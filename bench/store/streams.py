@@ -22,9 +22,11 @@ from bench.interference.run import WARM_UP_TOKENS, StreamsApart, linked_checkpoi
 from bench.processes.serving import ServedDeployment
 from bench.store.clients import StoreClient, StoreNotReady, served_with_store, store_client
 from bench.store.plan import SERVED, StorePlan, StreamSetting, order_of_streams
+from engine.clock import MonotonicClock
 
 TAKEN = "taken_blocks_total"
 WRITTEN = "tier_writes_total:disk"
+CPU = "cpu_seconds_total"
 LEAST_WRITTEN = 32  # blocks of all runs with a store, or it had nothing to do
 
 
@@ -43,6 +45,7 @@ class StreamsMeasured:
     runs: tuple[StreamGaps, ...]
     taken_blocks: float
     written_blocks: float
+    store_cpu: float = 0.0  # of one core, while streams ran beside the store
 
 
 def measure(plan: StorePlan, folder: Path, say: Say = say_nothing) -> StreamsMeasured:
@@ -80,21 +83,26 @@ async def _measure(
         for is_on, client in clients.items():
             await _run(brief, client, vocab, name=f"warm-up/{is_on}")
         before = await clients[True].samples()
+        clock, with_store_s = MonotonicClock(), 0.0
         runs = []
         for repeat in range(plan.num_repeats):
             for setting in order_of_streams(plan, repeat):
                 say(f"streams, repetition {repeat + 1} of {plan.num_repeats}: store {setting}")
                 client = clients[setting is StreamSetting.ON]
+                sent_s = clock.now_s()
                 found = await _run(asked, client, vocab, name=f"{setting}/{repeat}")
+                if setting is StreamSetting.ON:
+                    with_store_s += clock.now_s() - sent_s
                 begun_s, ended_s = found.window_s
                 if begun_s >= ended_s:
                     raise StreamsApart(f"{setting}: the streams did not run at the same time")
                 runs.append(StreamGaps(setting, tuple(found.gaps_s)))
         after = await clients[True].samples()
-    taken, written = (after.get(n, 0.0) - before.get(n, 0.0) for n in (TAKEN, WRITTEN))
+    counted = (after.get(n, 0.0) - before.get(n, 0.0) for n in (TAKEN, WRITTEN, CPU))
+    taken, written, cpu_s = counted
     if min(taken, written) < LEAST_WRITTEN:
         raise StoreNotReady(f"the store took {taken:g} blocks and wrote {written:g} under load")
-    return StreamsMeasured(tuple(runs), taken, written)
+    return StreamsMeasured(tuple(runs), taken, written, cpu_s / with_store_s)
 
 
 async def _run(

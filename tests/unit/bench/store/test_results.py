@@ -64,7 +64,7 @@ MEASURED = StoreMeasured(
         taken_blocks=64,
         written_blocks=64,
     ),
-    recovery=RecoveryTime(1_000_000, 0.5, 0.25),
+    recovery=(RecoveryTime(1_000_000, 0.5, 0.25),),
     turns=TurnsMeasured(turns(10, 2.0), turns(70, 1.0)),
 )
 
