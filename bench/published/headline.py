@@ -23,5 +23,11 @@ HEADLINES: tuple[Headline, ...] = (
     Headline("KV over ZeroMQ, encrypted, blocks of 1 MiB", "kv", "zmq/1MiB", "mooncake"),
     Headline("placements at 1,000 workers", "router", "decisions/1000", "dict_bitmask"),
     Headline("tokens per CPU second of the gateway", "gateway", "gateway/tok_per_cpu_s", "fastapi"),
+    Headline(
+        "first token of 2,048 tokens after all workers died, store against none",
+        "store",
+        "ttft_gain/memory",
+    ),
+    Headline("the same after everything was stopped, from disk", "store", "ttft_gain/disk"),
     Headline("goodput of planned pools over the best fixed split, simulated", "elastic", "ratio"),
 )
