@@ -25,7 +25,6 @@ from engine.worker.events import (
     RevokeLease,
     StartPull,
 )
-from kvtransfer.store.eviction.hints import SessionHint
 from kvtransfer.store.eviction.seam import Link
 
 
@@ -109,13 +108,6 @@ class TierListed:
 
 
 @dataclass(frozen=True, slots=True)
-class Hinted:
-    """A gateway passes on what a client says about a session."""
-
-    hint: SessionHint
-
-
-@dataclass(frozen=True, slots=True)
 class DropAll:
     """An operator wants all blocks gone."""
 
@@ -139,7 +131,6 @@ StoreEvent = (
     | BlockWritten
     | TierTurned
     | TierListed
-    | Hinted
     | DropAll
     | StoreTick
 )

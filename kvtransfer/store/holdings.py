@@ -38,7 +38,8 @@ class Holdings:
         """`shelves` has one for memory, and one for each lower tier in use."""
         self.shelves = dict(shelves)
         self.memory = shelves[Medium.HOST]
-        self.loads: dict[BlockHash, Load] = {}
+        self.loads: dict[BlockHash, Load] = {}  # the oldest first
+        self.num_loads: Counter[Medium] = Counter()  # of these, by medium
         self.off: dict[Medium, str] = {}  # tiers that have stepped back, and why
         self.counters: Counter[str] = Counter()
         self._news: list[CacheNews] = []
@@ -105,12 +106,14 @@ class Holdings:
         place = shelf.find(block)
         assert place is not None
         shelf.lease([place])
+        self.num_loads[medium] += 1
         self.loads[block] = Load(medium, slot, place, shelf.parent(block), now_s)
         return LoadBlock(medium, block, place, slot)
 
     def end_load(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
         """Ends a load. A block that is not there any more is forgotten."""
         load = self.loads.pop(block)
+        self.num_loads[load.medium] -= 1
         shelf = self.shelves[load.medium]
         shelf.end_lease([load.place])
         if fault is None:
@@ -187,3 +190,4 @@ class Holdings:
         for shelf in self.shelves.values():
             shelf.validate()
         assert not any(block in self.memory for block in self.loads)
+        assert +self.num_loads == Counter(load.medium for load in self.loads.values())

@@ -48,7 +48,6 @@ from kvtransfer.store.events import (
     BlockWritten,
     DropAll,
     FromPeer,
-    Hinted,
     Medium,
     PeerJoined,
     PeerLost,
@@ -138,7 +137,9 @@ class StoreMachine:
     def next_wake_s(self) -> float | None:
         """Returns when time alone may bring something to do."""
         wakes = [self.intake.next_wake_s()]
-        wakes += [load.begun_s + LOAD_TIMEOUT_S for load in self.holdings.loads.values()]
+        oldest = next(iter(self.holdings.loads.values()), None)
+        if oldest is not None:
+            wakes.append(oldest.begun_s + LOAD_TIMEOUT_S)
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
@@ -202,8 +203,6 @@ class StoreMachine:
                 self.holdings.turn(medium, fault)
             case TierListed(medium, links):
                 self.holdings.list_all(medium, links, now_s)
-            case Hinted(hint):
-                self._take_hint(hint, now_s)
             case DropAll():
                 return self._drop_all()
             case StoreTick():

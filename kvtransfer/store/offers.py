@@ -63,6 +63,7 @@ class StoreOffers:
         self._counters = counters
         self._read = read
         self.leases: dict[LeaseId, StoreLease] = {}
+        self._waiting: dict[BlockId, list[LeaseId]] = {}  # leases that wait for a slot to be loaded
         self.roots: Counter[BlockHash] = Counter()  # offers by the first block of the prompt
 
     def offer(self, gateway_id: GatewayId, message: OfferPrefix, now_s: float) -> list[StoreEffect]:
@@ -83,6 +84,9 @@ class StoreOffers:
         self._note_root(blocks[0])
         lease = StoreLease(gateway_id, tuple(blocks[: len(slots)]), tuple(slots))
         self.leases[lease_id] = lease
+        for block, slot in zip(lease.blocks, lease.slots, strict=True):
+            if block in self._holdings.loads:
+                self._waiting.setdefault(slot, []).append(lease_id)
         reference = LeaseRef(lease_id, self._address, len(slots))
         return [
             OpenLease(lease_id, len(slots)),
@@ -155,9 +159,9 @@ class StoreOffers:
     def on_loaded(self, slot: BlockId, *, is_good: bool) -> list[StoreEffect]:
         """Grows the leases that waited for a slot, or ends them."""
         waiting = [
-            (lease_id, lease)
-            for lease_id, lease in self.leases.items()
-            if slot in lease.slots[lease.num_ready :]
+            (lease_id, self.leases[lease_id])
+            for lease_id in self._waiting.pop(slot, ())
+            if lease_id in self.leases
         ]
         if is_good:
             return [effect for each in waiting for effect in self._grow(*each)]
@@ -165,18 +169,15 @@ class StoreOffers:
 
     def revoke_late(self, now_s: float) -> list[StoreEffect]:
         """Ends the leases that wait too long for a load."""
-        late = {
-            load.slot
-            for load in self._holdings.loads.values()
-            if now_s - load.begun_s >= LOAD_TIMEOUT_S
-        }
-        if not late:
-            return []
         effects: list[StoreEffect] = []
-        for lease_id, lease in self.leases.items():
-            if not late.isdisjoint(lease.slots[lease.num_ready :]) and not lease.is_revoked:
-                self._counters["fallbacks:load_too_slow"] += 1
-                effects += self._revoke(lease_id, lease)
+        for load in self._holdings.loads.values():  # the oldest first
+            if now_s - load.begun_s < LOAD_TIMEOUT_S:
+                break
+            for lease_id in self._waiting.get(load.slot, ()):
+                lease = self.leases.get(lease_id)
+                if lease is not None and not lease.is_revoked:
+                    self._counters["fallbacks:load_too_slow"] += 1
+                    effects += self._revoke(lease_id, lease)
         return effects
 
     def revoke_incomplete(self) -> list[StoreEffect]:

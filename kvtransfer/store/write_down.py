@@ -94,7 +94,7 @@ class WriteDown:
 
     def _is_read(self) -> bool:
         """True while a block is read from this tier: reads come first."""
-        return any(load.medium is self.medium for load in self._holdings.loads.values())
+        return self._holdings.num_loads[self.medium] > 0
 
     def on_written(self, block: BlockHash, fault: str | None, now_s: float) -> list[EraseBlock]:
         """Ends a write."""

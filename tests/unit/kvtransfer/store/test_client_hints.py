@@ -14,7 +14,7 @@ from engine.messages import (
     WorkerId,
 )
 from engine.worker.events import FromGateway
-from kvtransfer.store.events import Hinted, Medium
+from kvtransfer.store.events import Medium
 from kvtransfer.store.eviction.hints import (
     BlocksPinned,
     BlocksUnpinned,
@@ -61,9 +61,3 @@ def test_a_gateways_message_becomes_a_hint_for_every_tier(message, hint):
     assert store.handle(FromGateway(GatewayId("g"), message), 7.0) == []
     assert [policy.heard for policy in policies] == [[(hint, 7.0)]] * 2
     store.validate()
-
-
-def test_a_hint_of_the_shell_goes_the_same_way():
-    store, policies = a_store()
-    store.handle(Hinted(SessionEnded("k", "s")), 3.0)
-    assert [policy.heard for policy in policies] == [[(SessionEnded("k", "s"), 3.0)]] * 2
