@@ -526,6 +526,7 @@ class StoreReport(msgspec.Struct, frozen=True, tag=True):
     num_starts: int  # of its process; more than 1: it ended by itself
     counters: dict[str, float]
     prefixes: list[PrefixUse]
+    is_retired: bool = False  # it has taken `RetireStore`
 
 
 ToGateway = (

@@ -390,6 +390,11 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
         """True if the worker takes `Generate`: it computes a prompt and goes on decoding."""
         return self.role is Role.MIXED or self.prefills_locally
 
+    @property
+    def pulls_unchanged(self) -> bool:
+        """True if KV that the worker pulls arrives as it was computed, not rounded on its way."""
+        return self.kv_wire_dtype in (None, self.layout.kv_format)
+
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """A worker's other answer to `Hello`."""
@@ -625,3 +630,16 @@ def decode_to_gateway(frame: bytes) -> list[ToGateway]:
         return _to_gateway.decode(frame)
     except _BAD_FRAME as error:
         raise ProtocolError(f"bad frame from a worker: {error}") from error
+
+
+def decode_welcome(frame: bytes | None) -> Welcome:
+    """Decodes the answer to a Hello; None: there was no answer. Raises ProtocolError."""
+    match decode_to_gateway(frame) if frame is not None else []:
+        case [Welcome(version=version) as info] if version == PROTOCOL_VERSION:
+            return info
+        case [Welcome(version=version)]:
+            raise ProtocolError(f"protocol version differs: {PROTOCOL_VERSION} and {version}")
+        case [Refused(reason)]:
+            raise ProtocolError(f"refused: {reason}")
+        case _:
+            raise ProtocolError("did not answer with a Welcome")

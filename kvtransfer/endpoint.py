@@ -34,6 +34,7 @@ from engine.worker.events import (
     OpenLease,
     RevokeLease,
     StartPull,
+    TransferOrder,
 )
 from kvtransfer.lease.effects import Peer
 from kvtransfer.lease.sink import SinkMachine
@@ -47,7 +48,6 @@ from kvtransfer.source_end import SourceEnd
 
 log = logging.getLogger(__name__)
 
-TransferOrder = OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
 MAX_POLL_S = 0.25
 BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders have their turn
 

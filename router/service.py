@@ -29,7 +29,6 @@ from engine.messages import (
     GatewayId,
     Hello,
     LoadReport,
-    Refused,
     RequestId,
     Role,
     StillStepping,
@@ -40,6 +39,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
     decode_to_gateway,
+    decode_welcome,
     encode_frame,
 )
 from engine.net.rpc import SessionClient
@@ -467,7 +467,7 @@ class Router:
         hello = Hello(PROTOCOL_VERSION, self.gateway_id)
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await client.send(encode_frame([hello]))
-            info = _welcome(await client.receive())
+            info = decode_welcome(await client.receive())
         self._check_identity(info)
         if info.step is not None:
             if stuck_s is not None and info.step.seconds >= stuck_s:
@@ -642,18 +642,6 @@ def _merged(first: Update, second: Update) -> Update:
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
         embedding=first.embedding + second.embedding,
     )
-
-
-def _welcome(frame: bytes | None) -> Welcome:
-    match decode_to_gateway(frame) if frame is not None else []:
-        case [Welcome(version=version) as info] if version == PROTOCOL_VERSION:
-            return info
-        case [Welcome(version=version)]:
-            raise ProtocolError(f"protocol version differs: {PROTOCOL_VERSION} and {version}")
-        case [Refused(reason)]:
-            raise ProtocolError(f"refused this gateway: {reason}")
-        case _:
-            raise ProtocolError("did not answer with a Welcome")
 
 
 def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> Iterator[RouterEvent]:

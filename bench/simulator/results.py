@@ -34,7 +34,7 @@ from bench.common.stats import Summary, summarize
 from bench.simulator.cluster import SimulatedRequest, SimulatedRun
 from bench.simulator.joining import join_figures
 from bench.simulator.traces import infinite_cache_hits
-from kvtransfer.store.events import Medium
+from engine.worker.block_events import Medium
 from router.machine.requests import Finished
 
 MOONCAKE_TTFT_S = 30.0

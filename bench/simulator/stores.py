@@ -34,36 +34,28 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from engine.worker.block_events import BlockEvent, BlockRemoved, BlockStored, stored
-from engine.worker.blocks import CacheNews, Stored
+from engine.worker.block_events import BlockEvent, Medium, events_of
 from engine.worker.events import (
-    AbortPull,
     Emit,
     Event,
     FromGateway,
-    GrowLease,
-    HoldLease,
     LeaseEnded,
-    OpenLease,
     PullDone,
     PullFailed,
-    RevokeLease,
-    StartPull,
 )
 from engine.worker.intake import ReadPrompt
 from kvtransfer.store.events import (
     AskPeer,
+    EraseAll,
     EraseBlock,
     FromPeer,
     LoadBlock,
-    Medium,
     PeerJoined,
     PeerLost,
     PeerNews,
     StoreEffect,
     StoreEvent,
     StoreTick,
-    TransferOrder,
     WriteBlock,
 )
 from kvtransfer.store.intake import IntakePace
@@ -203,7 +195,7 @@ class SimStore:
             at_s = max(self._next_report_s, self._future.now_s)
             self._future.plan(at_s, Rank.ROUTINE, self._on_report_due, None)
         if said or news:
-            frame = Frame(said, store_events(news, self._hardware.layout.block_size))
+            frame = Frame(said, events_of(news, self._hardware.layout.block_size))
             self._listener.hear(self.worker_id, frame)
         self._look_ahead()
 
@@ -213,25 +205,12 @@ class SimStore:
                 said.append(Said(message))
             case AskPeer(peer_id, message):
                 self._listener.ask(self.worker_id, peer_id, message)
-            case LoadBlock() | WriteBlock() | EraseBlock():
+            case LoadBlock() | WriteBlock():
                 self._tiers[effect.medium].begin(effect)
+            case EraseBlock() | EraseAll():
+                pass  # costs nothing
             case _:
-                self._move(effect)
-
-    def _move(self, order: TransferOrder) -> None:
-        match order:
-            case OpenLease(lease_id):
-                self._transfers.open(self, lease_id)
-            case GrowLease(lease_id, slots):
-                self._transfers.grow(lease_id, len(slots))
-            case RevokeLease(lease_id):
-                self._transfers.revoke(lease_id)
-            case HoldLease(seq_id, lease):
-                self._transfers.hold(self, seq_id, lease)
-            case StartPull(seq_id, blocks):
-                self._transfers.start(self, seq_id, tuple(index for index, _ in blocks))
-            case AbortPull(seq_id):
-                self._transfers.abort(self, seq_id)
+                self._transfers.perform(self, effect)
 
     def _look_ahead(self) -> None:
         """Wakes the machine earlier, if it asks for that."""
@@ -262,23 +241,3 @@ class SimStore:
 def store_of(seq_id: SeqId) -> WorkerId:
     """Returns the store that a worker answers: its name begins the ids of its pulls."""
     return WorkerId(seq_id.rpartition("-")[0])
-
-
-def store_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
-    """Returns the block events that a store would publish for these changes."""
-    events: list[BlockEvent] = []
-    last: BlockEvent | None = None
-    for item in news:
-        if isinstance(item, Stored):
-            follows = isinstance(last, BlockStored) and last.block_hashes[-1] == item.parent
-            if isinstance(last, BlockStored) and follows and last.medium == item.medium:
-                last.block_hashes.append(item.block_hash)
-                continue
-            last = stored([item.block_hash], item.parent, block_size=block_size, medium=item.medium)
-        elif isinstance(last, BlockRemoved) and last.medium == item.medium:
-            last.block_hashes.append(item.block_hash)
-            continue
-        else:
-            last = BlockRemoved([item.block_hash], medium=item.medium)
-        events.append(last)
-    return events

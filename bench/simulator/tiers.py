@@ -17,14 +17,8 @@ from bench.simulator.clock import Future, Rank
 from engine.config import StoreEviction, StoreWrites
 from engine.errors import ConfigError
 from engine.layout import KVLayout
-from kvtransfer.store.events import (
-    BlockLoaded,
-    BlockWritten,
-    EraseBlock,
-    LoadBlock,
-    Medium,
-    WriteBlock,
-)
+from engine.worker.block_events import Medium
+from kvtransfer.store.events import BlockLoaded, BlockWritten, LoadBlock, WriteBlock
 from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.eviction.leaf_worth import LeafWorth
@@ -148,11 +142,11 @@ class SimulatedTier:
             f"load_block_s:{self._medium}": self._read_s,
         }
 
-    def begin(self, effect: LoadBlock | WriteBlock | EraseBlock) -> None:
-        """Begins a read or a write, now or when others have ended. Erasing costs nothing."""
+    def begin(self, effect: LoadBlock | WriteBlock) -> None:
+        """Begins a read or a write, now or when others have ended."""
         if isinstance(effect, LoadBlock):
             self._loads.append(effect)
-        elif isinstance(effect, WriteBlock):
+        else:
             self._writes.append(effect)
         self._advance()
 

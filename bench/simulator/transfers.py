@@ -18,7 +18,19 @@ from typing import Protocol
 from bench.simulator.clock import Future, Rank
 from engine.layout import KVLayout
 from engine.messages import LeaseId, LeaseRef, SeqId, WorkerId
-from engine.worker.events import Event, LeaseEnded, PullDone, PullFailed
+from engine.worker.events import (
+    AbortPull,
+    Event,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+    TransferOrder,
+)
 from router.cluster.costs import PullCost
 
 TRANSPORT = "simulated"
@@ -88,6 +100,22 @@ class Transfers:
     def num_leases_of(self, source: WorkerId) -> int:
         """Returns the number of open leases of one source."""
         return self._num_open[source]
+
+    def perform(self, side: TransferSide, order: TransferOrder) -> None:
+        """Performs an order of a side's machine, as a transfer endpoint does."""
+        match order:
+            case OpenLease(lease_id):
+                self.open(side, lease_id)
+            case GrowLease(lease_id, block_ids):
+                self.grow(lease_id, len(block_ids))
+            case RevokeLease(lease_id):
+                self.revoke(lease_id)
+            case HoldLease(seq_id, lease):
+                self.hold(side, seq_id, lease)
+            case StartPull(seq_id, blocks):
+                self.start(side, seq_id, tuple(index for index, _ in blocks))
+            case AbortPull(seq_id):
+                self.abort(side, seq_id)
 
     def open(self, source: TransferSide, lease_id: LeaseId) -> None:
         """Opens a lease at a source."""

@@ -52,17 +52,11 @@ from engine.worker.block_events import BlockEvent, BlockRemoved, stored
 from engine.worker.blocks import BlockHash, BlockPool, CacheNews, Stored
 from engine.worker.core import Duties, WorkerCore
 from engine.worker.events import (
-    AbortPull,
     Effect,
     Emit,
     EmitToAll,
     Event,
     FromGateway,
-    GrowLease,
-    HoldLease,
-    OpenLease,
-    RevokeLease,
-    StartPull,
 )
 from engine.worker.intake import Intake, ReadPrompt, read_prompt
 from engine.worker.offers import PrefixOffers
@@ -405,7 +399,7 @@ class SimWorker:
                 self.role = effect.message.role
                 self._say(effect.message)
             else:
-                self._move(effect)
+                self._transfers.perform(self, effect)
 
     def _send(self) -> None:
         """Sends all messages of this turn as one frame."""
@@ -441,21 +435,6 @@ class SimWorker:
                 said.append(Said(message))
             case _:
                 said.append(Said(message))
-
-    def _move(self, effect: Effect) -> None:
-        match effect:
-            case OpenLease(lease_id):
-                self._transfers.open(self, lease_id)
-            case GrowLease(lease_id, block_ids):
-                self._transfers.grow(lease_id, len(block_ids))
-            case RevokeLease(lease_id):
-                self._transfers.revoke(lease_id)
-            case HoldLease(seq_id, lease):
-                self._transfers.hold(self, seq_id, lease)
-            case StartPull(seq_id, blocks):
-                self._transfers.start(self, seq_id, tuple(index for index, _ in blocks))
-            case AbortPull(seq_id):
-                self._transfers.abort(self, seq_id)
 
 
 def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:

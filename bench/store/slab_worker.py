@@ -31,13 +31,13 @@ from engine.messages import (
     WorkerId,
 )
 from engine.net.trust import Secret
+from engine.worker.block_events import Medium
 from engine.worker.blocks import BlockHash, BlockId
 from engine.worker.events import Emit, Event, FromGateway, LeaseEnded
 from engine.worker.intake import PromptFacts
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import SharedMemory, SharedPool
 from kvtransfer.messages import Identity
-from kvtransfer.store.events import Medium
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms

@@ -177,6 +177,7 @@ class StoreLink:
         self._members = members
         self._client: SessionClient | None = None
         self.report: StoreReport | None = None
+        self.retired = asyncio.Event()  # the store has said that it is retired
         self._reported_s = 0.0
 
     @property
@@ -216,6 +217,8 @@ class StoreLink:
         for message in decode_from_gateway(frame):
             if isinstance(message, StoreReport):
                 self.report, self._reported_s = message, self._clock.now_s()
+                if message.is_retired:
+                    self.retired.set()
 
     def lost(self, reason: str) -> None:
         """Forgets the report. The store's keeper or launcher starts it again."""

@@ -1,6 +1,7 @@
 """Starts and stops of services: each in a task, until its outcome is an event."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 
 from deploy.controller.plan import ControllerPlan
@@ -28,8 +29,10 @@ from engine.control import RetireStore
 from engine.errors import ConfigError
 from engine.messages import WorkerId
 
+log = logging.getLogger(__name__)
+
 RETRY_STOP_EVERY_S = 1.0
-RETIRE_S = 0.5  # until a store that retires has heard it
+RETIRE_TIMEOUT_S = 5.0  # for a store to say that it is retired; it reports once a second
 
 
 class PoolServices:
@@ -160,7 +163,11 @@ class PoolServices:
     async def _stop_store(self, name: str, *, is_over: bool) -> None:
         link = self._sessions.store_links.get(name)
         if is_over and link is not None and link.tell(RetireStore()):
-            await pause(RETIRE_S)
+            try:
+                async with asyncio.timeout(RETIRE_TIMEOUT_S):
+                    await link.retired.wait()
+            except TimeoutError:
+                log.warning("%s did not say that it is retired: its blocks may stay on disk", name)
         self._sessions.hang_up(name)
         await self._end(name, by_force=False)
         self.stores.pop(name, None)

@@ -5,6 +5,8 @@ So the same code runs in a plain process, in a Ray actor and in a test.
 
 import asyncio
 import gc
+import logging
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -14,6 +16,8 @@ import uvloop
 
 from deploy.services.spec import READY_TIMEOUT_S
 from engine.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -98,3 +102,9 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def die(error: BaseException) -> None:
+    """Ends the process at once. A service that lost a thread must not look alive."""
+    log.critical("a thread died: %r", error, exc_info=error)
+    os._exit(70)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
 from deploy.services.spec import WorkerReady, WorkerSpec
-from deploy.services.thread import LoopService
+from deploy.services.thread import LoopService, die
 from deploy.worker import memory
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
@@ -124,9 +124,3 @@ class WorkerService(LoopService[WorkerReady]):
     async def close(self) -> None:
         """Ends sessions and threads, and asserts the invariants of the block pool."""
         await self._host.close()
-
-
-def die(error: BaseException) -> None:
-    """Ends the process at once. A worker that lost a thread must not look alive."""
-    log.critical("worker thread died: %r", error, exc_info=error)
-    os._exit(70)

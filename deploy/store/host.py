@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -25,7 +26,7 @@ import msgspec
 from deploy.store.control import StoreControl
 from deploy.store.peers import StorePeers
 from deploy.store.slab import StoreSlab
-from deploy.store.tiers import DiskShelf, LowerTier, ObjectShelf, disk_folder
+from deploy.store.tiers import DiskShelf, LowerTier, ObjectShelf
 from deploy.worker.block_publisher import BlockPublisher
 from deploy.worker.gateway_sessions import GatewaySessions
 from deploy.worker.process_facts import cpu_s, process_gauges
@@ -49,7 +50,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.trust import Secret
-from engine.worker.block_events import BlockEvent, EventLog
+from engine.worker.block_events import BlockEvent, EventLog, Medium
 from engine.worker.blocks import BlockHash, BlockId, Stored
 from engine.worker.events import (
     Emit,
@@ -64,15 +65,15 @@ from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.memory import SharedMemory
 from kvtransfer.messages import Identity
 from kvtransfer.store.disk.format import RecoveredBlocks
-from kvtransfer.store.disk.slabs import remove_directory
+from kvtransfer.store.disk.slabs import identity_directory, remove_directory
 from kvtransfer.store.disk.tier import DiskTier
 from kvtransfer.store.events import (
     AskPeer,
     DropAll,
+    EraseAll,
     EraseBlock,
     FromPeer,
     LoadBlock,
-    Medium,
     PeerJoined,
     PeerLost,
     PeerNews,
@@ -216,7 +217,7 @@ class StoreHost:
             await tier.close()
         run.machine.validate()
         if self._is_retired and self._config.disk is not None:
-            folder = disk_folder(self._config.disk, _digest(run.info))
+            folder = identity_directory(Path(self._config.disk), _digest(run.info))
             try:
                 await asyncio.to_thread(remove_directory, folder)
             except BatonError as error:  # another version has the same blocks, or the disk is gone
@@ -236,7 +237,7 @@ class StoreHost:
         """Learns the layout from the first worker that computes prompts; compares others."""
         if self._run is None:
             is_model = info.role.prefills or info.prefills_locally
-            if is_model and _passes_unchanged(info):
+            if is_model and info.pulls_unchanged:
                 try:
                     self._start(info)
                 except (BatonError, OSError) as error:
@@ -245,7 +246,7 @@ class StoreHost:
         run = self._run
         if run is None:
             return False
-        return _kind_of(info) == _kind_of(run.info) and _passes_unchanged(info)
+        return _kind_of(info) == _kind_of(run.info) and info.pulls_unchanged
 
     def joined(self, info: Welcome) -> None:
         """Begins to follow a peer."""
@@ -352,7 +353,7 @@ class StoreHost:
         if directory is None:
             return
         max_bytes = int(self._config.disk_gib * 2**30)
-        folder, never = disk_folder(directory, identity), self._loop.create_future()
+        folder, never = identity_directory(Path(directory), identity), self._loop.create_future()
 
         def opened() -> tuple[DiskTier, Shelf]:
             tier = DiskTier(folder, identity=identity, block_bytes=block_bytes, max_bytes=max_bytes)
@@ -443,6 +444,8 @@ class StoreHost:
                     run.tiers[effect.medium].write(effect)
                 case EraseBlock():
                     run.tiers[effect.medium].erase(effect)
+                case EraseAll(medium):
+                    run.tiers[medium].erase_all()
                 case _:
                     run.endpoint.perform(effect)
         if news:
@@ -462,16 +465,13 @@ class StoreHost:
 
     def _drop_all(self) -> None:
         self._handle_now(DropAll())
-        if self._run is not None:
-            for tier in self._run.tiers.values():
-                tier.drop_all()
 
     def _retire(self) -> None:
         """Hands all space back when the store closes: its version is over."""
         log.warning("the version is over: its blocks are removed")
         self._is_retired = True
         if self._run is not None and Medium.OBJECT in self._run.tiers:
-            self._run.tiers[Medium.OBJECT].drop_all()
+            self._run.tiers[Medium.OBJECT].erase_all()
 
     # ------------------------------------------------------------ what it says of itself
 
@@ -530,6 +530,7 @@ class StoreHost:
                 num_starts=self._place.num_starts,
                 counters={},
                 prefixes=[],
+                is_retired=self._is_retired,
             )
         holdings = run.machine.holdings
         tiers = [
@@ -547,6 +548,7 @@ class StoreHost:
             num_starts=self._place.num_starts,
             counters=run.machine.counters,
             prefixes=[PrefixUse(root.hex(), number) for root, number in roots],
+            is_retired=self._is_retired,
         )
 
 
@@ -583,11 +585,6 @@ def _raw_fingerprint(info: Welcome) -> str:
     """Returns the fingerprint that workers compare: without the format on the wire."""
     wire = info.kv_wire_dtype
     return info.fingerprint if wire is None else info.fingerprint.removesuffix(f"-wire_{wire}")
-
-
-def _passes_unchanged(info: Welcome) -> bool:
-    """True if blocks arrive as they were computed. Rounded ones must not be kept as such."""
-    return info.kv_wire_dtype in (None, info.layout.kv_format)
 
 
 def _kind_of(info: Welcome) -> tuple[object, ...]:

@@ -16,8 +16,7 @@ from deploy.logs.lines import LogSource, configure_logging
 from deploy.services.reasons import explain
 from deploy.services.spec import StoreSpec
 from deploy.services.store import MAX_MESSAGE_BYTES, StoreAnswer, StoreOrder
-from deploy.services.thread import LoopService, ServiceThread, freeze_heap
-from deploy.services.worker import die
+from deploy.services.thread import LoopService, ServiceThread, die, freeze_heap
 from deploy.store.host import StoreHost, StoreIdentity, StorePlace
 from engine.clock import MonotonicClock
 from engine.errors import BatonError

@@ -21,10 +21,10 @@ from engine.messages import (
     Hello,
     LoadReport,
     OfferBlocks,
-    Refused,
     Welcome,
     WorkerId,
     decode_to_gateway,
+    decode_welcome,
     encode_frame,
 )
 from engine.net.rpc import SessionClient
@@ -134,7 +134,7 @@ class StorePeers:
     async def _run(self, client: SessionClient) -> None:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await client.send(encode_frame([Hello(PROTOCOL_VERSION, self._name)]))
-            info = _welcome(await client.receive())
+            info = decode_welcome(await client.receive())
         if not self._listener.admits(info):
             raise ProtocolError(f"the blocks of {info.worker_id} are of another kind")
         if info.events is None or info.worker_id in self._clients:
@@ -167,15 +167,3 @@ class StorePeers:
     def _take_news(self, peer_id: WorkerId, news: Apply | Unheard) -> None:
         if isinstance(news, Apply):
             self._listener.news(peer_id, news.events)
-
-
-def _welcome(frame: bytes | None) -> Welcome:
-    match decode_to_gateway(frame) if frame is not None else []:
-        case [Welcome(version=version) as info] if version == PROTOCOL_VERSION:
-            return info
-        case [Welcome(version=version)]:
-            raise ProtocolError(f"protocol version differs: {PROTOCOL_VERSION} and {version}")
-        case [Refused(reason)]:
-            raise ProtocolError(f"refused this store: {reason}")
-        case _:
-            raise ProtocolError("did not answer with a Welcome")

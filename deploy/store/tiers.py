@@ -9,10 +9,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from engine.clock import Clock
+from engine.worker.block_events import Medium
 from engine.worker.blocks import BlockHash
 from kvtransfer.memory import Blocks
 from kvtransfer.store.disk.tier import DiskDone, DiskRead, DiskTier, DiskWrite
@@ -21,12 +21,12 @@ from kvtransfer.store.events import (
     BlockWritten,
     EraseBlock,
     LoadBlock,
-    Medium,
     StoreEvent,
     TierListed,
     TierTurned,
     WriteBlock,
 )
+from kvtransfer.store.objects.manifest import SEGMENT_BLOCKS
 from kvtransfer.store.objects.segments import ObjectBlock
 from kvtransfer.store.objects.tier import ObjectTier, Payloads
 
@@ -38,7 +38,6 @@ CLOSE_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 1.0  # for a tier that has stepped back or works again
 REFRESH_EVERY_S = 300.0  # of the list of objects, which other stores write too
 SEGMENT_WAIT_S = 2.0  # for more blocks, before a segment that is not full is written
-SEGMENT_BLOCKS = 64
 
 
 class LoadPace:
@@ -95,8 +94,8 @@ class LowerTier(Protocol):
         """Counts since the start, by name or by name:reason."""
         ...
 
-    def drop_all(self) -> None:
-        """Removes all blocks, so that their space is free."""
+    def erase_all(self) -> None:
+        """Forgets all blocks."""
         ...
 
     async def close(self) -> None:
@@ -152,8 +151,9 @@ class DiskShelf:
         """Counts since the start."""
         return self._tier.counters
 
-    def drop_all(self) -> None:
-        """Does nothing: each block is erased by an effect of the machine."""
+    def erase_all(self) -> None:
+        """Forgets all blocks, once requests under way have ended."""
+        self._tier.clear()
 
     async def close(self) -> None:
         """Ends, and waits for what is under way."""
@@ -260,8 +260,8 @@ class ObjectShelf:
         """Counts since the start."""
         return {**self._tier.counters(), "bytes": self._tier.num_bytes}
 
-    def drop_all(self) -> None:
-        """Deletes all objects of this identity."""
+    def erase_all(self) -> None:
+        """Deletes all objects of this identity, of all stores."""
         self._tier.drop()
 
     async def close(self) -> None:
@@ -327,8 +327,3 @@ class ObjectShelf:
         """Says what is there: other stores write and delete too."""
         links = [(entry.block_hash, entry.parent) for entry in self._tier.hashes()]
         self._on_event(TierListed(self.medium, links))
-
-
-def disk_folder(top: str, identity: bytes) -> Path:
-    """Returns the directory of one identity's blocks."""
-    return Path(top) / identity.hex()

@@ -40,9 +40,13 @@ class Secret:
         Requests share cached prefixes if both `group`, which the operator chooses, and
         `cache_salt`, which the client may choose, are equal.
         """
-        salt = blake2b(key=self.key("salts of tenants"), digest_size=SALT_BYTES)
-        for text in (group, cache_salt):  # with lengths, so that different pairs never coincide
+        return self.digest("salts of tenants", group, cache_salt, size=SALT_BYTES)
+
+    def digest(self, purpose: str, *texts: str, size: int) -> bytes:
+        """A digest of these texts, `size` bytes long, that only holders of the secret can make."""
+        digest = blake2b(key=self.key(purpose), digest_size=size)
+        for text in texts:  # with lengths, so that different texts never coincide
             encoded = text.encode(errors="surrogatepass")
-            salt.update(len(encoded).to_bytes(8, "big"))
-            salt.update(encoded)
-        return salt.digest()
+            digest.update(len(encoded).to_bytes(8, "big"))
+            digest.update(encoded)
+        return digest.digest()

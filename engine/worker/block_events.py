@@ -24,8 +24,9 @@ Sources: vLLM 0.32, vllm/distributed/kv_events.py (`EventBatch`, `KVCacheEvent`,
 `ZmqEventPublisher`); events are maps since vllm#42892.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from itertools import islice
 from typing import Annotated, TypeGuard
 
@@ -45,7 +46,17 @@ MAX_BATCH_BYTES = 4 * 2**20  # enough for blocks of 128 tokens with their ids
 MAX_MEDIUM_CHARS = 16
 
 
-Medium = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)]
+class Medium(StrEnum):
+    """Where a store keeps blocks, as its events name it."""
+
+    HOST = "host"  # memory, from which sinks pull
+    DISK = "disk"
+    OBJECT = "object"
+
+
+LOWER_MEDIA = (Medium.DISK, Medium.OBJECT)  # read into memory first; the faster one is asked first
+
+MediumName = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)]  # other servers have others
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -60,7 +71,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     token_ids: list[int]
     block_size: int  # tokens
     lora_id: int | None
-    medium: Medium | None
+    medium: MediumName | None
     lora_name: str | None
 
 
@@ -68,7 +79,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Blocks are no longer cached."""
 
     block_hashes: list[Hash]
-    medium: Medium | None
+    medium: MediumName | None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +158,46 @@ def stored(
     )
 
 
+def events_of(
+    news: Sequence[CacheNews], block_size: int, *, with_token_ids: bool = False
+) -> list[BlockEvent]:
+    """Returns the events of a step's changes. Runs of evicted blocks, and of stored blocks that
+    follow one another, are one event each.
+    """
+    events: list[BlockEvent] = []
+    last: BlockEvent | None = None
+    for item in news:
+        if isinstance(item, Evicted):
+            if isinstance(last, BlockRemoved) and last.medium == item.medium:
+                last.block_hashes.append(item.block_hash)
+                continue
+            last = BlockRemoved([item.block_hash], medium=item.medium)
+        else:
+            token_ids = item.token_ids if with_token_ids else ()
+            if _continues(last, item):
+                last.block_hashes.append(item.block_hash)
+                last.token_ids.extend(token_ids)
+                continue
+            last = stored(
+                [item.block_hash],
+                item.parent,
+                block_size=block_size,
+                token_ids=token_ids,
+                medium=item.medium,
+            )
+        events.append(last)
+    return events
+
+
+def _continues(last: BlockEvent | None, item: Stored) -> TypeGuard[BlockStored]:
+    """True if the block follows those of the last event, on the same medium."""
+    return (
+        isinstance(last, BlockStored)
+        and last.block_hashes[-1] == item.parent
+        and last.medium == item.medium
+    )
+
+
 class EventLog:
     """A worker's recent batches, and all blocks that they add up to."""
 
@@ -164,8 +215,9 @@ class EventLog:
         self._max_kept_bytes = max_kept_bytes
         self._recent: deque[bytes] = deque()  # the last one's number is `num_batches` - 1
         self._recent_bytes = 0
-        # What is cached, oldest first: block and medium, to parent.
-        self._cached: dict[tuple[BlockHash, str | None], BlockHash | None] = {}
+        # What is cached on each medium, with parents, oldest first.
+        self._cached: defaultdict[str | None, dict[BlockHash, BlockHash | None]]
+        self._cached = defaultdict(dict)
         self.num_batches = 0
 
     def append(self, news: Sequence[CacheNews], unix_s: float) -> list[Numbered]:
@@ -179,9 +231,9 @@ class EventLog:
             self.num_batches += 1
         for item in news:
             if isinstance(item, Stored):
-                self._cached[item.block_hash, item.medium] = item.parent
+                self._cached[item.medium][item.block_hash] = item.parent
             else:
-                self._cached.pop((item.block_hash, item.medium), None)
+                self._cached[item.medium].pop(item.block_hash, None)
         return numbered
 
     def since(self, first: int) -> list[Numbered]:
@@ -193,7 +245,11 @@ class EventLog:
     def snapshot(self, unix_s: float) -> Iterator[Numbered]:
         """Yields all blocks that are cached now, in pieces; each piece is made when requested."""
         number = self.num_batches
-        cached = [Stored(block, parent, (), m) for (block, m), parent in self._cached.items()]
+        cached = [
+            Stored(block, parent, (), medium)
+            for medium, parents in self._cached.items()
+            for block, parent in parents.items()
+        ]
         return self._pieces(number, cached, unix_s)
 
     def _pieces(self, number: int, cached: list[Stored], unix_s: float) -> Iterator[Numbered]:
@@ -211,38 +267,4 @@ class EventLog:
             self._recent_bytes -= len(self._recent.popleft())
 
     def _events_of(self, news: Sequence[CacheNews]) -> list[BlockEvent]:
-        """Events for the news. Runs of evicted blocks, and of stored blocks that follow one
-        another, are one event each.
-        """
-        events: list[BlockEvent] = []
-        last: BlockEvent | None = None
-        for item in news:
-            if isinstance(item, Evicted):
-                if isinstance(last, BlockRemoved) and last.medium == item.medium:
-                    last.block_hashes.append(item.block_hash)
-                    continue
-                last = BlockRemoved([item.block_hash], medium=item.medium)
-            else:
-                token_ids = item.token_ids if self._with_token_ids else ()
-                if _continues(last, item):
-                    last.block_hashes.append(item.block_hash)
-                    last.token_ids.extend(token_ids)
-                    continue
-                last = stored(
-                    [item.block_hash],
-                    item.parent,
-                    block_size=self._block_size,
-                    token_ids=token_ids,
-                    medium=item.medium,
-                )
-            events.append(last)
-        return events
-
-
-def _continues(last: BlockEvent | None, item: Stored) -> TypeGuard[BlockStored]:
-    """True if the block follows those of the last event, on the same medium."""
-    return (
-        isinstance(last, BlockStored)
-        and last.block_hashes[-1] == item.parent
-        and last.medium == item.medium
-    )
+        return events_of(news, self._block_size, with_token_ids=self._with_token_ids)

@@ -182,4 +182,5 @@ class AbortPull:
     seq_id: SeqId
 
 
-Effect = Emit | EmitToAll | OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
+TransferOrder = OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
+Effect = Emit | EmitToAll | TransferOrder

@@ -6,37 +6,20 @@ both their orders: see `engine.worker.events`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from engine.messages import BlocksOffered, Cancel, OfferBlocks, WorkerId
-from engine.worker.block_events import BlockEvent
+from engine.worker.block_events import BlockEvent, Medium
 from engine.worker.blocks import BlockHash, BlockId
 from engine.worker.events import (
-    AbortPull,
     Emit,
     FromGateway,
     GatewayLost,
-    GrowLease,
-    HoldLease,
     LeaseEnded,
-    OpenLease,
     PullDone,
     PullFailed,
-    RevokeLease,
-    StartPull,
+    TransferOrder,
 )
 from kvtransfer.store.eviction.seam import Link
-
-
-class Medium(StrEnum):
-    """Where a store keeps blocks, as block events name it."""
-
-    HOST = "host"  # memory, from which sinks pull
-    DISK = "disk"
-    OBJECT = "object"
-
-
-LOWER = (Medium.DISK, Medium.OBJECT)  # read into memory first; the faster one is asked first
 
 # ---------------------------------------------------------------- events
 
@@ -176,5 +159,11 @@ class EraseBlock:
     place: BlockId
 
 
-TransferOrder = OpenLease | GrowLease | RevokeLease | HoldLease | StartPull | AbortPull
-StoreEffect = Emit | TransferOrder | AskPeer | LoadBlock | WriteBlock | EraseBlock
+@dataclass(frozen=True, slots=True)
+class EraseAll:
+    """All blocks of a lower tier are forgotten: neither a start nor another store may find one."""
+
+    medium: Medium
+
+
+StoreEffect = Emit | TransferOrder | AskPeer | LoadBlock | WriteBlock | EraseBlock | EraseAll

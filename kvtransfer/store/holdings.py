@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash, BlockId, CacheNews, Evicted, Stored
-from kvtransfer.store.events import LOWER, EraseBlock, LoadBlock, Medium
+from kvtransfer.store.events import EraseAll, EraseBlock, LoadBlock
 from kvtransfer.store.eviction.seam import Link
 from kvtransfer.store.shelf import Shelf
 
@@ -53,7 +54,7 @@ class Holdings:
         """Returns the fastest medium from which a block can be had now."""
         if block in self.memory:
             return Medium.HOST
-        for medium in LOWER:
+        for medium in LOWER_MEDIA:
             if medium in self.shelves and medium not in self.off and block in self.shelves[medium]:
                 return medium
         return None
@@ -101,7 +102,7 @@ class Holdings:
     def load(self, block: BlockHash, slot: BlockId, now_s: float) -> LoadBlock:
         """Begins to read a block of a lower tier into a slot of memory that was taken."""
         medium = self.medium_of(block)
-        assert medium in LOWER
+        assert medium in LOWER_MEDIA
         shelf = self.shelves[medium]
         place = shelf.find(block)
         assert place is not None
@@ -152,6 +153,16 @@ class Holdings:
         if medium not in self.off:
             self._news.append(Evicted(block, medium))
         return [] if medium is Medium.HOST else [EraseBlock(medium, block, place)]
+
+    def drop_all(self, medium: Medium) -> list[EraseAll]:
+        """Forgets all blocks of one tier."""
+        shelf = self.shelves[medium]
+        blocks = [block for block, _ in shelf.links()]
+        for block in blocks:
+            shelf.drop(block)
+        if medium not in self.off:
+            self._news += [Evicted(block, medium) for block in blocks]
+        return [] if medium is Medium.HOST else [EraseAll(medium)]
 
     def add(self, medium: Medium, shelf: Shelf) -> None:
         """Adds a lower tier that could not be used before, with what it holds."""

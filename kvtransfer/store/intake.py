@@ -23,10 +23,16 @@ from itertools import pairwise
 from typing import cast
 
 from engine.messages import BlocksOffered, Cancel, OfferBlocks, SeqId, WorkerId
-from engine.worker.block_events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from engine.worker.block_events import (
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    BlockStored,
+    Medium,
+)
 from engine.worker.blocks import BlockHash, BlockId
 from engine.worker.events import HoldLease, PullDone, PullFailed, StartPull
-from kvtransfer.store.events import AskPeer, Medium, StoreEffect
+from kvtransfer.store.events import AskPeer, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
 ANSWER_TIMEOUT_S = 5.0  # of a worker, which answers between two steps

@@ -31,6 +31,7 @@ from engine.messages import (
     TransferAddress,
     UnpinBlocks,
 )
+from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash, CacheNews
 from engine.worker.events import (
     Emit,
@@ -43,12 +44,10 @@ from engine.worker.events import (
 from engine.worker.intake import ReadPrompt, read_prompt
 from engine.worker.offers import prefix_lease_id
 from kvtransfer.store.events import (
-    LOWER,
     BlockLoaded,
     BlockWritten,
     DropAll,
     FromPeer,
-    Medium,
     PeerJoined,
     PeerLost,
     PeerNews,
@@ -108,7 +107,7 @@ class StoreMachine:
         )
         self._writes = terms.writes
         self._downs: list[WriteDown] = []
-        for medium in LOWER:
+        for medium in LOWER_MEDIA:
             if medium in shelves:
                 self._write_to(medium)
 
@@ -255,10 +254,8 @@ class StoreMachine:
         for down in self._downs:
             down.drop_all()
         effects = self.offers.revoke_incomplete()
-        for medium, shelf in self.holdings.shelves.items():
-            blocks: Sequence[BlockHash] = [block for block, _ in shelf.links()]
-            for block in blocks:
-                effects += self.holdings.drop_from(medium, block)
+        for medium in self.holdings.shelves:
+            effects += self.holdings.drop_all(medium)
         return effects
 
 

@@ -10,8 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.config import StoreWrites
+from engine.worker.block_events import Medium
 from engine.worker.blocks import BlockHash, BlockId
-from kvtransfer.store.events import EraseBlock, Medium, StoreEffect, WriteBlock
+from kvtransfer.store.events import EraseBlock, StoreEffect, WriteBlock
 from kvtransfer.store.holdings import Holdings
 
 MAX_WRITES = {Medium.DISK: 16, Medium.OBJECT: 64}  # on their way; objects go as segments of 64

@@ -6,12 +6,11 @@ its own name for what is in memory, and by a name for each lower medium.
 """
 
 from engine.messages import WorkerId
+from engine.worker.block_events import Medium
 
-HOST = "host"  # memory: it is pulled at once
-LOWER_MEDIA = ("disk", "object")  # read into memory first; the faster one first
 SEPARATOR = "|"  # in no worker's own name: `router.service` refuses such a worker
 
 
 def name_on(store_id: WorkerId, medium: str) -> WorkerId:
     """Returns the name under which an index knows what a store holds on a medium."""
-    return store_id if medium == HOST else WorkerId(f"{store_id}{SEPARATOR}{medium}")
+    return store_id if medium == Medium.HOST else WorkerId(f"{store_id}{SEPARATOR}{medium}")

@@ -240,7 +240,7 @@ class WorkerView:
         A prefix that was rounded on its way would be cached as if it had been computed.
         """
         return (
-            self.info.kv_wire_dtype in (None, self.info.layout.kv_format)
+            self.info.pulls_unchanged
             and source.info.fingerprint == self.info.fingerprint
             and source.info.layout.difference(self.info.layout) is None
         )

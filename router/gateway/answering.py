@@ -44,6 +44,7 @@ from router.gateway.hints.uses import SessionNotes
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.calls import ApiCall, CheckedCall, GatewaySettings, parse
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
+from router.gateway.requests.headers import seconds_in
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing, context_of
@@ -120,7 +121,7 @@ class AnswerService:
             self._parts.clock.now_s(),
             tenant=tenant,
             client_id=_client_id(headers.get(ID_HEADER)),
-            timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+            timeout_s=seconds_in(headers, TIMEOUT_HEADER, MIN_TIMEOUT_S, MAX_TIMEOUT_S),
             version=headers.get(VERSION_HEADER),
             affinity=headers.get(AFFINITY_HEADER),
             trace_context=None if self._parts.tracing is None else context_of(headers),
@@ -281,20 +282,3 @@ def _client_id(text: str | None) -> str | None:
         message = f"{ID_HEADER} must be 1 to {MAX_ID_LEN} printable ASCII characters"
         raise invalid_value(message, ID_HEADER)
     return text
-
-
-def _timeout_s(text: str | None) -> float | None:
-    """Seconds from a header. Raises ApiError."""
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
-        message = (
-            f"{TIMEOUT_HEADER} is {text[:40]!r}; expected seconds from {MIN_TIMEOUT_S:g}, "
-            f"at most {MAX_TIMEOUT_S:g}"
-        )
-        raise invalid_value(message, TIMEOUT_HEADER)
-    return seconds

@@ -26,7 +26,7 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
-from router.cluster.media import LOWER_MEDIA
+from engine.worker.block_events import LOWER_MEDIA
 from router.machine.ends import Ends
 from router.machine.events import Deliver, RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline

@@ -14,8 +14,8 @@ index knows it by a name for each medium (`router.cluster.media`).
 from collections.abc import Collection, Mapping, Sequence
 
 from engine.messages import RoleChanged, SeqId, Welcome, WorkerId
-from engine.worker.block_events import BlockEvent
-from router.cluster.media import HOST, LOWER_MEDIA, name_on
+from engine.worker.block_events import LOWER_MEDIA, BlockEvent, Medium
+from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.flight import Attempt, Flight
 from router.policies.base import Placer
@@ -47,7 +47,7 @@ class Workers:
     def _add_media(self, info: Welcome) -> None:
         """Gives a store its names in the index."""
         store_id = info.worker_id
-        self._media[store_id] = {HOST: store_id}
+        self._media[store_id] = {Medium.HOST: store_id}
         for medium in LOWER_MEDIA:
             name = self._media[store_id][medium] = name_on(store_id, medium)
             self.prefixes.add(name, info.num_blocks)

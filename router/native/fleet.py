@@ -26,9 +26,10 @@ from typing import NamedTuple
 from weakref import finalize
 
 from engine.messages import Role, Welcome, WorkerId
+from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
 from router.cluster.estimates import Estimates, worker_class
-from router.cluster.media import HOST, LOWER_MEDIA, name_on
+from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.native import library
 from router.native.index import PrefixIndex, pack
@@ -37,7 +38,7 @@ from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memo
 from router.policies.slo import Slo, reason
 
 MAX_KINDS = 256
-MEDIA = (HOST, *LOWER_MEDIA)  # as C++ numbers them
+MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 
 _ASK = struct.Struct("=Q4q4d")  # a Call of src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x4d")
@@ -358,7 +359,7 @@ class Fleet:
         """Returns the number of this kind of workers; None if there are too many kinds."""
         info = worker.info
         group = self._group(info)
-        pulls = info.kv_wire_dtype in (None, info.layout.kv_format)
+        pulls = info.pulls_unchanged
         key = (number, group, info.prefills_locally, pulls)
         kind = self._kinds.get(key)
         if kind is None and len(self._kinds) < MAX_KINDS:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.messages import WorkerId
-from router.cluster.media import HOST, LOWER_MEDIA
+from engine.worker.block_events import LOWER_MEDIA, Medium
 from router.cluster.view import WorkerView
 from router.policies.base import Asked, Worker
 from router.policies.candidates import predicted_ready_s
@@ -67,14 +67,14 @@ class Holders:
         suspects = {source for source, _ in asked.view.severed}
         live = asked.view.workers.keys() - suspects if suspects else asked.view.workers.keys()
         in_memory = [_Hold(n, i) for i, n in self.matched.items() if i in live]
-        self._ranked = {HOST: _longest_first(in_memory)}
+        self._ranked = {Medium.HOST: _longest_first(in_memory)}
         below = asked.known.matched_below()
         if below:
             self._rank_below(below, live)
 
     def _rank_below(self, below: Mapping[tuple[WorkerId, str], int], live: Set[WorkerId]) -> None:
         """Ranks what stores hold on lower media, each without what a faster medium of it holds."""
-        found: dict[str, list[_Hold]] = {medium: [] for medium in LOWER_MEDIA}
+        found: dict[Medium, list[_Hold]] = {medium: [] for medium in LOWER_MEDIA}
         for store_id in {store_id for store_id, _ in below if store_id in live}:
             store = self._asked.view.workers[store_id]
             num_above, load_s = self.matched.get(store_id, 0), 0.0
@@ -124,10 +124,10 @@ class Holders:
         info = sink.info
         kind = (info.fingerprint, info.kv_wire_dtype, info.layout)
         if kind not in self._found:
-            self._found[kind] = self._search(sink, (HOST, *LOWER_MEDIA))
+            self._found[kind] = self._search(sink, (Medium.HOST, *LOWER_MEDIA))
         return self._found[kind]
 
-    def _search(self, sink: WorkerView, media: Sequence[str]) -> list[_Found]:
+    def _search(self, sink: WorkerView, media: Sequence[Medium]) -> list[_Found]:
         """Returns the best holders of each medium, without media that hold nothing."""
         longest = [(m, self._most_for(sink, self._ranked.get(m, ()))) for m in media]
         return [self._soonest(medium, equals) for medium, equals in longest if equals]

@@ -59,11 +59,17 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.trust import SALT_BYTES
-from engine.worker.block_events import AllBlocksCleared, BlockEvent, BlockRemoved, stored
+from engine.worker.block_events import (
+    LOWER_MEDIA,
+    AllBlocksCleared,
+    BlockEvent,
+    BlockRemoved,
+    Medium,
+    stored,
+)
 from engine.worker.blocks import BlockHash, hash_blocks
 from router.cluster.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
-from router.cluster.media import HOST, LOWER_MEDIA
 from router.cluster.view import WorkerView
 from router.machine.events import BlocksChanged, BlocksUnheard
 from router.machine.machine import (
@@ -437,7 +443,7 @@ class World:
             self.publish_of(rng.choice(stores), hashes, rng)
 
     def publish_of(self, store: FakeWorker, hashes: list[BlockHash], rng: random.Random) -> None:
-        medium = rng.choice([HOST, *LOWER_MEDIA, *LOWER_MEDIA, "tape", None])
+        medium = rng.choice([Medium.HOST, *LOWER_MEDIA, *LOWER_MEDIA, "tape", None])
         events: list[BlockEvent] = [
             stored(hashes, None, block_size=LAYOUT.block_size, medium=medium)
         ]
@@ -897,7 +903,7 @@ def test_faults_reach_all_outcomes_and_all_ends_of_an_offer():
     for outcome in ("finished", "rejected", "failed", "cancelled"):
         assert counted["ended", outcome] > 0, outcome
     assert counted["prefix offer", "asked"] > 100
-    for source in ("worker", HOST, *LOWER_MEDIA):
+    for source in ("worker", Medium.HOST, *LOWER_MEDIA):
         assert counted["pulled tokens", source] > 0, source
     assert counted["prefetch", "asked"] > 0
     assert counted["block events", "unknown medium"] > 100

@@ -28,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from engine.messages import HASH_BYTES
+
 HEADER_BYTES = 128
-HASH_BYTES = 16  # of blocks, and of identities
 ALIGNMENT = 4096  # of slots and of direct I/O, bytes
 VERSION = 1
 SEQUENCE_END = 1 << 63

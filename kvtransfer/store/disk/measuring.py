@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from engine.clock import MonotonicClock
+from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.format import (
     ALIGNMENT,
-    HASH_BYTES,
     HEADER,
     HEADER_BYTES,
     MAGIC,

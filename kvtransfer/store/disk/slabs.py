@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import BatonError
-from kvtransfer.store.disk.format import HASH_BYTES, HEADER, HEADER_BYTES, DiskGeometry, Headers
+from engine.messages import HASH_BYTES
+from kvtransfer.store.disk.format import HEADER, HEADER_BYTES, DiskGeometry, Headers
 
 SLAB_BYTES = 1 << 30  # at most, unless a block is larger
 TABLE_NAME = "headers"

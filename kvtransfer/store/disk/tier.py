@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.engine import (
     DAMAGED,
     DiskEngine,
@@ -43,7 +44,6 @@ from kvtransfer.store.disk.engine import (
 from kvtransfer.store.disk.format import (
     ALIGNMENT,
     EMPTY,
-    HASH_BYTES,
     HEADER_BYTES,
     DiskGeometry,
     RecoveredBlocks,

@@ -10,13 +10,13 @@ Sources: RFC 7693, keyed BLAKE2 as a pseudo-random function.
 
 import re
 from collections.abc import Mapping
-from hashlib import blake2b
 
 import msgspec
 
 from engine.messages import MAX_KEEP_S
 from engine.net.trust import Secret
 from router.access.keys import Tenant
+from router.gateway.requests.headers import seconds_in
 from router.inbox.api_errors import invalid_value
 
 SESSION_HEADER = "x-baton-session"
@@ -25,7 +25,6 @@ MAX_SESSION_LEN = 128  # characters
 MIN_KEEP_S = 0.001
 SESSION_PATTERN = f"^[!-~]{{1,{MAX_SESSION_LEN}}}$"  # visible ASCII
 ID_BYTES = 16  # of the digest; ids are its hexadecimal digits
-MAX_SHOWN_LEN = 40  # characters of a client's text in an error
 
 _SESSION = re.compile(SESSION_PATTERN.removesuffix("$") + r"\Z")
 
@@ -46,7 +45,8 @@ def claim_of(headers: Mapping[str, str], tenant: Tenant, secret: Secret) -> Sess
             raise invalid_value(f"{KEEP_HEADER} needs {SESSION_HEADER}", KEEP_HEADER)
         return None
     check_session(text, SESSION_HEADER)
-    return SessionClaim(key_id(tenant, secret), session_id(text, tenant, secret), _keep_s(keep))
+    keep_s = seconds_in(headers, KEEP_HEADER, MIN_KEEP_S, MAX_KEEP_S)
+    return SessionClaim(key_id(tenant, secret), session_id(text, tenant, secret), keep_s)
 
 
 def check_session(text: str, param: str) -> None:
@@ -58,35 +58,9 @@ def check_session(text: str, param: str) -> None:
 
 def key_id(tenant: Tenant, secret: Secret) -> str:
     """The id of an API key. Without keys, all clients have the same one."""
-    return _id(secret.key("keys in hints"), tenant.owner)
+    return secret.digest("keys in hints", tenant.owner, size=ID_BYTES).hex()
 
 
 def session_id(text: str, tenant: Tenant, secret: Secret) -> str:
     """The id of a key's session that its client gives this name."""
-    return _id(secret.key("sessions in hints"), tenant.owner, text)
-
-
-def _id(key: bytes, *texts: str) -> str:
-    digest = blake2b(key=key, digest_size=ID_BYTES)
-    for text in texts:  # with lengths, so that different texts never coincide
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "big"))
-        digest.update(encoded)
-    return digest.hexdigest()
-
-
-def _keep_s(text: str | None) -> float | None:
-    """Seconds from a header. Raises ApiError."""
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not MIN_KEEP_S <= seconds <= MAX_KEEP_S:
-        message = (
-            f"{KEEP_HEADER} is {text[:MAX_SHOWN_LEN]!r}; expected seconds from {MIN_KEEP_S:g}, "
-            f"at most {MAX_KEEP_S:g}"
-        )
-        raise invalid_value(message, KEEP_HEADER)
-    return seconds
+    return secret.digest("sessions in hints", tenant.owner, text, size=ID_BYTES).hex()

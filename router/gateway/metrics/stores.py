@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from engine.messages import LoadReport, Role
+from engine.worker.block_events import LOWER_MEDIA
 from router.gateway.metrics.workers import (
     BLOCK_STATES,
     COUNTER_TEXTS,
@@ -27,7 +28,6 @@ from router.gateway.metrics.workers import (
 )
 from router.port import RouterStatus
 
-LOWER_MEDIA = ("disk", "object")
 OF_TIERS = {  # by the name in a load report; the medium is the first word of the reason
     "evicted_blocks": "Blocks that left a full tier",
     "failed_loads": "Blocks that could not be read from a lower tier, by reason",

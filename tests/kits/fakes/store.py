@@ -24,10 +24,9 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
-from engine.worker.block_events import AllBlocksCleared, BlockRemoved, stored
+from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium, stored
 from engine.worker.blocks import BlockHash, Stored, hash_blocks
 from engine.worker.events import (
-    AbortPull,
     Emit,
     FromGateway,
     GatewayLost,
@@ -41,15 +40,14 @@ from engine.worker.events import (
     StartPull,
 )
 from kvtransfer.store.events import (
-    LOWER,
     AskPeer,
     BlockLoaded,
     BlockWritten,
     DropAll,
+    EraseAll,
     EraseBlock,
     FromPeer,
     LoadBlock,
-    Medium,
     PeerJoined,
     PeerLost,
     PeerNews,
@@ -88,9 +86,9 @@ class StoreRig:
         self.memory: dict[int, BlockHash] = {}  # what slots really hold
         self.table: dict[BlockHash, int] = {}  # what a new process would believe
         # What places of lower tiers really hold, and what a new process would believe.
-        self.disks: dict[Medium, dict[int, BlockHash]] = {medium: {} for medium in LOWER}
+        self.disks: dict[Medium, dict[int, BlockHash]] = {medium: {} for medium in LOWER_MEDIA}
         self.headers: dict[Medium, dict[int, tuple[BlockHash, BlockHash | None]]] = {
-            medium: {} for medium in LOWER
+            medium: {} for medium in LOWER_MEDIA
         }
         self.parents: dict[BlockHash, BlockHash | None] = {}
         self.held: dict[WorkerId, dict[BlockHash, None]] = {WorkerId(f"w{i}"): {} for i in (0, 1)}
@@ -113,7 +111,7 @@ class StoreRig:
         self.writes: list[WriteBlock] = []
         shelves = {
             Medium.HOST: Shelf(self.num_slots, self.new_policy(self.num_slots)),
-            **{m: Shelf(self.num_places, self.new_policy(self.num_places)) for m in LOWER},
+            **{m: Shelf(self.num_places, self.new_policy(self.num_places)) for m in LOWER_MEDIA},
         }
         for block, slot in self.table.items():
             assert self.memory[slot] == block, "a header names what is not there"
@@ -211,8 +209,8 @@ class StoreRig:
                 self.writes.append(effect)
             case EraseBlock(medium, _, place):
                 self.headers[medium].pop(place, None)
-            case AbortPull():
-                raise AssertionError("the store gives no pull up")
+            case EraseAll(medium):
+                self.headers[medium].clear()
             case _:
                 raise AssertionError(f"unexpected {effect}")
 
@@ -369,7 +367,7 @@ class StoreRig:
 
     def turn(self) -> None:
         """The disk steps back, or works again."""
-        medium = self.rng.choice(LOWER)
+        medium = self.rng.choice(LOWER_MEDIA)
         self.do(TierTurned(medium, "EIO" if self.rng.random() < 0.3 else None))
 
     def wait(self) -> None:
@@ -415,6 +413,6 @@ class StoreRig:
                 end()
         counts = self.machine.holdings.memory.counts()
         assert (counts.owned, counts.leased, counts.in_flight) == (0, 0, 0)
-        for medium in LOWER:
+        for medium in LOWER_MEDIA:
             counts = self.machine.holdings.shelves[medium].counts()
             assert (counts.owned, counts.leased, counts.in_flight) == (0, 0, 0)

@@ -11,7 +11,7 @@ from bench.simulator.clock import Future, Rank
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import HardwareProfile
-from bench.simulator.stores import SimStore, store_events, store_of
+from bench.simulator.stores import SimStore, store_of
 from bench.simulator.tiers import GIB, SimulatedStores, SimulatedTier, StoreSizes, TierPrice
 from bench.simulator.traces import Chat, Trace, TraceRequest, synthetic, with_ids, write_trace
 from bench.simulator.transfers import Transfers
@@ -36,11 +36,11 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
-from engine.worker.block_events import BlockRemoved, stored
+from engine.worker.block_events import BlockRemoved, Medium, events_of, stored
 from engine.worker.blocks import BlockHash, Evicted, Stored, hash_block
 from engine.worker.events import FromGateway, LeaseEnded, PullDone
 from engine.worker.intake import read_prompt
-from kvtransfer.store.events import BlockLoaded, BlockWritten, LoadBlock, Medium, WriteBlock
+from kvtransfer.store.events import BlockLoaded, BlockWritten, LoadBlock, WriteBlock
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.events import WorkerLost
@@ -267,7 +267,7 @@ def test_events_of_a_store_name_the_medium():
         Evicted(b, "host"),
         Evicted(c, "disk"),
     ]
-    assert store_events(news, 8) == [
+    assert events_of(news, 8) == [
         stored([a, b], None, block_size=8, medium="host"),
         stored([c], b, block_size=8, medium="disk"),
         BlockRemoved([a, b], medium="host"),

@@ -13,8 +13,8 @@ from engine.messages import (
     UnpinBlocks,
     WorkerId,
 )
+from engine.worker.block_events import Medium
 from engine.worker.events import FromGateway
-from kvtransfer.store.events import Medium
 from kvtransfer.store.eviction.hints import (
     BlocksPinned,
     BlocksUnpinned,

@@ -19,10 +19,11 @@ from engine.messages import (
     Welcome,
     WorkerId,
 )
+from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.cluster.media import HOST, LOWER_MEDIA, name_on
+from router.cluster.media import name_on
 from router.cluster.view import ClusterView
 from router.native.fleet import MAX_KINDS, Fleet
 from router.native.index import PrefixIndex
@@ -354,11 +355,14 @@ class RandomCluster:
         source = view[ours.pulled_from]
         assert (ours.pulled_medium is not None) == source.is_store
         self.media[ours.pulled_medium] += 1
-        name = name_on(ours.pulled_from, ours.pulled_medium or HOST)
+        name = name_on(ours.pulled_from, ours.pulled_medium or Medium.HOST)
         assert ours.num_cached_tokens == matched[name] * BLOCK
         assert view[ours.placement.prefill].can_pull_from(source)
         if theirs.placement.prefill == ours.placement.prefill:
-            assert ours.pulled_medium in (None, HOST) or theirs.pulled_medium == ours.pulled_medium
+            assert (
+                ours.pulled_medium in (None, Medium.HOST)
+                or theirs.pulled_medium == ours.pulled_medium
+            )
             assert ours.predicted_load_s == pytest.approx(theirs.predicted_load_s)
 
 
@@ -388,7 +392,7 @@ def test_random_clusters_are_decided_in_every_way():
     local = "least TTFT, decoded where it is prefilled"
     ways = {"least TTFT", local, *(f"{why}, with a prefix pulled" for why in ("least TTFT", local))}
     assert outcomes.keys() == {*ways, "Busy", "NoneType"}
-    assert min(media[medium] for medium in (None, HOST, *LOWER_MEDIA)) > 5
+    assert min(media[medium] for medium in (None, Medium.HOST, *LOWER_MEDIA)) > 5
 
 
 # ---------------------------------------------------------------- by hand

@@ -14,10 +14,10 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
+from engine.worker.block_events import Medium
 from engine.worker.blocks import BlockHash
 from engine.worker.events import FromGateway
 from engine.worker.intake import read_prompt
-from kvtransfer.store.events import Medium
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.intake import IntakePace
 from kvtransfer.store.machine import StoreMachine, StoreTerms

@@ -25,11 +25,10 @@ from engine.messages import (
     TransferAddress,
     Welcome,
 )
-from engine.worker.block_events import AllBlocksCleared, BlockRemoved, stored
+from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium, stored
 from engine.worker.blocks import hash_blocks
 from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
-from router.cluster.media import HOST, LOWER_MEDIA
 from router.machine.events import BlocksChanged, BlocksUnheard
 from router.machine.machine import Tick, WorkerJoined, WorkerLost
 from router.native import library
@@ -82,7 +81,7 @@ class WithStores(Driver):
 def test_a_store_that_joins_first_is_harmless():
     driver = WithStores("s0")
     assert driver.machine.view.missing() == "no prefill worker"
-    driver.holds("s0", HOST)
+    driver.holds("s0", Medium.HOST)
     driver.ask(prompt=LONG)  # waits
     effects = driver.join("p0")
     assert not sent(effects, OfferPrefix)
@@ -129,7 +128,7 @@ def matched(driver: WithStores):
 
 def test_blocks_are_known_by_medium():
     driver = WithStores("p0", "d0", "s0")
-    driver.holds("s0", HOST, 40)
+    driver.holds("s0", Medium.HOST, 40)
     driver.holds("s0", DISK, 80)
     driver.holds("s0", OBJECT, 100)
     assert matched(driver) == {"s0": 10, "s0|disk": 20, "s0|object": 25}
@@ -142,7 +141,7 @@ def test_blocks_are_known_by_medium():
 @pytest.mark.parametrize("end", ["unheard", "lost"])
 def test_all_media_are_forgotten_with_the_store_or_its_events(end):
     driver = WithStores("p0", "d0", "s0")
-    for medium in (HOST, *LOWER_MEDIA):
+    for medium in (Medium.HOST, *LOWER_MEDIA):
         driver.holds("s0", medium)
     if end == "unheard":
         driver.handle(BlocksUnheard("s0", "silent"))
@@ -168,11 +167,11 @@ def test_unknown_media_are_ignored_and_counted():
 
 def test_memory_of_a_store_is_pulled_at_once():
     driver = WithStores("p0", "d0", "s0")
-    driver.holds("s0", HOST, 80)
+    driver.holds("s0", Medium.HOST, 80)
     effects = driver.ask(prompt=LONG)
     assert [worker for worker, _ in sent(effects, OfferPrefix)] == ["s0"]
     decision = driver.decision()
-    assert (decision.pulled_from, decision.pulled_medium) == ("s0", HOST)
+    assert (decision.pulled_from, decision.pulled_medium) == ("s0", Medium.HOST)
     assert decision.num_pulled_tokens == 80
     assert decision.predicted_ttft_s == pytest.approx(PULL_OVERHEAD_S + 0.2)
     [(worker, prefill)] = sent(driver.say("s0", PrefixOffered("r.0", OFFERED)), Prefill)
@@ -182,7 +181,7 @@ def test_memory_of_a_store_is_pulled_at_once():
 def test_a_disk_is_read_while_it_is_pulled():
     driver = WithStores("p0", "d0", "s0")
     driver.reads_in("s0", DISK, fixed_s=0.1, block_s=0.01)
-    driver.holds("s0", HOST, 40)
+    driver.holds("s0", Medium.HOST, 40)
     driver.holds("s0", DISK, 80)
     driver.ask(prompt=LONG)
     decision = driver.decision()
@@ -195,12 +194,12 @@ def test_a_disk_is_read_while_it_is_pulled():
 
 @pytest.mark.parametrize(
     ("disk_s", "object_s", "medium"),
-    [(0.1, 0.1, OBJECT), (0.1, 9.0, DISK), (9.0, 9.0, HOST), (9.0, 0.1, HOST)],
+    [(0.1, 0.1, OBJECT), (0.1, 9.0, DISK), (9.0, 9.0, Medium.HOST), (9.0, 0.1, Medium.HOST)],
 )
 def test_the_quickest_medium_is_chosen(disk_s, object_s, medium):
     driver = WithStores("p0", "d0", "s0")
     driver.say("s0", LoadReport(*(0,) * 8, gauges=loads(disk_s, object_s)))
-    for held, num_tokens in ((HOST, 40), (DISK, 68), (OBJECT, 96)):
+    for held, num_tokens in ((Medium.HOST, 40), (DISK, 68), (OBJECT, 96)):
         driver.holds("s0", held, num_tokens)
     driver.ask(prompt=LONG)
     assert driver.decision().pulled_medium == medium
@@ -243,17 +242,17 @@ def test_mixed_workers_pull_from_each_other_before_any_pull_was_seen():
 @pytest.mark.parametrize("workers", ["p0 d0", "m0"])
 def test_a_first_prompt_after_a_restart_comes_from_the_store(num_tokens, is_pulled, workers):
     driver = WithStores(*workers.split(), "s0", costs=None)
-    driver.holds("s0", HOST, num_tokens)
+    driver.holds("s0", Medium.HOST, num_tokens)
     driver.ask(prompt=LONG)
     assert (driver.decision().pulled_from == "s0") is is_pulled
     [claim] = driver.machine.view.workers[workers.split()[0]].prefills.values()
     assert claim.seconds == 0.0  # unknown: a part of it says nothing
 
 
-@pytest.mark.parametrize(("in_memory", "medium"), [(0, DISK), (32, DISK), (64, HOST)])
+@pytest.mark.parametrize(("in_memory", "medium"), [(0, DISK), (32, DISK), (64, Medium.HOST)])
 def test_an_unmeasured_disk_must_spare_as_much_more(in_memory, medium):
     driver = WithStores("p0", "d0", "s0", costs=None)
-    driver.holds("s0", HOST, in_memory)
+    driver.holds("s0", Medium.HOST, in_memory)
     driver.holds("s0", DISK, 96)
     driver.ask(prompt=LONG)
     assert driver.decision().pulled_medium == medium
@@ -272,10 +271,10 @@ def pulled(driver: WithStores, medium: str) -> None:
 
 def test_a_prefix_pull_teaches_its_price_and_counts_by_medium():
     driver = WithStores("p0", "d0", "s0", costs=None)
-    pulled(driver, HOST)
+    pulled(driver, Medium.HOST)
     p0 = driver.machine.view.workers["p0"]
     assert driver.machine.state.estimates.pull_s(p0, 96) == pytest.approx(0.5 + PULL_OVERHEAD_S)
-    assert driver.machine.counters["pulled tokens", HOST] == 96
+    assert driver.machine.counters["pulled tokens", Medium.HOST] == 96
     [moved] = driver.machine.state.transfers.pairs
     assert (moved.source, moved.sink, moved.seconds) == ("s0", "p0", 0.5)
     assert moved.num_bytes == moved.timed_bytes == 24 * p0.info.layout.block_bytes
@@ -302,11 +301,11 @@ def test_a_pull_from_a_worker_counts_as_such():
 @pytest.mark.parametrize(("num_blocks", "num_tokens"), [(-3, 0), (0, 0), (10**9, 100)])
 def test_no_more_is_counted_than_a_prompt_has(num_blocks, num_tokens):
     driver = WithStores("p0", "d0", "s0", costs=None)
-    driver.holds("s0", HOST)
+    driver.holds("s0", Medium.HOST)
     driver.ask(prompt=LONG)
     driver.say("s0", PrefixOffered("r.0", OFFERED))
     driver.say("p0", PrefillStarted("r.0", 96, LEASE, num_blocks, 0.5))
-    assert driver.machine.counters["pulled tokens", HOST] == num_tokens
+    assert driver.machine.counters["pulled tokens", Medium.HOST] == num_tokens
 
 
 # ---------------------------------------------------------------- reading ahead
@@ -325,7 +324,7 @@ def test_a_store_reads_what_a_waiting_prompt_needs():
     driver = crowded("s0", "s1")
     driver.reads_in("s0", DISK, fixed_s=0.1, block_s=0.0)
     driver.holds("s0", DISK, 80)
-    driver.holds("s1", HOST, 40)
+    driver.holds("s1", Medium.HOST, 40)
     hashes = [bytes(block) for block in hash_blocks(LONG[:80], 4)]
     assert sent(driver.ask(prompt=LONG), Prefetch) == [("s0", Prefetch(hashes))]
     assert driver.machine.counters["prefetch", "asked"] == 1
@@ -334,13 +333,13 @@ def test_a_store_reads_what_a_waiting_prompt_needs():
 
 
 @pytest.mark.parametrize(
-    ("medium", "num_tokens", "block_s"), [(HOST, 100, 0.0), (DISK, 40, 0.0), (DISK, 80, 1.0)]
+    ("medium", "num_tokens", "block_s"), [(Medium.HOST, 100, 0.0), (DISK, 40, 0.0), (DISK, 80, 1.0)]
 )
 def test_nothing_is_read_ahead_that_would_not_pay(medium, num_tokens, block_s):
     driver = crowded("s0", "s1")
     driver.reads_in("s0", DISK, fixed_s=0.0, block_s=block_s)
     driver.holds("s0", medium, num_tokens)
-    driver.holds("s1", HOST, 40)
+    driver.holds("s1", Medium.HOST, 40)
     assert not sent(driver.ask(prompt=LONG), Prefetch)
 
 
@@ -378,14 +377,14 @@ def test_a_store_lost_before_its_offer_costs_only_the_prefix():
 
 def test_a_store_lost_after_its_offer_is_left_to_the_prefill_worker():
     driver = WithStores("p0", "d0", "s0")
-    driver.holds("s0", HOST)
+    driver.holds("s0", Medium.HOST)
     driver.ask(prompt=LONG)
     driver.say("s0", PrefixOffered("r.0", OFFERED))
     assert not driver.handle(WorkerLost("s0", "gone"))
     driver.say("p0", PrefillStarted("r.0", 0, LEASE))
     driver.say("p0", PrefillDone("r.0", 9, FinishReason.STOP))
     assert driver.machine.num_flights == 0
-    assert not driver.machine.counters["pulled tokens", HOST]
+    assert not driver.machine.counters["pulled tokens", Medium.HOST]
 
 
 def test_an_empty_or_late_offer_of_a_store_leads_to_computing():
@@ -406,7 +405,7 @@ def test_an_empty_or_late_offer_of_a_store_leads_to_computing():
 
 def test_a_store_out_of_reach_is_not_asked():
     driver = WithStores("s0", "p0", "d0")
-    driver.holds("s0", HOST)
+    driver.holds("s0", Medium.HOST)
     driver.machine.view.severed["s0", "p0"] = driver.now_s + 100.0
     assert sent(driver.ask(prompt=LONG), Prefill)
 
@@ -417,7 +416,7 @@ def test_a_store_of_another_layout_is_left_alone(difference):
     layout = replace(LAYOUT, **difference)
     info = Welcome(PROTOCOL_VERSION, "s0", "inc", Role.STORE, "fp", layout, 100, 0)
     driver.handle(WorkerJoined(info))
-    driver.holds("s0", HOST)
+    driver.holds("s0", Medium.HOST)
     for name in ("p0", "d0"):
         driver.join(name, 1000)
     assert sent(driver.ask(prompt=LONG), Prefill)
