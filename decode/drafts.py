@@ -69,6 +69,11 @@ class DraftPlanner:
         self._counters = counters
         self._drafts: dict[SeqId, _Draft] = {}
 
+    @property
+    def speculator_is_on(self) -> bool:
+        """True if rows depend on the tokens of the step before, or on what a draft model knows."""
+        return self.has_draft_model or (self.speculator is not None and self.speculator.is_on)
+
     def join(self, seq: Sequence) -> None:
         """A sequence runs from now on."""
         if self.speculator is not None:

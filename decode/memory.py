@@ -21,7 +21,7 @@ class DecodeMemory:
     def soon_blocks(self, seq: Sequence) -> int:
         """Returns the blocks that a sequence lacks for its tokens and the next `growth_tokens`."""
         length = min(seq.limits.max_len, len(seq.token_ids) + self.growth_tokens)
-        return self.blocks_of(length) - len(seq.block_table)
+        return max(self.blocks_of(length) - len(seq.block_table), 0)
 
     def has_room(
         self, candidate: Sequence, *, num_admitted: int, admitted: Callable[[], Iterable[Sequence]]

@@ -15,6 +15,8 @@ from engine.worker.blocks import BlockPool
 from engine.worker.events import Effect, Emit
 from engine.worker.sequence import Sequence
 
+PENDING = (0,)  # the token ids of a row whose token the step in flight chooses
+
 
 @dataclass(slots=True)
 class RunningSequence:
@@ -74,25 +76,50 @@ class RunningBatch:
                 effects.append(Emit(seq.gateway_id, DecodeStarted(seq.seq_id)))
         return effects
 
+    def due(self) -> list[Sequence]:
+        """Returns the sequences that have a next row, oldest first.
+
+        A sequence has none if the step in flight brings its last token.
+        """
+        return [
+            seq
+            for seq in self.seqs()
+            if not seq.in_flight or len(seq.token_ids) + len(seq.in_flight) < seq.limits.max_len
+        ]
+
     def row(self, seq: Sequence) -> Row:
         """Returns the sequence's row in the planned step."""
         draft = self._drafts.row_draft(seq)
-        return Row(
+        is_pending = bool(seq.in_flight)
+        row = Row(
             seq_id=seq.seq_id,
-            token_ids=seq.token_ids[-1:],
-            start=seq.num_computed_tokens,
+            token_ids=PENDING if is_pending else seq.token_ids[-1:],
+            start=seq.num_planned_tokens,
             block_table=seq.block_table,
             sampling=seq.sampling,
-            banned=seq.banned(),
+            banned=seq.banned(num_pending=is_pending),
             draft=draft.draft,
             num_to_draft=draft.num_to_draft,
             draft_token_ids=draft.draft_token_ids,
             history=seq.history,
             prompt_len=seq.limits.prompt_len,
             guide=seq.guide,
+            is_pending=is_pending,
         )
+        seq.in_flight.append(row)
+        return row
+
+    def lands(self, row: Row) -> bool:
+        """Takes a row whose step has ended. False if its sequence has ended meanwhile."""
+        running = self._members.get(row.seq_id)
+        return running is not None and running.seq.lands(row)
 
     # ------------------------------------------------------------ memory
+
+    def has_room(self) -> bool:
+        """True if there are idle blocks for the next tokens of all sequences."""
+        missing = (_num_blocks(seq) - len(seq.block_table) for seq in self.due())
+        return sum(max(num, 0) for num in missing) <= self._pool.num_idle
 
     def make_room(self, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
         """Gives every sequence the blocks of its next tokens.
@@ -101,8 +128,8 @@ class RunningBatch:
         sequence is given back, even if it is the sequence that needs the block.
         """
         effects: list[Effect] = []
-        for seq in self.seqs():
-            if len(seq.block_table) < seq.num_blocks:
+        for seq in self.due():
+            if len(seq.block_table) < _num_blocks(seq):
                 effects += self._give_blocks(seq.seq_id, drop_copy)
         return effects
 
@@ -111,7 +138,7 @@ class RunningBatch:
             return []
         effects: list[Effect] = []
         seq = self[seq_id]
-        while len(seq.block_table) < seq.num_blocks:
+        while len(seq.block_table) < _num_blocks(seq):
             if self._pool.num_idle:
                 seq.block_table += self._pool.allocate(1)
             elif (dropped := drop_copy()) is not None:
@@ -142,5 +169,12 @@ class RunningBatch:
         """Asserts the invariants of running sequences."""
         for seq in self.seqs():
             assert seq.num_computed_tokens == len(seq.token_ids) - 1
-            assert len(seq.block_table) <= seq.num_blocks
+            is_drafted = any(row.max_drafted for row in seq.in_flight)
+            assert is_drafted or len(seq.block_table) <= _num_blocks(seq)
+            assert len(seq.in_flight) <= 2
             assert self._drafts.has_draft_model or seq.num_unseen_tokens == 0
+
+
+def _num_blocks(seq: Sequence) -> int:
+    """Returns the blocks that all tokens need, pending ones too."""
+    return -(-(len(seq.token_ids) + len(seq.in_flight)) // seq.block_size)

@@ -128,6 +128,8 @@ class DecodeScheduler:
         held_steps             steps that delayed running sequences for moved ones
         held_steps:late        of these, the ones that began before all blocks were here
         steps, step_tokens     steps that decoded, and the tokens that they yielded
+        pending_rows           rows planned before their token was known
+        void_rows              rows of sequences that ended before their step did
         spec_steps             of those steps, the ones in which anything was drafted
         drafted:<proposer>     tokens verified; accepted:<proposer>: of these, the ones kept
         accepted_len:<tokens>  drafts of which so many tokens were kept
@@ -238,10 +240,16 @@ class DecodeScheduler:
 
     # ------------------------------------------------------------ steps
 
-    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
-        """Returns a row of every running sequence; admits the sequences that there is room for."""
+    def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
+        """Returns a row of every running sequence; admits the sequences that there is room for.
+
+        With a step in flight, it waits for the outcome if drafts depend on it, or if a sequence
+        would have to be given back for want of memory.
+        """
+        if ahead and (self.drafts.speculator_is_on or not self.running.has_room()):
+            return Scheduled(waits=True)
         effects = self.running.make_room(self._drop_copy)
-        chosen = self.running.seqs()[:budget_tokens]
+        chosen = self.running.due()[:budget_tokens]
         admitted = self._admit()
         if self._is_held(now_s):
             return Scheduled([], effects + admitted, self.held_until_s)
@@ -249,6 +257,8 @@ class DecodeScheduler:
         has_drafts = self.drafts.plan(chosen, (budget_tokens - len(chosen)) // 2, self._growing)
         started = self.running.start(chosen)
         rows = [self.running.row(seq) for seq in chosen]
+        if ahead and (num_pending := sum(row.is_pending for row in rows)):
+            self._counters["pending_rows"] += num_pending
         if chosen:
             self._counters["steps"] += 1
             self._counters["spec_steps"] += has_drafts
@@ -256,6 +266,9 @@ class DecodeScheduler:
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect]:
         """Appends the tokens that a row yielded; ends the sequence if its answer is complete."""
+        if not self.running.lands(row):
+            self._counters["void_rows"] += 1
+            return []  # its sequence has ended meanwhile
         seq = self.running[row.seq_id]
         if (fault := seq.fault) is not None:
             self.running.end(row.seq_id)

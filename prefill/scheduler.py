@@ -166,8 +166,11 @@ class PrefillScheduler:
 
     # ------------------------------------------------------------ computing
 
-    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
-        """Returns one chunk of each prompt, in order of arrival, while budget and memory last."""
+    def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
+        """Returns one chunk of each prompt, in order of arrival, while budget and memory last.
+
+        A chunk may follow one in flight. Nothing follows the last chunk.
+        """
         scheduled = Scheduled()
         for prompt in self.computing.values():
             budget_tokens -= self._add_row(prompt, budget_tokens, scheduled)
@@ -213,7 +216,7 @@ class PrefillScheduler:
     def _add_row(self, prompt: PendingPrompt, budget_tokens: int, scheduled: Scheduled) -> int:
         """Adds the next chunk of a prompt; returns its length in tokens."""
         seq = prompt.seq
-        start = seq.num_computed_tokens
+        start = seq.num_planned_tokens
         num = min(budget_tokens, self._chunk_tokens, len(seq.token_ids) - start)
         if num <= 0:
             return 0
@@ -234,11 +237,14 @@ class PrefillScheduler:
             num_top=prompt.num_top or 0,
         )
         scheduled.rows.append(row)
+        seq.in_flight.append(row)
         return num
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
         """Counts a chunk as computed. The last chunk brings the answer's first token."""
-        prompt = self.computing[row.seq_id]
+        prompt = self.computing.get(row.seq_id)
+        if prompt is None or not prompt.seq.lands(row):
+            return []  # it was cancelled meanwhile
         seq = prompt.seq
         seq.advance(len(row.token_ids), self._pool)
         prompt.scored += result.scored

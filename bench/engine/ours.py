@@ -160,11 +160,12 @@ class OurEngine:
                 _row(i, answer[-1:], lens[i] + step, tables[i], GREEDY)
                 for i, answer in enumerate(answers)
             ]
-            tokens = self._runner.run(BatchPlan(rows)).tokens
-            for answer, token in zip(answers, tokens, strict=True):
+            result = self._runner.run(BatchPlan(rows))
+            for answer, token in zip(answers, result.tokens, strict=True):
                 assert token is not None
                 answer.append(token)
-            outside_s += self._clock.now_s() - begin_s - self._runner.last_times.forward_s
+            assert result.times is not None
+            outside_s += self._clock.now_s() - begin_s - result.times.forward_s
         return outside_s
 
     def _copy_blocks(self, tables: Sequence[Sequence[BlockId]], num_blocks: int) -> None:

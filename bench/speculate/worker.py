@@ -371,7 +371,7 @@ def _row(index: int, *, context_len: int, num_blocks: int, num_to_draft: int = 0
 def _timed_s(runner: Runner, plan: BatchPlan) -> tuple[float, float]:
     """Seconds of the whole step, and of the draft model in it."""
     begin_s = _clock.now_s()
-    times = runner.run(plan).times
+    times = runner.launch(plan).result().times
     assert times is not None
     return _clock.now_s() - begin_s, times.draft_s
 

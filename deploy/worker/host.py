@@ -15,7 +15,7 @@ import logging
 import queue
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.trust import Secret
-from engine.worker.batch import Runner
+from engine.worker.batch import BatchPlan, LaunchedStep, Runner
 from engine.worker.block_events import EventLog
 from engine.worker.blocks import BlockPool
 from engine.worker.core import Duties, WorkerCore
@@ -134,6 +134,7 @@ class WorkerHost:
         )
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
+        self._in_flight: deque[tuple[BatchPlan, LaunchedStep]] = deque()
         self._long_step: StillStepping | None = None  # the present step, if it is long
         self._effort = StepEffort(model.sizes)
         self._request_ids = RequestIds()
@@ -316,13 +317,22 @@ class WorkerHost:
         self._perform(effects)
 
     def _step(self) -> bool:
-        """Runs one plan. Returns false if there was none."""
+        """Launches the next step, if there is one, and ends the first step in flight.
+
+        With a runner that overlaps, that is the step before: the host plans and sends while the
+        device computes. Returns false if nothing is in flight.
+        """
         plan, effects = self._core.plan(self._clock.now_s())
         self._perform(effects)
-        if plan is None:
+        if plan is not None:
+            self._watch.begin(plan)
+            self._in_flight.append((plan, self._runner.launch(plan)))
+            if self._runner.overlaps and len(self._in_flight) == 1:
+                return True
+        if not self._in_flight:
             return False
-        self._watch.begin(plan)
-        result = self._runner.run(plan)
+        plan, launched = self._in_flight.popleft()
+        result = launched.result()
         self._effort.note(plan.rows, 0.0 if result.times is None else result.times.total_s)
         self._perform(self._core.finish(result, self._clock.now_s()))
         return True

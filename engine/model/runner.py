@@ -1,8 +1,9 @@
 """Carries out batch plans with a transformers model.
 
 A step is one forward pass over all rows as one flat sequence (`cpu` or `cuda`). It yields logits of
-the rows that sample, then their tokens (`verify`), and ends with one copy back to the host. On a
-GPU that copy waits for the step.
+the rows that sample, then their tokens (`verify`), which are copied to the host. A GPU may still
+store K and V then, or compute a step without tokens. So each step there has a fence, an event
+behind all its work, and its result waits for that.
 
 With a draft model, its passes come first (`draft`): over the rows that it sees, for K and V, and
 over the tokens that it proposes. Its K and V are the second section of each block. A block has the
@@ -15,7 +16,7 @@ and so its size, is known. Not thread-safe: one thread runs steps.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -57,6 +58,41 @@ class KVNeeds(NamedTuple):
 SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
 
 
+class Fence(Protocol):
+    """An event behind work that was queued, such as `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Waits until the work is done."""
+        ...
+
+
+class TorchStep:
+    """A step of a `TorchRunner`. Without a fence it has ended."""
+
+    def __init__(
+        self,
+        rows: Sequence[RowResult],
+        times: StepTimes,
+        begin_s: float,
+        clock: Clock,
+        fence: Fence | None = None,
+    ) -> None:
+        """`times` lack the time of sampling, which lasts until the fence."""
+        self._rows = rows
+        self._times = times
+        self._begin_s = begin_s
+        self._clock = clock
+        self._fence = fence
+
+    def result(self) -> BatchResult:
+        """Waits for the fence. From then on K and V of all tokens are in the buffer."""
+        if self._fence is not None:
+            self._fence.synchronize()
+        passed_s = self._clock.now_s() - self._begin_s
+        sample_s = passed_s - self._times.total_s
+        return BatchResult(self._rows, msgspec.structs.replace(self._times, sample_s=sample_s))
+
+
 class TorchRunner:
     """A `Runner`. `open` sets every attribute that the constructor does not set."""
 
@@ -64,13 +100,13 @@ class TorchRunner:
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
+    overlaps = False
     embeds: bool  # rows give hidden states, and the tokens that they choose mean nothing
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     weights: WeightFormat  # resolved: never `auto`
     weights_bytes: int  # of linear layers, the draft's too
     sizes: ModelSizes  # of the target, to estimate the work of steps
-    last_times: StepTimes | None = None
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
     draft_forward: CpuForward | CudaForward | None = None  # its cache covers the target's tokens
 
@@ -113,6 +149,7 @@ class TorchRunner:
         Raises CheckpointError, or ConfigError if memory is too small or unfit.
         """
         device = _device(self.device)
+        self._is_cuda = device.type == "cuda"
         if device.type == "cpu":
             self.weights = cpu.resolve_weights(self._wanted_weights)
         else:
@@ -209,9 +246,13 @@ class TorchRunner:
         return self._forward.is_batch_invariant
 
     def run(self, plan: BatchPlan) -> BatchResult:
-        """Runs the passes of a plan; then K and V of all its tokens are in the buffer."""
+        """Launches a step and waits for it."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: BatchPlan) -> "TorchStep":
+        """Runs the passes of a plan, or on a GPU queues them."""
         if not plan.rows:
-            return BatchResult(())
+            return TorchStep((), StepTimes(0.0, 0.0, 0.0), self._clock.now_s(), self._clock)
         assert max(row.end + row.max_drafted for row in plan.rows) <= self.context_len
         begin_s = self._clock.now_s()
         with torch.inference_mode():
@@ -220,14 +261,17 @@ class TorchRunner:
             results = verify.results(proposals, verified.chosen, verified.logits)
             if self.embeds:
                 results = _embedded(results, verified.logits)
-        computed_s = verified.prepare_s + verified.forward_s + verified.draft_s
-        self.last_times = StepTimes(
+        times = StepTimes(
             prepare_s=verified.prepare_s,
             forward_s=verified.forward_s,
-            sample_s=self._clock.now_s() - begin_s - computed_s,
+            sample_s=0.0,
             draft_s=verified.draft_s,
         )
-        return BatchResult(results, self.last_times)
+        fence = None
+        if self._is_cuda:
+            fence = torch.cuda.Event()
+            fence.record()
+        return TorchStep(results, times, begin_s, self._clock, fence)
 
     def _drafted_and_verified(self, proposals: Sequence[DraftedRow]) -> Verified:
         """Runs the draft model over the rows that it sees, and the target over all rows."""

@@ -1,5 +1,8 @@
 """The plan of a step and its result, in integers: the seam between schedulers and the runner.
 
+A runner launches a step and may still compute when `launch` returns. Nothing may rely on the step
+before `result` has returned: neither leases on its blocks, nor their next owners, nor its duration.
+
 One shape serves all steps. Each row extends one sequence's context by `q` tokens. A prefill chunk
 has `q` = chunk, a decode step `q` = 1. The verification of a draft of k tokens has `q` = k + 1: the
 row's own token and the drafted ones behind it.
@@ -36,6 +39,9 @@ class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time t
         `guide`            where a grammar stands after `token_ids`
         `scored`           tokens known to follow each of `token_ids`, from the first on: the result
                            has their log-probabilities, and `num_top` of the likeliest beside each
+        `is_pending`       its only token is the one that the step before chooses for the sequence;
+                           `token_ids` has a placeholder. `history` and `guide` know the token
+                           once the result of that step was handed out
     """
 
     seq_id: SeqId
@@ -52,6 +58,7 @@ class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time t
     guide: Guide | None = None
     scored: Sequence[int] = ()
     num_top: int = 0
+    is_pending: bool = False
 
     @property
     def end(self) -> int:
@@ -95,7 +102,8 @@ class StepTimes(msgspec.Struct, frozen=True):
     """The parts of a step's time on the host, in seconds.
 
     A GPU computes while the host goes on. There `forward_s` ends when the passes are queued, and
-    `sample_s` includes the wait for them.
+    `sample_s` includes the wait for them. If the step was launched before the last one had ended,
+    its time begins at that end.
     """
 
     prepare_s: float
@@ -121,12 +129,27 @@ class BatchResult(msgspec.Struct, frozen=True):
         return [row.token_ids[0] if row.token_ids else None for row in self.rows]
 
 
+class LaunchedStep(Protocol):
+    """A step that a runner computes."""
+
+    def result(self) -> BatchResult:
+        """Waits for the step's end. Then K and V of all its tokens are in the buffer, and the step
+        reads and writes nothing any more.
+        """
+        ...
+
+
 class Runner(Protocol):
-    """Carries out batch plans on a KV buffer of `num_blocks` blocks."""
+    """Carries out batch plans on a KV buffer of `num_blocks` blocks, in the order of their launch.
+
+    If it `overlaps`, one step may be launched before the result of the last one is taken, and may
+    have pending rows. Otherwise a step's result is taken before the next one is launched.
+    """
 
     layout: KVLayout
     num_blocks: int
+    overlaps: bool
 
-    def run(self, plan: BatchPlan) -> BatchResult:
-        """Runs one forward pass; afterwards K and V of all its tokens are in the buffer."""
+    def launch(self, plan: BatchPlan) -> LaunchedStep:
+        """Begins one forward pass."""
         ...

@@ -4,7 +4,7 @@ Each block has three independent kinds of holders, and becomes free when the las
 
     owned      sequences whose block table names it (several, if they share a prefix)
     leased     open leases on it: another worker may read it
-    in flight  pulls that write into it
+    in flight  pulls that write into it; or a step that may still do, after its owner let go
 
 A block without a holder is free. If it is full and its hash is known, it is also *cached*. It keeps
 its content until the free list, least recently used first, reaches it. So at all times
@@ -17,6 +17,10 @@ prefixes, and a reader of hashes cannot find the tokens by trying. The key comes
 bytes. That makes BLAKE2b a pseudo-random function, and costs no second compression at 16 tokens.
 Simulations have no secrets, and no salt.
 
+A step that was launched may write to the blocks of a sequence that has ended meanwhile. So while a
+step is in flight, a block without a holder and without a hash stays *in flight* until the last step
+launched by then has ended. A block with a hash is full: no step writes to it.
+
 The pool notes stored and evicted blocks as news, if a reader takes them.
 
 Sources: BLAKE2 keyed by prefix, Luykx, Mennink and Neves, ToSC 2016; two owners of a transferred
@@ -25,7 +29,7 @@ block, sglang#24527 and TensorRT-LLM#12542; chained block hashes, vLLM's prefix 
 
 import sys
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +143,8 @@ class BlockPool:
         self._num_leased = self._num_in_flight = (
             0  # blocks with this kind of holder; some have both
         )
+        # For each step in flight, the blocks that become free with its end.
+        self._freed_in_flight: deque[list[BlockId]] = deque()
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle.
         self._idle: OrderedDict[BlockId, None] = OrderedDict(
@@ -155,6 +161,7 @@ class BlockPool:
         in_flight, leased = self._num_in_flight, self._num_leased
         if in_flight and leased:
             leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
+        in_flight += sum(map(len, self._freed_in_flight))
         owned = self.num_blocks - len(self._idle) - leased - in_flight
         cached = self._num_cached
         return BlockCounts(
@@ -262,11 +269,29 @@ class BlockPool:
         """Ends a pull's writing to these blocks."""
         self._num_in_flight -= self._let_go(self._in_flight, reversed(blocks))
 
+    @property
+    def num_steps(self) -> int:
+        """Steps in flight."""
+        return len(self._freed_in_flight)
+
+    def begin_step(self) -> None:
+        """Notes that a step is launched, which may write to the blocks of sequences."""
+        self._freed_in_flight.append([])
+
+    def end_step(self) -> None:
+        """Notes that the first of the launched steps has ended, and frees blocks that it held."""
+        for block in self._freed_in_flight.popleft():
+            self._idle[block] = None
+            self._idle.move_to_end(block, last=False)
+
     def validate(self) -> None:
         """Asserts every invariant of the pool."""
         counts = self.counts()
         holders = list(zip(self._in_flight, self._leased, self._owned, strict=True))
-        assert counts.in_flight == sum(flight > 0 for flight, _, _ in holders)
+        freed = [block for blocks in self._freed_in_flight for block in blocks]
+        assert len(set(freed)) == len(freed)
+        assert not any(block in self._idle for block in freed)
+        assert counts.in_flight == sum(flight > 0 for flight, _, _ in holders) + len(freed)
         assert self._num_leased == sum(lease > 0 for _, lease, _ in holders)
         assert counts.leased == sum(lease > 0 and not flight for flight, lease, _ in holders)
         assert counts.owned == sum(
@@ -276,7 +301,8 @@ class BlockPool:
         assert counts.total == self.num_blocks
         for block in range(self.num_blocks):
             assert min(holders[block]) >= 0
-            assert (sum(holders[block]) == 0) == (BlockId(block) in self._idle), (
+            is_idle = BlockId(block) in self._idle
+            assert (sum(holders[block]) == 0) == (is_idle or block in freed), (
                 f"block {block} is misplaced"
             )
         for block_hash, held in self._by_hash.items():
@@ -299,7 +325,7 @@ class BlockPool:
         """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        idle, known = self._idle, self._hash
+        idle, known, freed = self._idle, self._hash, self._freed_in_flight
         for block in blocks:
             count = holders[block] - 1
             assert count >= 0, f"block {block} is let go more often than it was held"
@@ -308,11 +334,14 @@ class BlockPool:
                 continue
             num_last += 1
             if not (owned[block] or leased[block] or in_flight[block]):
-                idle[block] = None
-                if known[block] is None:
-                    idle.move_to_end(block, last=False)
-                else:
+                if known[block] is not None:
+                    idle[block] = None
                     self._num_cached += 1
+                elif freed:
+                    freed[-1].append(block)
+                else:
+                    idle[block] = None
+                    idle.move_to_end(block, last=False)
         return num_last
 
     def _forget(self, block: BlockId) -> None:

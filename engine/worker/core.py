@@ -13,11 +13,18 @@ come.
 The host around the core owns the threads: it feeds events, runs the plans, and performs the
 effects.
 
+**Overlap.** With a runner that overlaps, the next step is planned while one is in flight. The plan
+is made as if the step had ended: its rows count as computed, and the tokens that it chooses are
+pending. Where the outcome decides what can be planned (drafts, want of memory), a scheduler waits
+for it. A sequence may end while it has a row in the next step. The result of that row is ignored,
+and blocks that it may write to are freed with that step (`engine.worker.blocks`).
+
 Gateways learn costs from reports of steps: plain decode steps and prompt chunks, timed by the
 runner. Steps with drafts, and prompts whose log-probabilities are requested, are not reported,
 since their number of tokens does not determine their cost.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -60,6 +67,7 @@ class Scheduled:
     rows: list[Row] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     held_until_s: float | None = None  # hold the step until then, or until the next event
+    waits: bool = False  # plan nothing before the step in flight has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +120,15 @@ class Scheduler(Protocol):
         """Gives back what has not begun, of kinds that are no longer accepted."""
         ...
 
-    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
-        """Chooses rows of at most `budget_tokens` tokens in all."""
+    def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
+        """Chooses rows of at most `budget_tokens` tokens in all.
+
+        `ahead`: a step is in flight. Its sequences have it as their row in flight.
+        """
         ...
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> Sequence[Effect | PassedOn]:
-        """Takes the result of one of this scheduler's rows."""
+        """Takes the result of one of this scheduler's rows. Its sequence may have ended."""
         ...
 
     @property
@@ -177,8 +188,12 @@ class StepSamples:
         return kept
 
 
+Planned = list[tuple[Scheduler, Row]]  # the rows of a step, each with the scheduler that chose it
+MAX_STEPS_IN_FLIGHT = 2
+
+
 class WorkerCore:
-    """Schedulers, pool and the plan that is running. Owned by one thread."""
+    """Schedulers, pool and the steps in flight. Owned by one thread."""
 
     def __init__(
         self,
@@ -198,7 +213,7 @@ class WorkerCore:
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
         self._observe = observe
-        self._running: list[tuple[Scheduler, Row]] = []
+        self._in_flight: deque[Planned] = deque()
         self._decoder = self._taker(Adopted)
         self._decode_steps, self._other_steps = StepSamples(), StepSamples()
         self._held_until_s: float | None = None
@@ -214,11 +229,7 @@ class WorkerCore:
         return self._duties.role
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Feeds an event to its scheduler. Gives back a sequence that no scheduler accepts.
-
-        Must not be called while a step runs: an event may free blocks that the step writes to.
-        """
-        assert not self._running, "a step is running"
+        """Feeds an event to its scheduler. Gives back a sequence that no scheduler accepts."""
         return self._dispatch(event, now_s)
 
     def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
@@ -274,58 +285,63 @@ class WorkerCore:
         return next((s for s in self._schedulers if s.accepts(kind)), None)
 
     def plan(self, now_s: float) -> tuple[BatchPlan | None, list[Effect]]:
-        """The next forward pass; `finish` ends it. None if there is nothing to compute, or if the
-        step is held (`held_until_s`).
+        """The next forward pass; `finish` ends it. None if there is nothing to compute, if the step
+        is held (`held_until_s`), or if the step in flight must end first.
         """
-        assert not self._running, "the last plan has not been finished"
+        assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "the first step must be finished"
         budget = self._max_batch_tokens
         effects: list[Effect] = []
+        planned: Planned = []
         for scheduler in self._schedulers:
-            scheduled = scheduler.schedule(budget, now_s)
+            scheduled = scheduler.schedule(budget, now_s, ahead=bool(self._in_flight))
             self._held_until_s = scheduled.held_until_s
-            if scheduled.held_until_s is not None:
-                assert not self._running
+            if scheduled.waits or scheduled.held_until_s is not None:
+                assert not planned
                 return None, effects + scheduled.effects
             budget -= sum(len(row.token_ids) + row.max_drafted for row in scheduled.rows)
             effects += scheduled.effects
-            self._running += [(scheduler, row) for row in scheduled.rows]
+            planned += [(scheduler, row) for row in scheduled.rows]
         assert budget >= 0
-        rows = [row for _, row in self._running]
-        return (BatchPlan(rows) if rows else None), effects
+        if not planned:
+            return None, effects
+        self._in_flight.append(planned)
+        self._pool.begin_step()
+        return BatchPlan([row for _, row in planned]), effects
 
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
-        """Takes the results of the plan."""
+        """Takes the results of the first plan in flight, which the runner has ended."""
         effects: list[Effect] = []
+        planned = self._in_flight.popleft()
+        self._pool.end_step()
         if self._observe is not None:
-            self._observe(BatchPlan([row for _, row in self._running]), result, now_s)
+            self._observe(BatchPlan([row for _, row in planned]), result, now_s)
         if result.times is not None:
-            self._sample_step(result.times.total_s)
-        for (scheduler, row), row_result in zip(self._running, result.rows, strict=True):
+            self._sample_step(planned, result.times.total_s)
+        for (scheduler, row), row_result in zip(planned, result.rows, strict=True):
             for effect in scheduler.advance(row, row_result, now_s):
                 if isinstance(effect, Adopted | Leaving):
                     effects += self._dispatch(effect, now_s)
                 else:
                     effects.append(effect)
-        self._running = []
         return effects
 
-    def _sample_step(self, seconds: float) -> None:
+    def _sample_step(self, planned: Planned, seconds: float) -> None:
         """Keeps the step for the report, if it is part of the sample.
 
         Most steps are not, and cost no more than this check. Decode rows come first, so the last
         row tells if all rows decode.
         """
-        decodes_only = bool(self._running) and self._running[-1][0] is self._decoder
+        decodes_only = planned[-1][0] is self._decoder
         samples = self._decode_steps if decodes_only else self._other_steps
         if samples.wants_next():
-            step = self._step_report(seconds)
+            step = self._step_report(planned, seconds)
             if step is not None:
                 samples.keep(step)
 
-    def _step_report(self, seconds: float) -> StepReport | None:
+    def _step_report(self, planned: Planned, seconds: float) -> StepReport | None:
         """A step in numbers; None if the numbers would not explain how long it took."""
-        rows = [row for scheduler, row in self._running if scheduler is self._decoder]
-        chunks = [row for scheduler, row in self._running if scheduler is not self._decoder]
+        rows = [row for scheduler, row in planned if scheduler is self._decoder]
+        chunks = [row for scheduler, row in planned if scheduler is not self._decoder]
         if any(row.max_drafted or row.draft_token_ids for row in rows):
             return None
         if any(row.scored for row in chunks):
@@ -369,5 +385,6 @@ class WorkerCore:
     def validate(self) -> None:
         """Asserts the invariants of pool and schedulers."""
         self._pool.validate()
+        assert self._pool.num_steps == len(self._in_flight)
         for scheduler in self._schedulers:
             scheduler.validate()

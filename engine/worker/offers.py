@@ -133,7 +133,7 @@ class PrefixOffers:
             case _:
                 return []
 
-    def schedule(self, budget_tokens: int, now_s: float) -> Scheduled:
+    def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
         """Empty: there is nothing to compute."""
         return Scheduled()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.grammar.guide import Guide
 from engine.messages import FinishReason, GatewayId, Limits, Sampling, SeqId
+from engine.worker.batch import Row
 from engine.worker.blocks import BlockHash, BlockId, BlockPool, hash_block, hash_blocks
 
 
@@ -22,6 +23,8 @@ class Sequence:
 
     Of the computed tokens, the draft model's KV exists for the first `num_draft_tokens`. Without a
     draft model these are all. Others can use a full block only if it has the KV of both models.
+
+    `in_flight` are its rows in steps that have not ended, oldest first; the last may be pending.
 
     `history` is a packed copy of the tokens for penalties. `guide` tracks the answer in its
     grammar.
@@ -42,12 +45,25 @@ class Sequence:
     num_hashed_blocks: int = 0  # blocks whose hash the pool knows
     history: "array[int] | None" = None
     guide: Guide | None = None
+    in_flight: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.block_hashes:
             self.block_hashes = hash_blocks(self.token_ids, self.block_size, self.salt)
         if self.sampling.has_penalties:
             self.history = array("i", self.token_ids)
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens that are computed when the steps in flight have ended. One may be unknown yet."""
+        return self.num_computed_tokens + sum(len(row.token_ids) for row in self.in_flight)
+
+    def lands(self, row: Row) -> bool:
+        """Takes a row whose step has ended. False if it is of another sequence with this id."""
+        if not self.in_flight or self.in_flight[0] is not row:
+            return False
+        del self.in_flight[0]
+        return True
 
     @property
     def num_blocks(self) -> int:
@@ -68,11 +84,11 @@ class Sequence:
             return None
         return f"grammar: {self.guide.fault}"
 
-    def banned(self) -> tuple[int, ...]:
+    def banned(self, num_pending: int = 0) -> tuple[int, ...]:
         """Ids that may not come next, because they would end the sequence before its least
-        length.
+        length. Tokens that are not known yet come before.
         """
-        if len(self.token_ids) + 1 > self.limits.min_len:
+        if len(self.token_ids) + num_pending + 1 > self.limits.min_len:
             return ()
         return self.limits.stop_token_ids
 

@@ -25,7 +25,7 @@ from prefill.prompts import WaitingPrompts
 from prefill.scheduler import PrefillScheduler
 from tests.kits.fakes.cluster import FakeCluster
 from tests.kits.fakes.gateway import Ask, FakeGateway
-from tests.kits.fakes.model import VOCAB_SIZE
+from tests.kits.fakes.model import VOCAB_SIZE, FakeRunner
 from tests.kits.fakes.worker import PARTS, WILFUL, WorkerShape
 from tests.kits.seeds import seeds
 
@@ -69,6 +69,8 @@ PREFIX_EVENTS = (
     "fallbacks:prefix_pull_failed",
     "kept_blocks",
     "handed_over",
+    "pending_rows",
+    "void_rows",
     "held_steps",
     "held_steps:late",
 )
@@ -81,6 +83,7 @@ SIZES = {
     "growth_tokens": (0, 4, 12),
     "copies_at_once": (True, False),
     "window_blocks": (1, 2, 64),
+    "overlaps": (False, True),
     "speculate": (WILFUL, *Speculate),
 }
 SPECULATION_EVENTS = (
@@ -211,10 +214,14 @@ class Traffic:
 
 
 def random_shapes(rng: random.Random) -> list[WorkerShape]:
-    has_draft_model = rng.random() < 0.7
+    """Returns shapes; half of the clusters draft nothing, as no step is planned ahead otherwise."""
+    drafts = rng.random() < 0.5
+    has_draft_model = drafts and rng.random() < 0.7
     shapes = []
     for role in ROLES:
         sizes = {name: rng.choice(c) for name, c in SIZES.items()}
+        if not drafts:
+            sizes["speculate"] = Speculate.OFF
         shapes.append(WorkerShape(role, has_draft_model=has_draft_model, **sizes))
     return shapes
 
@@ -340,6 +347,21 @@ def _see_what_was_left_out(self, row, result, seq):
     return None
 
 
+def _free_at_once(self, holders, blocks):
+    """Hands blocks out again that a step in flight may write to."""
+    num_last = _let_go(self, holders, blocks)
+    for freed in self._freed_in_flight:
+        self._idle.update(dict.fromkeys(freed))
+        freed.clear()
+    return num_last
+
+
+def _write_late(self, writes):
+    """Writes what a step computed only when the next one ends, as a GPU may without a wait."""
+    _write(self, self.__dict__.pop("late", {}))
+    self.late = writes
+
+
 def _draft_as_if_nothing_was_banned(self):
     return max(self.limits.max_len - len(self.token_ids) - 1, 0)
 
@@ -347,7 +369,8 @@ def _draft_as_if_nothing_was_banned(self):
 def _take_all_that_was_accepted(self, row, result, now_s):
     """Takes tokens behind a stop too."""
     effects = _advance(self, row, result, now_s)
-    effects[0].message.token_ids[:] = result.token_ids
+    for effect in effects[:1]:
+        effect.message.token_ids[:] = result.token_ids
     return effects
 
 
@@ -366,6 +389,8 @@ def _append_without_guide(self, token):
 
 
 _append = EngineSequence.append
+_let_go = BlockPool._let_go
+_write = FakeRunner.write
 _num_seen = DraftPlanner.num_seen
 _advance = DecodeScheduler.advance
 _lease = BlockPool.lease
@@ -377,7 +402,9 @@ _cancel = Arrivals.cancel
 
 MISTAKES = {
     "an evicted block is still found": (BlockPool, "_forget", lambda self, block: None),
-    "a stop is not banned": (EngineSequence, "banned", lambda self: ()),
+    "a stop is not banned": (EngineSequence, "banned", lambda self, num_pending=0: ()),
+    "a block is free while a step may write to it": (BlockPool, "_let_go", _free_at_once),
+    "a step's writes are not waited for": (FakeRunner, "write", _write_late),
     "a half computed block is leased": (PrefillScheduler, "_grow_lease", _grow_too_early),
     "an aborted pull holds nothing": (Arrivals, "cancel", _forget_the_aborted),
     "a cancelled prefix pull holds nothing": (

@@ -47,6 +47,7 @@ COUNTER_TEXTS = {  # by the name in a load report
     "held_steps": "Steps that waited a moment for an event about to come",
     "kept_blocks": "Blocks that were cached here when a sequence arrived",
     "leases_ended": "Ends of leases, by reason",
+    "pending_rows": "Rows planned before their token was known",
     "preempted": "Sequences that lost their memory to others",
     "prefix_offers": "Answers to requests for a cached prefix",
     "private_builds": "Native code compiled for this process alone",
@@ -67,6 +68,7 @@ COUNTER_TEXTS = {  # by the name in a load report
     "steps": "Steps that decode",
     "transfer_seconds": "Time in which blocks were on their way to this worker",
     "unsent_messages": "Messages to other workers that could not be sent",
+    "void_rows": "Rows computed for sequences that had ended meanwhile",
 }
 GAUGE_TEXTS = {
     "loop_lag_seconds": "Longest delay of the worker's event loop in the last second",

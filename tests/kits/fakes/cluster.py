@@ -151,7 +151,7 @@ class FakeCluster:
             any(link.to_worker or link.to_gateway for link in links)
             or any(c.to_source or c.to_sink for c in self._connections)
             or any(w.inbox or w.endpoint.orders for w in self.workers.values())
-            or any(w.plan is not None for w in self.workers.values())
+            or any(w.in_flight for w in self.workers.values())
         )
 
     def _check_for_orphans(self) -> None:
@@ -172,9 +172,9 @@ class FakeCluster:
             if worker.endpoint.orders and "orders" not in worker.stuck:
                 acts.append(worker.endpoint.take_order)
         if "steps" not in worker.stuck:
-            if worker.plan is not None:
+            if worker.in_flight:
                 acts.append(worker.end_step)
-            else:
+            if len(worker.in_flight) <= worker.shape.overlaps:
                 acts.append(worker.begin_step)
                 if worker.inbox and "events" not in worker.stuck:
                     acts.append(worker.take_event)

@@ -4,15 +4,17 @@ The KV of a token is a number made of all tokens before it. A wrong block table,
 is overwritten in use, therefore changes every token that follows.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.errors import GrammarError
 from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import FinishReason, Grammar, Limits, Logprobs, Sampling
+from engine.messages import FinishReason, Grammar, Limits, Logprobs, Sampling, SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockId
 
@@ -162,8 +164,21 @@ def prompt_logprobs_of(prompt: Sequence[int], num_top: int) -> list[Logprobs]:
     return [logprobs_of(context, token, num_top) for context, token in pairs]
 
 
+class FakeStep(NamedTuple):
+    """A launched step of a `FakeRunner`."""
+
+    runner: "FakeRunner"
+    plan: BatchPlan
+
+    def result(self) -> BatchResult:
+        return self.runner.end(self)
+
+
 class FakeRunner:
     """A `Runner` that keeps K and V in `memory[block][offset]` and reads them by block table.
+
+    Like a GPU, it does nothing before the result is waited for, and computes steps in order. So a
+    step reads memory as it is then, and writes to it then.
 
     Its draft model keeps KV of its own, so that each step can check that it reads only what it has
     computed. A share `right` of its proposals equals the target's choice.
@@ -176,9 +191,13 @@ class FakeRunner:
         *,
         has_draft_model: bool = True,
         right: float = 0.7,
+        overlaps: bool = False,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.overlaps = overlaps
+        self._in_flight: deque[FakeStep] = deque()
+        self._chosen: dict[SeqId, int] = {}  # by the last step
         self._has_draft_model = has_draft_model
         self._right = right
         self._garbage = count(1)
@@ -191,17 +210,37 @@ class FakeRunner:
             garbage = [-next(self._garbage) for _ in range(self.layout.block_size)]
             self.memory[block] = [(kv, kv) for kv in garbage]
 
+    def launch(self, plan: BatchPlan) -> "FakeStep":
+        """Notes a step."""
+        assert len(self._in_flight) <= self.overlaps, "the last step has not ended"
+        assert self.overlaps or not any(row.is_pending for row in plan.rows)
+        step = FakeStep(self, plan)
+        self._in_flight.append(step)
+        return step
+
     def run(self, plan: BatchPlan) -> BatchResult:
+        """Launches a step and waits for it."""
+        return self.launch(plan).result()
+
+    def end(self, step: "FakeStep") -> BatchResult:
         """Computes every row from memory as it was before the step, then writes."""
+        assert self._in_flight.popleft() is step, "steps end in the order of their launch"
+        plan = step.plan
         results, writes = self.compute(plan)
-        for (block, offset, model), kv in writes.items():
-            kept = list(self.memory[block][offset])
-            kept[model] = kv
-            self.memory[block][offset] = (kept[TARGET], kept[DRAFT])
+        pairs = zip(plan.rows, results, strict=True)
+        self._chosen = {row.seq_id: r.token_ids[0] for row, r in pairs if r.token_ids}
+        self.write(writes)
         num_tokens = sum(len(row.token_ids) + row.max_drafted for row in plan.rows)
         num_drafted = sum(len(row.draft_token_ids) + row.num_to_draft for row in plan.rows)
         times = StepTimes(0.0, 1e-3 + 1e-5 * num_tokens, 0.0, draft_s=1e-5 * num_drafted)
         return BatchResult(results, times)
+
+    def write(self, writes: Writes) -> None:
+        """Writes K and V to memory."""
+        for (block, offset, model), kv in writes.items():
+            kept = list(self.memory[block][offset])
+            kept[model] = kv
+            self.memory[block][offset] = (kept[TARGET], kept[DRAFT])
 
     def compute(self, plan: BatchPlan) -> tuple[list[RowResult], Writes]:
         """Computes the results and writes of a plan without performing it."""
@@ -210,6 +249,7 @@ class FakeRunner:
 
     def _compute_row(self, row: Row, writes: Writes) -> RowResult:
         assert row.token_ids, "a row computes nothing"
+        token_ids = [self._chosen[row.seq_id]] if row.is_pending else row.token_ids
         draft = list(row.draft)
         if self._has_draft_model and row.draft_token_ids:
             draft += self._propose(row, writes)
@@ -218,7 +258,7 @@ class FakeRunner:
         context = 0
         for position in range(row.start):
             context = extend(context, self._read(row, position)[TARGET])
-        kvs, contexts = contexts_of([*row.token_ids, *draft], context)
+        kvs, contexts = contexts_of([*token_ids, *draft], context)
         self._write(row, row.start, kvs, (TARGET, DRAFT)[: 2 - self._has_draft_model], writes)
         tokens: list[int] = []
         if row.sampling is not None:

@@ -19,10 +19,11 @@ from engine.worker.core import Duties, WorkerCore
 from engine.worker.events import Effect, Emit, EmitToAll, Event
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
+from engine.worker.sequence import Sequence as EngineSequence
 from kvtransfer.messages import MAX_BLOCKS_PER_READ
 from prefill.scheduler import PrefillScheduler
 from tests.kits.fakes.endpoint import FakeEndpoint
-from tests.kits.fakes.model import BLOCK_SIZE, VOCAB_SIZE, FakeGuides, FakeRunner
+from tests.kits.fakes.model import BLOCK_SIZE, VOCAB_SIZE, FakeGuides, FakeRunner, FakeStep
 
 if TYPE_CHECKING:
     from tests.kits.fakes.cluster import FakeCluster
@@ -113,6 +114,11 @@ class SpoilingPool(BlockPool):
     def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
         self._runner.spoil(b for b in blocks if b in self._idle and self._hash[b] is None)
 
+    def end_step(self) -> None:
+        freed = list(self._freed_in_flight[0])
+        super().end_step()
+        self._spoil_free(freed)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
@@ -129,6 +135,7 @@ class WorkerShape:
     window_blocks: int = MAX_BLOCKS_PER_READ
     has_draft_model: bool = True  # the same in all workers of a cluster
     speculate: Speculate | str = Speculate.OFF  # or WILFUL
+    overlaps: bool = False  # a step is planned while one is in flight
 
     def speculator(self) -> Speculator:
         """The speculator of such a worker."""
@@ -147,7 +154,9 @@ class FakeWorker:
         self.worker_id = WorkerId(name)
         self.shape = shape
         self._cluster = cluster
-        self.runner = FakeRunner(shape.num_blocks, has_draft_model=shape.has_draft_model)
+        self.runner = FakeRunner(
+            shape.num_blocks, has_draft_model=shape.has_draft_model, overlaps=shape.overlaps
+        )
         self.pool = SpoilingPool(self.runner)
         self.endpoint = FakeEndpoint(self, cluster)
         speculator = shape.speculator()
@@ -174,36 +183,54 @@ class FakeWorker:
             observe=speculator.observe,
         )
         self.inbox: deque[Event] = deque()
-        self.plan: BatchPlan | None = None  # of the running step
+        self.in_flight: deque[FakeStep] = deque()
+        self._early: list[object] = []  # what each row of the first of them will yield
         self.stuck: set[str] = set()  # the parts that stand still: see PARTS
 
     def take_event(self) -> None:
         self._perform(self.core.handle(self.inbox.popleft(), self._cluster.now_s))
 
     def begin_step(self) -> None:
-        self.plan, effects = self.core.plan(self._cluster.now_s)
+        plan, effects = self.core.plan(self._cluster.now_s)
         self._perform(effects)
-        if self.plan is not None:
-            rows = self.plan.rows
+        if plan is not None:
+            rows = plan.rows
             lengths = [len(row.token_ids) for row in rows]
             num_drafted = sum(row.max_drafted for row in rows)
             assert sum(lengths) + num_drafted <= self.shape.max_batch_tokens
             assert max(lengths) <= self.shape.chunk_tokens
             assert len({row.seq_id for row in rows}) == len(rows)
-            self._early = self.runner.compute(self.plan)
+            self.in_flight.append(self.runner.launch(plan))
+            if len(self.in_flight) == 1:
+                self._look()
 
     def end_step(self) -> None:
-        assert self.plan is not None
-        late = self.runner.compute(self.plan)
-        assert late == self._early, "a block changed while a step used it"
-        result = self.runner.run(self.plan)
-        self.plan = None
+        self._check()
+        result = self.in_flight.popleft().result()
         self._perform(self.core.finish(result, self._cluster.now_s))
+        self._look()
+
+    def _look(self) -> None:
+        """Computes in advance what the first step in flight will yield."""
+        if self.in_flight:
+            plan = self.in_flight[0].plan
+            self._early = [self.runner.compute(BatchPlan([row])) for row in plan.rows]
+
+    def _check(self) -> None:
+        """Asserts that no memory of a living sequence has changed since `_look`."""
+        living = {id(row) for seq in self._seqs() for row in seq.in_flight}
+        for row, early in zip(self.in_flight[0].plan.rows, self._early, strict=True):
+            if id(row) in living:
+                late = self.runner.compute(BatchPlan([row]))
+                assert late == early, "a block changed while a step used it"
+
+    def _seqs(self) -> list[EngineSequence]:
+        prompts = self.prefill.computing.values()
+        return [*(prompt.seq for prompt in prompts), *self.decode.running.seqs()]
 
     def validate(self) -> None:
         """Checks the invariants of the worker and across its parts."""
-        if self.plan is None:
-            self.core.validate()
+        self.core.validate()
         self.endpoint.source.validate()
         self.endpoint.sink.validate()
         self._check_holders()

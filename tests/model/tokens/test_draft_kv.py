@@ -296,9 +296,10 @@ def test_a_step_times_the_draft_separately(tmp_path_factory, open_runner, monkey
         return launch(prepared)
 
     monkeypatch.setattr(pair.draft_forward, "launch", launch_slowly)
-    pair.run(BatchPlan([Row("a", [1, 2], 0, [0], SAMPLING, draft_token_ids=[1, 2])]))
-    assert pair.last_times.draft_s == 5.0
-    assert 0 < pair.last_times.forward_s < 1.0
+    row = Row("a", [1, 2], 0, [0], SAMPLING, draft_token_ids=[1, 2])
+    times = pair.run(BatchPlan([row])).times
+    assert times.draft_s == 5.0
+    assert 0 < times.forward_s < 1.0
 
 
 def test_the_targets_threads_compute_the_draft_too(tmp_path_factory, open_runner):

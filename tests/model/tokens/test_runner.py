@@ -9,8 +9,8 @@ from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat
 from engine.messages import Sampling
-from engine.model.runner import TorchRunner
-from engine.worker.batch import BatchPlan, Row
+from engine.model.runner import TorchRunner, TorchStep
+from engine.worker.batch import BatchPlan, Row, RowResult, StepTimes
 from tests.kits.checkpoints import KINDS, tiny_checkpoint
 from tests.kits.models.sequences import SharedBuffer, scattered
 from tests.kits.models.served import generate
@@ -21,6 +21,31 @@ NUM_BLOCKS = 400
 BLOCK_SIZE = 4
 NUM_NEW_TOKENS = 20
 GREEDY = Sampling(temperature=0.0)
+
+
+class FakeClock:
+    def __init__(self):
+        self.time_s = 10.0
+
+    def now_s(self):
+        return self.time_s
+
+
+def test_a_step_has_a_result_once_the_device_has_passed_its_fence():
+    clock, passed = FakeClock(), []
+
+    class SlowDevice:
+        def synchronize(self):
+            clock.time_s += 3.0
+            passed.append("fence")
+
+    times = StepTimes(prepare_s=0.5, forward_s=1.0, sample_s=0.0)
+    step = TorchStep([RowResult()], times, 10.0, clock, SlowDevice())
+    clock.time_s += 2.0
+    assert not passed
+    result = step.result()
+    assert passed == ["fence"]
+    assert result.times == StepTimes(prepare_s=0.5, forward_s=1.0, sample_s=3.5)
 
 
 class Client:

@@ -167,7 +167,6 @@ def serve(runner, clients):
     while running := [c for c in clients if len(c.answer) < NUM_NEW_TOKENS]:
         rows = [client.next_row() for client in running]
         result = runner.run(BatchPlan(rows))
-        assert result.times == runner.last_times
         for client, row, row_result in zip(running, rows, result.rows, strict=True):
             client.take(row, row_result)
     return clients

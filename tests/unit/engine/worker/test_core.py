@@ -7,6 +7,7 @@ import pytest
 from decode.acceptance import Proposer
 from engine.messages import (
     HASH_BYTES,
+    PREEMPTED,
     GatewayId,
     LoadReport,
     PinBlocks,
@@ -21,6 +22,7 @@ from engine.worker.core import MAX_STEPS_OF_A_KIND
 from engine.worker.events import FromGateway
 from tests.kits.worker_core import (
     LENGTH,
+    SAMPLED,
     STOP,
     Blocks,
     FixedSpeculator,
@@ -240,14 +242,87 @@ def test_effects_of_planning_come_also_without_a_plan():
     assert rig.core.plan(0.0) == (None, [pull("a", (0, 0), (1, 1))])
 
 
-def test_nothing_is_handled_while_a_step_runs():
-    rig = Rig(Role.PREFILL)
-    rig.take(prefill("a", 5))
+def test_blocks_of_a_cancelled_prompt_are_free_when_its_step_has_ended():
+    rig = Rig(Role.PREFILL, num_blocks=8)
+    rig.take(prefill("a", 5, more=1))
     rig.core.plan(0.0)
-    with pytest.raises(AssertionError, match="a step is running"):
-        rig.core.handle(cancel("a"), 0.0)
-    with pytest.raises(AssertionError, match="has not been finished"):
+    assert rig.core.handle(cancel("a"), 0.0) == []
+    assert rig.take(Blocks()) == blocks(free=6, in_flight=2)
+    rig.core.validate()
+    assert rig.core.finish(BatchResult([RowResult((7,))]), 0.0) == []
+    assert rig.take(Blocks()) == blocks(free=8)
+
+
+def test_a_chunk_is_planned_behind_the_one_in_flight():
+    rig = Rig(Role.PREFILL, chunk=4)
+    rig.take(prefill("a", 9))
+    first, _ = rig.core.plan(0.0)
+    second, _ = rig.core.plan(0.0)
+    assert [(row.start, row.end) for row in (*first.rows, *second.rows)] == [(0, 4), (4, 8)]
+    assert rig.core.finish(BatchResult([RowResult()]), 0.0) == [grown("a", 0)]
+    third, _ = rig.core.plan(0.0)
+    assert [(row.start, row.end) for row in third.rows] == [(8, 9)]
+    assert rig.core.finish(BatchResult([RowResult()]), 0.0) == [grown("a", 1)]
+    assert rig.core.plan(0.0) == (None, [])
+    assert rig.core.finish(BatchResult([RowResult((7,))]), 0.0)[-1] == prefilled("a", 7)
+    rig.core.validate()
+
+
+def test_only_two_steps_are_in_flight():
+    rig = Rig(Role.PREFILL, chunk=4)
+    rig.take(prefill("a", 9))
+    rig.core.plan(0.0)
+    rig.core.plan(0.0)
+    with pytest.raises(AssertionError, match="must be finished"):
         rig.core.plan(0.0)
+
+
+def test_a_token_is_planned_behind_one_that_is_not_known_yet():
+    rig = Rig(Role.DECODE)
+    rig.arrive("a", 3, more=3, least=2, stops=(5,))
+    first, _ = rig.core.plan(0.0)
+    second, _ = rig.core.plan(0.0)
+    [known], [pending] = first.rows, second.rows
+    assert (known.start, known.token_ids, known.is_pending) == (3, [SAMPLED], False)
+    assert (pending.start, pending.is_pending) == (4, True)
+    assert (known.banned, pending.banned) == ((5,), ())
+    assert rig.take(Blocks()) == blocks(free=6, owned=2)  # the pending token has a block
+    rig.core.finish(BatchResult([RowResult((7,))]), 0.0)
+    assert rig.core.plan(0.0) == (None, [])  # the step in flight brings the last token
+    assert rig.core.finish(BatchResult([RowResult((8,))]), 0.0) == [token("a", 8, LENGTH)]
+    assert rig.take(Blocks()) == blocks(free=7, cached=1)
+
+
+def test_a_row_is_void_if_its_sequence_has_ended_with_the_step_before():
+    rig = Rig(Role.DECODE)
+    rig.arrive("a", 3, stops=(5,))
+    rig.core.plan(0.0)
+    rig.core.plan(0.0)
+    assert rig.core.finish(BatchResult([RowResult((5,))]), 0.0) == [token("a", 5, STOP)]
+    assert rig.take(Blocks()) == blocks(free=6, cached=1, in_flight=1)
+    rig.arrive("a", 2)  # the same id again
+    assert rig.core.finish(BatchResult([RowResult((6,))]), 0.0) == []
+    rig.core.validate()
+    assert rig.decode.counters["void_rows"] == 1
+
+
+def test_a_step_waits_for_the_one_in_flight_if_memory_is_short():
+    rig = Rig(Role.DECODE, num_blocks=3)
+    rig.arrive("a", 3)
+    rig.arrive("b", 3)
+    rig.core.plan(0.0)
+    assert rig.core.plan(0.0) == (None, [])
+    rig.core.finish(BatchResult([RowResult((7,)), RowResult((7,))]), 0.0)
+    plan, effects = rig.core.plan(0.0)
+    assert [row.seq_id for row in plan.rows] == ["a"]
+    assert effects == [given_back("b", PREEMPTED)]
+
+
+def test_a_step_with_drafts_waits_for_the_one_in_flight():
+    rig = Rig(Role.DECODE, speculator=FixedSpeculator(Proposer.DRAFT))
+    rig.arrive("a", 3)
+    rig.core.plan(0.0)
+    assert rig.core.plan(0.0) == (None, [])
 
 
 def test_after_a_step_events_are_handled_again():

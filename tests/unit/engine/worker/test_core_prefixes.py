@@ -47,13 +47,13 @@ class Pair:
 def computed_by(worker: FakeWorker) -> list[tuple[int, int]]:
     """A list that receives the start and end of each row that the worker runs."""
     rows: list[tuple[int, int]] = []
-    run = worker.runner.run
+    launch = worker.runner.launch
 
     def spy(plan):
         rows.extend((row.start, row.end) for row in plan.rows)
-        return run(plan)
+        return launch(plan)
 
-    worker.runner.run = spy
+    worker.runner.launch = spy
     return rows
 
 
@@ -128,7 +128,7 @@ def break_off(pair: Pair, *, source: str, sink: str) -> None:
     else:
         reject()  # in a rare order of moves the pull ends before its first block is seen
     pair.worker(source).stuck.add("transfer")
-    if pair.worker(sink).plan is not None:
+    if pair.worker(sink).in_flight:
         pair.worker(sink).end_step()
     for _ in range(30):
         pair.cluster.now_s += 0.25
