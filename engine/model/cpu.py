@@ -109,7 +109,9 @@ class CpuForward:
             self.weights_bytes = pack_linears(
                 self._loaded.model, self._team, self._weights, self._loaded.read_outside
             )
-            self._decoder = self._fused(self._team, self._packed_logits())
+            packed = self._packed_logits()
+            if self._loaded.group is None:  # the kernels' decoder has no ranks
+                self._decoder = self._fused(self._team, packed)
             if self._decoder is None:
                 self._products = InvariantProducts(self._loaded.model, self._team)
         else:
@@ -139,7 +141,8 @@ class CpuForward:
                 f"cpu torch-{torch.__version__} {torch.backends.cpu.get_cpu_capability().lower()}"
             )
         width = "avx512" if library.baton_is_avx512() else "avx2"
-        return f"cpu {width} {'fused' if self.is_fused else 'by-layer'}"
+        parts = "" if self._loaded.group is None else f" {self._loaded.group.place.name}"
+        return f"cpu {width} {'fused' if self.is_fused else 'by-layer'}{parts}"
 
     @property
     def is_fused(self) -> bool:

@@ -56,6 +56,7 @@ class ForwardContext:
     batch: AttentionBatch | None = None
     attend: Attend = torch_attention.attend
     calls: list[AttentionCall] = field(default_factory=list)  # made under RECORDING
+    first_layer: int = 0  # that this rank computes; its cache begins with it
 
 
 def attach(model: torch.nn.Module, context: ForwardContext) -> None:
@@ -93,7 +94,7 @@ def paged_hook(  # noqa: PLR0913 - as transformers calls it
     if scaling is None:
         scaling = query.shape[2] ** -0.5
     scoring = Scoring(scaling, _window(module, kwargs), softcap)
-    where = context.cache, module.layer_idx, context.batch
+    where = context.cache, module.layer_idx - context.first_layer, context.batch
     return context.attend(query, key, value, *where, scoring)[None], None
 
 

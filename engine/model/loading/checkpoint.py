@@ -52,6 +52,9 @@ from engine.model.loading.purpose import check_left_over, check_purpose, sees
 from engine.model.loading.quantised import quant_method, require_packages
 from engine.model.loading.stored import as_stored, widen_in_use, widen_own
 from engine.model.loading.watch import Watched, names_like, watching
+from engine.model.parallel.group import RankGroup
+from engine.model.parallel.slicing import cut
+from engine.model.parallel.stages import keep_stage
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,8 @@ class LoadedModel:
     probe: Probe | None = None  # repeated after changes; None: the model was built, not loaded
     read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
     embedding: Embedding | None = None  # of a model whose logits are hidden states
+    group: RankGroup | None = None  # of a model that spans several ranks
+    whole_layout: KVLayout | None = None  # of all ranks; None: `layout`
 
 
 def load(
@@ -91,13 +96,17 @@ def load(
     block_size: int,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
+    group: RankGroup | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in `path`, to be computed with in `dtype`.
 
     Without a dtype, that is bf16 on a GPU. On a CPU it is fp32, but weights are kept as they are
     stored and made fp32 only while in use, until `pack_linears` or `stored.widen`.
 
-    Raises CheckpointError, in one line that names the file or the property.
+    With a `group`, it loads this rank's part. All ranks call it together.
+
+    Raises CheckpointError, in one line that names the file or the property. Raises ConfigError if
+    the model cannot be shared by so many ranks.
     """
     check_files(path)
     as_is = dtype is None and device == "cpu"
@@ -109,7 +118,16 @@ def load(
     check_purpose(path, config)
     _check_config(config)
     method = _quant_method(path, config)
-    if as_is and method is None:
+    context = ForwardContext()
+    if group is not None:
+        model = _load_part(path, config, dtype, group, method)
+        context.first_layer = group.place.layers(_num_layers(model)).start
+        if as_is:
+            widen_in_use(model)
+        else:
+            model = model.to(device, dtype)
+        computed_in = dtype
+    elif as_is and method is None:
         with as_stored():
             model = _load_weights(path, config, dtype, device)
         widen_in_use(model)
@@ -120,7 +138,6 @@ def load(
     embedding = embedding_of(path)
     if embedding is not None:
         _give_hidden_states(model)
-    context = ForwardContext()
     attach(model, context)
     context_len, limit = _context_len(model.config.get_text_config(decoder=True))
     if limit:
@@ -128,7 +145,7 @@ def load(
     try:
         tolerance = max(PROBE_TOLERANCE[computed_in], QUANTISED_TOLERANCE if method else 0)
         with watching(model, widen_own) as seen:
-            section, tried = _probe(model, context, computed_in, tolerance, context_len)
+            section, tried = _probe(model, context, computed_in, tolerance, context_len, group)
     except CheckpointError:
         raise
     except Exception as error:  # a model's code may raise anything: refuse the model
@@ -151,7 +168,41 @@ def load(
         probe=tried,
         read_outside=read_outside,
         embedding=embedding,
+        group=group,
+        whole_layout=_layout(_whole(model, section, group), kv_format, block_size),
     )
+
+
+def _load_part(
+    path: Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    group: RankGroup,
+    method: str | None,
+) -> PreTrainedModel:
+    """This rank's layers, and its slices of them, on the host. Of the others nothing is read."""
+    if method is not None:
+        raise CheckpointError(f"{path}: weights in {method} cannot be shared by several ranks")
+    with as_stored():
+        model = _load_weights(path, config, dtype, "cpu")
+    keep_stage(model, group, dtype)
+    cut(model, group)
+    return model
+
+
+def _num_layers(model: PreTrainedModel) -> int:
+    return model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) -> KVSection:
+    """The KV shape of all ranks, given that of one."""
+    if group is None:
+        return section
+    text = model.config.get_text_config(decoder=True)
+    num_heads = section.num_kv_heads
+    if group.place.tp > 1 and len(group.place.kv_heads(text.num_key_value_heads)) == num_heads:
+        num_heads = text.num_key_value_heads
+    return KVSection(_num_layers(model), num_heads, section.head_dim)
 
 
 def _give_hidden_states(model: PreTrainedModel) -> None:
@@ -306,6 +357,7 @@ def _probe(
     dtype: torch.dtype,
     tolerance: float,
     context_len: int,
+    group: RankGroup | None,
 ) -> tuple[KVSection, Probe]:
     """Tries the model as described above and leaves it with paged attention: KV shape and the
     trial.
@@ -317,10 +369,13 @@ def _probe(
     model(input_ids=token, position_ids=token, use_cache=False)
     model.set_attn_implementation(PAGED)
     calls, context.calls = context.calls, []
-    section = _section(model, calls)
+    num_layers = _num_layers(model)
+    own = range(num_layers) if group is None else group.place.layers(num_layers)
+    section = _section(model, calls, own)
     _check_windows(calls, _cached_windows(model), context_len)
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
-    tried = Probe(where, expected, tolerance, kv_format)
+    has_logits = group is None or group.place.is_last_stage
+    tried = Probe(where, expected, tolerance, kv_format, has_logits)
     off = tried.error(_paged_logits(model, context, section, tried))
     if not off <= tolerance:
         kind = _model_type(model.config)
@@ -376,18 +431,17 @@ def _why(calls: list[AttentionCall]) -> str:
     return "its attention or its positions are not like ours, or it keeps a state besides K and V"
 
 
-def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
-    """The KV shape, from the arguments of each layer's attention."""
+def _section(model: PreTrainedModel, calls: list[AttentionCall], own: range) -> KVSection:
+    """The KV shape of a rank's own layers, from the arguments of each layer's attention."""
     kind = _model_type(model.config)
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if not calls:
         raise CheckpointError(
             f"{kind}: its attention cannot be replaced by one over paged KV: its code in "
             "transformers does not use the attention interface"
         )
-    if sorted(call.layer for call in calls) != list(range(num_layers)):
+    if sorted(call.layer for call in calls) != list(own):
         raise CheckpointError(
-            f"{kind}: {len(calls)} calls to attention, though num_hidden_layers is {num_layers}"
+            f"{kind}: {len(calls)} calls to attention, though num_hidden_layers is {len(own)}"
         )
     if any(call.has_own_mask for call in calls):
         raise CheckpointError(f"{kind}: its attention builds its own mask")
@@ -395,7 +449,7 @@ def _section(model: PreTrainedModel, calls: list[AttentionCall]) -> KVSection:
     if len(shapes) > 1:
         raise CheckpointError(f"{kind}: K or V differ in (heads, head_dim): {sorted(shapes)}")
     num_kv_heads, head_dim = shapes.pop()
-    return KVSection(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return KVSection(num_layers=len(own), num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:

@@ -53,10 +53,14 @@ class Probe:
     expected: torch.Tensor  # [num_rows, NUM_KEPT, vocab] fp32
     tolerance: float  # of the spread of the logits
     kv_format: KVFormat  # exact for the dtype that the model computes in
+    has_logits: bool = True  # false for ranks that only compute earlier layers
 
     def error(self, found: torch.Tensor) -> float:
-        """Returns how far `found` is from the expected logits, in spreads of the logits."""
-        return error(found, self.expected)
+        """Returns how far `found` is from the expected logits, in spreads of the logits.
+
+        Zero for a rank without logits, which cannot judge.
+        """
+        return error(found, self.expected) if self.has_logits else 0.0
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

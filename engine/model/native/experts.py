@@ -51,12 +51,17 @@ class PackedExperts(nn.Module):
         top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
         top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
     ) -> torch.Tensor:
-        """Sums of the experts' results, [num_tokens, hidden]."""
+        """Sums of the experts' results, [num_tokens, hidden].
+
+        The expert behind the last gives zeros.
+        """
         num_tokens, top_k = top_k_index.shape
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)  # of pairs: expert by expert
         ends = chosen.bincount(minlength=self.num_experts).cumsum(0).tolist()
         runs = [(e, *run) for e, run in enumerate(pairwise([0, *ends])) if run[0] < run[1]]
+        if len(runs) and runs[-1][0] == self.num_experts:
+            del runs[-1]  # these tokens' experts are elsewhere
         x = hidden_states.index_select(0, order // top_k)
         x = self._activated(self._products(self._first, x, runs))
         x = self._products(self._second, x, runs)
@@ -74,7 +79,9 @@ class PackedExperts(nn.Module):
     ) -> torch.Tensor:
         """Rows of `x`, each times the matrix of its run: (expert, first row, end)."""
         x = x.contiguous()
-        y = x.new_empty(x.shape[0], matrices[0].struct.rows)
+        computes_all = bool(runs) and runs[-1][2] == len(x)
+        new = x.new_empty if computes_all else x.new_zeros
+        y = new(x.shape[0], matrices[0].struct.rows)
         for expert, start, end in runs:
             matrices[expert].multiply(x[start:end], y[start:end], self._team)
         return y

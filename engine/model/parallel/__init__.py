@@ -1,0 +1,1 @@
+"""Models that span several devices: slices of layers, stages, and the steps that ranks share."""

@@ -1,0 +1,88 @@
+"""The ranks of one worker, and what they tell one another while they compute.
+
+torch.distributed does the work: NCCL on GPUs, gloo on CPUs. The ranks find each other through a
+file in a folder of their own, so no port is open to strangers. gloo itself listens on the loopback
+interface. Every operation has a deadline. If a rank ends, the operations of the others fail.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.worker.ranks import RankPlace
+
+TIMEOUT_S = 60.0  # of one operation: a rank waits so long for the others
+
+
+class RankGroup:
+    """One rank's view of its worker's ranks. All of them call the same methods in the same order."""
+
+    def __init__(self, place: RankPlace, rendezvous: Path, *, is_cuda: bool = False) -> None:
+        """`rendezvous` is a file that does not exist yet, in a folder that only this user reads."""
+        self.place = place
+        self._rendezvous = rendezvous
+        self._is_cuda = is_cuda
+
+    def open(self) -> None:
+        """Waits for all ranks. Raises RuntimeError if one does not come."""
+        place = self.place
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if self._is_cuda else "gloo",
+            store=dist.FileStore(str(self._rendezvous), place.size),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        groups = [dist.new_group(list(place.ranks_of(stage))) for stage in range(place.pp)]
+        self._stage = groups[place.stage]
+        # Facts of the host, such as sizes, do not go over a GPU.
+        self._host = dist.new_group(backend="gloo") if self._is_cuda else dist.group.WORLD
+
+    def close(self) -> None:
+        """Leaves the others."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # ------------------------------------------------------------ within a stage
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds up `x` over the slices, in place."""
+        dist.all_reduce(x, group=self._stage)
+        return x
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """Puts the slices' `x` [..., n] side by side: [..., tp * n]."""
+        parts = [torch.empty_like(x) for _ in range(self.place.tp)]
+        dist.all_gather(parts, x.contiguous(), group=self._stage)
+        return torch.cat(parts, dim=-1)
+
+    # ------------------------------------------------------------ between stages
+
+    def send(self, x: torch.Tensor) -> None:
+        """Sends `x` to the same slice of the next stage."""
+        dist.send(x.contiguous(), self.place.rank - self.place.tp)
+
+    def receive(self, like: torch.Tensor) -> torch.Tensor:
+        """Receives a tensor of the shape and type of `like` from the stage before."""
+        x = torch.empty_like(like)
+        dist.recv(x, self.place.rank + self.place.tp)
+        return x
+
+    # ------------------------------------------------------------ all ranks
+
+    def tell_all(self, fact: Any) -> Any:  # noqa: ANN401 - any small fact
+        """Returns rank 0's fact, on every rank."""
+        facts = [fact]
+        dist.broadcast_object_list(facts, src=0, group=self._host)
+        return facts[0]
+
+    def least(self, number: int) -> int:
+        """Returns the least number of all ranks."""
+        x = torch.tensor(number)
+        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self._host)
+        return int(x)

@@ -1,0 +1,93 @@
+"""Cuts a model into the stages of pipeline parallelism: consecutive layers of a decoder.
+
+A rank keeps the layers of its stage. Hidden states come in before its first layer, from the stage
+before, and go out behind its last. All else stays in the model's code, whatever that is: other
+layers pass on what they get, the embedding of later stages gives zeros, and the head of earlier
+stages gives one zero a token.
+
+The stages of one step compute one after the other. Steps of several batches do not overlap.
+
+Source: Huang et al., "GPipe", 2019.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.model.parallel.group import RankGroup
+
+
+class Passing(nn.Module):
+    """Stands for a layer of another stage."""
+
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        """Returns the hidden states as they came."""
+        return hidden
+
+
+class Blank(nn.Module):
+    """Stands for an embedding or a head of another stage: zeros [..., width]."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width = width
+        self._dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Token ids [..., n] or hidden states [..., n, hidden] → zeros [..., n, width]."""
+        shape = x.shape if not x.is_floating_point() else x.shape[:-1]
+        return torch.zeros(*shape, self._width, dtype=self._dtype, device=x.device)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers, in order."""
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return next(layers for layers in lists if len(layers) == num_layers)
+
+
+def keep_stage(model: PreTrainedModel, group: RankGroup, dtype: torch.dtype) -> None:
+    """Drops what other stages compute. Hidden states are in `dtype`. Raises ConfigError."""
+    layers = decoder_layers(model)
+    own = group.place.layers(len(layers))
+    if group.place.pp == 1:
+        return
+    for i in range(len(layers)):
+        if i not in own:
+            layers[i] = Passing()
+    if not group.place.is_first_stage:
+        embedding = model.get_input_embeddings()
+        width = model.config.get_text_config(decoder=True).hidden_size
+        _replace(model, embedding, Blank(width, dtype))
+        layers[own[0]].register_forward_pre_hook(_Receive(group), with_kwargs=True)
+    if not group.place.is_last_stage:
+        layers[own[-1]].register_forward_hook(_Send(group))
+        _replace(model, model.get_output_embeddings(), Blank(1, dtype))
+
+
+class _Receive:
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def __call__(
+        self, _layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, object]]:
+        hidden, *others = args
+        return (self._group.receive(hidden), *others), kwargs
+
+
+class _Send:
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+
+    def __call__(
+        self, _layer: nn.Module, _args: object, output: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
+        self._group.send(output if isinstance(output, torch.Tensor) else output[0])
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            parent_name, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent_name), last, new)

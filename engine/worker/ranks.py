@@ -1,0 +1,99 @@
+"""The ranks of a worker that spans several devices. Integers only.
+
+    tp    tensor parallel: the ranks of a stage hold slices of each of its layers
+    pp    pipeline parallel: stages hold consecutive layers
+    ep    experts: 1, or tp. Then the ranks of a stage hold whole experts, not slices of all
+
+Rank 0 plans the steps, chooses tokens and talks to the router. So it is in the last stage, where
+the logits are:
+
+    rank    0 … tp - 1       tp … 2 tp - 1    …    (pp - 1) tp … pp tp - 1
+    stage   pp - 1           pp - 2                0
+
+All ranks hold the same block ids. A rank's blocks hold the layers of its stage, and of these its
+share of the KV heads. With fewer KV heads than ranks, neighbours hold the same head.
+"""
+
+import msgspec
+
+from engine.errors import ConfigError
+
+MAX_RANKS = 64
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """The place of one rank among those of its worker."""
+
+    rank: int = 0
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.ep) < 1 or self.size > MAX_RANKS:
+            raise ConfigError(f"a worker has 1 to {MAX_RANKS} ranks, not {self.tp} x {self.pp}")
+        if self.ep not in (1, self.tp):
+            raise ConfigError(f"ep is {self.ep}: experts are spread over 1 or all {self.tp} ranks")
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} of {self.size}")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp
+
+    @property
+    def name(self) -> str:
+        """How the worker is split: the order of sums, and so the last bits, depend on it."""
+        return f"tp{self.tp} pp{self.pp} ep{self.ep}"
+
+    @property
+    def slice(self) -> int:
+        """The nth of the `tp` slices that this rank holds."""
+        return self.rank % self.tp
+
+    @property
+    def stage(self) -> int:
+        """The nth of the `pp` stages that this rank belongs to."""
+        return self.pp - 1 - self.rank // self.tp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True if it turns tokens into hidden states."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True if it computes logits."""
+        return self.stage == self.pp - 1
+
+    def ranks_of(self, stage: int) -> range:
+        """The ranks of a stage, in the order of their slices."""
+        first = (self.pp - 1 - stage) * self.tp
+        return range(first, first + self.tp)
+
+    def layers(self, num_layers: int) -> range:
+        """The layers of this rank's stage. The last stages, which compute logits, have fewer."""
+        if num_layers < self.pp:
+            raise ConfigError(f"{num_layers} layers cannot be split into {self.pp} stages")
+        each, more = divmod(num_layers, self.pp)
+        first = self.stage * each + min(self.stage, more)
+        return range(first, first + each + (self.stage < more))
+
+    def share(self, total: int) -> range:
+        """This rank's slice of `total` rows; the last slices may be shorter, or empty."""
+        each = -(-total // self.tp)
+        first = min(self.slice * each, total)
+        return range(first, min(first + each, total))
+
+    def kv_heads(self, total: int) -> range:
+        """This rank's share of `total` KV heads: equal shares, or one head that others hold too.
+
+        Raises ConfigError if they can be shared in neither way.
+        """
+        if total % self.tp == 0:
+            return self.share(total)
+        if self.tp % total == 0:
+            head = self.slice * total // self.tp
+            return range(head, head + 1)
+        raise ConfigError(f"{total} KV heads cannot be shared by {self.tp} ranks")
