@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -23,7 +24,8 @@ from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
 from engine.layout import KVFormat
-from engine.model.attention.base import AttentionBatch, build_batch
+from engine.model import packing
+from engine.model.attention.base import AttentionBatch, Extent, build_batch
 from engine.model.attention.hook import forward
 from engine.model.attention.kvcache import KVCache
 from engine.model.loading import company, probe
@@ -35,6 +37,7 @@ from engine.model.native.invariant import InvariantProducts
 from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
+from engine.model.parallel.steps import PackedStep
 from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.choosing import sample
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step, has_guide
@@ -160,6 +163,21 @@ class CpuForward:
         token_ids = [token for row in rows for token in row.token_ids]
         positions = [position for row in rows for position in range(row.start, row.end)]
         return CpuPass(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
+
+    def unpack(self, step: PackedStep) -> CpuPass:
+        """Makes the inputs of `launch` from those that rank 0 packed."""
+        inputs = packing.arrays(step.memory, packing.plan(step.shape))
+        starts, ends = inputs.cu_seqlens_q.tolist(), inputs.context_lens.tolist()
+        lens = np.diff(inputs.cu_seqlens_q).tolist()
+        batch = AttentionBatch(
+            extents=tuple(map(Extent, starts, lens, ends)),
+            cu_seqlens_q=torch.from_numpy(inputs.cu_seqlens_q),
+            context_lens=torch.from_numpy(inputs.context_lens),
+            block_tables=torch.from_numpy(inputs.block_tables),
+            slot_mapping=torch.from_numpy(inputs.slot_mapping),
+        )
+        tokens, positions = inputs.token_ids.tolist(), inputs.positions.tolist()
+        return CpuPass(tokens, positions, inputs.keep.tolist(), batch)
 
     def launch(self, prepared: CpuPass | PreparedCall) -> torch.Tensor:
         """Computes logits [len(keep), vocab]."""

@@ -10,6 +10,9 @@ over the tokens that it proposes. Its K and V are the second section of each blo
 KV of both models or of neither. So a worker that gets it, by prefix or by transfer, can draft at
 once. Tokens that were proposed elsewhere are verified like the draft model's.
 
+A worker may have several ranks (`engine.model.parallel`). Each has a runner of its part of the
+model. All open together. Then rank 0 gets the plans, and the others `follow`.
+
 The KV buffer may be memory that other processes read and write. `open` requests it once the layout,
 and so its size, is known. Not thread-safe: one thread runs steps.
 """
@@ -31,6 +34,9 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import LoadedModel, load, load_draft
+from engine.model.parallel.group import RankGroup
+from engine.model.parallel.shared import SharedForward
+from engine.model.parallel.steps import StepChannel, StepFeed
 from engine.model.sampling import verify
 from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
@@ -96,7 +102,8 @@ class TorchStep:
 class TorchRunner:
     """A `Runner`. `open` sets every attribute that the constructor does not set."""
 
-    layout: KVLayout
+    layout: KVLayout  # of this rank's blocks
+    whole_layout: KVLayout  # of the blocks of all ranks
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
@@ -108,7 +115,7 @@ class TorchRunner:
     weights_bytes: int  # of linear layers, the draft's too
     sizes: ModelSizes  # of the target, to estimate the work of steps
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
-    draft_forward: CpuForward | CudaForward | None = None  # its cache covers the target's tokens
+    draft_forward: CpuForward | CudaForward | SharedForward | None = None  # over the same blocks
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,
@@ -122,11 +129,15 @@ class TorchRunner:
         max_len: int | None = None,
         weights: WeightFormat = WeightFormat.AUTO,
         device: str = "cpu",
+        group: RankGroup | None = None,
+        feed: StepFeed | None = None,
     ) -> None:
         """Takes either `num_blocks`, or `kv_bytes` for as many blocks as fit.
 
         `kv_bytes` may be a function, which is called when the model is loaded. No row may end
         beyond `max_len` tokens, nor beyond the model's context.
+
+        With several ranks, `kv_bytes` are shared by them. Rank 0 has the `feed` of the others.
 
         `draft` is a smaller model with the same tokens; blocks have room for its K and V too. A CPU
         computes with as many threads as torch is set to when the runner is opened.
@@ -142,9 +153,11 @@ class TorchRunner:
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
         self._max_len = max_len
+        self._group = group
+        self._feed = feed
 
     def open(self, allocate: Allocate | None = None) -> None:
-        """Loads the model and takes memory for KV, from `allocate` if given.
+        """Loads the model and takes memory for KV, from `allocate` if given. Waits for all ranks.
 
         Raises CheckpointError, or ConfigError if memory is too small or unfit.
         """
@@ -154,6 +167,8 @@ class TorchRunner:
             self.weights = cpu.resolve_weights(self._wanted_weights)
         else:
             self.weights = cuda.resolve_weights(self._wanted_weights, device)
+        if self._group is not None:
+            self._group.open()
         in_fp32 = device.type == "cuda" and self.weights is WeightFormat.FP32
         dtype = torch.float32 if in_fp32 else None
         target = load(
@@ -162,6 +177,7 @@ class TorchRunner:
             block_size=self.block_size,
             device=self.device,
             dtype=dtype,
+            group=self._group,
         )
         models = [target]
         if self.draft_path is not None:
@@ -174,7 +190,11 @@ class TorchRunner:
         kv_bytes = self._kv_bytes
         if callable(kv_bytes):
             kv_bytes = kv_bytes(self._needs(models))
+        if self._group is not None and kv_bytes is not None:
+            kv_bytes //= self._group.place.size
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
+        if self._group is not None:
+            self.num_blocks = self._group.least(self.num_blocks)
         if allocate is None:
             buffer = allocate_buffer(self.layout, self.num_blocks, self.device)
         elif device.type != "cpu":
@@ -190,6 +210,9 @@ class TorchRunner:
         target = models[0]
         sections = tuple(section for model in models for section in model.layout.sections)
         self.layout = msgspec.structs.replace(target.layout, sections=sections)
+        wholes = (model.whole_layout or model.layout for model in models)
+        sections = tuple(section for whole in wholes for section in whole.sections)
+        self.whole_layout = msgspec.structs.replace(target.layout, sections=sections)
         self.context_len = _limited(self._max_len, min(model.context_len for model in models))
         self.vocab_size = target.vocab_size
         self.eos_token_ids = target.eos_token_ids
@@ -209,17 +232,35 @@ class TorchRunner:
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
         sizes = _sizes(models[0])  # before the weights are packed
-        self._forward = _forward(models[0], self.weights)
+        target = _forward(models[0], self.weights)
+        self._forward = self._shared(target, 0)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
         self.sizes = msgspec.structs.replace(sizes, weights_bytes=self.weights_bytes)
         if len(models) == 2:
-            self.draft_forward = _forward(models[1], self.weights, beside=self._forward)
+            draft = _forward(models[1], self.weights, beside=target)
+            self.draft_forward = self._shared(draft, 1)
             self.draft_forward.open(KVCache(self.layout, buffer, section=1))
             self.weights_bytes += self.draft_forward.weights_bytes
 
+    def _shared(
+        self, own: CpuForward | CudaForward, model: int
+    ) -> "CpuForward | CudaForward | SharedForward":
+        """The pass of all ranks, at rank 0; elsewhere `own`."""
+        return own if self._feed is None else SharedForward(own, model, self._feed)
+
+    def follow(self, channel: StepChannel) -> None:
+        """Computes this rank's part of the passes that rank 0 sends, until rank 0 ends."""
+        forwards = (self._forward, self.draft_forward)
+        with torch.inference_mode():
+            while (step := channel.receive()) is not None:
+                forward = forwards[step.model]
+                forward.launch(forward.unpack(step))
+
     def close(self) -> None:
         """Drops the model and the KV buffer, so that its memory can be unmapped."""
+        if self._feed is not None:
+            self._feed.close()
         self.buffer = None
         self._masks.close()
         if self.draft_forward is not None:
@@ -227,6 +268,8 @@ class TorchRunner:
             self.draft_forward = None
         self._forward.close()
         del self._forward
+        if self._group is not None:
+            self._group.close()
 
     @property
     def is_fused(self) -> bool:

@@ -244,6 +244,7 @@ def load_draft(
             block_size=target.layout.block_size,
             device=str(target.device),
             dtype=dtype,
+            group=target.group,
         )
     except CheckpointError as error:
         raise CheckpointError(f"draft: {error}") from error

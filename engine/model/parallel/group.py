@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0  # of one operation: a rank waits so long for the others
 
 
 class RankGroup:
-    """One rank's view of its worker's ranks. All of them call the same methods in the same order."""
+    """One rank's view of its worker's ranks. All of them call the same methods, in one order."""
 
     def __init__(self, place: RankPlace, rendezvous: Path, *, is_cuda: bool = False) -> None:
         """`rendezvous` is a file that does not exist yet, in a folder that only this user reads."""
@@ -75,7 +75,7 @@ class RankGroup:
 
     # ------------------------------------------------------------ all ranks
 
-    def tell_all(self, fact: Any) -> Any:  # noqa: ANN401 - any small fact
+    def tell_all(self, fact: Any) -> Any:
         """Returns rank 0's fact, on every rank."""
         facts = [fact]
         dist.broadcast_object_list(facts, src=0, group=self._host)

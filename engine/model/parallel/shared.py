@@ -1,0 +1,74 @@
+"""A forward pass that all ranks of a worker compute together, as rank 0 sees it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.clock import Clock
+from engine.model.attention.kvcache import KVCache
+from engine.model.cpu import CpuForward
+from engine.model.packing import Tables
+from engine.model.parallel.steps import PackedStep, StepFeed, packed
+from engine.model.sampling.changes import TokenChoice
+from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
+from engine.model.sampling.verify import Verified, verify_by_parts
+from engine.worker.batch import Row
+
+
+class SharedForward:
+    """Sends each pass to the other ranks and computes this rank's part. Logits are whole here."""
+
+    is_fused = False
+
+    def __init__(self, own: CpuForward, model: int, feed: StepFeed) -> None:
+        """`model` is 0 for the target and 1 for its draft."""
+        self._own = own
+        self._model = model
+        self._feed = feed
+        self._tables = Tables()
+        self._block_size = 0
+
+    def open(self, cache: KVCache) -> None:
+        """Opens this rank's part. The other ranks open theirs at the same time."""
+        self._own.open(cache)
+        self._block_size = cache.layout.block_size
+
+    def close(self) -> None:
+        """Closes this rank's part."""
+        self._own.close()
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights of this rank that a pass reads."""
+        return self._own.weights_bytes
+
+    @property
+    def kernels(self) -> str:
+        """What computes, and how the model is split."""
+        return self._own.kernels
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """True if a sequence was measured to have the same bits in any company."""
+        return self._own.is_batch_invariant
+
+    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PackedStep:
+        """Packs the inputs for all ranks."""
+        return packed(self._model, rows, keep, tables=self._tables, block_size=self._block_size)
+
+    def launch(self, step: PackedStep) -> torch.Tensor:
+        """Computes logits [len(keep), vocab], together with the other ranks."""
+        self._feed.send(step)
+        return self._own.launch(self._own.unpack(step))
+
+    def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
+        """Tokens [num_rows]. Only this rank chooses."""
+        return self._own.sample(logits, choices)
+
+    def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
+        """Runs this model, a draft, over the rows that it sees, and proposes tokens."""
+        draft_step_by_step(self, proposals, masks)
+
+    def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
+        """Runs this model over rows and their proposed tokens, and chooses."""
+        return verify_by_parts(self, proposals, masks, clock)

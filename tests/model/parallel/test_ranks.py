@@ -1,0 +1,81 @@
+"""Workers of several ranks choose the tokens that one rank chooses."""
+
+from functools import cache
+
+import pytest
+
+from engine.layout import KVSection
+from engine.messages import Sampling
+from engine.worker.batch import BatchPlan, Row
+from tests.kits.checkpoints import tiny_checkpoint
+from tests.kits.models.ranks import FP32, RankProcesses
+from tests.kits.models.served import generate
+
+pytestmark = pytest.mark.torch
+
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = (list(range(1, 20)), [40, 41, 42], list(range(90, 60, -1)))
+NUM_TOKENS = 12
+NUM_BLOCKS = 96  # more than all answers need, as short ones go on with long ones
+
+
+@pytest.fixture(scope="module")
+def processes():
+    processes = RankProcesses()
+    yield processes
+    processes.close()
+
+
+def answers(runner, *, chunk=7):
+    """Greedy answers of all prompts in common batches; prompts are computed in chunks."""
+    width = NUM_BLOCKS // len(PROMPTS)
+    tables = [list(range(i * width, (i + 1) * width)) for i in range(len(PROMPTS))]
+    texts, starts = [list(prompt) for prompt in PROMPTS], [0] * len(PROMPTS)
+    while any(len(t) < len(p) + NUM_TOKENS for t, p in zip(texts, PROMPTS, strict=True)):
+        rows = []
+        for i, (text, start) in enumerate(zip(texts, starts, strict=True)):
+            part = text[start : start + chunk]
+            starts[i] += len(part)
+            rows.append(Row(f"{i}", part, start, tables[i], _sampling(text, starts[i])))
+        for text, token in zip(texts, runner.run(BatchPlan(rows)).tokens, strict=True):
+            text += [] if token is None else [token]
+    return [t[len(p) :][:NUM_TOKENS] for t, p in zip(texts, PROMPTS, strict=True)]
+
+
+def _sampling(text, end):
+    return GREEDY if end == len(text) else None
+
+
+@cache
+def answers_of_one(path):
+    """The answers of transformers itself."""
+    return [generate(path, prompt, NUM_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp", "ep"),
+    [
+        ("llama", 2, 1, 1),
+        ("llama", 1, 2, 1),
+        ("qwen3", 2, 1, 1),
+        ("qwen3_moe", 2, 1, 1),
+        ("qwen3_moe", 2, 1, 2),
+        ("gemma3", 2, 1, 1),
+        ("gemma3", 1, 2, 1),
+        ("gemma", 2, 1, 1),  # one KV head, which both ranks hold
+        ("phi3", 2, 1, 1),  # attention on every rank
+    ],
+)
+def test_greedy_tokens_are_those_of_one_rank(tmp_path_factory, processes, kind, tp, pp, ep):
+    path = tiny_checkpoint(tmp_path_factory, kind)
+    with processes.runner(path, tp=tp, pp=pp, ep=ep, num_blocks=NUM_BLOCKS, **FP32) as runner:
+        assert answers(runner) == answers_of_one(path)
+
+
+def test_ranks_hold_their_share_of_heads_and_layers(tmp_path_factory, processes):
+    path = tiny_checkpoint(tmp_path_factory, "llama")
+    with processes.runner(path, tp=2, pp=2, num_blocks=NUM_BLOCKS, **FP32) as runner:
+        assert runner.layout.sections == (KVSection(1, 1, 8),)
+        assert runner.whole_layout.sections == (KVSection(3, 2, 8),)
+        assert runner.kernels.endswith("tp2 pp2 ep1")
+        assert answers(runner) == answers_of_one(path)
