@@ -228,8 +228,8 @@ class SinkEnd:
 
     def _use_source(self, use: UseSource) -> list[SinkEffect]:
         link = self._links[use.address]
-        if link.reader is not None:
-            return []  # a repeated answer
+        if link.reader is not None or not use.wire.record_bytes:
+            return []  # a repeated answer, or other ranks give us all we need
         refused: list[str] = []
         for way in WAYS[self._transport]:
             try:
@@ -267,7 +267,7 @@ class SinkEnd:
             self._fall_back(Transport.SHM, "not_offered")
             raise _Unfit("source offers no shared memory")
         try:
-            block_bytes = use.source.identity.layout.block_bytes
+            block_bytes = use.source.identity.record.block_bytes
             blocks = map_offer(offer, use.source.num_blocks, block_bytes)
         except ShmUnavailable as error:
             self._fall_back(Transport.SHM, "unavailable")
@@ -288,7 +288,7 @@ class SinkEnd:
             reader = self._nixl.connect(
                 offer,
                 use.source.num_blocks,
-                record_bytes=use.source.identity.layout.block_bytes,
+                record_bytes=use.source.identity.record.block_bytes,
                 pieces=use.wire.pieces,
             )
         except NixlUnavailable as error:

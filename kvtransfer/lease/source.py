@@ -182,7 +182,8 @@ class SourceMachine:
 
     def _read(self, peer: Peer, wire: Wire, lease: _Lease, message: Read) -> list[SourceEffect]:
         ready = len(lease.block_ids)
-        valid = self._offers.sends and len(message.indices) <= MAX_BLOCKS_PER_READ
+        has_bytes = self._offers.sends and wire.record_bytes > 0
+        valid = has_bytes and len(message.indices) <= MAX_BLOCKS_PER_READ
         if not valid or not all(0 <= i < ready for i in message.indices):
             return self._end(message.lease_id, "bad read")
         blocks = tuple(lease.block_ids[i] for i in message.indices)

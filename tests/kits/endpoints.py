@@ -10,7 +10,7 @@ import zmq
 
 from engine.clock import MonotonicClock
 from engine.config import Transport
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
 from engine.net.curve import Channel, Doorkeeper, secure_client, secure_server
 from engine.net.trust import Secret
@@ -29,7 +29,6 @@ from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
-from kvtransfer.records import Shard
 
 LAYOUT = KVLayout(
     block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
@@ -127,14 +126,15 @@ def worker(
     secret: Secret = SECRET,
 ) -> Iterator[Worker]:
     """Opens an endpoint, and closes it with its thread afterwards."""
-    pool = host_pool(NUM_BLOCKS, layout.block_bytes, transport)
+    identity = Identity(fingerprint, layout, shard, kv_wire_dtype)
+    pool = host_pool(NUM_BLOCKS, identity.record.block_bytes, transport)
     pool.open()
     events: queue.Queue[Event] = queue.Queue()
     crashes: list[BaseException] = []
     config = EndpointConfig(
         worker_id=WorkerId(name),
         incarnation=Incarnation(f"{name}-1"),
-        identity=Identity(fingerprint, layout, shard, kv_wire_dtype),
+        identity=identity,
         secret=secret,
         transport=transport,
         timing=timing,

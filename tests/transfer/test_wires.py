@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from engine.config import Transport
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.messages import SeqId
 from engine.worker.events import PullFailed
 from kvtransfer.formats import convert
-from kvtransfer.records import Shard
 from tests.kits.endpoints import NUM_BLOCKS, is_done, worker
 
 FP32 = KVLayout(16, KVFormat.FP32, (KVSection(2, 4, 16), KVSection(1, 4, 8)))
@@ -19,14 +18,6 @@ PAIRS = list(enumerate(HERE))
 
 def in_format(kv_format: KVFormat, layout: KVLayout = FP32) -> KVLayout:
     return msgspec.structs.replace(layout, kv_format=kv_format)
-
-
-def sharded(size: int, layout: KVLayout = FP32) -> KVLayout:
-    sections = tuple(
-        msgspec.structs.replace(section, num_kv_heads=section.num_kv_heads // size)
-        for section in layout.sections
-    )
-    return msgspec.structs.replace(layout, sections=sections)
 
 
 def numbers(layout: KVLayout, seed: int) -> np.ndarray:
@@ -111,9 +102,9 @@ def test_each_rank_of_a_larger_pool_pulls_its_heads_from_the_whole(transport, wi
         source.pool.blocks[:] = whole
         records = whole[THERE] if wire is None else convert(whole[THERE], FP32, wire)
         for rank in range(2):
-            half = sharded(2, layout)
             shard = Shard(rank, 2)
-            with worker("d", transport, layout=half, shard=shard, kv_wire_dtype=wire) as sink:
+            half = layout.of_rank(shard)
+            with worker("d", transport, layout=layout, shard=shard, kv_wire_dtype=wire) as sink:
                 lease = source.lease(f"l{rank}", THERE)
                 assert is_done(sink.pull("s", lease, PAIRS), transport)
                 for section in range(2):
@@ -127,10 +118,10 @@ def test_each_rank_of_a_larger_pool_pulls_its_heads_from_the_whole(transport, wi
 
 @pytest.mark.parametrize("transport", [Transport.SHM, Transport.NIXL, Transport.ZMQ])
 def test_a_smaller_pool_assembles_its_blocks_from_every_rank(transport):
-    whole, half = numbers(FP32, seed=1), sharded(2)
+    whole, half = numbers(FP32, seed=1), FP32.of_rank(Shard(0, 2))
     with worker("d", transport, layout=FP32) as sink:
         for rank in range(2):
-            with worker(f"p{rank}", transport, layout=half, shard=Shard(rank, 2)) as source:
+            with worker(f"p{rank}", transport, layout=FP32, shard=Shard(rank, 2)) as source:
                 for section in range(2):
                     num_heads = half.sections[section].num_kv_heads
                     heads(source.pool.blocks, half, section)[:] = heads(whole, FP32, section)[
