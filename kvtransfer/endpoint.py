@@ -57,7 +57,7 @@ class EndpointConfig:
     """The worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
-    incarnation: Incarnation
+    incarnation: Incarnation  # of the worker: the same at all its ranks
     identity: Identity
     secret: Secret
     transport: Transport = Transport.AUTO
@@ -88,7 +88,7 @@ class TransferEndpoint:
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
     def open(self) -> Address:
-        """Binds the socket and starts the thread; returns the address for sinks.
+        """Binds the socket and starts the thread; returns the address of this rank for sinks.
 
         Raises ConfigError if the configured transport is not available.
         """
@@ -140,7 +140,8 @@ class TransferEndpoint:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
-        return Address(config.worker_id, config.incarnation, address)
+        shard = config.identity.shard
+        return Address(config.worker_id, config.incarnation, address, shard)
 
     def perform(self, order: TransferOrder) -> None:
         """Queues an order. Safe from any thread."""

@@ -162,6 +162,8 @@ class SinkMachine:
         if source.attached:
             return []  # it was asked once; its first answer counts
         try:
+            if message.identity.shard != source.address.shard:
+                raise Disagreement("shard")
             wire = agree(message.identity, self._identity)
         except Disagreement as error:
             return self._lose_source(address, f"source refused: {error.field} differs")

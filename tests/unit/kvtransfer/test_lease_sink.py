@@ -1,8 +1,9 @@
 """The sink's end of the lease protocol: its questions, its fetches, and good blocks."""
 
+import msgspec
 import pytest
 
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.messages import LeaseRef, TransferAddress
 from engine.worker.events import PullDone, PullFailed
 from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, UseSource
@@ -148,6 +149,14 @@ def test_each_source_is_attached_by_itself():
     assert effect.address == ELSEWHERE
     effects = sink.receive(ADDRESS, ACCEPT, 0.1)
     assert [e.message.lease_id for e in effects if isinstance(e, SendToSource)] == ["l"]
+
+
+def test_a_source_that_is_another_rank_than_the_lease_says_is_refused():
+    identity = msgspec.structs.replace(IDENTITY, shard=Shard(1, 2))
+    other = msgspec.structs.replace(ACCEPT, identity=identity)
+    reason = "source refused: shard differs"
+    effects = waiting().receive(ADDRESS, other, 0.1)
+    assert effects == [PullFailed("s", reason), CloseSource(ADDRESS)]
 
 
 def test_a_refusal_fails_every_pull_of_that_source_and_names_the_field():
