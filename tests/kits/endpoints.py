@@ -85,7 +85,7 @@ class Worker:
     def is_held(self, name: str) -> bool:
         """True if a sink has asked for this lease."""
         lease = self.endpoint.source._leases.get(LeaseId(name))
-        return lease is not None and lease.holder is not None
+        return lease is not None and bool(lease.holders)
 
     def connections(self) -> list[str]:
         """Returns the addresses of the connected sources."""
