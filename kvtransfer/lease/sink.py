@@ -51,7 +51,7 @@ from engine.worker.blocks import BlockId
 from engine.worker.events import PullFailed
 from kvtransfer.lease.effects import CloseSource, SinkEffect, UseSource
 from kvtransfer.lease.pull import KnownSource, Means, Pull
-from kvtransfer.lease.terms import END_REASONS, RELEASED, Timing
+from kvtransfer.lease.terms import END_REASONS, LOST_WHILE_WAITING, RELEASED, Timing
 from kvtransfer.messages import (
     AttachBody,
     Attached,
@@ -120,7 +120,7 @@ class SinkMachine:
         """Pulls these blocks (index in the lease, place here) in this order: memory is there."""
         pull = self._pulls.get(seq_id)
         if pull is None:
-            return [PullFailed(seq_id, "lease was lost while waiting")]
+            return [PullFailed(seq_id, LOST_WHILE_WAITING)]
         assert pull.wanted is None
         if not all(0 <= index < pull.lease.num_blocks for index, _ in blocks):
             return self._give_up(pull, "lease is too short", now_s)

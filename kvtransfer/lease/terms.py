@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 RELEASED = "released"
+LOST_WHILE_WAITING = "lease was lost while waiting"  # why a pull fails that ended before its start
 END_REASONS = {  # a source may give these; each names a counter at the sink
     RELEASED,
     "revoked",
