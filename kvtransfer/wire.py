@@ -17,6 +17,7 @@ Pure: integers only.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -92,24 +93,33 @@ def agree(source: Identity, sink: Identity) -> Wire:
     )
 
 
+class SourceRanks(NamedTuple):
+    """The ranks of a source that concern a rank of a sink, as indices."""
+
+    held: tuple[int, ...]  # it holds their leases
+    idle: tuple[int, ...]  # of them, those that give it no bytes
+
+
 @lru_cache(maxsize=256)  # by the shapes of both workers, of which there are few
 def ranks_to_hold(
     layout: KVLayout, sources: tuple[Shard, ...], sinks: tuple[Shard, ...], sink: Shard
-) -> tuple[int, ...]:
-    """Returns the ranks of a source whose leases this rank of a sink holds, as indices.
+) -> SourceRanks:
+    """Returns the ranks of a source whose leases this rank of a sink holds.
 
     Raises Disagreement if the source's ranks do not hold the model together.
     """
     check_ranks(layout, sources)
     if not tiles(layout, sources, sink):
-        raise Disagreement("ranks")
-    return tuple(i for i, source in enumerate(sources) if sink in holders(layout, source, sinks))
+        raise Disagreement("group")
+    held = [i for i, source in enumerate(sources) if sink in holders(layout, source, sinks)]
+    idle = [i for i in held if not shared_layout(layout, sources[i], sink).block_bytes]
+    return SourceRanks(tuple(held), tuple(idle))
 
 
 def check_ranks(layout: KVLayout, ranks: Sequence[Shard]) -> None:
     """Raises Disagreement if a rank does not fit the model, or is named twice."""
     if len(set(ranks)) != len(ranks) or not all(rank.fits(layout) for rank in ranks):
-        raise Disagreement("ranks")
+        raise Disagreement("group")
 
 
 def _plain(layout: KVLayout) -> KVLayout:

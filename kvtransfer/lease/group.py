@@ -57,6 +57,17 @@ class ToMember:
     order: TransferOrder
 
 
+def part_id(seq_id: SeqId, member: Member) -> SeqId:
+    """Returns the name of a member's part of a pull, for members that share one machine."""
+    return SeqId(f"{seq_id}#{member}")
+
+
+def whole_of(part: SeqId) -> tuple[SeqId, Member]:
+    """Returns the pull to which a part belongs, and its member."""
+    seq_id, _, member = part.rpartition("#")
+    return SeqId(seq_id), int(member)
+
+
 GroupEffect = ToMember | TransferReport
 
 

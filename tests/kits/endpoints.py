@@ -2,16 +2,26 @@
 
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
 from engine.clock import MonotonicClock
 from engine.config import Transport
 from engine.layout import KVFormat, KVLayout, KVSection, Shard
-from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from engine.messages import (
+    Incarnation,
+    LeaseId,
+    LeaseRef,
+    RankAddress,
+    SeqId,
+    TransferAddress,
+    WorkerId,
+)
 from engine.net.curve import Channel, Doorkeeper, secure_client, secure_server
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
@@ -27,7 +37,7 @@ from engine.worker.events import (
 )
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.lease.terms import Timing
-from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
+from kvtransfer.memory import Blocks, Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
 
 LAYOUT = KVLayout(
@@ -120,13 +130,14 @@ def worker(
     layout: KVLayout = LAYOUT,
     fingerprint: str = "model",
     shard: Shard = Shard(),  # noqa: B008 - frozen
+    group: tuple[Shard, ...] = (),
     kv_wire_dtype: KVFormat | None = None,
     as_pool: Callable[[PrivatePool | SharedPool], Pool] = lambda pool: pool,
     timing: Timing = TIMING,
     secret: Secret = SECRET,
 ) -> Iterator[Worker]:
     """Opens an endpoint, and closes it with its thread afterwards."""
-    identity = Identity(fingerprint, layout, shard, kv_wire_dtype)
+    identity = Identity(fingerprint, layout, shard, kv_wire_dtype, group)
     pool = host_pool(NUM_BLOCKS, identity.record.block_bytes, transport)
     pool.open()
     events: queue.Queue[Event] = queue.Queue()
@@ -153,6 +164,40 @@ def worker(
         endpoint.close()
         pool.close()
     assert not crashes
+
+
+@contextmanager
+def ranks(
+    name: str, transport: Transport, shards: tuple[Shard, ...], **options: Any
+) -> Iterator[list[Worker]]:
+    """Opens an endpoint for each rank of a worker. Each has the address of all."""
+    with ExitStack() as stack:
+        group = [
+            stack.enter_context(worker(name, transport, shard=shard, group=shards, **options))
+            for shard in shards
+        ]
+        address = address_of([rank.address for rank in group])
+        for rank in group:
+            rank.address = address
+        yield group
+
+
+def address_of(ranks: list[TransferAddress]) -> TransferAddress:
+    """Returns the address of a worker with these ranks."""
+    others = tuple(RankAddress(rank.address, rank.shard) for rank in ranks[1:])
+    return msgspec.structs.replace(ranks[0], others=others)
+
+
+def share_of(blocks: Blocks, layout: KVLayout, shard: Shard) -> Blocks:
+    """Returns what a rank holds of blocks of the whole model."""
+    parts = []
+    for index, section in enumerate(layout.sections):
+        begin, end = (layout.section_offset_bytes(i) for i in (index, index + 1))
+        shape = (len(blocks), section.num_layers, 2, section.num_kv_heads, layout.head_bytes(index))
+        layers, heads = shard.layers_of(layout, index), shard.heads_of(section)
+        held = blocks[:, begin:end].reshape(shape)[:, layers, :, heads.start : heads.stop]
+        parts.append(held.reshape(len(blocks), -1))
+    return np.concatenate(parts, axis=1)
 
 
 @contextmanager

@@ -247,10 +247,10 @@ class Sink:
                     self.write(place, content, message.lease_id)
                     good.append(index)
             if letter.damaged:
-                fetched = self.machine.damaged(message.lease_id, message.indices, now_s)
+                fetched = self.machine.damaged(address, message.lease_id, message.indices, now_s)
             else:
                 fetched = self.machine.fetched(
-                    message.lease_id, tuple(good), now_s, sent_by_source=True
+                    address, message.lease_id, tuple(good), now_s, sent_by_source=True
                 )
         self.perform(self.machine.receive(address, message, now_s) + fetched)
 
@@ -289,7 +289,7 @@ class Sink:
             content = self.mapped[effect.address].memory[source_block]
             self.write(block, content, effect.lease_id)
         return self.machine.fetched(
-            effect.lease_id, effect.indices, self.world.now_s, sent_by_source=False
+            effect.address, effect.lease_id, effect.indices, self.world.now_s, sent_by_source=False
         )
 
     def end(self, pull: Pull, event: PullDone | PullFailed) -> None:

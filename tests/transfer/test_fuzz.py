@@ -375,10 +375,10 @@ HOSTILE = {
     "odd head_dim": (with_section(head_dim=17), "layout.sections"),
     "huge head_dim": (with_section(head_dim=HUGE), "layout.sections"),
     "other format": (with_layout(kv_format=KVFormat.INT8), "layout.kv_format"),
-    "a shard of huge layers": (with_ranks(Shard(layers=(LayerRange(0, 2**62),))), "ranks"),
-    "other layers": (with_ranks(Shard(layers=(LayerRange(2, 1),))), "ranks"),
-    "many sections in a shard": (with_ranks(Shard(layers=(LayerRange(0, 1),) * 500)), "ranks"),
-    "a rank twice": (with_ranks(Shard(0, 2), Shard(0, 2)), "ranks"),
+    "a shard of huge layers": (with_ranks(Shard(layers=(LayerRange(0, 2**62),))), "group"),
+    "other layers": (with_ranks(Shard(layers=(LayerRange(2, 1),))), "group"),
+    "many sections in a shard": (with_ranks(Shard(layers=(LayerRange(0, 1),) * 500)), "group"),
+    "a rank twice": (with_ranks(Shard(0, 2), Shard(0, 2)), "group"),
     "a rank of others": (with_ranks(Shard(0, 2), group=(Shard(0, 3), Shard(1, 3))), "shard"),
 }
 
