@@ -40,12 +40,13 @@ from engine.worker.events import (
     RevokeLease,
     StartPull,
     TransferOrder,
+    TransferReport,
 )
 from kvtransfer.lease.effects import Peer
 from kvtransfer.lease.group import GroupEffect, PullGroups, ToMember, part_id, whole_of
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.terms import Timing, counts_of
 from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
@@ -125,7 +126,7 @@ class TransferEndpoint:
             self.source,
             self._pool.blocks,
             timing=config.timing,
-            on_ended=self._on_event,
+            on_ended=self._report,
             count=self._count,
         )
         self._sink_end = SinkEnd(
@@ -299,14 +300,10 @@ class TransferEndpoint:
             seq_id, rank = whole_of(end.seq_id)
             self._pass_on(self._pulls.ended(rank, msgspec.structs.replace(end, seq_id=seq_id)))
 
-    def _report(self, end: PullDone | PullFailed) -> None:
-        if isinstance(end, PullDone):
-            self._count("pulls_done")
-            self._count("transfer_seconds", end.transfer_s)
-            self._count("exposed_seconds", end.exposed_s)
-        else:
-            self._count(f"pulls_failed:{end.reason.split(':')[0].replace(' ', '_')}")
-        self._on_event(end)
+    def _report(self, report: TransferReport) -> None:
+        for name, amount in counts_of(report).items():
+            self._count(name, amount)
+        self._on_event(report)
 
     def _on_sinks_message(self, peer: Peer, message: ToSource) -> None:
         self._take_orders()  # the order that opened the lease is older than this message

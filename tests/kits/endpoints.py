@@ -122,6 +122,20 @@ def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
     pool.blocks[:] = rng.integers(0, 256, pool.blocks.shape, dtype=np.uint8)
 
 
+def config_of(
+    name: str, transport: Transport, identity: Identity, timing: Timing, secret: Secret = SECRET
+) -> EndpointConfig:
+    """Returns the configuration of a worker's endpoint, or of that of one of its ranks."""
+    return EndpointConfig(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(f"{name}-1"),
+        identity=identity,
+        secret=secret,
+        transport=transport,
+        timing=timing,
+    )
+
+
 @contextmanager
 def worker(
     name: str,
@@ -142,16 +156,8 @@ def worker(
     pool.open()
     events: queue.Queue[Event] = queue.Queue()
     crashes: list[BaseException] = []
-    config = EndpointConfig(
-        worker_id=WorkerId(name),
-        incarnation=Incarnation(f"{name}-1"),
-        identity=identity,
-        secret=secret,
-        transport=transport,
-        timing=timing,
-    )
     endpoint = TransferEndpoint(
-        config,
+        config_of(name, transport, identity, timing, secret),
         pool=as_pool(pool),
         clock=MonotonicClock(),
         on_event=events.put,
