@@ -1,5 +1,8 @@
 """The places of the bytes of a KV block. Integers only: no tensor, no model.
 
+A worker may consist of several ranks. Each holds a share of the heads and layers (`Shard`), and its
+records have the layout `of_rank`. All else here is about the records of one rank.
+
 A block is one contiguous record that holds `block_size` tokens of every layer of every section. A
 section is one model: the target and, if there is one, the draft model:
 
@@ -36,6 +39,7 @@ import msgspec
 # A cache line. Misaligned `rep movsb` copies are ten times slower on some CPUs.
 ALIGNMENT_BYTES = 64
 SCALE_BYTES = 4
+MAX_RANKS = 64  # of a worker
 
 
 class KVFormat(StrEnum):
@@ -66,8 +70,61 @@ class KVSection(msgspec.Struct, frozen=True):
     head_dim: int
 
 
+class LayerRange(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive layers of a section."""
+
+    first: int
+    num_layers: int
+
+
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The share of a model's heads and layers that a rank holds.
+
+    Under tensor parallelism the heads of each section are split by rank as evenly as possible. With
+    fewer heads than ranks, several ranks hold the same head. Under pipeline parallelism a rank
+    holds a range of each section's `layers`; without any, it holds all.
+    """
+
+    rank: int = 0  # of tensor parallelism
+    size: int = 1
+    layers: tuple[LayerRange, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size <= MAX_RANKS:
+            raise ValueError(f"rank {self.rank} of {self.size}")
+        if any(min(layers.first, layers.num_layers) < 0 for layers in self.layers):
+            raise ValueError("a range of layers is negative")
+
+    def heads_of(self, section: KVSection) -> range:
+        """Returns the heads of a section that the rank holds."""
+        num_heads = section.num_kv_heads
+        first = self.rank * num_heads // self.size
+        return range(
+            first, max(first + min(num_heads, 1), (self.rank + 1) * num_heads // self.size)
+        )
+
+    def layers_of(self, layout: "KVLayout", section: int) -> range:
+        """Returns the layers of a section that the rank holds."""
+        if not self.layers:
+            return range(layout.sections[section].num_layers)
+        layers = self.layers[section]
+        return range(layers.first, layers.first + layers.num_layers)
+
+    def fits(self, layout: "KVLayout") -> bool:
+        """True if there is such a share of a model, and it is not empty."""
+        if self.layers and len(self.layers) != len(layout.sections):
+            return False
+        ends = [self.layers_of(layout, i).stop for i in range(len(layout.sections))]
+        exist = all(end <= s.num_layers for end, s in zip(ends, layout.sections, strict=True))
+        return exist and layout.of_rank(self).block_bytes > 0
+
+
 class KVLayout(msgspec.Struct, frozen=True):
-    """Everything that two workers must agree on before a block moves between them."""
+    """The form of a block: everything that two workers must agree on before one moves between them.
+
+    A worker of several ranks has one for the whole model, which is compared, and one for the
+    records of each rank.
+    """
 
     block_size: int  # tokens
     kv_format: KVFormat
@@ -77,6 +134,14 @@ class KVLayout(msgspec.Struct, frozen=True):
         for section in self.sections:
             if section.head_dim * self.kv_format.element_bits % 8:
                 raise ValueError(f"{self.kv_format} needs an even head_dim")
+
+    def of_rank(self, shard: Shard) -> "KVLayout":
+        """Returns the layout of the records of a rank that holds this share of the model."""
+        sections = tuple(
+            KVSection(len(shard.layers_of(self, i)), len(shard.heads_of(section)), section.head_dim)
+            for i, section in enumerate(self.sections)
+        )
+        return msgspec.structs.replace(self, sections=sections)
 
     def token_bytes(self, section: int) -> int:
         """Bytes of the elements of one token's K (or V) of one head."""

@@ -20,10 +20,10 @@ from typing import Annotated, NewType
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.layout import KVFormat, KVLayout
+from engine.layout import MAX_RANKS, KVFormat, KVLayout, Shard
 from engine.net.trust import SALT_BYTES
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 # Reasons for which a worker gives a sequence back.
 PREEMPTED = "preempted"  # no memory is left for it
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
@@ -32,6 +32,7 @@ ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_HASHES = 65_536  # of blocks, in one message
 HASH_BYTES = 16  # of a block, as `engine.worker.blocks` computes it
+MAX_ENDPOINT_LEN = 512  # characters of a ZeroMQ endpoint
 MAX_HINT_ID_LEN = 64  # characters of an id in a client's hint
 MAX_KEEP_S = 86_400.0  # that a client may ask the store to keep a session for
 
@@ -48,6 +49,7 @@ Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 # The key of the tenant's block hashes: see `engine.net.trust.Secret.salt`.
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Endpoint = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LEN)]  # of ZeroMQ
 Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
 # Names an API key or a session to stores, and tells them nothing else about it.
 HintId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HINT_ID_LEN)]
@@ -185,12 +187,37 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
         return None
 
 
-class TransferAddress(msgspec.Struct, frozen=True):
-    """The address from which other workers pull a worker's blocks."""
+class RankAddress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The address of one rank of a worker, and its share of each block."""
+
+    address: Endpoint
+    shard: Shard = Shard()
+
+
+class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The address from which other workers pull a worker's blocks: that of each of its ranks.
+
+    All ranks have the worker's incarnation. `others` has the ranks after the first.
+    """
 
     worker_id: WorkerId
     incarnation: Incarnation
-    address: str  # ZeroMQ endpoint of its transfer socket
+    address: Endpoint
+    shard: Shard = Shard()
+    others: Annotated[tuple[RankAddress, ...], msgspec.Meta(max_length=MAX_RANKS - 1)] = ()
+
+    def __post_init__(self) -> None:
+        if len({self.address, *(rank.address for rank in self.others)}) <= len(self.others):
+            raise ValueError("two ranks have one address")
+
+    @property
+    def ranks(self) -> tuple["TransferAddress", ...]:
+        """Each rank as a worker of its own."""
+        ranks = (RankAddress(self.address, self.shard), *self.others)
+        return tuple(
+            TransferAddress(self.worker_id, self.incarnation, rank.address, rank.shard)
+            for rank in ranks
+        )
 
 
 class EventsAddress(msgspec.Struct, frozen=True):

@@ -1,4 +1,5 @@
-"""A worker's transfer endpoint: one thread that runs both ends of the protocol on real sockets.
+"""The transfer endpoint of a worker's rank: one thread that runs both ends of the protocol on
+real sockets.
 
 The worker's core gives it orders (`perform`) and gets events back through `on_event`, which is
 called on the endpoint's thread. All bytes are moved on that thread, or by reads that it watches. So
@@ -12,11 +13,13 @@ import logging
 import math
 import os
 import queue
+import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from engine.clock import Clock
@@ -32,19 +35,24 @@ from engine.worker.events import (
     GrowLease,
     HoldLease,
     OpenLease,
+    PullDone,
+    PullFailed,
     RevokeLease,
     StartPull,
     TransferOrder,
+    TransferReport,
 )
 from kvtransfer.lease.effects import Peer
+from kvtransfer.lease.group import GroupEffect, PullGroups, ToMember, part_id, whole_of
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
-from kvtransfer.lease.terms import Timing
+from kvtransfer.lease.terms import Timing, counts_of
 from kvtransfer.memory import Pool, keep_freed_memory
 from kvtransfer.messages import Identity, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
+from kvtransfer.wire import Disagreement, ranks_to_hold
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +65,7 @@ class EndpointConfig:
     """The worker's identity, secret, transport and deadlines."""
 
     worker_id: WorkerId
-    incarnation: Incarnation
+    incarnation: Incarnation  # of the worker: the same at all its ranks
     identity: Identity
     secret: Secret
     transport: Transport = Transport.AUTO
@@ -84,11 +92,13 @@ class TransferEndpoint:
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
         self._stopping = False
+        self._pulls = PullGroups()
+        self._ends: deque[PullDone | PullFailed] = deque()  # of parts
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
     def open(self) -> Address:
-        """Binds the socket and starts the thread; returns the address for sinks.
+        """Binds the socket and starts the thread; returns the address of this rank for sinks.
 
         Raises ConfigError if the configured transport is not available.
         """
@@ -116,7 +126,7 @@ class TransferEndpoint:
             self.source,
             self._pool.blocks,
             timing=config.timing,
-            on_ended=self._on_event,
+            on_ended=self._report,
             count=self._count,
         )
         self._sink_end = SinkEnd(
@@ -127,7 +137,7 @@ class TransferEndpoint:
             timing=config.timing,
             clock=self._clock,
             nixl=self._nixl,
-            on_end=self._on_event,
+            on_end=self._ends.append,
             count=self._count,
         )
         self._context = zmq.Context()
@@ -140,7 +150,8 @@ class TransferEndpoint:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
-        return Address(config.worker_id, config.incarnation, address)
+        shard = config.identity.shard
+        return Address(config.worker_id, config.incarnation, address, shard)
 
     def perform(self, order: TransferOrder) -> None:
         """Queues an order. Safe from any thread."""
@@ -168,7 +179,7 @@ class TransferEndpoint:
         if not wanted and not (config.transport is Transport.AUTO and has_rdma()):
             return None
         agent = NixlAgent(
-            f"{config.worker_id}.{config.incarnation}",
+            f"{config.worker_id}.{config.incarnation}.{secrets.token_hex(4)}",  # of this rank
             self._pool.region(),
             record_bytes=self._pool.block_bytes,
         )
@@ -196,6 +207,7 @@ class TransferEndpoint:
                 now_s = self._clock.now_s()
                 self._source_end.perform(self.source.sweep(now_s))
                 self._sink_end.perform(self.sink.sweep(now_s))
+                self._take_ends()
         except BaseException as error:
             self._on_crash(error)
             raise
@@ -231,9 +243,11 @@ class TransferEndpoint:
                 order = self._orders.get_nowait()
             except queue.Empty:
                 return
-            self._order(order, self._clock.now_s())
+            self._order(order)
+            self._take_ends()
 
-    def _order(self, order: TransferOrder, now_s: float) -> None:
+    def _order(self, order: TransferOrder) -> None:
+        now_s = self._clock.now_s()
         match order:
             case OpenLease():
                 effects = self.source.open(order.lease_id, order.num_blocks, now_s)
@@ -243,11 +257,53 @@ class TransferEndpoint:
             case RevokeLease():
                 self._source_end.perform(self.source.revoke(order.lease_id, now_s))
             case HoldLease():
-                self._sink_end.perform(self.sink.hold(order.seq_id, order.lease, now_s))
+                self._hold(order)
             case StartPull():
-                self._sink_end.perform(self.sink.start(order.seq_id, order.blocks, now_s))
+                self._pass_on(self._pulls.start(order))
             case AbortPull():
-                self._sink_end.perform(self.sink.abort(order.seq_id, now_s))
+                self._pass_on(self._pulls.abort(order))
+
+    # ------------------------------------------------------------ pulls, by rank of their source
+
+    def _hold(self, order: HoldLease) -> None:
+        """Holds a lease at those ranks of its source that have a share for this rank."""
+        own, ranks = self._config.identity, order.lease.source.ranks
+        shards = tuple(rank.shard for rank in ranks)
+        try:
+            found = ranks_to_hold(own.layout, shards, own.ranks, own.shard)
+        except Disagreement as error:
+            self._report(PullFailed(order.seq_id, f"source refused: {error.field} differs"))
+            return
+        leases = {i: msgspec.structs.replace(order.lease, source=ranks[i]) for i in found.held}
+        self._pass_on(self._pulls.hold(order.seq_id, leases, idle=found.idle))
+
+    def _pass_on(self, effects: list[GroupEffect]) -> None:
+        now_s = self._clock.now_s()
+        for effect in effects:
+            match effect:
+                case ToMember(rank, HoldLease(seq_id, lease)):
+                    self._sink_end.perform(self.sink.hold(part_id(seq_id, rank), lease, now_s))
+                case ToMember(rank, StartPull(seq_id, blocks)):
+                    self._sink_end.perform(self.sink.start(part_id(seq_id, rank), blocks, now_s))
+                case ToMember(rank, AbortPull(seq_id)):
+                    self._sink_end.perform(self.sink.abort(part_id(seq_id, rank), now_s))
+                case PullDone() | PullFailed():
+                    self._report(effect)
+
+    def _take_ends(self) -> None:
+        """Takes in the ends of parts, once all effects that came with them are performed.
+
+        Earlier, the end of the whole could overtake a fetch of another part.
+        """
+        while self._ends:
+            end = self._ends.popleft()
+            seq_id, rank = whole_of(end.seq_id)
+            self._pass_on(self._pulls.ended(rank, msgspec.structs.replace(end, seq_id=seq_id)))
+
+    def _report(self, report: TransferReport) -> None:
+        for name, amount in counts_of(report).items():
+            self._count(name, amount)
+        self._on_event(report)
 
     def _on_sinks_message(self, peer: Peer, message: ToSource) -> None:
         self._take_orders()  # the order that opened the lease is older than this message

@@ -11,25 +11,36 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from engine.errors import ProtocolError
-from engine.layout import KVFormat, KVLayout
+from engine.layout import MAX_RANKS, KVFormat, KVLayout, Shard
 from engine.messages import Incarnation, LeaseId
-from kvtransfer.records import Shard
 
 T = TypeVar("T")
 
-TRANSFER_VERSION = 3
+TRANSFER_VERSION = 4
 MAX_BLOCKS_PER_READ = 4096
 
+Shards = Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MAX_RANKS)]
 Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passed on to a gateway
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """A worker's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
+class Identity(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A rank's terms for exchanging blocks. `kvtransfer.wire` compares two of them."""
 
     fingerprint: str  # of model, weights and configuration
-    layout: KVLayout  # of this worker's records: its own heads, under tensor parallelism
-    shard: Shard = Shard()
+    layout: KVLayout  # of the whole model: the same at each rank, and at workers of other shapes
+    shard: Shard = Shard()  # what this rank's records hold of it
     kv_wire_dtype: KVFormat | None = None  # format on the wire; None: no conversion
+    group: Shards = ()  # of all ranks of the worker, in its order; empty: this is the only one
+
+    @property
+    def ranks(self) -> tuple[Shard, ...]:
+        """The shards of all ranks of the worker, in its order."""
+        return self.group or (self.shard,)
+
+    @property
+    def record(self) -> KVLayout:
+        """The layout of this rank's records."""
+        return self.layout.of_rank(self.shard)
 
 
 class ShmOffer(msgspec.Struct, frozen=True):

@@ -1,11 +1,16 @@
-"""Plans which bytes of a source's record to copy where, if both ends hold shares of the heads.
+"""Plans which bytes of a source's record to copy where, if both ends hold shares of a model.
 
-    shard (rank r of n)   holds heads r * h … (r + 1) * h - 1 of the n * h that a section has; h is
-                          `num_kv_heads` in that rank's own KVLayout
-    shared record         only the heads that both hold, in the usual order; it is sent on the wire
+    record          what one rank holds of a block: its own heads of its own layers, in the order of
+                    `engine.layout`
+    shared record   the heads and layers that one rank of the source gives to one of the sink, in
+                    the same order; it is sent on the wire
 
-If source and sink have the same shard, the record is one piece. Otherwise K and V of each layer are
-one piece each: within a layer the heads that two ranks share are contiguous (`engine.layout`).
+If both ends hold the same, the record is one piece. Otherwise K and V of each layer are one piece
+each: within a layer the heads that two ranks share are contiguous.
+
+Where several ranks of the source hold the same head, a rank of the sink takes it from one of them
+only. The ranks of the sink that need a head take turns. So all ranks of the source together give
+each rank of the sink each of its bytes once, and both ends know who gives what without asking.
 
 Pure: integers only. `native` copies records, and `formats` converts them.
 """
@@ -16,18 +21,7 @@ from itertools import accumulate
 
 import msgspec
 
-from engine.layout import KVLayout, KVSection
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """One of the equal shares into which the heads are split, by rank."""
-
-    rank: int = 0
-    size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} of {self.size}")
+from engine.layout import KVLayout, KVSection, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +33,52 @@ class RecordPiece:
     num_bytes: int
 
 
-def difference(
-    source: KVLayout, source_shard: Shard, sink: KVLayout, sink_shard: Shard
-) -> str | None:
-    """Returns the first field that forbids copying records piece by piece, or None."""
-    return _unsharded(source, source_shard).difference(_unsharded(sink, sink_shard))
+def plan_pieces(layout: KVLayout, source: Shard, sink: Shard) -> tuple[RecordPiece, ...]:
+    """Returns the pieces to copy from a record of a source's rank to one of a sink's.
 
-
-def plan_pieces(
-    source: KVLayout, source_shard: Shard, sink: KVLayout, sink_shard: Shard
-) -> tuple[RecordPiece, ...]:
-    """Returns the pieces to copy from a source's record to a sink's: the heads that both hold.
-
-    They are in order of their offsets, with neighbours merged. There is none if the ranks share no
-    head. The layouts may differ only in `num_kv_heads`.
+    `layout` is that of the whole model, in the format of both records. The pieces are in order of
+    their offsets, with neighbours merged. There is none if the source gives the sink nothing.
     """
-    field = difference(source, source_shard, sink, sink_shard)
-    assert field is None, f"records differ in {field}"
     return _merged(
         piece
-        for index in range(len(source.sections))
-        for piece in _section_pieces(source, source_shard, sink, sink_shard, index)
+        for index in range(len(layout.sections))
+        for piece in _section_pieces(layout, source, sink, index)
     )
 
 
-def shared_layout(layout: KVLayout, shard: Shard, other: Shard) -> KVLayout:
-    """Returns the layout of the record that this rank (with this layout) and the other share."""
+def shared_layout(layout: KVLayout, source: Shard, sink: Shard) -> KVLayout:
+    """Returns the layout of the record that a source's rank gives to a sink's."""
     sections = tuple(
-        msgspec.structs.replace(section, num_kv_heads=len(_shared_heads(section, shard, other)))
-        for section in layout.sections
+        KVSection(
+            len(_shared_layers(layout, source, sink, index)),
+            len(_shared_heads(section, source, sink)),
+            section.head_dim,
+        )
+        for index, section in enumerate(layout.sections)
     )
     return msgspec.structs.replace(layout, sections=sections)
+
+
+def holders(layout: KVLayout, source: Shard, sinks: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Returns the ranks of a sink that hold a lease of this rank of a source.
+
+    They are those to which it gives bytes. If there is none, since other ranks of the source hold
+    the same heads, one rank holds the lease nevertheless. So every rank of the source learns that
+    the sink has what it needs.
+    """
+    given = tuple(sink for sink in sinks if shared_layout(layout, source, sink).block_bytes)
+    return given or (sinks[source.rank % len(sinks)],)
+
+
+def tiles(layout: KVLayout, sources: Iterable[Shard], sink: Shard) -> bool:
+    """True if these ranks of a source together give each byte of the sink's record once."""
+    pieces = (piece for source in sources for piece in plan_pieces(layout, source, sink))
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.sink_offset):
+        if piece.sink_offset != end:
+            return False
+        end += piece.num_bytes
+    return end == layout.of_rank(sink).block_bytes
 
 
 def packing(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
@@ -88,45 +97,52 @@ def unpacking(pieces: Sequence[RecordPiece]) -> tuple[RecordPiece, ...]:
     )
 
 
-def _unsharded(layout: KVLayout, shard: Shard) -> KVLayout:
-    """Returns the layout of a rank that holds all heads."""
-    sections = tuple(
-        msgspec.structs.replace(section, num_kv_heads=section.num_kv_heads * shard.size)
-        for section in layout.sections
-    )
-    return msgspec.structs.replace(layout, sections=sections)
-
-
 def _section_pieces(
-    source: KVLayout, source_shard: Shard, sink: KVLayout, sink_shard: Shard, index: int
+    layout: KVLayout, source: Shard, sink: Shard, index: int
 ) -> Iterator[RecordPiece]:
-    section = source.sections[index]
-    heads = _shared_heads(section, source_shard, sink_shard)
-    head_bytes = source.head_bytes(index)
-    source_offset, source_step = _first_head(source, source_shard, index, heads.start)
-    sink_offset, sink_step = _first_head(sink, sink_shard, index, heads.start)
-    for plane in range(2 * section.num_layers if heads else 0):
+    layers = _shared_layers(layout, source, sink, index)
+    heads = _shared_heads(layout.sections[index], source, sink)
+    source_offset, source_step = _place(layout, source, index, layers.start, heads.start)
+    sink_offset, sink_step = _place(layout, sink, index, layers.start, heads.start)
+    for plane in range(2 * len(layers) if heads else 0):
         yield RecordPiece(
             source_offset + plane * source_step,
             sink_offset + plane * sink_step,
-            len(heads) * head_bytes,
+            len(heads) * layout.head_bytes(index),
         )
 
 
-def _first_head(layout: KVLayout, shard: Shard, index: int, head: int) -> tuple[int, int]:
-    """Returns the offset in K of a head (counted over all ranks) in layer 0, and the step to V."""
-    own_head = head - shard.rank * layout.sections[index].num_kv_heads
-    offset = layout.section_offset_bytes(index) + own_head * layout.head_bytes(index)
-    return offset, layout.layer_bytes(index) // 2
+def _place(layout: KVLayout, shard: Shard, index: int, layer: int, head: int) -> tuple[int, int]:
+    """Returns where K of a head begins in a rank's record, and the step from K to V."""
+    own = layout.of_rank(shard)
+    own_layer = layer - shard.layers_of(layout, index).start
+    own_head = head - shard.heads_of(layout.sections[index]).start
+    begin = own.section_offset_bytes(index) + own_layer * own.layer_bytes(index)
+    return begin + own_head * own.head_bytes(index), own.layer_bytes(index) // 2
 
 
-def _shared_heads(section: KVSection, shard: Shard, other: Shard) -> range:
-    """Returns the heads that both this rank, with this section, and the other hold."""
-    own, total = section.num_kv_heads, section.num_kv_heads * shard.size
-    assert total % other.size == 0, f"{total} heads are not split evenly by {other.size}"
-    others = total // other.size
-    start = max(shard.rank * own, other.rank * others)
-    return range(start, max(start, min((shard.rank + 1) * own, (other.rank + 1) * others)))
+def _shared_layers(layout: KVLayout, source: Shard, sink: Shard, index: int) -> range:
+    return _overlap(source.layers_of(layout, index), sink.layers_of(layout, index))
+
+
+def _shared_heads(section: KVSection, source: Shard, sink: Shard) -> range:
+    """Returns the heads of a section that a source's rank gives to a sink's, in any layer."""
+    heads = _overlap(source.heads_of(section), sink.heads_of(section))
+    if not heads or source.size <= section.num_kv_heads:
+        return heads
+    replicas = _ranks_with(section, heads.start, source.size)  # of the one head that it holds
+    takers = _ranks_with(section, heads.start, sink.size)
+    giver = replicas[takers.index(sink.rank) % len(replicas)]
+    return heads if giver == source.rank else range(0)
+
+
+def _ranks_with(section: KVSection, head: int, size: int) -> list[int]:
+    return [rank for rank in range(size) if head in Shard(rank, size).heads_of(section)]
+
+
+def _overlap(one: range, other: range) -> range:
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
 
 
 def _shared_offsets(pieces: Sequence[RecordPiece]) -> list[int]:

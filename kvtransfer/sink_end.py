@@ -56,6 +56,7 @@ class _Link:
 
     socket: "zmq.Socket[bytes]"
     reader: Reader | None = None
+    share_bytes: int = 0  # of a block here that come from this source
 
 
 class SinkEnd:
@@ -118,9 +119,12 @@ class SinkEnd:
             for _ in range(MAX_MESSAGES_PER_TURN):
                 if not self._receive_one(address):
                     break
-        for reader in [*self._readers(OneSidedReader), *self._closing]:
-            for news in reader.poll():
-                self.perform(self._take_news(news))
+        for address, link in list(self._links.items()):
+            for news in link.reader.poll() if link.reader is not None else ():
+                if self._links.get(address) is link:
+                    self.perform(self._take_news(address, news))
+        for reader in self._closing:
+            reader.poll()  # its pulls have failed
         self._end_pulls()
 
     def _receive_one(self, address: str) -> bool:
@@ -143,7 +147,7 @@ class SinkEnd:
             return False
         self.perform(self._machine.receive(address, message, now_s))
         if news is not None:
-            self.perform(self._take_news(news))
+            self.perform(self._take_news(address, news))
         return True
 
     def _receive_payload(self, link: _Link, address: str, message: ToSink) -> FetchNews | None:
@@ -164,19 +168,20 @@ class SinkEnd:
             return None  # no pull waits for it, or it is not of this source
         return link.reader.take(message, frame.buffer, places)
 
-    def _take_news(self, news: FetchNews) -> list[SinkEffect]:
+    def _take_news(self, address: str, news: FetchNews) -> list[SinkEffect]:
         now_s = self._clock.now_s()
         if isinstance(news, BlocksArrived):
-            self._count("pulled_blocks", len(news.indices))
-            self._count("pulled_bytes", len(news.indices) * self._block_bytes)
+            num_bytes = len(news.indices) * self._links[address].share_bytes
+            self._count("pulled_blocks", num_bytes / self._block_bytes)
+            self._count("pulled_bytes", num_bytes)
             return self._machine.fetched(
-                news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
+                address, news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
             )
         log.warning("could not fetch blocks of lease %s: %s", news.lease_id, news.reason)
         self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
         if news.damaged:
-            return self._machine.damaged(news.lease_id, news.indices, now_s)
-        return self._machine.fetch_failed(news.lease_id, news.reason, now_s)
+            return self._machine.damaged(address, news.lease_id, news.indices, now_s)
+        return self._machine.fetch_failed(address, news.lease_id, news.reason, now_s)
 
     # ------------------------------------------------------------ what follows
 
@@ -194,20 +199,16 @@ class SinkEnd:
                     reader = self._links[effect.address].reader
                     assert reader is not None, "the source has not accepted us"
                     for news in reader.fetch(effect):
-                        todo += self._take_news(news)
+                        todo += self._take_news(effect.address, news)
                 case CloseSource():
                     self._close_link(effect.address)
                 case PullDone():
-                    self._count("pulls_done", 1)
-                    self._count("transfer_seconds", effect.transfer_s)
-                    self._count("exposed_seconds", effect.exposed_s)
                     self._on_end(effect)
                 case PullFailed():
                     self._fail(effect)
 
     def _fail(self, failed: PullFailed) -> None:
         """Reports a failed pull once nothing writes to its blocks any more."""
-        self._count(f"pulls_failed:{failed.reason.split(':')[0].replace(' ', '_')}", 1)
         for reader in [*self._readers(OneSidedReader), *self._closing]:
             if reader.is_writing(failed.seq_id):
                 reader.cancel(failed.seq_id)
@@ -228,8 +229,8 @@ class SinkEnd:
 
     def _use_source(self, use: UseSource) -> list[SinkEffect]:
         link = self._links[use.address]
-        if link.reader is not None:
-            return []  # a repeated answer
+        if link.reader is not None or not use.wire.record_bytes:
+            return []  # a repeated answer, or other ranks give us all we need
         refused: list[str] = []
         for way in WAYS[self._transport]:
             try:
@@ -237,6 +238,7 @@ class SinkEnd:
             except _Unfit as error:
                 refused.append(f"{way}: {error}")
                 continue
+            link.share_bytes = use.wire.wanted.block_bytes
             self._machine.use_transport(use.address, link.reader.means)
             why = "; ".join(refused) or "the first choice"
             log.info("pulling from %s over %s (%s)", use.address, way, why)
@@ -267,7 +269,7 @@ class SinkEnd:
             self._fall_back(Transport.SHM, "not_offered")
             raise _Unfit("source offers no shared memory")
         try:
-            block_bytes = use.source.identity.layout.block_bytes
+            block_bytes = use.source.identity.record.block_bytes
             blocks = map_offer(offer, use.source.num_blocks, block_bytes)
         except ShmUnavailable as error:
             self._fall_back(Transport.SHM, "unavailable")
@@ -288,7 +290,7 @@ class SinkEnd:
             reader = self._nixl.connect(
                 offer,
                 use.source.num_blocks,
-                record_bytes=use.source.identity.layout.block_bytes,
+                record_bytes=use.source.identity.record.block_bytes,
                 pieces=use.wire.pieces,
             )
         except NixlUnavailable as error:

@@ -149,7 +149,6 @@ class SourceEnd:
                 case SendBlocks():
                     self._queue(effect)
                 case LeaseEnded():
-                    self._count(f"leases_ended:{effect.reason.replace(' ', '_')}")
                     self._on_ended(effect)
 
     def send_blocks(self) -> None:

@@ -1,4 +1,4 @@
-"""The form in which blocks travel between two workers. Both ends compute it from both identities.
+"""The form in which blocks travel from one rank to another. Both compute it from both identities.
 
     source's record ──packing──> shared heads ──convert──> wire
                                  wire ──convert──> shared heads ──unpacking──> sink's record
@@ -14,19 +14,23 @@ Only fp32 and bf16 are converted to a narrower format: quantised KV is never qua
 Pure: integers only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 
 from engine.errors import BatonError
-from engine.layout import KVFormat, KVLayout
+from engine.layout import KVFormat, KVLayout, Shard
 from kvtransfer.messages import Identity
 from kvtransfer.records import (
     RecordPiece,
-    difference,
+    holders,
     packing,
     plan_pieces,
     shared_layout,
+    tiles,
     unpacking,
 )
 
@@ -43,53 +47,79 @@ class Disagreement(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The form in which one source's blocks reach one sink."""
+    """The form in which the blocks of one rank of a source reach one rank of a sink."""
 
-    stored: KVLayout  # the heads that both hold, as the source stores them
+    stored: KVLayout  # the heads and layers that travel, as the source stores them
     travels_as: KVFormat
-    wanted: KVLayout  # the same heads as the sink stores them
+    wanted: KVLayout  # the same as the sink stores them
     packing: tuple[RecordPiece, ...]  # from the source's record to a record of these heads only
     unpacking: tuple[RecordPiece, ...]  # from such a record to the sink's
     pieces: tuple[RecordPiece, ...] | None  # from record to record; None where formats differ
     layout: KVLayout  # the record that travels
-    record_bytes: int  # of a block on the wire
+    record_bytes: int  # of a block on the wire; zero if other ranks give the sink all it needs
+    num_holders: int  # ranks of the sink that hold each lease of this rank of the source
 
 
 def agree(source: Identity, sink: Identity) -> Wire:
-    """Returns the form for this source and this sink. Raises Disagreement."""
+    """Returns the form for this rank of a source and this rank of a sink. Raises Disagreement."""
     if source.fingerprint != sink.fingerprint:
         raise Disagreement("fingerprint")
-    _check_shards(source, sink)
-    field = difference(_plain(source.layout), source.shard, _plain(sink.layout), sink.shard)
+    field = _plain(source.layout).difference(_plain(sink.layout))
     if field is not None:
         raise Disagreement(f"layout.{field}")
+    for identity in (source, sink):
+        check_ranks(identity.layout, identity.ranks)
+        if identity.shard not in identity.ranks:
+            raise Disagreement("shard")
     travels_as = _wire_format(source, sink)
-    alike = msgspec.structs.replace(sink.layout, kv_format=source.layout.kv_format)
-    pieces = plan_pieces(source.layout, source.shard, alike, sink.shard)
-    if not pieces:
+    among = holders(source.layout, source.shard, sink.ranks)
+    if sink.shard not in among:
         raise Disagreement("shard")
-    narrow = msgspec.structs.replace(source.layout, kv_format=sink.layout.kv_format)
-    landing = plan_pieces(narrow, source.shard, sink.layout, sink.shard)
+    pieces = plan_pieces(source.layout, source.shard, sink.shard)
+    landing = plan_pieces(sink.layout, source.shard, sink.shard)
     is_plain = source.layout.kv_format == travels_as == sink.layout.kv_format
     stored = shared_layout(source.layout, source.shard, sink.shard)
     layout = msgspec.structs.replace(stored, kv_format=travels_as)
     return Wire(
         stored=stored,
         travels_as=travels_as,
-        wanted=shared_layout(sink.layout, sink.shard, source.shard),
+        wanted=shared_layout(sink.layout, source.shard, sink.shard),
         packing=packing(pieces),
         unpacking=unpacking(landing),
         pieces=pieces if is_plain else None,
         layout=layout,
         record_bytes=layout.block_bytes,
+        num_holders=len(among),
     )
 
 
-def _check_shards(source: Identity, sink: Identity) -> None:
-    for one, other in ((source, sink), (sink, source)):
-        for section in one.layout.sections:
-            if section.num_kv_heads * one.shard.size % other.shard.size:
-                raise Disagreement("shard")
+class SourceRanks(NamedTuple):
+    """The ranks of a source that concern a rank of a sink, as indices."""
+
+    held: tuple[int, ...]  # it holds their leases
+    idle: tuple[int, ...]  # of them, those that give it no bytes
+
+
+@lru_cache(maxsize=256)  # by the shapes of both workers, of which there are few
+def ranks_to_hold(
+    layout: KVLayout, sources: tuple[Shard, ...], sinks: tuple[Shard, ...], sink: Shard
+) -> SourceRanks:
+    """Returns the ranks of a source whose leases this rank of a sink holds.
+
+    Raises Disagreement if the source's ranks do not hold the model together.
+    """
+    check_ranks(layout, sources)
+    if not tiles(layout, sources, sink):
+        raise Disagreement("group")
+    held = [i for i, source in enumerate(sources) if sink in holders(layout, source, sinks)]
+    idle = [i for i in held if not shared_layout(layout, sources[i], sink).block_bytes]
+    return SourceRanks(tuple(held), tuple(idle))
+
+
+def check_ranks(layout: KVLayout, ranks: Sequence[Shard]) -> None:
+    """Raises Disagreement if a rank does not fit the model, or is named twice."""
+    if len(set(ranks)) != len(ranks) or not all(rank.fits(layout) for rank in ranks):
+        raise Disagreement("group")
 
 
 def _plain(layout: KVLayout) -> KVLayout:

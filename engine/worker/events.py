@@ -2,7 +2,8 @@
 
 A worker's core is its schedulers. Events are messages of gateways and reports of the transfer
 endpoint. The worker host carries effects out: messages to gateways, and orders to the transfer
-endpoint, which never sees a pool.
+endpoint, which never sees a pool. Orders and reports may cross processes: a worker's ranks have an
+endpoint each.
 """
 
 from dataclasses import dataclass
@@ -65,16 +66,14 @@ class GatewayLost:
     gateway_id: GatewayId
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(msgspec.Struct, frozen=True, tag=True):
     """A lease of this worker is over: `reason` is released, revoked or expired."""
 
     lease_id: LeaseId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PullDone:
+class PullDone(msgspec.Struct, frozen=True, tag=True):
     """All blocks of a pull are here, and the source confirmed that the lease held throughout.
 
     `transfer_s` is how long blocks were on their way, in seconds. Of those, `exposed_s` came after
@@ -87,8 +86,7 @@ class PullDone:
     exposed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PullFailed:
+class PullFailed(msgspec.Struct, frozen=True, tag=True):
     """A pull ended without success; it writes to no block any more.
 
     `arrived` are the indices in the lease of blocks that are here and confirmed intact.
@@ -115,7 +113,8 @@ class Leaving:
 
 
 PassedOn = Adopted | Leaving  # from one scheduler of a worker to another
-Event = FromGateway | GatewayLost | LeaseEnded | PullDone | PullFailed | PassedOn
+TransferReport = LeaseEnded | PullDone | PullFailed
+Event = FromGateway | GatewayLost | TransferReport | PassedOn
 
 # ---------------------------------------------------------------- effects
 
@@ -136,47 +135,41 @@ class EmitToAll:
     message: RoleChanged
 
 
-@dataclass(frozen=True, slots=True)
-class OpenLease:
+class OpenLease(msgspec.Struct, frozen=True, tag=True):
     """Let the holder of `lease_id` pull `num_blocks` blocks, each once it is ready."""
 
     lease_id: LeaseId
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class GrowLease:
+class GrowLease(msgspec.Struct, frozen=True, tag=True):
     """The next blocks of a lease are computed."""
 
     lease_id: LeaseId
     block_ids: tuple[BlockId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RevokeLease:
+class RevokeLease(msgspec.Struct, frozen=True, tag=True):
     """End a lease now; `LeaseEnded` follows."""
 
     lease_id: LeaseId
 
 
-@dataclass(frozen=True, slots=True)
-class HoldLease:
+class HoldLease(msgspec.Struct, frozen=True, tag=True):
     """Keep another worker's lease alive while its sequence waits for memory."""
 
     seq_id: SeqId
     lease: LeaseRef
 
 
-@dataclass(frozen=True, slots=True)
-class StartPull:
+class StartPull(msgspec.Struct, frozen=True, tag=True):
     """Pull blocks of a held lease: pairs of (index in the lease, block here). May be empty."""
 
     seq_id: SeqId
     blocks: tuple[tuple[int, BlockId], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AbortPull:
+class AbortPull(msgspec.Struct, frozen=True, tag=True):
     """Give up a held lease or a running pull. A pull that started ends with `PullFailed`."""
 
     seq_id: SeqId

@@ -1,5 +1,8 @@
 """One pull at its sink, and a source as its sinks' machine knows it.
 
+A source is one rank of a worker. A sequence that pulls from several has a pull from each, each with
+a name of its own: see `kvtransfer.lease.group`.
+
 The state of a pull changes here. `kvtransfer.lease.sink` decides when, and what is sent.
 """
 
@@ -8,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.messages import LeaseRef, SeqId, TransferAddress
+from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.blocks import BlockId
 from engine.worker.events import PullDone, PullFailed
 from kvtransfer.lease.effects import Fetch, SendToSource
@@ -39,7 +42,7 @@ class KnownSource:
     num_blocks: int = 0
     means: Means = Means("")
     num_asked: int = 0  # blocks in flight, over all pulls
-    pulls: dict[SeqId, "Pull"] = field(default_factory=dict)  # oldest first
+    pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
         """Sends a message. Each message is answered, so from now on the source owes an answer."""
@@ -61,8 +64,8 @@ class KnownSource:
         """Asserts the source's invariants."""
         assert self.num_asked == sum(len(pull.asked) for pull in self.pulls.values())
         assert self.num_asked <= self.means.window_blocks
-        for seq_id, pull in self.pulls.items():
-            assert pull.seq_id == seq_id
+        for lease_id, pull in self.pulls.items():
+            assert pull.lease.lease_id == lease_id
             assert pull.source is self
             pull.validate()
 

@@ -51,7 +51,7 @@ from engine.worker.blocks import BlockId
 from engine.worker.events import PullFailed
 from kvtransfer.lease.effects import CloseSource, SinkEffect, UseSource
 from kvtransfer.lease.pull import KnownSource, Means, Pull
-from kvtransfer.lease.terms import END_REASONS, RELEASED, Timing
+from kvtransfer.lease.terms import END_REASONS, LOST_WHILE_WAITING, RELEASED, Timing
 from kvtransfer.messages import (
     AttachBody,
     Attached,
@@ -71,14 +71,13 @@ MAX_DAMAGED = 3  # messages of one pull; more are no accident
 
 
 class SinkMachine:
-    """All pulls of one worker. Only its methods change them."""
+    """All pulls of one rank of a worker. Only its methods change them."""
 
     def __init__(self, *, incarnation: Incarnation, identity: Identity, timing: Timing) -> None:
         self._incarnation = incarnation
         self._identity = identity
         self._timing = timing
         self._pulls: dict[SeqId, Pull] = {}
-        self._by_lease: dict[LeaseId, Pull] = {}
         self._sources: dict[str, KnownSource] = {}
         self._next_pull_id = 0
         self._next_stamp = 0
@@ -94,7 +93,6 @@ class SinkMachine:
     def hold(self, seq_id: SeqId, lease: LeaseRef, now_s: float) -> list[SinkEffect]:
         """Keeps a lease alive until `start` or `abort`."""
         assert seq_id not in self._pulls
-        assert lease.lease_id not in self._by_lease
         effects: list[SinkEffect] = []
         address = lease.source.address
         source = self._sources.get(address)
@@ -104,9 +102,10 @@ class SinkMachine:
         is_new = source is None
         if source is None:
             source = self._sources[address] = KnownSource(lease.source, heard_s=now_s)
+        assert lease.lease_id not in source.pulls
         pull = Pull(seq_id, lease, source, self._next_pull_id, now_s + self._timing.hold_every_s)
         self._next_pull_id += 1
-        self._pulls[seq_id] = self._by_lease[lease.lease_id] = source.pulls[seq_id] = pull
+        self._pulls[seq_id] = source.pulls[lease.lease_id] = pull
         if is_new:
             body = AttachBody(self._incarnation, lease.source.incarnation, self._identity)
             effects.append(source.ask(attach(body), now_s))
@@ -120,7 +119,7 @@ class SinkMachine:
         """Pulls these blocks (index in the lease, place here) in this order: memory is there."""
         pull = self._pulls.get(seq_id)
         if pull is None:
-            return [PullFailed(seq_id, "lease was lost while waiting")]
+            return [PullFailed(seq_id, LOST_WHILE_WAITING)]
         assert pull.wanted is None
         if not all(0 <= index < pull.lease.num_blocks for index, _ in blocks):
             return self._give_up(pull, "lease is too short", now_s)
@@ -163,6 +162,8 @@ class SinkMachine:
             return []  # it was asked once; its first answer counts
         try:
             wire = agree(message.identity, self._identity)
+            if message.identity.shard != source.address.shard:
+                raise Disagreement("shard")
         except Disagreement as error:
             return self._lose_source(address, f"source refused: {error.field} differs")
         source.attached, source.num_blocks = True, message.num_blocks
@@ -173,14 +174,14 @@ class SinkMachine:
         return effects
 
     def _on_ready(self, source: KnownSource, message: Ready, now_s: float) -> list[SinkEffect]:
-        pull = self._pull_from(source, message.lease_id)
+        pull = source.pulls.get(message.lease_id)
         if pull is None:
             return []
         fault = pull.learn(message, now_s)
         return self._advance(pull, now_s) if fault is None else self._give_up(pull, fault, now_s)
 
     def _on_ended(self, source: KnownSource, message: Ended, now_s: float) -> list[SinkEffect]:
-        pull = self._pull_from(source, message.lease_id)
+        pull = source.pulls.get(message.lease_id)
         if pull is None:
             return []
         confirmed = message.reason == RELEASED and message.pull_id == pull.pull_id
@@ -190,10 +191,10 @@ class SinkMachine:
         reason = message.reason if message.reason in END_REASONS else "ended"
         return [*self._drop(pull, f"lease {reason}"), *self._advance_all(source, now_s)]
 
-    def _pull_from(self, source: KnownSource, lease_id: LeaseId) -> Pull | None:
-        """Returns the pull of that lease, if it is a lease of that source."""
-        pull = self._by_lease.get(lease_id)
-        return pull if pull is not None and pull.source is source else None
+    def _pull_under(self, address: str, lease_id: LeaseId) -> Pull | None:
+        """Returns the pull under that lease of that source."""
+        source = self._sources.get(address)
+        return None if source is None else source.pulls.get(lease_id)
 
     # ------------------------------------------------------------ reports of the transport
 
@@ -207,24 +208,32 @@ class SinkMachine:
 
     def places(self, address: str, message: Data) -> list[BlockId | None]:
         """Returns the place of each block of a Data; None for a block that no pull waits for."""
-        pull = self._by_lease.get(message.lease_id)
-        if pull is None or pull.wanted is None or pull.lease.source.address != address:
+        pull = self._pull_under(address, message.lease_id)
+        if pull is None or pull.wanted is None:
             return [None] * len(message.indices)
         return [pull.wanted[i] if i in pull.asked else None for i in message.indices]
 
     def fetched(
-        self, lease_id: LeaseId, indices: Sequence[int], now_s: float, *, sent_by_source: bool
+        self,
+        address: str,
+        lease_id: LeaseId,
+        indices: Sequence[int],
+        now_s: float,
+        *,
+        sent_by_source: bool,
     ) -> list[SinkEffect]:
         """Notes blocks of a lease that are in place."""
-        pull = self._by_lease.get(lease_id)
+        pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
         pull.arrive(indices, now_s, sent_by_source=sent_by_source)
         return self._advance_all(pull.source, now_s)
 
-    def damaged(self, lease_id: LeaseId, indices: Sequence[int], now_s: float) -> list[SinkEffect]:
+    def damaged(
+        self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
+    ) -> list[SinkEffect]:
         """Asks again for blocks whose checksum was wrong; gives up after `MAX_DAMAGED` times."""
-        pull = self._by_lease.get(lease_id)
+        pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
         pull.num_damaged += 1
@@ -232,9 +241,11 @@ class SinkMachine:
             return self._give_up(pull, "blocks arrive damaged", now_s)
         return self._ask_again(pull, pull.asked.intersection(indices), now_s)
 
-    def fetch_failed(self, lease_id: LeaseId, reason: str, now_s: float) -> list[SinkEffect]:
+    def fetch_failed(
+        self, address: str, lease_id: LeaseId, reason: str, now_s: float
+    ) -> list[SinkEffect]:
         """Gives up a pull whose blocks cannot be brought here."""
-        pull = self._by_lease.get(lease_id)
+        pull = self._pull_under(address, lease_id)
         return [] if pull is None else self._give_up(pull, reason, now_s)
 
     # ------------------------------------------------------------ deadlines
@@ -270,10 +281,9 @@ class SinkMachine:
 
     def validate(self) -> None:
         """Asserts the machine's invariants."""
-        assert set(self._by_lease) == {p.lease.lease_id for p in self._pulls.values()}
         assert sum(len(source.pulls) for source in self._sources.values()) == len(self._pulls)
         for pull in self._pulls.values():
-            assert self._sources[pull.lease.source.address].pulls[pull.seq_id] is pull
+            assert self._sources[pull.lease.source.address].pulls[pull.lease.lease_id] is pull
         for source in self._sources.values():
             source.validate()
 
@@ -339,9 +349,8 @@ class SinkMachine:
 
     def _forget(self, pull: Pull) -> None:
         pull.source.num_asked -= len(pull.asked)
-        del pull.source.pulls[pull.seq_id]
+        del pull.source.pulls[pull.lease.lease_id]
         del self._pulls[pull.seq_id]
-        del self._by_lease[pull.lease.lease_id]
 
     def _lose_source(self, address: str, reason: str) -> list[SinkEffect]:
         """Fails all pulls from a source and closes its connection."""

@@ -4,20 +4,29 @@ The life of a lease:
 
     open ──grow──> open ──grow──> … complete
       │                               │
-      └── Release, revoke, no message from the sink for `ttl_s` ──> ended (reported once)
+      └── all Releases, revoke, no message from a holder for `ttl_s` ──> ended (reported once)
+
+A sink may consist of several ranks that pull from here. They have one incarnation. The first that
+comes says how the sink is split, so it is known how many of its ranks will hold each lease. Each of
+them is a holder with a deadline and a Release of its own. One that does not come in time lets the
+lease expire.
 
 What each event does (— cannot happen, or changes nothing):
 
     event           no such lease     open                               complete
     open            open              —                                  —
-    grow            —                 Ready to the holder                —
-    Hold            Ended(unknown)    Ready, renewed, holder set         the same
+    grow            —                 Ready to the holders               —
+    Hold            Ended(unknown)    Ready, renewed, one of the holders the same
     Read            Ended(unknown)    Data, renewed; ended if bad        the same
-    Release         Ended(unknown)    ended, Ended(released)             the same
-    revoke          —                 ended, Ended(revoked)              the same
-    ttl_s over      —                 ended, Ended(expired)              the same
+    Release         Ended(unknown)    Ended(released); ended if no other the same
+                                      rank of the sink holds or will
+                                      hold the lease
+    revoke          —                 ended, Ended(revoked) to holders   the same
+    ttl_s over      —                 ended, Ended(expired) to holders   the same
     bad message     —                 ended, Ended(bad message)          the same
     unread answers  —                 ended, Ended(unread answers)       the same
+
+To a holder that has released it, a lease is unknown. Any other sink hears Ended(held by another).
 
 The machine knows no socket, memory or block pool. `next_wake_s` says when to call `sweep`.
 
@@ -27,6 +36,7 @@ Source: leases with renewal, vLLM's NIXL connector.
 from dataclasses import dataclass, field
 
 from engine.errors import ProtocolError
+from engine.layout import Shard
 from engine.messages import Incarnation, LeaseId
 from engine.worker.blocks import BlockId
 from engine.worker.events import LeaseEnded
@@ -53,12 +63,69 @@ from kvtransfer.wire import Disagreement, Wire, agree
 MAX_ATTACHED_PEERS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """An attached rank of a sink."""
+
+    sink: Incarnation
+    shard: Shard
+    wire: Wire
+
+
+@dataclass(slots=True)
+class _Holder:
+    """A rank of a sink that holds a lease, or has released it."""
+
+    shard: Shard
+    expires_s: float
+    has_released: bool = False
+
+
 @dataclass(slots=True)
 class _Lease:
     num_blocks: int
-    expires_s: float
+    expires_s: float  # unless all ranks of the sink have come by then
     block_ids: list[BlockId] = field(default_factory=list)
-    holder: Peer | None = None
+    sink: Incarnation | None = None
+    num_holders: int = 1  # that come in all
+    holders: dict[Peer, _Holder] = field(default_factory=dict)
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if some rank of the sink has not come yet."""
+        return len(self.holders) < self.num_holders
+
+    def pulling(self) -> dict[Peer, _Holder]:
+        """Returns the holders that have not released the lease."""
+        return {peer: one for peer, one in self.holders.items() if not one.has_released}
+
+    def is_pulled_by(self, peer: Peer) -> bool:
+        """True if the peer holds the lease and has not released it."""
+        holder = self.holders.get(peer)
+        return holder is not None and not holder.has_released
+
+    def holder(self, peer: Peer, rank: _Peer, due_s: float) -> _Holder | None:
+        """Returns the peer as a holder. It becomes one if its sink has the lease, or could."""
+        if peer in self.holders:
+            return self.holders[peer]
+        if not self.holders:
+            self.sink, self.num_holders, self.expires_s = rank.sink, rank.wire.num_holders, due_s
+        is_new = all(holder.shard != rank.shard for holder in self.holders.values())
+        if rank.sink != self.sink or not is_new or not self.is_awaited:
+            return None
+        self.holders[peer] = _Holder(rank.shard, due_s)
+        return self.holders[peer]
+
+    def renew(self, due_s: float) -> None:
+        """Moves all deadlines."""
+        self.expires_s = due_s
+        for holder in self.holders.values():
+            holder.expires_s = due_s
+
+    def deadline_s(self) -> float:
+        """Returns when it expires."""
+        due = [holder.expires_s for holder in self.pulling().values()]
+        return min([*due, self.expires_s] if self.is_awaited else due)
 
 
 class SourceMachine:
@@ -79,7 +146,7 @@ class SourceMachine:
         self._offers = offers
         self._timing = timing
         self._leases: dict[LeaseId, _Lease] = {}
-        self._peers: dict[Peer, Wire] = {}  # attached, oldest first
+        self._peers: dict[Peer, _Peer] = {}  # attached, oldest first
 
     @property
     def num_leases(self) -> int:
@@ -102,10 +169,9 @@ class SourceMachine:
         first = len(lease.block_ids)
         lease.block_ids.extend(block_ids)
         assert len(lease.block_ids) <= lease.num_blocks
-        lease.expires_s = now_s + self._timing.ttl_s
-        if lease.holder is None:
-            return []
-        return [SendToSink(lease.holder, Ready(lease_id, first, list(block_ids)))]
+        lease.renew(now_s + self._timing.ttl_s)
+        ready = Ready(lease_id, first, list(block_ids))
+        return [SendToSink(peer, ready) for peer in lease.pulling()]
 
     def revoke(self, lease_id: LeaseId, now_s: float) -> list[SourceEffect]:
         """Ends a lease from this side."""
@@ -115,45 +181,49 @@ class SourceMachine:
         """Handles a message of a sink."""
         if isinstance(message, Attach):
             return [SendToSink(peer, self._attach(peer, message))]
-        wire = self._peers.get(peer)
-        if wire is None:
+        rank = self._peers.get(peer)
+        if rank is None:
             return [SendToSink(peer, AttachRefused("attach"))]
         lease = self._leases.get(message.lease_id)
         if lease is None:
             return [SendToSink(peer, Ended(message.lease_id, "unknown"))]
-        if lease.holder not in (None, peer):
+        due_s = now_s + self._timing.ttl_s
+        holder = lease.holder(peer, rank, due_s)
+        if holder is None:
             return [SendToSink(peer, Ended(message.lease_id, "held by another"))]
-        lease.holder = peer
-        lease.expires_s = now_s + self._timing.ttl_s
+        if holder.has_released:
+            return [SendToSink(peer, Ended(message.lease_id, "unknown"))]
+        holder.expires_s = due_s
         match message:
             case Hold():
                 known = max(0, min(message.num_known, len(lease.block_ids)))
                 news: list[int] = [*lease.block_ids[known:]]
                 return [SendToSink(peer, Ready(message.lease_id, known, news, message.stamp))]
             case Read():
-                return self._read(peer, wire, lease, message)
+                return self._read(peer, rank.wire, lease, message)
             case Release():
-                return self._end(message.lease_id, RELEASED, message.pull_id)
+                holder.has_released = True
+                return self._release(peer, lease, message)
 
     def send_away(self, peer: Peer, reason: str = "bad message") -> list[SourceEffect]:
         """Ends all leases of a peer that breaks the protocol or reads no answers."""
         self._peers.pop(peer, None)
-        held = [i for i, lease in self._leases.items() if lease.holder == peer]
+        held = [i for i, lease in self._leases.items() if lease.is_pulled_by(peer)]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
 
     def may_send(self, read: SendBlocks) -> bool:
         """True if that peer still holds the lease, so that its blocks are unchanged."""
         lease = self._leases.get(read.lease_id)
-        return lease is not None and lease.holder == read.peer
+        return lease is not None and lease.is_pulled_by(read.peer)
 
     def sweep(self, now_s: float) -> list[SourceEffect]:
-        """Ends the leases without a message from their sink in time."""
-        late = [i for i, lease in self._leases.items() if lease.expires_s <= now_s]
+        """Ends the leases without a message from each of their holders in time."""
+        late = [i for i, lease in self._leases.items() if lease.deadline_s() <= now_s]
         return [effect for lease_id in late for effect in self._end(lease_id, "expired")]
 
     def next_wake_s(self) -> float | None:
         """Returns when the next lease expires."""
-        return min((lease.expires_s for lease in self._leases.values()), default=None)
+        return min((lease.deadline_s() for lease in self._leases.values()), default=None)
 
     def validate(self) -> None:
         """Asserts the machine's invariants."""
@@ -161,6 +231,9 @@ class SourceMachine:
             assert len(lease.block_ids) <= lease.num_blocks
             assert len(set(lease.block_ids)) == len(lease.block_ids)
             assert all(0 <= b < self._num_blocks for b in lease.block_ids)
+            shards = {holder.shard for holder in lease.holders.values()}
+            assert len(shards) == len(lease.holders) <= lease.num_holders
+            assert lease.is_awaited or lease.pulling(), "all have released it"
 
     def _attach(self, peer: Peer, message: Attach) -> Attached | AttachRefused:
         if message.version != TRANSFER_VERSION:
@@ -175,26 +248,29 @@ class SourceMachine:
             wire = agree(self._identity, body.identity)
         except Disagreement as error:
             return AttachRefused(error.field)
-        self._peers[peer] = wire
+        self._peers[peer] = _Peer(body.sink, body.identity.shard, wire)
         if len(self._peers) > MAX_ATTACHED_PEERS:
             del self._peers[next(iter(self._peers))]
         return Attached(self._incarnation, self._identity, self._num_blocks, self._offers)
 
     def _read(self, peer: Peer, wire: Wire, lease: _Lease, message: Read) -> list[SourceEffect]:
         ready = len(lease.block_ids)
-        valid = self._offers.sends and len(message.indices) <= MAX_BLOCKS_PER_READ
+        has_bytes = self._offers.sends and wire.record_bytes > 0
+        valid = has_bytes and len(message.indices) <= MAX_BLOCKS_PER_READ
         if not valid or not all(0 <= i < ready for i in message.indices):
             return self._end(message.lease_id, "bad read")
         blocks = tuple(lease.block_ids[i] for i in message.indices)
         return [SendBlocks(peer, wire, message.lease_id, tuple(message.indices), blocks)]
 
-    def _end(
-        self, lease_id: LeaseId, reason: str, pull_id: int | None = None
-    ) -> list[SourceEffect]:
+    def _release(self, peer: Peer, lease: _Lease, message: Release) -> list[SourceEffect]:
+        """Confirms to a holder that the lease was open until now, and ends it after the last."""
+        is_over = not lease.is_awaited and not lease.pulling()
+        ended = self._end(message.lease_id, RELEASED) if is_over else []
+        return [*ended, SendToSink(peer, Ended(message.lease_id, RELEASED, message.pull_id))]
+
+    def _end(self, lease_id: LeaseId, reason: str) -> list[SourceEffect]:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return []
-        effects: list[SourceEffect] = [LeaseEnded(lease_id, reason)]
-        if lease.holder is not None:
-            effects.append(SendToSink(lease.holder, Ended(lease_id, reason, pull_id)))
-        return effects
+        told = [SendToSink(peer, Ended(lease_id, reason)) for peer in lease.pulling()]
+        return [LeaseEnded(lease_id, reason), *told]

@@ -2,16 +2,26 @@
 
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
 from engine.clock import MonotonicClock
 from engine.config import Transport
-from engine.layout import KVFormat, KVLayout, KVSection
-from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress, WorkerId
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
+from engine.messages import (
+    Incarnation,
+    LeaseId,
+    LeaseRef,
+    RankAddress,
+    SeqId,
+    TransferAddress,
+    WorkerId,
+)
 from engine.net.curve import Channel, Doorkeeper, secure_client, secure_server
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
@@ -27,9 +37,8 @@ from engine.worker.events import (
 )
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.lease.terms import Timing
-from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
+from kvtransfer.memory import Blocks, Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.messages import Identity
-from kvtransfer.records import Shard
 
 LAYOUT = KVLayout(
     block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
@@ -86,7 +95,7 @@ class Worker:
     def is_held(self, name: str) -> bool:
         """True if a sink has asked for this lease."""
         lease = self.endpoint.source._leases.get(LeaseId(name))
-        return lease is not None and lease.holder is not None
+        return lease is not None and bool(lease.holders)
 
     def connections(self) -> list[str]:
         """Returns the addresses of the connected sources."""
@@ -113,6 +122,20 @@ def fill(pool: PrivatePool | SharedPool, seed: int) -> None:
     pool.blocks[:] = rng.integers(0, 256, pool.blocks.shape, dtype=np.uint8)
 
 
+def config_of(
+    name: str, transport: Transport, identity: Identity, timing: Timing, secret: Secret = SECRET
+) -> EndpointConfig:
+    """Returns the configuration of a worker's endpoint, or of that of one of its ranks."""
+    return EndpointConfig(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(f"{name}-1"),
+        identity=identity,
+        secret=secret,
+        transport=transport,
+        timing=timing,
+    )
+
+
 @contextmanager
 def worker(
     name: str,
@@ -121,26 +144,20 @@ def worker(
     layout: KVLayout = LAYOUT,
     fingerprint: str = "model",
     shard: Shard = Shard(),  # noqa: B008 - frozen
+    group: tuple[Shard, ...] = (),
     kv_wire_dtype: KVFormat | None = None,
     as_pool: Callable[[PrivatePool | SharedPool], Pool] = lambda pool: pool,
     timing: Timing = TIMING,
     secret: Secret = SECRET,
 ) -> Iterator[Worker]:
     """Opens an endpoint, and closes it with its thread afterwards."""
-    pool = host_pool(NUM_BLOCKS, layout.block_bytes, transport)
+    identity = Identity(fingerprint, layout, shard, kv_wire_dtype, group)
+    pool = host_pool(NUM_BLOCKS, identity.record.block_bytes, transport)
     pool.open()
     events: queue.Queue[Event] = queue.Queue()
     crashes: list[BaseException] = []
-    config = EndpointConfig(
-        worker_id=WorkerId(name),
-        incarnation=Incarnation(f"{name}-1"),
-        identity=Identity(fingerprint, layout, shard, kv_wire_dtype),
-        secret=secret,
-        transport=transport,
-        timing=timing,
-    )
     endpoint = TransferEndpoint(
-        config,
+        config_of(name, transport, identity, timing, secret),
         pool=as_pool(pool),
         clock=MonotonicClock(),
         on_event=events.put,
@@ -153,6 +170,40 @@ def worker(
         endpoint.close()
         pool.close()
     assert not crashes
+
+
+@contextmanager
+def ranks(
+    name: str, transport: Transport, shards: tuple[Shard, ...], **options: Any
+) -> Iterator[list[Worker]]:
+    """Opens an endpoint for each rank of a worker. Each has the address of all."""
+    with ExitStack() as stack:
+        group = [
+            stack.enter_context(worker(name, transport, shard=shard, group=shards, **options))
+            for shard in shards
+        ]
+        address = address_of([rank.address for rank in group])
+        for rank in group:
+            rank.address = address
+        yield group
+
+
+def address_of(ranks: list[TransferAddress]) -> TransferAddress:
+    """Returns the address of a worker with these ranks."""
+    others = tuple(RankAddress(rank.address, rank.shard) for rank in ranks[1:])
+    return msgspec.structs.replace(ranks[0], others=others)
+
+
+def share_of(blocks: Blocks, layout: KVLayout, shard: Shard) -> Blocks:
+    """Returns what a rank holds of blocks of the whole model."""
+    parts = []
+    for index, section in enumerate(layout.sections):
+        begin, end = (layout.section_offset_bytes(i) for i in (index, index + 1))
+        shape = (len(blocks), section.num_layers, 2, section.num_kv_heads, layout.head_bytes(index))
+        layers, heads = shard.layers_of(layout, index), shard.heads_of(section)
+        held = blocks[:, begin:end].reshape(shape)[:, layers, :, heads.start : heads.stop]
+        parts.append(held.reshape(len(blocks), -1))
+    return np.concatenate(parts, axis=1)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import Transport
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, LayerRange, Shard
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import LeaseEnded, PullDone, PullFailed, RevokeLease
 from kvtransfer.lease.sink import MAX_DAMAGED, SinkMachine
@@ -49,7 +49,6 @@ from kvtransfer.messages import (
     encode,
 )
 from kvtransfer.native.copying import checksum
-from kvtransfer.records import Shard
 from kvtransfer.wire import Disagreement, agree
 from tests.fuzz.mutation import DECODE_ERRORS, Message, Script, changed_once
 from tests.kits.endpoints import (
@@ -355,6 +354,11 @@ def with_section(**fields: int) -> Identity:
     return with_layout(sections=(msgspec.structs.replace(section, **fields),))
 
 
+def with_ranks(shard: Shard, *others: Shard, group: tuple[Shard, ...] | None = None) -> Identity:
+    group = (shard, *others) if group is None else group
+    return msgspec.structs.replace(IDENTITY, shard=shard, group=group)
+
+
 HUGE = 2**64 - 1
 HOSTILE = {
     "no tokens": (with_layout(block_size=0), "layout.block_size"),
@@ -371,8 +375,11 @@ HOSTILE = {
     "odd head_dim": (with_section(head_dim=17), "layout.sections"),
     "huge head_dim": (with_section(head_dim=HUGE), "layout.sections"),
     "other format": (with_layout(kv_format=KVFormat.INT8), "layout.kv_format"),
-    "huge shard": (msgspec.structs.replace(IDENTITY, shard=Shard(0, HUGE)), "shard"),
-    "twice the heads": (msgspec.structs.replace(IDENTITY, shard=Shard(1, 2)), "layout.sections"),
+    "a shard of huge layers": (with_ranks(Shard(layers=(LayerRange(0, 2**62),))), "group"),
+    "other layers": (with_ranks(Shard(layers=(LayerRange(2, 1),))), "group"),
+    "many sections in a shard": (with_ranks(Shard(layers=(LayerRange(0, 1),) * 500)), "group"),
+    "a rank twice": (with_ranks(Shard(0, 2), Shard(0, 2)), "group"),
+    "a rank of others": (with_ranks(Shard(0, 2), group=(Shard(0, 3), Shard(1, 3))), "shard"),
 }
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from kvtransfer import formats
 from kvtransfer.formats import convert, is_defined
 from kvtransfer.native import library
 from kvtransfer.native.copying import copy_records
-from kvtransfer.records import Shard, packing, plan_pieces, shared_layout, unpacking
+from kvtransfer.records import packing, plan_pieces, shared_layout, unpacking
 
 PAIRS = [(source, to) for source in KVFormat for to in KVFormat if is_defined(source, to)]
 
@@ -121,10 +121,9 @@ def test_a_share_of_the_heads_is_converted_on_its_way(size):
     for rank in range(size):
         shard, all_heads = Shard(rank, size), Shard()
         shared = shared_layout(whole, all_heads, shard)
-        narrow = msgspec.structs.replace(shared, kv_format=KVFormat.INT8)
         wide = msgspec.structs.replace(whole, kv_format=KVFormat.INT8)
-        sending = packing(plan_pieces(whole, all_heads, shared, shard))
-        arriving = unpacking(plan_pieces(narrow, shard, wide, all_heads))
+        sending = packing(plan_pieces(whole, all_heads, shard))
+        arriving = unpacking(plan_pieces(wide, shard, all_heads))
         packed = np.empty((5, shared.block_bytes), np.uint8)
         copy_records(packed, None, records, None, sending)
         copy_records(found, None, convert(packed, shared, KVFormat.INT8), None, arriving)

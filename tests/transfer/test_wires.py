@@ -1,4 +1,4 @@
-"""Workers that hold KV differently: other formats, other shares of the heads."""
+"""Workers that hold KV in other formats."""
 
 import msgspec
 import numpy as np
@@ -9,7 +9,6 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import SeqId
 from engine.worker.events import PullFailed
 from kvtransfer.formats import convert
-from kvtransfer.records import Shard
 from tests.kits.endpoints import NUM_BLOCKS, is_done, worker
 
 FP32 = KVLayout(16, KVFormat.FP32, (KVSection(2, 4, 16), KVSection(1, 4, 8)))
@@ -19,14 +18,6 @@ PAIRS = list(enumerate(HERE))
 
 def in_format(kv_format: KVFormat, layout: KVLayout = FP32) -> KVLayout:
     return msgspec.structs.replace(layout, kv_format=kv_format)
-
-
-def sharded(size: int, layout: KVLayout = FP32) -> KVLayout:
-    sections = tuple(
-        msgspec.structs.replace(section, num_kv_heads=section.num_kv_heads // size)
-        for section in layout.sections
-    )
-    return msgspec.structs.replace(layout, sections=sections)
 
 
 def numbers(layout: KVLayout, seed: int) -> np.ndarray:
@@ -92,60 +83,6 @@ def test_unrequested_or_double_rounding_is_refused(stored, wire, wanted, field):
     ):  # fmt: skip
         end = sink.pull("s", source.lease("l", [1]), [(0, 1)])
         assert end == PullFailed(SeqId("s"), f"source refused: {field} differs")
-
-
-@pytest.mark.parametrize(
-    ("transport", "wire"),
-    [
-        (Transport.SHM, None),
-        (Transport.SHM, KVFormat.INT8),
-        (Transport.ZMQ, None),
-        (Transport.ZMQ, KVFormat.INT8),
-        (Transport.NIXL, None),
-    ],
-)
-def test_each_rank_of_a_larger_pool_pulls_its_heads_from_the_whole(transport, wire):
-    whole = numbers(FP32, seed=1)
-    layout = in_format(wire or KVFormat.FP32)
-    with worker("p", transport, layout=FP32, kv_wire_dtype=wire) as source:
-        source.pool.blocks[:] = whole
-        records = whole[THERE] if wire is None else convert(whole[THERE], FP32, wire)
-        for rank in range(2):
-            half = sharded(2, layout)
-            shard = Shard(rank, 2)
-            with worker("d", transport, layout=half, shard=shard, kv_wire_dtype=wire) as sink:
-                lease = source.lease(f"l{rank}", THERE)
-                assert is_done(sink.pull("s", lease, PAIRS), transport)
-                for section in range(2):
-                    mine = heads(sink.pool.blocks[HERE], half, section)
-                    every = heads(records, layout, section)
-                    num_heads = half.sections[section].num_kv_heads
-                    assert np.array_equal(
-                        mine, every[:, :, rank * num_heads : (rank + 1) * num_heads]
-                    )
-
-
-@pytest.mark.parametrize("transport", [Transport.SHM, Transport.NIXL, Transport.ZMQ])
-def test_a_smaller_pool_assembles_its_blocks_from_every_rank(transport):
-    whole, half = numbers(FP32, seed=1), sharded(2)
-    with worker("d", transport, layout=FP32) as sink:
-        for rank in range(2):
-            with worker(f"p{rank}", transport, layout=half, shard=Shard(rank, 2)) as source:
-                for section in range(2):
-                    num_heads = half.sections[section].num_kv_heads
-                    heads(source.pool.blocks, half, section)[:] = heads(whole, FP32, section)[
-                        :, :, rank * num_heads : (rank + 1) * num_heads
-                    ]
-                end = sink.pull(f"s{rank}", source.lease(f"l{rank}", THERE), PAIRS)
-                assert is_done(end, transport)
-        assert np.array_equal(sink.pool.blocks[HERE], whole[THERE])
-
-
-def heads(blocks: np.ndarray, layout: KVLayout, section: int) -> np.ndarray:
-    """A section's heads: [num_blocks, K and V of each layer, num_kv_heads, head_bytes]."""
-    begin, end = (layout.section_offset_bytes(i) for i in (section, section + 1))
-    shape = (len(blocks), -1, layout.sections[section].num_kv_heads, layout.head_bytes(section))
-    return blocks[:, begin:end].reshape(shape)
 
 
 def test_a_one_sided_read_converts_nothing():

@@ -5,7 +5,15 @@ from itertools import product
 import msgspec
 import pytest
 
-from engine.layout import ALIGNMENT_BYTES, SCALE_BYTES, KVFormat, KVLayout, KVSection
+from engine.layout import (
+    ALIGNMENT_BYTES,
+    SCALE_BYTES,
+    KVFormat,
+    KVLayout,
+    KVSection,
+    LayerRange,
+    Shard,
+)
 
 TARGET = KVSection(num_layers=3, num_kv_heads=2, head_dim=8)
 DRAFT = KVSection(num_layers=1, num_kv_heads=1, head_dim=6)
@@ -126,3 +134,23 @@ def test_equal_layouts_do_not_differ():
 def test_a_layout_survives_the_wire(layout):
     frame = msgspec.msgpack.encode(layout)
     assert msgspec.msgpack.decode(frame, type=KVLayout) == layout
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "size", "heads"),
+    [
+        (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (2, 3, [[0], [0], [1]]),
+        (3, 2, [[0], [1, 2]]),
+    ],
+)
+def test_heads_are_split_by_rank_or_held_by_several(num_heads, size, heads):
+    section = KVSection(num_layers=1, num_kv_heads=num_heads, head_dim=8)
+    assert [list(Shard(rank, size).heads_of(section)) for rank in range(size)] == heads
+
+
+def test_the_records_of_a_rank_hold_its_heads_of_its_layers():
+    late = Shard(1, 2, (LayerRange(1, 2), LayerRange(0, 0)))
+    assert LAYOUT.of_rank(late).sections == (KVSection(2, 1, 8), KVSection(0, 1, 6))
+    assert LAYOUT.of_rank(Shard()) == LAYOUT

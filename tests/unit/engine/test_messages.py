@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ProtocolError
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import MAX_RANKS, KVFormat, KVLayout, KVSection, LayerRange, Shard
 from engine.messages import (
     HASH_BYTES,
+    MAX_ENDPOINT_LEN,
     MAX_HASHES,
     MAX_HINT_ID_LEN,
     MAX_KEEP_S,
@@ -35,6 +36,7 @@ from engine.messages import (
     Prefill,
     PrefillDone,
     PrefillStarted,
+    RankAddress,
     Role,
     Sampling,
     SessionEnd,
@@ -92,6 +94,14 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
         case origin if origin is KVSection:  # int4 needs an even head_dim
             even = st.integers(0, 2**32).map(lambda n: 2 * n)
             return st.builds(origin, values(int), values(int), even)
+        case origin if origin is LayerRange:
+            return st.builds(origin, st.integers(0, 2**32), st.integers(0, 2**32))
+        case origin if origin is TransferAddress:
+            fields = {f.name: values(f.type) for f in msgspec.structs.fields(origin)}
+            return st.builds(dict, **fields).filter(has_distinct_ranks).map(lambda f: origin(**f))
+        case origin if origin is Shard:
+            layers = values(tuple[LayerRange, ...])
+            return st.builds(origin, st.integers(0, 8), st.integers(9, MAX_RANKS), layers)
         case origin if issubclass(origin, msgspec.Struct):
             fields = {f.name: values(f.type) for f in msgspec.structs.fields(origin)}
             return st.builds(origin, **fields)
@@ -105,6 +115,11 @@ def values(kind: Any) -> "st.SearchStrategy[Any]":
     }[kind]
 
 
+def has_distinct_ranks(address: dict[str, Any]) -> bool:
+    endpoints = [address["address"], *(rank.address for rank in address["others"])]
+    return len(set(endpoints)) == len(endpoints)
+
+
 def bounded(kind: Any, *bounds: Any) -> "st.SearchStrategy[Any]":
     """Any value of a type within its bounds: an id, a prompt, a salt, hashes and so on."""
     (meta,) = (each for each in bounds if isinstance(each, msgspec.Meta))
@@ -115,8 +130,9 @@ def bounded(kind: Any, *bounds: Any) -> "st.SearchStrategy[Any]":
         return st.floats(meta.gt, meta.le, exclude_min=True)
     if kind in (bytes, str):
         return (st.binary if kind is bytes else st.text)(**sizes)
-    assert get_origin(kind) is list
-    return st.lists(values(get_args(kind)[0]), min_size=sizes["min_size"], max_size=4)
+    origin = get_origin(kind)
+    assert origin in (list, tuple)
+    return st.lists(values(get_args(kind)[0]), min_size=sizes["min_size"], max_size=4).map(origin)
 
 
 @pytest.mark.parametrize(
@@ -307,3 +323,40 @@ def test_a_welcome_tells_if_the_worker_generates(role, says, generates):
     (received,) = decode_to_gateway(msgspec.msgpack.encode([sent]))
     assert received == Welcome(*fields, **says)
     assert received.generates is generates
+
+
+def test_the_address_of_a_worker_of_one_rank_has_no_more_fields_than_it_needs():
+    address = TransferAddress("w", "1", "tcp://w")
+    assert msgspec.to_builtins(address) == {
+        "worker_id": "w",
+        "incarnation": "1",
+        "address": "tcp://w",
+    }
+    assert address.ranks == (address,)
+
+
+def test_an_address_names_each_rank_with_its_share():
+    second = RankAddress("tcp://b", Shard(1, 2))
+    address = TransferAddress("w", "1", "tcp://a", Shard(0, 2), (second,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(address), type=TransferAddress) == address
+    assert address.ranks == (
+        TransferAddress("w", "1", "tcp://a", Shard(0, 2)),
+        TransferAddress("w", "1", "tcp://b", Shard(1, 2)),
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"address": "x" * (MAX_ENDPOINT_LEN + 1)},
+        {"others": [{"address": str(i)} for i in range(MAX_RANKS)]},
+        {"others": [{"address": "x"}, {"address": "x"}]},
+        {"others": [{"address": "tcp://w"}]},
+        {"others": [{"address": "x", "shard": {"rank": 2, "size": 2}}]},
+        {"shard": {"layers": [[0, -1]]}},
+    ],
+)
+def test_an_impossible_address_is_refused(fields):
+    sent = {"worker_id": "w", "incarnation": "1", "address": "tcp://w"} | fields
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(sent, TransferAddress)

@@ -1,8 +1,9 @@
 """The sink's end of the lease protocol: its questions, its fetches, and good blocks."""
 
+import msgspec
 import pytest
 
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.messages import LeaseRef, TransferAddress
 from engine.worker.events import PullDone, PullFailed
 from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, UseSource
@@ -81,12 +82,12 @@ def releasing() -> SinkMachine:
 
 def sent(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
     """Reports these blocks of `l` as sent by the source."""
-    return sink.fetched("l", indices, now_s, sent_by_source=True)
+    return sink.fetched(ADDRESS, "l", indices, now_s, sent_by_source=True)
 
 
 def copied(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
     """Reports these blocks of `l` as copied from the source's memory."""
-    return sink.fetched("l", indices, now_s, sent_by_source=False)
+    return sink.fetched(ADDRESS, "l", indices, now_s, sent_by_source=False)
 
 
 def waiting() -> SinkMachine:
@@ -148,6 +149,14 @@ def test_each_source_is_attached_by_itself():
     assert effect.address == ELSEWHERE
     effects = sink.receive(ADDRESS, ACCEPT, 0.1)
     assert [e.message.lease_id for e in effects if isinstance(e, SendToSource)] == ["l"]
+
+
+def test_a_source_that_is_another_rank_than_the_lease_says_is_refused():
+    identity = msgspec.structs.replace(IDENTITY, shard=Shard(1, 2))
+    other = msgspec.structs.replace(ACCEPT, identity=identity)
+    reason = "source refused: shard differs"
+    effects = waiting().receive(ADDRESS, other, 0.1)
+    assert effects == [PullFailed("s", reason), CloseSource(ADDRESS)]
 
 
 def test_a_refusal_fails_every_pull_of_that_source_and_names_the_field():
@@ -381,11 +390,11 @@ def test_data_that_comes_after_the_end_has_no_place_and_no_effect(sink):
     assert sink.places(ADDRESS, late) == [None]
     assert sink.receive(ADDRESS, late, 0.2) == []
     assert copied(sink, 0, now_s=0.2) == []
-    assert sink.fetch_failed("l", "broken", 0.2) == []
+    assert sink.fetch_failed(ADDRESS, "l", "broken", 0.2) == []
 
 
 def test_blocks_that_cannot_be_fetched_end_the_pull():
-    effects = pulling().fetch_failed("l", "no way in", 0.1)
+    effects = pulling().fetch_failed(ADDRESS, "l", "no way in", 0.1)
     assert effects == [PullFailed("s", "no way in"), to(Release("l", 0))]
 
 
@@ -393,9 +402,9 @@ def test_damaged_blocks_are_asked_for_again_a_limited_number_of_times():
     sink = pulling()
     again = [Fetch("s", ADDRESS, "l", (1, 2), (1, 2), (51, 52))]
     for _ in range(MAX_DAMAGED):
-        assert sink.damaged("l", (1, 2), 0.1) == again
+        assert sink.damaged(ADDRESS, "l", (1, 2), 0.1) == again
         sink.validate()
-    assert sink.damaged("l", (1, 2), 0.1) == [
+    assert sink.damaged(ADDRESS, "l", (1, 2), 0.1) == [
         PullFailed("s", "blocks arrive damaged"),
         to(Release("l", 0)),
     ]
@@ -404,8 +413,8 @@ def test_damaged_blocks_are_asked_for_again_a_limited_number_of_times():
 def test_damaged_data_without_a_waiting_pull_changes_nothing():
     sink = pulling()
     copied(sink, 1)
-    assert sink.damaged("l", (1,), 0.1) == []
-    assert sink.damaged("x", (0,), 0.1) == []
+    assert sink.damaged(ADDRESS, "l", (1,), 0.1) == []
+    assert sink.damaged(ADDRESS, "x", (0,), 0.1) == []
 
 
 # ---------------------------------------------------------------- batches, and lost blocks

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.worker.events import LeaseEnded
 from kvtransfer.lease.effects import SendBlocks, SendToSink
 from kvtransfer.lease.source import SourceMachine
@@ -304,6 +304,160 @@ def test_the_next_wake_is_the_first_of_all_leases():
     source.open("b", 1, 3.0)
     assert source.next_wake_s() == 3.0 + TIMING.ttl_s
     assert [e.lease_id for e in source.sweep(3.0 + TIMING.ttl_s)] == ["b"]
+
+
+# ---------------------------------------------------------------- sinks of several ranks
+
+PAIR = (Shard(0, 2), Shard(1, 2))
+FIRST, SECOND, TWIN, LONE = b"first", b"second", b"twin of the second", b"lone"
+
+
+def rank_body(rank: int, sink: str = "life of pair") -> AttachBody:
+    identity = msgspec.structs.replace(IDENTITY, shard=PAIR[rank], group=PAIR)
+    return changed(sink=sink, identity=identity)
+
+
+def held_by_first(*ready: int) -> SourceMachine:
+    """A source with lease `l`, held by the first of a sink's two ranks, both attached."""
+    source = machine(SINK)
+    for peer, body in (
+        (FIRST, rank_body(0)),
+        (SECOND, rank_body(1)),
+        (TWIN, rank_body(1)),
+        (LONE, rank_body(1, sink="life of another")),
+    ):
+        source.receive(peer, attach(body), 0.0)
+    source.open("l", 4, 0.0)
+    source.grow("l", ready, 0.0)
+    answer(source, Hold("l", 0, 0), FIRST, now_s=0.0)
+    return source
+
+
+def held_by_both(*ready: int) -> SourceMachine:
+    source = held_by_first(*ready)
+    answer(source, Hold("l", 0, 0), SECOND, now_s=0.0)
+    return source
+
+
+def test_each_rank_of_a_sink_reads_its_own_share():
+    source = held_by_both(7, 8)
+    for rank, peer in enumerate((FIRST, SECOND)):
+        read = answer(source, Read("l", [1]), peer)
+        assert (read.peer, read.block_ids) == (peer, (8,))
+        assert read.wire == agree(IDENTITY, rank_body(rank).identity)
+        assert source.may_send(read)
+
+
+def test_all_holders_hear_of_new_blocks():
+    source = held_by_both(7)
+    ready = Ready("l", 1, [8])
+    assert source.grow("l", (8,), 0.0) == [SendToSink(FIRST, ready), SendToSink(SECOND, ready)]
+    answer(source, Release("l", 0), FIRST)
+    assert source.grow("l", (9,), 0.0) == [SendToSink(SECOND, Ready("l", 2, [9]))]
+
+
+def test_a_lease_ends_when_all_ranks_of_the_sink_have_released_it():
+    source = held_by_both(7)
+    released = Ended("l", "released", 5)
+    assert source.receive(FIRST, Release("l", 5), 1.0) == [SendToSink(FIRST, released)]
+    source.validate()
+    assert source.receive(SECOND, Release("l", 5), 1.0) == [
+        LeaseEnded("l", "released"),
+        SendToSink(SECOND, released),
+    ]
+    assert source.num_leases == 0
+
+
+def test_a_rank_that_has_released_a_lease_knows_it_no_more():
+    source = held_by_both(7)
+    read = answer(source, Read("l", [0]), FIRST)
+    answer(source, Release("l", 0), FIRST)
+    assert not source.may_send(read)
+    for message in (Hold("l", 0, 0), Read("l", [0]), Release("l", 0)):
+        assert answer(source, message, FIRST) == SendToSink(FIRST, Ended("l", "unknown"))
+    source.send_away(FIRST)
+    assert source.num_leases == 1
+
+
+def test_a_lease_waits_for_ranks_that_have_not_come():
+    source = held_by_first(7)
+    answer(source, Release("l", 0), FIRST)
+    assert source.num_leases == 1
+    answer(source, Hold("l", 0, 0), SECOND)
+    assert source.receive(SECOND, Release("l", 0), 1.0)[0] == LeaseEnded("l", "released")
+
+
+@pytest.mark.parametrize("peer", [SINK, TWIN, LONE])
+@pytest.mark.parametrize("source", [held_by_first, held_by_both], ids=["first", "both"])
+def test_only_the_ranks_of_one_sink_hold_a_lease(source, peer):
+    source = source(7)
+    if peer == TWIN:
+        answer(source, Hold("l", 0, 0), SECOND)
+    refused = SendToSink(peer, Ended("l", "held by another"))
+    assert answer(source, Hold("l", 0, 0), peer) == refused
+
+
+def test_a_sink_of_one_rank_shares_its_lease_with_no_rank():
+    source = held_by_first()
+    source.open("m", 1, 0.0)
+    answer(source, Hold("m", 0, 0), SINK)
+    assert answer(source, Hold("m", 0, 0), FIRST) == SendToSink(
+        FIRST, Ended("m", "held by another")
+    )
+
+
+@pytest.mark.parametrize("silent", [FIRST, SECOND])
+def test_a_silent_rank_lets_the_lease_expire(silent):
+    source = held_by_both(7)
+    answer(source, Hold("l", 0, 1), SECOND if silent == FIRST else FIRST, now_s=20.0)
+    assert source.next_wake_s() == TIMING.ttl_s
+    expired = Ended("l", "expired")
+    assert source.sweep(TIMING.ttl_s) == [
+        LeaseEnded("l", "expired"),
+        SendToSink(FIRST, expired),
+        SendToSink(SECOND, expired),
+    ]
+
+
+def test_a_rank_that_does_not_come_in_time_lets_the_lease_expire():
+    source = held_by_first(7)
+    for now_s in (10.0, 20.0):
+        answer(source, Hold("l", 0, 1), FIRST, now_s=now_s)
+    assert source.sweep(TIMING.ttl_s)[0] == LeaseEnded("l", "expired")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda source: source.revoke("l", 1.0), "revoked"),
+        (lambda source: source.receive(SECOND, Read("l", [9]), 1.0), "bad read"),
+        (lambda source: source.send_away(SECOND), "bad message"),
+    ],
+    ids=["revoke", "bad read", "bad message"],
+)
+def test_an_end_is_told_to_all_holders(end, reason):
+    told = [SendToSink(peer, Ended("l", reason)) for peer in (FIRST, SECOND)]
+    assert end(held_by_both(7)) == [LeaseEnded("l", reason), *told]
+
+
+def test_a_rank_that_needs_no_bytes_holds_the_lease_and_reads_nothing():
+    """Its heads come from another rank of the source, which holds them too."""
+    heads = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 64),))
+    one, other = (Identity("model 1", heads, shard, group=PAIR) for shard in PAIR)
+    source = SourceMachine(
+        incarnation="life of source",
+        identity=other,
+        num_blocks=10,
+        offers=Offers(),
+        timing=TIMING,
+    )
+    lone = changed(identity=Identity("model 1", heads))
+    assert isinstance(answer(source, attach(lone)).message, Attached)
+    source.open("l", 1, 0.0)
+    source.grow("l", (7,), 0.0)
+    assert answer(source, Hold("l", 0, 0)) == SendToSink(SINK, Ready("l", 0, [7], 0))
+    assert source.receive(SINK, Read("l", [0]), 1.0)[0] == LeaseEnded("l", "bad read")
+    assert agree(one, lone.identity).record_bytes == heads.block_bytes
 
 
 # ---------------------------------------------------------------- bugs of ours

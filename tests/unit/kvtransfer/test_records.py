@@ -1,30 +1,31 @@
-"""Pieces between the records of two ranks move every head that both hold, and nothing else."""
+"""Pieces between records of two ranks move all that one gives to the other, and nothing else."""
+
+from itertools import pairwise
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import ALIGNMENT_BYTES, KVFormat, KVLayout, KVSection, LayerRange, Shard
 from kvtransfer.records import (
     RecordPiece,
-    Shard,
-    difference,
+    holders,
     packing,
     plan_pieces,
     shared_layout,
+    tiles,
     unpacking,
 )
 
 WHOLE = Shard()
-SIZES = (1, 2, 4)
 SECTION = KVSection(num_layers=2, num_kv_heads=4, head_dim=8)
 LAYOUT = KVLayout(3, KVFormat.INT8, (SECTION, KVSection(num_layers=1, num_kv_heads=8, head_dim=6)))
 
 sections = st.builds(
     KVSection,
-    num_layers=st.integers(1, 2),
-    num_kv_heads=st.sampled_from([4, 8]),  # of all ranks together
+    num_layers=st.integers(1, 3),
+    num_kv_heads=st.sampled_from([1, 2, 3, 4, 6]),  # of all ranks together
     head_dim=st.sampled_from([2, 6, 20]),
 )
 layouts = st.builds(
@@ -35,122 +36,173 @@ layouts = st.builds(
 )
 
 
-def rank_layout(layout, shard):
-    """The layout of one rank's records, from that of records with all heads."""
-    parts = tuple(
-        msgspec.structs.replace(section, num_kv_heads=section.num_kv_heads // shard.size)
-        for section in layout.sections
+def stages(draw, layout, num_stages):
+    """Ranges of layers of each section, for each stage; they may differ in size, or be empty."""
+    if num_stages == 1:
+        return [()]
+    cuts = []
+    for section in layout.sections:
+        inner = st.lists(
+            st.integers(0, section.num_layers), min_size=num_stages - 1, max_size=num_stages - 1
+        )
+        cuts.append([0, *sorted(draw(inner)), section.num_layers])
+    ranges = [[LayerRange(a, b - a) for a, b in pairwise(cut)] for cut in cuts]
+    return [tuple(stage) for stage in zip(*ranges, strict=True) if any(r.num_layers for r in stage)]
+
+
+@st.composite
+def splits(draw, layout):
+    """The ranks of a worker: tensor parallel within each stage of a pipeline."""
+    found = stages(draw, layout, draw(st.integers(1, 3)))
+    size = draw(st.integers(1, 6))
+    return tuple(Shard(rank, size, layers) for layers in found for rank in range(size))
+
+
+@st.composite
+def pairs_of_workers(draw):
+    layout = draw(layouts)
+    return layout, draw(splits(layout)), draw(splits(layout))
+
+
+def lines(num_bytes):
+    assert num_bytes % ALIGNMENT_BYTES == 0
+    return num_bytes // ALIGNMENT_BYTES
+
+
+def whole_record(layout):
+    """Slow twin: the meaning of every line of a whole record, as (head, line of the head).
+
+    Heads begin at cache lines, so lines stand for their bytes.
+    """
+    return [
+        ((index, layer, plane, head), i)
+        for index, section in enumerate(layout.sections)
+        for layer in range(section.num_layers)
+        for plane in "KV"
+        for head in range(section.num_kv_heads)
+        for i in range(lines(layout.head_bytes(index)))
+    ]
+
+
+def is_held(layout, shard, name):
+    """Slow twin: True if the rank holds that head of that layer."""
+    index, layer, _, head = name
+    section = layout.sections[index]
+    if shard.layers:
+        first, num = shard.layers[index].first, shard.layers[index].num_layers
+        if not first <= layer < first + num:
+            return False
+    if section.num_kv_heads < shard.size:
+        return head == shard.rank * section.num_kv_heads // shard.size
+    owner = next(
+        rank
+        for rank in reversed(range(shard.size))
+        if rank * section.num_kv_heads // shard.size <= head
     )
-    return msgspec.structs.replace(layout, sections=parts)
+    return owner == shard.rank
 
 
-def shards(size):
-    return [Shard(rank, size) for rank in range(size)]
-
-
-def head_places(layout, shard):
-    """Slow twin: the offset of every head in a rank's record, by layer, kind and number."""
-    own = rank_layout(layout, shard)
-    places = {}
-    for index, section in enumerate(own.sections):
-        offset = own.section_offset_bytes(index)
-        for layer in range(section.num_layers):
-            for part in "KV":
-                for head in range(section.num_kv_heads):
-                    name = (index, layer, part, shard.rank * section.num_kv_heads + head)
-                    places[name] = offset
-                    offset += own.head_bytes(index)
-    return places
-
-
-def bytes_of_heads(layout, shard):
-    """Slow twin: the meaning of every byte of a rank's record, as (head, byte of the head)."""
-    names = {}
-    for name, offset in head_places(layout, shard).items():
-        for i in range(layout.head_bytes(name[0])):
-            names[offset + i] = (name, i)
-    return [names[i] for i in range(rank_layout(layout, shard).block_bytes)]
+def record_of(layout, shard):
+    """Slow twin: a rank's record is the whole record without what it does not hold."""
+    return [line for line in whole_record(layout) if is_held(layout, shard, line[0])]
 
 
 def move(pieces, source, sink):
     """Copies the pieces of one record, given and returned as lists of anything."""
     sink = list(sink)
     for piece in pieces:
-        end = piece.source_offset + piece.num_bytes
-        part = source[piece.source_offset : end]
-        assert len(part) == piece.num_bytes
-        assert piece.sink_offset + piece.num_bytes <= len(sink)
-        sink[piece.sink_offset : piece.sink_offset + piece.num_bytes] = part
+        first, place = lines(piece.source_offset), lines(piece.sink_offset)
+        part = source[first : first + lines(piece.num_bytes)]
+        assert len(part) == lines(piece.num_bytes)
+        assert sink[place : place + len(part)] == [None] * len(part), "a byte is copied twice"
+        sink[place : place + len(part)] = part
     return sink
 
 
-def plan(layout, source, sink):
-    return plan_pieces(rank_layout(layout, source), source, rank_layout(layout, sink), sink)
-
-
-@given(layouts, st.sampled_from(SIZES), st.sampled_from(SIZES))
-def test_records_of_any_split_are_assembled_from_those_of_any_other(layout, from_size, to_size):
-    for sink in shards(to_size):
-        expected = bytes_of_heads(layout, sink)
+@given(pairs_of_workers())
+def test_records_of_any_split_are_assembled_from_those_of_any_other(workers):
+    layout, sources, sinks = workers
+    records = {source: record_of(layout, source) for source in sources}
+    for sink in sinks:
+        expected = record_of(layout, sink)
+        assert lines(layout.of_rank(sink).block_bytes) == len(expected)
         found = [None] * len(expected)
-        for source in shards(from_size):
-            found = move(plan(layout, source, sink), bytes_of_heads(layout, source), found)
+        for source in sources:
+            if sink in holders(layout, source, sinks):
+                found = move(plan_pieces(layout, source, sink), records[source], found)
+            else:
+                assert plan_pieces(layout, source, sink) == ()
         assert found == expected
+        assert tiles(layout, sources, sink)
 
 
-@given(layouts, st.sampled_from(SIZES), st.sampled_from(SIZES))
-def test_only_the_shared_heads_are_touched(layout, from_size, to_size):
-    for source in shards(from_size):
-        for sink in shards(to_size):
-            held = {name for name, _ in bytes_of_heads(layout, source)}
-            expected = [byte if byte[0] in held else None for byte in bytes_of_heads(layout, sink)]
-            blank = [None] * len(expected)
-            moved = move(plan(layout, source, sink), bytes_of_heads(layout, source), blank)
-            assert moved == expected
+@given(pairs_of_workers())
+def test_every_rank_of_a_source_has_a_holder(workers):
+    layout, sources, sinks = workers
+    for source in sources:
+        held_by = holders(layout, source, sinks)
+        assert held_by
+        assert set(held_by) <= set(sinks)
 
 
-@given(layouts, st.sampled_from(SIZES), st.sampled_from(SIZES))
-def test_a_shared_record_follows_its_layout_and_holds_all_shared_heads(layout, from_size, to_size):
-    for source in shards(from_size):
-        for sink in shards(to_size):
-            pieces = plan(layout, source, sink)
-            shared = shared_layout(rank_layout(layout, source), source, sink)
-            assert shared == shared_layout(rank_layout(layout, sink), sink, source)
-            assert shared.block_bytes == sum(piece.num_bytes for piece in pieces)
-            record = bytes_of_heads(layout, source)
-            packed = move(packing(pieces), record, [None] * shared.block_bytes)
-            assert [name for name, i in packed if i == 0] == sorted({name for name, _ in packed})
-            blank = [None] * rank_layout(layout, sink).block_bytes
-            assert move(unpacking(pieces), packed, blank) == move(pieces, record, blank)
+@given(pairs_of_workers())
+def test_a_shared_record_follows_its_layout_and_holds_all_that_is_given(workers):
+    layout, sources, sinks = workers
+    source, sink = sources[-1], sinks[0]
+    pieces = plan_pieces(layout, source, sink)
+    shared = shared_layout(layout, source, sink)
+    assert shared.block_bytes == sum(piece.num_bytes for piece in pieces)
+    record = record_of(layout, source)
+    packed = move(packing(pieces), record, [None] * lines(shared.block_bytes))
+    assert packed == sorted(packed)
+    blank = [None] * lines(layout.of_rank(sink).block_bytes)
+    assert move(unpacking(pieces), packed, blank) == move(pieces, record, blank)
 
 
-@given(layouts, st.sampled_from(SIZES))
-def test_equal_shards_have_one_piece_that_is_the_whole_record(layout, size):
-    for shard in shards(size):
-        num_bytes = rank_layout(layout, shard).block_bytes
-        assert plan(layout, shard, shard) == (RecordPiece(0, 0, num_bytes),)
+@given(pairs_of_workers())
+def test_workers_of_one_shape_copy_whole_records_from_rank_to_rank(workers):
+    layout, sources, _ = workers
+    for source in sources:
+        num_bytes = layout.of_rank(source).block_bytes
+        assert plan_pieces(layout, source, source) == (RecordPiece(0, 0, num_bytes),)
+        assert holders(layout, source, sources) == (source,)
+
+
+@pytest.mark.parametrize(
+    ("size", "of_sink", "takers"),
+    [
+        (4, 1, {0: [0], 1: [0], 2: [0], 3: [0]}),
+        (4, 2, {0: [0], 1: [1], 2: [1], 3: [1]}),
+        (4, 8, {0: [0, 2], 1: [1, 3], 2: [4, 6], 3: [5, 7]}),
+        (2, 4, {0: [0, 1], 1: [2, 3]}),
+    ],
+)
+def test_ranks_of_the_sink_take_a_head_from_its_replicas_in_turn(size, of_sink, takers):
+    two_heads = KVLayout(1, KVFormat.FP32, (KVSection(1, 2, 16),))
+    sinks = [Shard(rank, of_sink) for rank in range(of_sink)]
+    for rank, expected in takers.items():
+        found = holders(two_heads, Shard(rank, size), sinks)
+        assert [sink.rank for sink in found] == expected
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_shared_record_that_is_all_of_one_side_is_one_piece_there(size):
-    for shard in shards(size):
-        whole = (RecordPiece(0, 0, rank_layout(LAYOUT, shard).block_bytes),)
-        assert unpacking(plan(LAYOUT, WHOLE, shard)) == whole
-        assert packing(plan(LAYOUT, shard, WHOLE)) == whole
+    for shard in (Shard(rank, size) for rank in range(size)):
+        whole = (RecordPiece(0, 0, LAYOUT.of_rank(shard).block_bytes),)
+        assert unpacking(plan_pieces(LAYOUT, WHOLE, shard)) == whole
+        assert packing(plan_pieces(LAYOUT, shard, WHOLE)) == whole
 
 
 def test_ranks_that_share_no_head_have_nothing_to_move():
-    assert plan(LAYOUT, Shard(0, 2), Shard(1, 2)) == ()
-    assert plan(LAYOUT, Shard(3, 4), Shard(0, 2)) == ()
-    assert (
-        shared_layout(rank_layout(LAYOUT, Shard(0, 2)), Shard(0, 2), Shard(1, 2)).block_bytes == 0
-    )
+    assert plan_pieces(LAYOUT, Shard(0, 2), Shard(1, 2)) == ()
+    assert plan_pieces(LAYOUT, Shard(3, 4), Shard(0, 2)) == ()
+    assert shared_layout(LAYOUT, Shard(0, 2), Shard(1, 2)).block_bytes == 0
     assert packing(()) == unpacking(()) == ()
 
 
 def test_k_and_v_of_each_layer_are_a_piece_each():
     head = LAYOUT.head_bytes(0)
-    pieces = plan(LAYOUT, WHOLE, Shard(1, 2))
+    pieces = plan_pieces(LAYOUT, WHOLE, Shard(1, 2))
     assert pieces[:3] == (
         RecordPiece(2 * head, 0, 2 * head),
         RecordPiece(6 * head, 2 * head, 2 * head),
@@ -159,34 +211,59 @@ def test_k_and_v_of_each_layer_are_a_piece_each():
     assert len(pieces) == 2 * (2 + 1)
 
 
+def test_consecutive_layers_with_all_heads_are_one_piece():
+    late = Shard(layers=(LayerRange(1, 1), LayerRange(0, 1)))
+    first = LAYOUT.layer_bytes(0)
+    assert plan_pieces(LAYOUT, WHOLE, late) == (RecordPiece(first, 0, LAYOUT.block_bytes - first),)
+
+
 def test_sizes_that_do_not_divide_each_other_share_parts():
     layout = KVLayout(1, KVFormat.FP32, (KVSection(num_layers=1, num_kv_heads=6, head_dim=16),))
-    shared = shared_layout(rank_layout(layout, Shard(1, 3)), Shard(1, 3), Shard(0, 2))
-    assert shared.sections[0].num_kv_heads == 1
-    assert plan(layout, Shard(1, 3), Shard(0, 2)) == (
+    assert shared_layout(layout, Shard(1, 3), Shard(0, 2)).sections[0].num_kv_heads == 1
+    assert plan_pieces(layout, Shard(1, 3), Shard(0, 2)) == (
         RecordPiece(0, 128, 64),
         RecordPiece(128, 320, 64),
     )
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("block_size", 5), ("kv_format", KVFormat.FP32), ("sections", (SECTION,))],
+    "sources",
+    [
+        [Shard(0, 2)],
+        [Shard(0, 2), Shard(1, 4), Shard(3, 4)],
+        [Shard(0, 2), Shard(0, 1)],
+        [Shard(layers=(LayerRange(0, 2), LayerRange(0, 0)))],
+    ],
 )
-def test_layouts_may_differ_in_nothing_but_their_heads(field, value):
-    source, sink = rank_layout(LAYOUT, Shard(0, 2)), LAYOUT
-    assert difference(source, Shard(0, 2), sink, WHOLE) is None
-    assert difference(source, WHOLE, sink, WHOLE) == "sections"
-    other = msgspec.structs.replace(sink, **{field: value})
-    assert difference(source, Shard(0, 2), other, WHOLE) == field
-    with pytest.raises(AssertionError, match=field):
-        plan_pieces(source, Shard(0, 2), other, WHOLE)
+def test_ranks_that_do_not_hold_the_model_together_do_not_tile_a_record(sources):
+    assert not tiles(LAYOUT, sources, WHOLE)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0), (5, 4)])
+@pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 2), (0, 0), (5, 4), (0, 65)])
 def test_a_rank_is_one_of_its_group(rank, size):
     with pytest.raises(ValueError, match="rank"):
         Shard(rank, size)
     frame = msgspec.msgpack.encode({"rank": rank, "size": size})
     with pytest.raises(msgspec.ValidationError, match="rank"):
         msgspec.msgpack.decode(frame, type=Shard)
+
+
+@pytest.mark.parametrize(
+    ("layers", "fits"),
+    [
+        ((), True),
+        ((LayerRange(0, 2), LayerRange(0, 1)), True),
+        ((LayerRange(2, 0), LayerRange(0, 1)), True),
+        ((LayerRange(2, 0), LayerRange(1, 0)), False),
+        ((LayerRange(0, 2),), False),
+        ((LayerRange(0, 2), LayerRange(0, 2)), False),
+        ((LayerRange(0, 2**63), LayerRange(0, 1)), False),
+    ],
+)
+def test_a_share_fits_a_model_if_it_has_these_layers(layers, fits):
+    assert Shard(layers=layers).fits(LAYOUT) is fits
+
+
+def test_a_range_of_layers_is_not_negative():
+    with pytest.raises(ValueError, match="negative"):
+        Shard(layers=(LayerRange(-1, 2),))

@@ -1,0 +1,251 @@
+"""Pulls and leases that several members carry out together, as one.
+
+Two places use this. At rank 0 of a worker, each rank's endpoint is a member of all its pulls and
+leases. Within one rank, the ranks of a source are the members of a pull: each brings a share of
+every block.
+
+The life of a pull:
+
+    held ──start──> pulling ──all parts done──> PullDone
+      │                │
+      └── a part fails, a member is lost, abort ──> ending ──all parts have ended──> PullFailed
+
+The life of a lease:
+
+    open ──all parts released──> LeaseEnded(released)
+      │
+      └── a part ends otherwise, a member is lost, revoke ──> ending ──all parts ended──> LeaseEnded
+
+On the way to its end, a pull or lease orders its other parts to end too. An end is reported once,
+and only when no part is left that may still write or be read. A block has arrived if it has at all
+members that bring a share of it.
+
+Orders and reports may cross on their way. So a start may reach a member whose part has failed; the
+member then reports a second failure, which is ignored. A pull that was reported to have failed
+while it was held may be started all the same, and fails once more, as at a single endpoint.
+
+The machines know no endpoint and no pool.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.messages import LeaseId, LeaseRef, SeqId
+from engine.worker.events import (
+    AbortPull,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+    TransferOrder,
+    TransferReport,
+)
+from kvtransfer.lease.terms import LOST_WHILE_WAITING, RELEASED
+
+Member = int
+
+
+@dataclass(frozen=True, slots=True)
+class ToMember:
+    """Give an order to a member. It must not be answered before all orders are given."""
+
+    member: Member
+    order: TransferOrder
+
+
+def part_id(seq_id: SeqId, member: Member) -> SeqId:
+    """Returns the name of a member's part of a pull, for members that share one machine."""
+    return SeqId(f"{seq_id}#{member}")
+
+
+def whole_of(part: SeqId) -> tuple[SeqId, Member]:
+    """Returns the pull to which a part belongs, and its member."""
+    seq_id, _, member = part.rpartition("#")
+    return SeqId(seq_id), int(member)
+
+
+GroupEffect = ToMember | TransferReport
+
+
+@dataclass(slots=True)
+class _GroupPull:
+    open: list[Member]  # whose parts have not ended
+    idle: Collection[Member]  # hold the lease, and bring no bytes
+    wanted: frozenset[int] | None = None  # indices in the lease; None while held
+    missing: set[int] = field(default_factory=set)  # of `wanted`: a part failed without them
+    failure: str | None = None  # of the first part that failed
+    is_ending: bool = False
+    longest: PullDone | None = None
+    exposed_s: float = 0.0
+
+    def note(self, member: Member, ended: PullDone | PullFailed) -> None:
+        """Takes in the end of a part."""
+        self.open.remove(member)
+        if isinstance(ended, PullDone):
+            self.exposed_s = max(self.exposed_s, ended.exposed_s)
+            if member not in self.idle and ended.transfer_s >= self._longest_s:
+                self.longest = ended
+            return
+        self.failure = self.failure or ended.reason
+        if member not in self.idle:
+            self.missing |= (self.wanted or frozenset()).difference(ended.arrived)
+
+    @property
+    def _longest_s(self) -> float:
+        return 0.0 if self.longest is None else self.longest.transfer_s
+
+    def report(self, seq_id: SeqId) -> PullDone | PullFailed:
+        """Returns the end of the whole, after that of all parts."""
+        if self.failure is not None:
+            arrived = (self.wanted or frozenset()) - self.missing
+            return PullFailed(seq_id, self.failure, tuple(sorted(arrived)))
+        assert self.longest is not None, "a pull has a part that brings bytes"
+        return PullDone(seq_id, self.longest.transport, self._longest_s, self.exposed_s)
+
+
+class PullGroups:
+    """The pulls of all members. Only its methods change them."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[SeqId, _GroupPull] = {}
+        self._lost: dict[Member, str] = {}
+
+    @property
+    def num_pulls(self) -> int:
+        """Pulls whose end was not reported."""
+        return len(self._pulls)
+
+    def hold(
+        self, seq_id: SeqId, leases: Mapping[Member, LeaseRef], *, idle: Collection[Member] = ()
+    ) -> list[GroupEffect]:
+        """Lets each member hold its lease. The `idle` ones will be asked for no blocks."""
+        assert seq_id not in self._pulls
+        for member in leases:
+            if member in self._lost:
+                return [PullFailed(seq_id, self._lost[member])]
+        self._pulls[seq_id] = _GroupPull([*leases], idle)
+        return [ToMember(member, HoldLease(seq_id, lease)) for member, lease in leases.items()]
+
+    def start(self, order: StartPull) -> list[GroupEffect]:
+        """Starts all parts. If some part failed before, the end of the whole is still to come."""
+        pull = self._pulls.get(order.seq_id)
+        if pull is None:
+            return [PullFailed(order.seq_id, LOST_WHILE_WAITING)]
+        if pull.is_ending:
+            return []
+        assert pull.wanted is None
+        pull.wanted = frozenset(index for index, _ in order.blocks)
+        nothing = StartPull(order.seq_id, ())
+        return [ToMember(member, nothing if member in pull.idle else order) for member in pull.open]
+
+    def abort(self, order: AbortPull) -> list[GroupEffect]:
+        """Gives up all parts."""
+        pull = self._pulls.get(order.seq_id)
+        return [] if pull is None else self._give_up(order.seq_id, pull)
+
+    def ended(self, member: Member, report: PullDone | PullFailed) -> list[GroupEffect]:
+        """Takes a member's report. The first of each part counts."""
+        pull = self._pulls.get(report.seq_id)
+        if pull is None or member not in pull.open:
+            return []
+        pull.note(member, report)
+        effects = [] if pull.failure is None else self._give_up(report.seq_id, pull)
+        if not pull.open:
+            del self._pulls[report.seq_id]
+            effects.append(pull.report(report.seq_id))
+        return effects
+
+    def lose(self, member: Member, reason: str) -> list[GroupEffect]:
+        """Takes a member's parts for failed, those of later pulls too: it is gone."""
+        self._lost[member] = reason
+        seq_ids = [seq_id for seq_id, pull in self._pulls.items() if member in pull.open]
+        return [e for i in seq_ids for e in self.ended(member, PullFailed(i, reason))]
+
+    def _give_up(self, seq_id: SeqId, pull: _GroupPull) -> list[GroupEffect]:
+        if pull.is_ending:
+            return []
+        pull.is_ending = True
+        return [ToMember(member, AbortPull(seq_id)) for member in pull.open]
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        for pull in self._pulls.values():
+            assert pull.open
+            assert len(set(pull.open)) == len(pull.open)
+            assert not self._lost.keys() & pull.open
+            assert pull.failure is None or pull.is_ending
+            assert pull.missing <= (pull.wanted or frozenset())
+
+
+@dataclass(slots=True)
+class _GroupLease:
+    open: list[Member]  # whose parts have not ended
+    reason: str = RELEASED  # or that of the first part that ended otherwise
+    is_ending: bool = False
+
+
+class LeaseGroups:
+    """The leases of all members. Only its methods change them."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._leases: dict[LeaseId, _GroupLease] = {}
+        self._lost: dict[Member, str] = {}
+
+    @property
+    def num_leases(self) -> int:
+        """Leases whose end was not reported."""
+        return len(self._leases)
+
+    def open(self, order: OpenLease) -> list[GroupEffect]:
+        """Opens the lease at each member."""
+        assert order.lease_id not in self._leases
+        for reason in self._lost.values():
+            return [LeaseEnded(order.lease_id, reason)]
+        self._leases[order.lease_id] = _GroupLease([*self._members])
+        return [ToMember(member, order) for member in self._members]
+
+    def grow(self, order: GrowLease) -> list[GroupEffect]:
+        """Grows the lease where it is open."""
+        lease = self._leases.get(order.lease_id)
+        return [] if lease is None else [ToMember(member, order) for member in lease.open]
+
+    def revoke(self, order: RevokeLease) -> list[GroupEffect]:
+        """Ends the lease where it is open."""
+        lease = self._leases.get(order.lease_id)
+        if lease is None or lease.is_ending:
+            return []
+        lease.is_ending = True
+        return [ToMember(member, order) for member in lease.open]
+
+    def ended(self, member: Member, report: LeaseEnded) -> list[GroupEffect]:
+        """Takes a member's report."""
+        lease = self._leases.get(report.lease_id)
+        if lease is None or member not in lease.open:
+            return []
+        lease.open.remove(member)
+        effects: list[GroupEffect] = []
+        if report.reason != RELEASED:
+            lease.reason = report.reason if lease.reason == RELEASED else lease.reason
+            effects = self.revoke(RevokeLease(report.lease_id))
+        if not lease.open:
+            del self._leases[report.lease_id]
+            effects.append(LeaseEnded(report.lease_id, lease.reason))
+        return effects
+
+    def lose(self, member: Member, reason: str) -> list[GroupEffect]:
+        """Takes a member's leases for ended, and later ones too: it is gone."""
+        self._lost[member] = reason
+        lease_ids = [lease_id for lease_id, one in self._leases.items() if member in one.open]
+        return [e for i in lease_ids for e in self.ended(member, LeaseEnded(i, reason))]
+
+    def validate(self) -> None:
+        """Asserts the invariants."""
+        for lease in self._leases.values():
+            assert lease.open
+            assert set(lease.open) <= set(self._members) - self._lost.keys()
+            assert lease.reason == RELEASED or lease.is_ending
