@@ -193,6 +193,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int = 64  # sequences that decode at once
     kv_transport: Transport = Transport.AUTO  # the way of KV between workers
     threads: int | None = None  # torch threads; None: the cores divided among the workers
+    # Ranks of one worker that hold a slice of each layer. Each has a device, or is a process on a
+    # CPU.
+    tp: int = 1
+    pp: int = 1  # stages of one worker, of consecutive layers; it has tp x pp ranks
+    ep: int = 1  # 1, or tp: then the ranks of a stage hold whole experts instead of slices of all
+    decode_tp: int | None = None  # `tp` of decode workers; None: as of others
+    decode_pp: int | None = None  # `pp` of decode workers; None: as of others
+    decode_ep: int | None = None  # `ep` of decode workers; None: as of others
     speculate: Speculate = Speculate.OFF  # the source of tokens that the model verifies
     draft_model: str | None = None  # directory of the model that `speculate` uses
     max_draft_tokens: int = 8  # guessed tokens of one sequence in one step
@@ -213,13 +221,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.draft_model)
 
     def __post_init__(self) -> None:
-        sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running")
+        sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running", "tp", "pp", "ep")
         optional = ("kv_mib", "max_model_len", "threads", "step_timeout_s")
+        of_decode = ("decode_tp", "decode_pp", "decode_ep")
         peaks = ("peak_tflops", "peak_gb_per_s")
-        _require_positive("worker", self, (*sizes, *optional, *peaks, "max_draft_tokens"))
+        _require_positive(
+            "worker", self, (*sizes, *optional, *of_decode, *peaks, "max_draft_tokens")
+        )
         _require(
             self.speculate is not Speculate.DRAFT or self.draft_model is not None,
             "worker.speculate = draft needs worker.draft_model",
+        )
+        decode_tp = self.tp if self.decode_tp is None else self.decode_tp
+        decode_ep = self.ep if self.decode_ep is None else self.decode_ep
+        _require(
+            self.ep in (1, self.tp) and decode_ep in (1, decode_tp),
+            "worker.ep must be 1 or worker.tp: experts are shared by the ranks of a stage",
         )
         _require(
             self.max_running <= self.max_batch_tokens,

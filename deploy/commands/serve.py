@@ -59,6 +59,7 @@ _OPTIONS = {
     "worker": (
         *("weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib", "max_model_len"),
         *("kv_transport", "block_size", "threads", "speculate", "draft_model"),
+        *("tp", "pp", "ep", "decode_tp", "decode_pp"),
     ),
 }
 
@@ -144,6 +145,15 @@ def serve(  # noqa: PLR0913 - a command's options
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
     threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="ranks of a worker that hold slices of each layer")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="stages of a worker, each of some layers")] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="1, or --tp: ranks hold whole experts, not slices of all")
+    ] = None,
+    decode_tp: Annotated[int | None, typer.Option(help="--tp of decode workers")] = None,
+    decode_pp: Annotated[int | None, typer.Option(help="--pp of decode workers")] = None,
     speculate: Annotated[Speculate | None, typer.Option(help="source of draft tokens")] = None,
     draft_model: Annotated[Path | None, typer.Option(help="directory of the draft model")] = None,
     policy: Annotated[

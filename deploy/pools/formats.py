@@ -26,18 +26,23 @@ def formats_of(config: WorkerConfig) -> Mapping[Role, KVFormat]:
 def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
     """Returns the configuration with which workers of that role start.
 
-    `kv_dtype` becomes the format of their pool. `decode_kv_dtype` stays, so a worker can refuse a
-    role whose format is not its own. `prefills_locally` stays true only if KV computed at the
+    `tp`, `pp` and `ep` become those of the role, `kv_dtype` the format of its pool.
+    `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own. `prefills_locally` stays true only if KV computed at the
     decode worker has the same bits as KV that is handed over.
     """
     kv_dtype = config.kv_dtype
     if role is Role.DECODE and config.decode_kv_dtype is not None:
         kv_dtype = config.decode_kv_dtype
+    ranks = {}
+    if role is Role.DECODE:
+        own = {"tp": config.decode_tp, "pp": config.decode_pp, "ep": config.decode_ep}
+        ranks = {name: number for name, number in own.items() if number is not None}
     formats = {config.kv_dtype, kv_dtype, config.kv_wire_dtype or kv_dtype}
     return msgspec.structs.replace(
         config,
         kv_dtype=kv_dtype,
         prefills_locally=config.prefills_locally and len(formats) == 1,
+        **ranks,
     )
 
 

@@ -3,22 +3,25 @@
 import asyncio
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
 from deploy.services.spec import WorkerReady, WorkerSpec
 from deploy.services.thread import LoopService, die
-from deploy.worker import memory
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
+from deploy.worker.opening import open_runner, runner_of
 from engine.clock import MonotonicClock
 from engine.grammar.guides import LlGuides
 from engine.net.trust import Secret
-from kvtransfer.memory import PrivatePool, SharedPool, host_pool
+from engine.worker.ranks import RankPlace
+from kvtransfer.memory import Pool
 from kvtransfer.native.library import is_native
 
 if TYPE_CHECKING:
-    from engine.model.runner import KVNeeds, SizeKV
+    from deploy.ranks.processes import RankProcesses
+    from engine.model.runner import TorchRunner
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class WorkerService(LoopService[WorkerReady]):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
+        self._ranks: RankProcesses | None = None
 
     async def open(self) -> WorkerReady:
         """Loads the model and starts to listen. Raises CheckpointError, ConfigError."""
@@ -35,30 +39,10 @@ class WorkerService(LoopService[WorkerReady]):
         begin_s = clock.now_s()
         import torch  # takes seconds to import; gateways do not need it
 
-        from engine.model.runner import TorchRunner
-
         spec = self._spec
         torch.set_num_threads(spec.threads)
         directory = await asyncio.to_thread(directory_of, spec.model, Parts.ALL)
-        runner = TorchRunner(
-            directory,
-            draft=spec.config.draft_path,
-            block_size=spec.config.block_size,
-            kv_format=spec.config.kv_dtype,
-            weights=spec.config.weights,
-            kv_bytes=self._kv_bytes(),
-            max_len=spec.config.max_model_len,
-        )
-        pools: list[PrivatePool | SharedPool] = []
-
-        def allocate(num_bytes: int) -> memoryview:
-            block_bytes = num_bytes // runner.num_blocks
-            pool = host_pool(runner.num_blocks, block_bytes, spec.config.kv_transport)
-            pool.open()
-            pools.append(pool)
-            return pool.blocks.reshape(-1).data
-
-        await asyncio.to_thread(runner.open, allocate)
+        runner, pool = await asyncio.to_thread(self._open_runner, directory)
         await asyncio.to_thread(runner.warm_up)
         await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
@@ -84,10 +68,13 @@ class WorkerService(LoopService[WorkerReady]):
                     eos_token_ids=runner.eos_token_ids,
                 ),
                 sizes=runner.sizes,
+                layout=runner.whole_layout,
+                shards=runner.shards,
             ),
-            memory=pools[0],
+            memory=pool,
             clock=clock,
             on_crash=die,
+            ranks=self._ranks,
         )
         address = await self._host.open()
         return WorkerReady(
@@ -95,32 +82,40 @@ class WorkerService(LoopService[WorkerReady]):
             pid=os.getpid(),
             context_len=runner.context_len,
             num_blocks=runner.num_blocks,
-            block_bytes=runner.layout.block_bytes,
+            block_bytes=runner.whole_layout.block_bytes,
             start_s=clock.now_s() - begin_s,
             version=spec.version,
             max_len=min(runner.context_len, runner.num_blocks * runner.block_size),
             is_batch_invariant=runner.is_batch_invariant,
         )
 
-    def _kv_bytes(self) -> "int | SizeKV":
-        """Returns the configured size, or a function that sizes KV by the memory available now."""
+    def _open_runner(self, directory: Path) -> tuple["TorchRunner", Pool]:
+        """Opens the runner, with those of the other ranks if there are any."""
         spec = self._spec
-        if spec.config.kv_mib is not None:
-            return spec.config.kv_mib * 2**20
-        here_bytes = max(memory.available_bytes() - spec.kept_bytes, 0)
-        shared_bytes = here_bytes if spec.memory_bytes is None else spec.memory_bytes
-        shared_bytes = max(shared_bytes - spec.kept_bytes, 0)
+        place = RankPlace(0, spec.config.tp, spec.config.pp, spec.config.ep)
+        if place.size == 1:
+            runner = runner_of(spec, directory)
+            return runner, open_runner(runner, spec)
+        from deploy.ranks.processes import RankProcesses
 
-        def size(needs: "KVNeeds") -> int:
-            # If less is available than this worker's share, other programs use it.
-            return memory.kv_bytes(
-                min(shared_bytes, here_bytes * spec.num_workers),
-                num_workers=spec.num_workers,
-                **needs._asdict(),
-            )
-
-        return size
+        self._ranks = ranks = RankProcesses(spec, directory, place, on_death=die)
+        try:
+            ranks.start()
+            runner = runner_of(spec, directory, group=ranks.group, feed=ranks.feed)
+            try:
+                pool = open_runner(runner, spec)
+            except RuntimeError as error:  # of torch: another rank has ended
+                log.warning("the ranks do not find each other: %s", error)
+                ranks.await_start()  # says why
+                raise
+            ranks.await_start()
+        except BaseException:
+            ranks.close()
+            raise
+        return runner, pool
 
     async def close(self) -> None:
-        """Ends sessions and threads, and asserts the invariants of the block pool."""
+        """Ends sessions, threads and ranks, and asserts the invariants of the block pool."""
         await self._host.close()
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.close)

@@ -16,9 +16,11 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -34,7 +36,7 @@ from engine import native_build
 from engine.clock import Clock
 from engine.config import WorkerConfig
 from engine.grammar.guides import LlGuides
-from engine.layout import KVFormat
+from engine.layout import KVFormat, KVLayout, Shard
 from engine.messages import (
     PROTOCOL_VERSION,
     ROLES_OF_WORKERS,
@@ -65,6 +67,7 @@ from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost, Pu
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.group_endpoint import GroupEndpoint, RemoteEndpoint
 from kvtransfer.lease.sink import ABORTED
 from kvtransfer.memory import Pool
 from kvtransfer.messages import Identity
@@ -97,6 +100,18 @@ class ModelFacts:
     has_draft_model: bool
     guides: LlGuides
     sizes: ModelSizes | None = None  # None: its work is not estimated
+    layout: KVLayout | None = None  # of the blocks of all ranks; None: there is one rank
+    shards: tuple[Shard, ...] = ()  # what each rank holds of them
+
+
+class OtherRanks(Protocol):
+    """The ranks of a worker beside rank 0."""
+
+    def endpoints_of(
+        self, config: EndpointConfig, shards: Sequence[Shard]
+    ) -> Sequence[RemoteEndpoint]:
+        """The transfer endpoints of the other ranks, to be opened as those of this worker."""
+        ...
 
 
 class WorkerHost:
@@ -112,7 +127,10 @@ class WorkerHost:
         memory: Pool,
         clock: Clock,
         on_crash: Callable[[BaseException], None],
+        ranks: OtherRanks | None = None,
     ) -> None:
+        """`runner` and `memory` are those of rank 0; `ranks` are the others, if there are any."""
+        self._ranks = ranks
         self._identity = identity
         self._config = config
         self._runner = runner
@@ -143,24 +161,7 @@ class WorkerHost:
     async def open(self) -> str:
         """Starts the threads; returns the address of the gRPC server."""
         self._loop = asyncio.get_running_loop()
-        self._endpoint = TransferEndpoint(
-            EndpointConfig(
-                worker_id=self._identity.worker_id,
-                incarnation=self._incarnation,
-                identity=Identity(
-                    self._identity.fingerprint,
-                    self._runner.layout,
-                    kv_wire_dtype=self._config.kv_wire_dtype,
-                ),
-                secret=self._identity.secret,
-                transport=self._config.kv_transport,
-                host=self._identity.host,
-            ),
-            pool=self._memory,
-            clock=self._clock,
-            on_event=self._on_transfer,
-            on_crash=self._on_crash,
-        )
+        self._endpoint = self._make_endpoint()
         address = self._endpoint.open()
         self._core = self._open_core(address)
         self._publisher = BlockPublisher(
@@ -180,6 +181,33 @@ class WorkerHost:
         self._thread.start()
         self._watching = asyncio.create_task(self._watch_steps())
         return await self._sessions.open()
+
+    def _make_endpoint(self) -> TransferEndpoint | GroupEndpoint:
+        shards = self._model.shards
+        config = EndpointConfig(
+            worker_id=self._identity.worker_id,
+            incarnation=self._incarnation,
+            identity=Identity(
+                self._identity.fingerprint,
+                self._model.layout or self._runner.layout,
+                shard=shards[0] if shards else Shard(),
+                kv_wire_dtype=self._config.kv_wire_dtype,
+                group=shards,
+            ),
+            secret=self._identity.secret,
+            transport=self._config.kv_transport,
+            host=self._identity.host,
+        )
+        make: Callable[..., TransferEndpoint | GroupEndpoint] = TransferEndpoint
+        if self._ranks is not None:
+            make = partial(GroupEndpoint, others=self._ranks.endpoints_of(config, shards))
+        return make(
+            config,
+            pool=self._memory,
+            clock=self._clock,
+            on_event=self._on_transfer,
+            on_crash=self._on_crash,
+        )
 
     def _open_core(self, address: TransferAddress) -> WorkerCore:
         config, model = self._config, self._model
@@ -241,7 +269,7 @@ class WorkerHost:
             incarnation=self._incarnation,
             role=self._duties.role,
             fingerprint=served_as(self._identity.fingerprint, self._config.kv_wire_dtype),
-            layout=self._runner.layout,
+            layout=self._model.layout or self._runner.layout,
             num_blocks=self._runner.num_blocks,
             max_running=self._config.max_running,
             kv_wire_dtype=self._config.kv_wire_dtype,

@@ -27,7 +27,7 @@ import torch
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
-from engine.layout import KVFormat, KVLayout
+from engine.layout import KVFormat, KVLayout, Shard
 from engine.messages import Sampling, SeqId
 from engine.model import cpu, cuda
 from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
@@ -43,6 +43,7 @@ from engine.model.sampling.verify import Verified
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockId
 from engine.worker.effort import ModelSizes
+from engine.worker.ranks import shards_of
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
@@ -104,6 +105,7 @@ class TorchRunner:
 
     layout: KVLayout  # of this rank's blocks
     whole_layout: KVLayout  # of the blocks of all ranks
+    shards: tuple[Shard, ...] = ()  # what each rank's blocks hold of them, if there are several
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
@@ -213,6 +215,8 @@ class TorchRunner:
         wholes = (model.whole_layout or model.layout for model in models)
         sections = tuple(section for whole in wholes for section in whole.sections)
         self.whole_layout = msgspec.structs.replace(target.layout, sections=sections)
+        if self._group is not None:
+            self.shards = shards_of(self._group.place, self.whole_layout, self.layout)
         self.context_len = _limited(self._max_len, min(model.context_len for model in models))
         self.vocab_size = target.vocab_size
         self.eos_token_ids = target.eos_token_ids
@@ -236,7 +240,9 @@ class TorchRunner:
         self._forward = self._shared(target, 0)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
-        self.sizes = msgspec.structs.replace(sizes, weights_bytes=self.weights_bytes)
+        self.sizes = msgspec.structs.replace(sizes, weights_bytes=float(self.weights_bytes))
+        if self._group is not None:
+            self.sizes = _of_all(self.sizes, self._group, self.whole_layout)
         if len(models) == 2:
             draft = _forward(models[1], self.weights, beside=target)
             self.draft_forward = self._shared(draft, 1)
@@ -392,10 +398,12 @@ def _sizes(model: LoadedModel) -> ModelSizes:
     num_chosen = getattr(config, "num_experts_per_tok", None) or 1
     num_experts = next((n for key in _EXPERT_KEYS if (n := getattr(config, key, None))), num_chosen)
     heads = getattr(config, "num_attention_heads", None) or 0
+    num_slices = 1 if model.group is None else model.group.place.tp
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // heads if heads and hasattr(config, "hidden_size") else 0
     )
-    tables = (module.get_input_embeddings(), module.get_output_embeddings())
+    output = module.get_output_embeddings()
+    tables = (module.get_input_embeddings(), getattr(output, "linear", output))
     # A model of embeddings has an identity for a head.
     embedding, head = (getattr(table, "weight", None) for table in tables)
     layers = sum(
@@ -406,10 +414,19 @@ def _sizes(model: LoadedModel) -> ModelSizes:
     return ModelSizes(
         layer_weights=layers,
         head_weights=0 if head is None else head.numel(),
-        attention_size=heads * head_dim * sum(s.num_layers for s in model.layout.sections),
+        attention_size=heads
+        / num_slices
+        * head_dim
+        * sum(s.num_layers for s in model.layout.sections),
         weights_bytes=0.0,
         kv_token_bytes=model.layout.block_bytes / model.layout.block_size,
     )
+
+
+def _of_all(sizes: ModelSizes, group: RankGroup, layout: KVLayout) -> ModelSizes:
+    """The sizes of the parts of all ranks together. What several ranks hold counts for each."""
+    parts = (sizes.layer_weights, sizes.head_weights, sizes.attention_size, sizes.weights_bytes)
+    return ModelSizes(*map(group.total, parts), layout.block_bytes / layout.block_size)
 
 
 def _limited(max_len: int | None, context_len: int) -> int:

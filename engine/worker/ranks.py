@@ -17,8 +17,7 @@ share of the KV heads. With fewer KV heads than ranks, neighbours hold the same 
 import msgspec
 
 from engine.errors import ConfigError
-
-MAX_RANKS = 64
+from engine.layout import MAX_RANKS, KVLayout, LayerRange, Shard
 
 
 class RankPlace(msgspec.Struct, frozen=True):
@@ -97,3 +96,25 @@ class RankPlace(msgspec.Struct, frozen=True):
             head = self.slice * total // self.tp
             return range(head, head + 1)
         raise ConfigError(f"{total} KV heads cannot be shared by {self.tp} ranks")
+
+    def shard(self, whole: KVLayout, *, shares_heads: bool) -> Shard:
+        """What this rank's blocks hold of the whole. Without `shares_heads` all ranks of a stage
+        hold all heads.
+        """
+        layers: tuple[LayerRange, ...] = ()
+        if self.pp > 1:
+            ranges = (self.layers(section.num_layers) for section in whole.sections)
+            layers = tuple(LayerRange(own.start, len(own)) for own in ranges)
+        return Shard(self.slice, self.tp, layers) if shares_heads else Shard(layers=layers)
+
+
+def shards_of(place: RankPlace, whole: KVLayout, own: KVLayout) -> tuple[Shard, ...]:
+    """What the blocks of each rank hold, given the layouts of all ranks and of the one at `place`.
+
+    Raises ConfigError if models of one worker share their heads in different ways.
+    """
+    for shares_heads in (True, False):
+        if whole.of_rank(place.shard(whole, shares_heads=shares_heads)) == own:
+            ranks = (msgspec.structs.replace(place, rank=rank) for rank in range(place.size))
+            return tuple(rank.shard(whole, shares_heads=shares_heads) for rank in ranks)
+    raise ConfigError("the model and its draft share their KV heads in different ways")

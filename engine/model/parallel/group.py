@@ -8,7 +8,6 @@ interface. Every operation has a deadline. If a rank ends, the operations of the
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,11 +74,11 @@ class RankGroup:
 
     # ------------------------------------------------------------ all ranks
 
-    def tell_all(self, fact: Any) -> Any:
-        """Returns rank 0's fact, on every rank."""
-        facts = [fact]
-        dist.broadcast_object_list(facts, src=0, group=self._host)
-        return facts[0]
+    def total(self, number: float) -> float:
+        """Returns the sum of the numbers of all ranks."""
+        x = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(x, group=self._host)
+        return float(x)
 
     def least(self, number: int) -> int:
         """Returns the least number of all ranks."""

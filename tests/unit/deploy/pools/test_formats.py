@@ -120,3 +120,9 @@ def test_wrong_formats_refuse_a_deployment_before_any_start(monkeypatch):
 def test_fingerprint_differs_by_wire_format():
     assert served_as("model", None) == "model"
     assert len({served_as("model", wire) for wire in (None, *KVFormat)}) == 1 + len(KVFormat)
+
+
+def test_decode_workers_may_have_other_ranks():
+    config = WorkerConfig(tp=2, ep=2, decode_tp=4, decode_pp=2, decode_ep=1)
+    found = {role: (c.tp, c.pp, c.ep) for role in ALL for c in [config_of(role, config)]}
+    assert found == {Role.PREFILL: (2, 1, 2), Role.DECODE: (4, 2, 1), Role.MIXED: (2, 1, 2)}

@@ -1,0 +1,116 @@
+"""Messages between rank 0 and another rank: MessagePack behind its length, over a socket pair."""
+
+import contextlib
+import socket
+import struct
+import threading
+
+import msgspec
+
+from deploy.services.spec import WorkerSpec
+from engine.errors import ProtocolError
+from engine.messages import Incarnation, TransferAddress
+from engine.worker.events import TransferOrder, TransferReport
+from engine.worker.ranks import RankPlace
+from kvtransfer.messages import Identity
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 64 * 2**20
+
+
+class RankSpec(msgspec.Struct, frozen=True, tag=True):
+    """Everything that a rank is started with. The socket of its steps comes along."""
+
+    place: RankPlace
+    worker: WorkerSpec
+    directory: str  # of the model
+    rendezvous: str  # the file through which the ranks find each other
+
+
+class RankOpened(msgspec.Struct, frozen=True, tag=True):
+    """A rank has its part of the model."""
+
+    pid: int
+
+
+class RankRefused(msgspec.Struct, frozen=True, tag=True):
+    """A rank does not start."""
+
+    reason: str
+    is_config: bool  # the operator's fault, as a ConfigError is
+
+
+class OpenTransfer(msgspec.Struct, frozen=True, tag=True):
+    """Open the transfer endpoint."""
+
+    incarnation: Incarnation
+    identity: Identity  # of this rank
+
+
+class TransferOpened(msgspec.Struct, frozen=True, tag=True):
+    """The transfer endpoint listens."""
+
+    address: TransferAddress
+
+
+class TransferRefused(msgspec.Struct, frozen=True, tag=True):
+    """The transfer endpoint cannot be opened."""
+
+    reason: str
+
+
+class RankCounters(msgspec.Struct, frozen=True, tag=True):
+    """The endpoint's counters, since the start."""
+
+    counters: dict[str, float]
+
+
+ToRank = RankSpec | OpenTransfer | TransferOrder
+FromRank = (
+    RankOpened | RankRefused | TransferOpened | TransferRefused | RankCounters | TransferReport
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class FrameSocket:
+    """One end of a socket pair. Any thread may send, one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Sends a message. Raises OSError if the other end is gone or does not read."""
+        body = _encode(message)
+        with self._lock:
+            self._connection.sendall(LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> bytes | None:
+        """Waits for a message; None if the other end is gone. Raises ProtocolError."""
+        head = self._read(LENGTH.size)
+        if head is None:
+            return None
+        (num_bytes,) = LENGTH.unpack(head)
+        if num_bytes > MAX_BYTES:
+            raise ProtocolError(f"a message of {num_bytes} bytes")
+        return self._read(num_bytes)
+
+    def close(self) -> None:
+        """Ends the connection. A thread that waits in `receive` gets None."""
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> bytes | None:
+        parts: list[bytes] = []
+        while num_bytes:
+            try:
+                part = self._connection.recv(min(num_bytes, 2**20))
+            except OSError:
+                return None
+            if not part:
+                return None
+            parts.append(part)
+            num_bytes -= len(part)
+        return b"".join(parts)

@@ -1,0 +1,138 @@
+"""A rank of a worker as a process: `python -m deploy.ranks.main DESCRIPTOR`.
+
+It holds its part of the model and of each block of KV. Two sockets come from rank 0:
+
+    steps    packed passes, which the main thread computes
+    frames   first the spec; then orders for the transfer endpoint and what it reports, on a thread
+
+When either of them ends, rank 0 has ended, and so does this process.
+"""
+
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from deploy.local.run_dir import log_folder
+from deploy.logs.lines import LogSource, configure_logging
+from deploy.ranks.frames import (
+    FrameSocket,
+    OpenTransfer,
+    RankCounters,
+    RankOpened,
+    RankRefused,
+    RankSpec,
+    ToRank,
+    TransferOpened,
+    TransferRefused,
+)
+from deploy.services.thread import die, freeze_heap
+from deploy.worker.opening import open_runner, runner_of
+from engine.clock import MonotonicClock
+from engine.errors import BatonError, ConfigError
+from engine.net.trust import Secret
+from engine.worker.events import Event
+from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
+from kvtransfer.memory import Pool
+
+log = logging.getLogger(__name__)
+
+_decode = msgspec.msgpack.Decoder(ToRank).decode
+
+
+class RankTransfers:
+    """The rank's transfer endpoint, driven by rank 0."""
+
+    def __init__(self, spec: RankSpec, pool: Pool, frames: FrameSocket) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._frames = frames
+        self._endpoint: TransferEndpoint | None = None
+
+    def serve(self) -> None:
+        """Performs orders until rank 0 ends; then ends the process."""
+        try:
+            while (frame := self._frames.receive()) is not None:
+                order = _decode(frame)
+                if isinstance(order, OpenTransfer):
+                    self._open(order)
+                elif not isinstance(order, RankSpec) and self._endpoint is not None:
+                    self._endpoint.perform(order)
+        except BaseException as error:
+            die(error)
+        os._exit(0)
+
+    def _open(self, order: OpenTransfer) -> None:
+        worker = self._spec.worker
+        endpoint = TransferEndpoint(
+            EndpointConfig(
+                worker_id=worker.worker_id,
+                incarnation=order.incarnation,
+                identity=order.identity,
+                secret=Secret(worker.token),
+                transport=worker.config.kv_transport,
+                host=worker.host,
+            ),
+            pool=self._pool,
+            clock=MonotonicClock(),
+            on_event=self._report,
+            on_crash=die,
+        )
+        try:
+            address = endpoint.open()
+        except ConfigError as error:
+            self._frames.send(TransferRefused(str(error)))
+            return
+        self._endpoint = endpoint
+        self._frames.send(TransferOpened(address))
+
+    def _report(self, event: Event) -> None:
+        assert self._endpoint is not None
+        self._frames.send(RankCounters(self._endpoint.counters()))
+        self._frames.send(event)
+
+
+def main(descriptor: int) -> int:
+    """Runs until rank 0 ends."""
+    connection = socket.socket(fileno=descriptor)
+    _, descriptors, *_ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not descriptors:
+        return 0  # rank 0 has ended already
+    frames = FrameSocket(connection)
+    frame = frames.receive()
+    if frame is None:
+        return 0
+    spec = _decode(frame)
+    assert isinstance(spec, RankSpec)
+    worker = spec.worker
+    name = f"{worker.worker_id}.{spec.place.rank}"
+    configure_logging(
+        LogSource(name, worker.logs, log_folder(worker.log_folder, "")), MonotonicClock()
+    )
+    import torch
+
+    from engine.model.parallel.group import RankGroup
+    from engine.model.parallel.steps import StepChannel
+
+    torch.set_num_threads(worker.threads)
+    group = RankGroup(spec.place, Path(spec.rendezvous))
+    runner = runner_of(worker, Path(spec.directory), group=group)
+    try:
+        pool = open_runner(runner, worker)
+    except BatonError as error:
+        frames.send(RankRefused(str(error), isinstance(error, ConfigError)))
+        return 1
+    freeze_heap()
+    frames.send(RankOpened(os.getpid()))
+    transfers = RankTransfers(spec, pool, frames)
+    threading.Thread(target=transfers.serve, name="frames", daemon=True).start()
+    runner.follow(StepChannel(socket.socket(fileno=descriptors[0])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

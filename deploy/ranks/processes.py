@@ -1,0 +1,230 @@
+"""The other ranks of a worker, as rank 0 sees them: processes that it starts and that end with it.
+
+A worker is as much as all of its ranks. If one dies, the worker dies: its streams go on elsewhere,
+as after any death of a worker.
+"""
+
+import logging
+import os
+import queue
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from deploy.ranks.frames import (
+    FrameSocket,
+    FromRank,
+    OpenTransfer,
+    RankCounters,
+    RankOpened,
+    RankRefused,
+    RankSpec,
+    TransferOpened,
+    TransferRefused,
+)
+from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
+from engine.errors import BatonError, ConfigError
+from engine.layout import Shard
+from engine.messages import TransferAddress
+from engine.model.parallel.group import RankGroup
+from engine.model.parallel.steps import StepFeed
+from engine.socket_child import start_with_socket
+from engine.worker.events import TransferOrder, TransferReport
+from engine.worker.ranks import RankPlace
+from kvtransfer.endpoint import EndpointConfig
+from kvtransfer.messages import Identity
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 30.0  # of a rank that opens its transfer endpoint
+SEND_TIMEOUT_S = 30.0  # a rank that reads no steps and no orders for so long has failed
+STOP_TIMEOUT_S = 5.0
+
+_decode = msgspec.msgpack.Decoder(FromRank).decode
+
+
+class RankDied(BatonError):
+    """A rank of this worker has ended."""
+
+
+class RankEndpoint:
+    """Rank 0's end of one other rank: a `RemoteEndpoint`, and the answers to its start."""
+
+    def __init__(
+        self, rank: int, frames: FrameSocket, on_death: Callable[[BaseException], None]
+    ) -> None:
+        self.rank = rank
+        self._frames = frames
+        self._on_death = on_death
+        self._answers: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
+        self._counters: Mapping[str, float] = {}
+        self._on_report: Callable[[TransferReport], None] | None = None
+        self._on_lost: Callable[[], None] | None = None
+        self._request: OpenTransfer | None = None
+        self._is_closing = False
+        self._has_started = False
+        self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
+
+    def listen(self) -> None:
+        """Starts to listen."""
+        self._thread.start()
+
+    def await_start(self, timeout_s: float) -> None:
+        """Returns when the rank has its part of the model. Raises ConfigError, RankDied."""
+        answer = self._answer(timeout_s)
+        if isinstance(answer, RankRefused):
+            kind = ConfigError if answer.is_config else BatonError
+            raise kind(f"rank {self.rank}: {answer.reason}")
+        assert isinstance(answer, RankOpened)
+        self._has_started = True
+
+    def serve_as(self, config: EndpointConfig, identity: Identity) -> None:
+        """Sets what `open` asks for."""
+        self._request = OpenTransfer(config.incarnation, identity)
+
+    def open(
+        self, on_report: Callable[[TransferReport], None], on_lost: Callable[[], None]
+    ) -> TransferAddress:
+        """Opens the rank's transfer endpoint. Raises ConfigError."""
+        self._on_report, self._on_lost = on_report, on_lost
+        self._frames.send(self._request)
+        answer = self._answer(ANSWER_TIMEOUT_S)
+        if isinstance(answer, TransferRefused):
+            raise ConfigError(f"rank {self.rank}: {answer.reason}")
+        assert isinstance(answer, TransferOpened)
+        return answer.address
+
+    def perform(self, order: TransferOrder) -> None:
+        """Sends an order. If the rank is gone, the thread that listens says so."""
+        try:
+            self._frames.send(order)
+        except OSError as error:
+            log.warning("rank %d takes no orders: %s", self.rank, error)
+            self._frames.close()
+
+    def counters(self) -> Mapping[str, float]:
+        """Returns the endpoint's counters, as they were with its last report."""
+        return self._counters
+
+    def close(self) -> None:
+        """Lets the rank end."""
+        self._is_closing = True
+        self._frames.close()
+
+    def _answer(self, timeout_s: float) -> FromRank:
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RankDied(f"rank {self.rank} gives no answer in {timeout_s:g} s") from None
+        if answer is None:
+            raise RankDied(f"rank {self.rank} ended while starting")
+        return answer
+
+    def _listen(self) -> None:
+        try:
+            while (frame := self._frames.receive()) is not None:
+                message = _decode(frame)
+                if isinstance(message, RankCounters):
+                    self._counters = message.counters
+                elif isinstance(message, TransferReport):
+                    assert self._on_report is not None
+                    self._on_report(message)
+                else:
+                    self._answers.put(message)
+        except Exception as error:  # no message of a rank is wrong
+            self._on_death(error)
+            raise
+        self._answers.put(None)
+        if self._is_closing:
+            return
+        if self._on_lost is not None:
+            self._on_lost()
+        if self._has_started:
+            self._on_death(RankDied(f"rank {self.rank} has ended"))
+
+
+class RankProcesses:
+    """Starts all ranks but this one, and ends them."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        directory: Path,
+        place: RankPlace,
+        *,
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._spec = spec
+        self._directory = directory
+        self._place = place
+        self._on_death = on_death
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._rendezvous: int | None = None
+        self.endpoints: list[RankEndpoint] = []
+        self.group: RankGroup
+        self.feed: StepFeed
+
+    def start(self) -> None:
+        """Starts the processes, which load their parts. Raises OSError."""
+        # Memory without a name, so that nothing is left behind, however the processes end.
+        self._rendezvous = os.memfd_create("baton-ranks")
+        rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
+        steps: list[socket.socket] = []
+        self.feed = StepFeed(steps)
+        self.group = RankGroup(self._place, Path(rendezvous))
+        for rank in range(1, self._place.size):
+            process, connection = start_with_socket(["-m", "deploy.ranks.main"])
+            self._processes.append(process)
+            ours, theirs = socket.socketpair()
+            for each in (ours, connection):
+                _bound_sends(each)
+            steps.append(ours)
+            place = msgspec.structs.replace(self._place, rank=rank)
+            frames = FrameSocket(connection)
+            with theirs:
+                socket.send_fds(connection, [b"s"], [theirs.fileno()])
+            frames.send(RankSpec(place, self._spec, str(self._directory), rendezvous))
+            endpoint = RankEndpoint(rank, frames, self._on_death)
+            endpoint.listen()
+            self.endpoints.append(endpoint)
+
+    def await_start(self) -> None:
+        """Returns when all ranks have their parts. Raises ConfigError, RankDied."""
+        for endpoint in self.endpoints:
+            endpoint.await_start(READY_TIMEOUT_S)
+
+    def endpoints_of(
+        self, config: EndpointConfig, shards: Sequence[Shard]
+    ) -> Sequence[RankEndpoint]:
+        """The transfer endpoints of the other ranks, to be opened as those of `config`'s worker."""
+        for endpoint, shard in zip(self.endpoints, shards[1:], strict=True):
+            identity = msgspec.structs.replace(config.identity, shard=shard)
+            endpoint.serve_as(config, identity)
+        return self.endpoints
+
+    def close(self) -> None:
+        """Ends the processes: kindly, then by force."""
+        self.feed.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+        for process in self._processes:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.warning("a rank did not stop in %g s and is killed", STOP_TIMEOUT_S)
+                process.kill()
+                process.wait()
+        if self._rendezvous is not None:
+            os.close(self._rendezvous)
+            self._rendezvous = None
+
+
+def _bound_sends(connection: socket.socket) -> None:
+    """Lets a send fail that takes too long; receives may wait for ever."""
+    timeval = struct.pack("ll", int(SEND_TIMEOUT_S), 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

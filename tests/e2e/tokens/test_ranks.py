@@ -1,0 +1,100 @@
+"""Workers of several ranks hand over, move and lose sequences, and the tokens stay the same."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from engine.config import Transport, WeightFormat, WorkerConfig
+from engine.messages import Role
+from router.machine.requests import Finished
+from tests.e2e.tokens.test_exactness import GREEDY, generate, serve
+from tests.kits.checkpoints import tiny_checkpoint
+from tests.kits.services.cluster import ask, prompts, request, router, until, workers
+
+pytestmark = pytest.mark.torch
+
+PAIR = (Role.PREFILL, Role.DECODE)
+PROMPTS = prompts(8, vocab_size=64, seed=3, longest=60)
+NUM_TOKENS = 12
+
+
+def split(*, transport=Transport.AUTO, **ranks):
+    """The configuration of one role."""
+    return WorkerConfig(
+        weights=WeightFormat.FP32, kv_mib=16, chunk_tokens=16, kv_transport=transport, **ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"),
+    [
+        ({}, {"tp": 2}, Transport.SHM),
+        ({"tp": 2}, {}, Transport.ZMQ),
+        ({"pp": 2}, {}, Transport.SHM),
+        pytest.param({"tp": 2}, {"pp": 2}, Transport.ZMQ, marks=pytest.mark.long),
+        pytest.param({"tp": 2, "pp": 2}, {"tp": 2}, Transport.SHM, marks=pytest.mark.long),
+    ],
+)
+def test_pools_may_be_split_in_different_ways(tmp_path_factory, prefill, decode, transport):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    config = {
+        Role.PREFILL: split(transport=transport, **prefill),
+        Role.DECODE: split(transport=transport, **decode),
+    }
+    with workers(PAIR, model=model, config=config) as pair:
+        served = serve(pair, PROMPTS, [GREEDY] * len(PROMPTS), at_once=8, num_tokens=NUM_TOKENS)
+    assert served == generate(model, PROMPTS, NUM_TOKENS)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, by their command."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            stat = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended
+        if int(stat.rpartition(")")[2].split()[1]) == pid and b"deploy.ranks.main" in command:
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    prompt = PROMPTS[6]
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    config = {Role.PREFILL: split(), Role.DECODE: split(tp=2)}
+
+    async def run(running):
+        async with router(running) as r:
+            killed: list[str] = []
+
+            def on_tokens(num: int) -> None:
+                if num < 5 or killed:
+                    return
+                worker = (
+                    next(i for i, w in r.workers().items() if w.load and w.load.running_seqs)
+                    if any(w.load and w.load.running_seqs for w in r.workers().values())
+                    else None
+                )
+                if worker is None:
+                    return
+                [rank] = children_of(running.ready[worker].pid)
+                os.kill(rank, signal.SIGKILL)
+                killed.append(worker)
+
+            answer = await ask(r, request("r", prompt, max_tokens=200, sampling=GREEDY), on_tokens)
+            assert isinstance(answer.outcome, Finished), answer.outcome
+            assert killed
+            await until(lambda: killed[0] not in running.live, "the worker of the rank is dead")
+            return answer.token_ids
+
+    with workers(roles, model=model, config=config) as running:
+        found = asyncio.run(run(running))
+    assert found == generate(model, [prompt], 200)[0]
