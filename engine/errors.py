@@ -34,6 +34,7 @@ BatonError
 ├── ShmUnavailable            another worker's memory cannot be mapped
 ├── OutOfBlocks               the KV pool is full; a scheduler always catches it
 ├── StepStuck                 a worker's step lasts longer than any should
+├── RankDied                  a rank of a worker has ended, and the worker with it
 ├── BuildError                a C++ library cannot be built here
 ├── NotFused                  a model whose shape the C++ decoder does not compute
 ├── TooManyWorkers            more workers than the prefix index can tell apart

@@ -27,8 +27,9 @@ def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
     """Returns the configuration with which workers of that role start.
 
     `tp`, `pp` and `ep` become those of the role, `kv_dtype` the format of its pool.
-    `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own. `prefills_locally` stays true only if KV computed at the
-    decode worker has the same bits as KV that is handed over.
+    `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own.
+    `prefills_locally` stays true only if KV computed at the decode worker has the same bits as KV
+    that is handed over.
     """
     kv_dtype = config.kv_dtype
     if role is Role.DECODE and config.decode_kv_dtype is not None:
