@@ -403,7 +403,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     role: Role
     fingerprint: str
-    layout: KVLayout
+    layout: KVLayout  # of the whole model, of which each rank has a share
     num_blocks: int
     max_running: int
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool

@@ -48,6 +48,9 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
     *,
     backends: Annotated[str, typer.Option(help="Which of these to measure.")] = DEFAULT_BACKENDS,
     block_sizes: Annotated[str, typer.Option(help="KiB of a block.")] = DEFAULT_BLOCK_SIZES,
+    shards: Annotated[
+        str, typer.Option(help="Pull half of the heads too, in pieces of so many KiB.")
+    ] = "",
     handoff: Annotated[bool, typer.Option(help="Measure handoffs of `baton serve` too.")] = True,
     shape: Annotated[
         str, typer.Option(help=f"Random weights for the handoff: {', '.join(SHAPES)}.")
@@ -65,6 +68,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
         plan = KvPlan(
             block_sizes=tuple(kib * KIB for kib in numbers_of("--block-sizes", block_sizes)),
             backends=tuple(dict.fromkeys(name for name in backends.split(",") if name)),
+            piece_sizes=tuple(kib * KIB for kib in numbers_of("--shards", shards)),
             num_repeats=repeat,
             handoff=HandoffPlan(shape, HANDOFF_TRANSPORTS, num_requests=4, num_repeats=3)
             if handoff

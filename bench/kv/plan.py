@@ -6,6 +6,9 @@ All movers move the same scattered blocks from one place to another:
     memcpy             one memcpy a block between two mappings of one process      limit of shm
     tcp                two processes, scattered sendmsg and recvmsg_into           limit of zmq
     bare_nixl          two processes, prepared descriptors, READ, no Baton         limit of nixl
+    shm-1to2-4KiB, …   a rank of a sink of two pulls half of the heads: 4 KiB, then as many to skip.
+                       So a block has many pieces. With one piece it is shm, its limit
+    shm-2to1-4KiB, …   two ranks of a source give half of the heads each
     mooncake           two processes, Mooncake's transfer engine over tcp          peer of ours
 
 A mover may have several *ways* (memcpy in C or over ctypes; tcp with calls of several sizes). The
@@ -24,7 +27,7 @@ from bench.common.options import PeerProgram, check_choices
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
 from engine.errors import ConfigError
-from engine.layout import KVFormat, KVLayout, KVSection
+from engine.layout import KVFormat, KVLayout, KVSection, Shard
 
 KIB = 2**10
 MIB = 2**20
@@ -39,6 +42,8 @@ LIMIT_OF = {"shm": "memcpy", "zmq": "tcp", "nixl": "bare_nixl"}
 PEERS = ("mooncake", "nixl")
 PROMPT_LEN = 2048
 LAYER_BYTES = 8 * KIB  # K and V of two heads of 64 elements in bf16, 16 tokens
+HEAD_BYTES = 2 * KIB  # K or V of one of them
+SPLITS = {"1to2": (1, 2), "2to1": (2, 1)}  # ranks of the source and of the sink
 
 Blocks = tuple[int, ...]
 
@@ -98,6 +103,7 @@ class KvPlan:
     num_repeats: int
     handoff: HandoffPlan | None
     peers: tuple[PeerProgram, ...] = ()
+    piece_sizes: tuple[int, ...] = ()  # of a record, where ranks hold half of the heads
     total_bytes: int = TOTAL_BYTES
     seed: int = 0
     is_quick: bool = False
@@ -106,6 +112,16 @@ class KvPlan:
     def pool_bytes(self) -> int:
         """Bytes of each pool: 1.5 times those of one pull, so that its blocks lie scattered."""
         return self.total_bytes * 3 // 2
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """The movers that are Baton's: each backend, and with each split of the heads."""
+        splits = [(name, piece) for name in SPLITS for piece in self.piece_sizes]
+        return self.backends + tuple(
+            f"{backend}-{name}-{size_name(piece)}"
+            for backend in self.backends
+            for name, piece in splits
+        )
 
     @property
     def limits(self) -> tuple[str, ...]:
@@ -123,6 +139,12 @@ def check(plan: KvPlan) -> KvPlan:
             raise ConfigError(
                 f"--block-sizes must be multiples of {LAYER_BYTES // KIB} KiB that divide"
                 f" {plan.total_bytes // MIB} MiB: {size / KIB:g} KiB is none"
+            )
+    for size in plan.piece_sizes:
+        if size < 1 or size % HEAD_BYTES or any(block % (4 * size) for block in plan.block_sizes):
+            raise ConfigError(
+                f"--shards must be multiples of {HEAD_BYTES // KIB} KiB of which each block has"
+                f" four, or a multiple: {size / KIB:g} KiB is none"
             )
     if plan.handoff is not None:
         shape_named(plan.handoff.shape)
@@ -179,6 +201,44 @@ def layout_of(block_bytes: int) -> KVLayout:
     return layout
 
 
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """The shares of the heads that the ranks of a source and one rank of a sink hold."""
+
+    sources: tuple[Shard, ...]
+    sink: Shard
+    piece_bytes: int
+
+    def layout(self, block_bytes: int) -> KVLayout:
+        """Returns the layout of whole blocks, of which the sink pulls that many bytes."""
+        num_heads = 2 * self.piece_bytes // HEAD_BYTES
+        layer_bytes = 4 * self.piece_bytes // self.sink.size  # at the sink
+        section = KVSection(block_bytes // layer_bytes, num_heads, head_dim=64)
+        return KVLayout(block_size=16, kv_format=KVFormat.BF16, sections=(section,))
+
+
+def split_of(mover: str) -> tuple[str, HeadSplit | None]:
+    """Returns the backend of a mover, and its split of the heads if it has one."""
+    backend, *rest = mover.split("-")
+    if not rest:
+        return backend, None
+    split, piece = rest
+    of_source, of_sink = SPLITS[split]
+    sources = tuple(Shard(rank, of_source) for rank in range(of_source))
+    return backend, HeadSplit(sources, Shard(0, of_sink), bytes_of(piece))
+
+
+def limit_of(mover: str) -> str | None:
+    """Returns the mover that is the limit of this one."""
+    backend, split = split_of(mover)
+    return LIMIT_OF.get(backend) if split is None else backend
+
+
+def bytes_of(size: str) -> int:
+    """The inverse of `size_name`."""
+    return int(size[:-3]) * (MIB if size.endswith("MiB") else KIB)
+
+
 def size_name(num_bytes: int) -> str:
     """A size as text: 64KiB, 1MiB."""
     return f"{num_bytes // MIB}MiB" if num_bytes % MIB == 0 else f"{num_bytes // KIB}KiB"
@@ -191,6 +251,7 @@ def config_of(plan: KvPlan) -> dict[str, Scalar]:
         "block_sizes": ",".join(map(size_name, plan.block_sizes)),
         "total_bytes": plan.total_bytes,
         "pool_bytes": plan.pool_bytes,
+        "piece_sizes": ",".join(map(size_name, plan.piece_sizes)),
         "num_repeats": plan.num_repeats,
         "quick": plan.is_quick,
         **(_config_of_handoff(plan.handoff) if plan.handoff else {}),

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.common.plots import save_figure
 from bench.common.report import Report
-from bench.kv.plan import KIB, LIMIT_OF, MIB, TOTAL_BYTES, size_name
+from bench.kv.plan import LIMIT_OF, MIB, TOTAL_BYTES, bytes_of, size_name, split_of
 from bench.kv.results import AFTER_HANDOFF, PHASES
 
 Line = Mapping[int, float]  # GiB/s by bytes of a block
@@ -35,7 +35,7 @@ def lines_of(report: Report) -> tuple[dict[str, Line], dict[str, Line]]:
     peers: dict[str, dict[int, float]] = {}
     for result in report.results:
         mover, _, size = result.name.partition("/")
-        if result.unit != "GiB/s" or "/" in size:
+        if result.unit != "GiB/s" or "/" in size or split_of(mover)[1] is not None:
             continue
         movers.setdefault(mover, {})[bytes_of(size)] = result.value
         for name, peer in result.peers.items():
@@ -52,11 +52,6 @@ def phases_of(report: Report) -> dict[str, dict[str, float]]:
             phase, transport = rest
             found.setdefault(transport, {})[phase] = result.value
     return found
-
-
-def bytes_of(size: str) -> int:
-    """The inverse of `size_name`."""
-    return int(size[:-3]) * (MIB if size.endswith("MiB") else KIB)
 
 
 def _draw_lines(panel: Any, report: Report) -> None:

@@ -12,6 +12,7 @@
 | background/cpu                               | %     | of all cores, used by other programs   |
 
 A backend's `limit` is the median of the limit's fastest way. Limits are results of their own too.
+That of a backend that pulls half of the heads is the backend itself, whose blocks are one piece.
 A peer's `ratio` is ours over theirs; for latencies, less than one is better.
 """
 
@@ -22,7 +23,7 @@ from math import fsum
 
 from bench.common.background import busy_results, busy_warning
 from bench.common.report import Figure, Missing, Result, result_of
-from bench.kv.plan import LIMIT_OF, KvCase, KvPlan, cases_of
+from bench.kv.plan import KvCase, KvPlan, cases_of, limit_of
 
 GIB = 2**30
 PHASES = ("kv_wait", "decode_queue", "first_step")  # from the first token to the second
@@ -73,7 +74,7 @@ def results(
     peers = [peer.name for peer in plan.peers if peer.name in measured.movers]
     found = [
         _result(measured, mover, case, peers=peers if mover in plan.backends else ())
-        for mover in (*plan.backends, *plan.limits)
+        for mover in (*plan.ours, *plan.limits)
         if mover in measured.movers
         for case in cases_of(plan)
     ]
@@ -100,7 +101,7 @@ def _result(measured: KvMeasured, mover: str, case: KvCase, *, peers: Sequence[s
     figures = [_figure(case, s) for s in _best(measured, mover, case)]
     result = result_of(f"{mover}/{case.name}", [f.value for f in figures], figures[0].unit)
     result = result.beside({peer: _median(measured, peer, case) for peer in peers})
-    limit = LIMIT_OF.get(mover)
+    limit = limit_of(mover)
     if case.is_latency or limit not in measured.movers:
         return result
     return result.limited(_median(measured, limit, case))

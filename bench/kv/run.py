@@ -82,7 +82,7 @@ def measure(plan: KvPlan, say: Say = say_nothing) -> KvMeasured:
 def _open_all(movers: Field, plan: KvPlan, stack: ExitStack, say: Say) -> dict[str, str]:
     """Starts all movers at once and opens them one by one; returns the versions they report."""
     peers = [peer.name for peer in plan.peers if peer.name != "nixl"]  # nixl is a limit
-    for name in (*plan.backends, *plan.limits, *peers):
+    for name in (*plan.ours, *plan.limits, *peers):
         try:
             mover = mover_of(name, plan)
         except NotMovable as error:

@@ -1,11 +1,14 @@
 """One end of Baton's own transfers in a process of its own, driven by `bench.kv.run`.
 
-    python -m bench.kv.worker TRANSPORT
+    python -m bench.kv.worker MOVER
 
 A source or a sink is a `TransferEndpoint` over a `SharedPool`. There is one for each block size,
-because both ends must agree on it. A pull's time runs from its start until the endpoint reports
-`PullDone`, so it includes the source's confirmation. The source is attached and the lease held
-before, as for a request that waits for its prefill.
+because both ends must agree on it. If the mover splits the heads, there is one for each rank of the
+source. A sink is one rank always, and the block size is that of its records.
+
+A pull's time runs from its start until the endpoint reports `PullDone`, so it includes the source's
+confirmation. The source is attached and the lease held before, as for a request that waits for its
+prefill.
 """
 
 import queue
@@ -16,14 +19,15 @@ from contextlib import ExitStack, closing
 from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
 
-from bench.kv.plan import layout_of
+from bench.kv.plan import HeadSplit, layout_of, split_of
 from bench.peers.driver import drive, stdout_for_answers
-from bench.peers.kv_memory import TransferEnd, fill
+from bench.peers.kv_memory import TransferEnd, digest, fill
 from engine.clock import MonotonicClock
 from engine.config import Transport
 from engine.errors import BatonError
-from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId, WorkerId
+from engine.messages import Incarnation, LeaseId, LeaseRef, RankAddress, SeqId, WorkerId
 from engine.net.trust import Secret
 from engine.worker.blocks import BlockId
 from engine.worker.events import (
@@ -40,6 +44,8 @@ from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import host_pool
 from kvtransfer.messages import Identity
+from kvtransfer.native.copying import copy_records
+from kvtransfer.records import plan_pieces
 
 SOURCE_SEED = 1
 PULL_TIMEOUT_S = 30.0
@@ -57,16 +63,16 @@ class OpenEndpoint:
     """An open endpoint over a pool of blocks of one size."""
 
     def __init__(
-        self, name: str, transport: Transport, *, pool_bytes: int, block_bytes: int
+        self, name: str, transport: Transport, *, num_blocks: int, identity: Identity
     ) -> None:
         self._events: queue.SimpleQueue[tuple[float, Event | BaseException]] = queue.SimpleQueue()
         self._num_named = 0
-        self.pool = host_pool(pool_bytes // block_bytes, block_bytes, transport)
+        self.pool = host_pool(num_blocks, identity.record.block_bytes, transport)
         self.pool.open()
         config = EndpointConfig(
             worker_id=WorkerId(name),
             incarnation=Incarnation(name),
-            identity=Identity("bench", layout_of(block_bytes)),
+            identity=identity,
             secret=Secret("bench"),
             transport=transport,
             timing=TIMING,
@@ -130,38 +136,45 @@ class OpenEndpoint:
 class TransferWorker(TransferEnd):
     """The sources or sinks of one transport, by block size. Its methods are its commands."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, split: HeadSplit | None = None) -> None:
         super().__init__()
         self._transport = transport
-        self._ends: dict[int, OpenEndpoint] = {}
+        self._split = split
+        self._ends: dict[int, list[OpenEndpoint]] = {}  # the ranks, by block size
         self.facts: dict[str, object] = {"version": "", "ways": [""]}
 
     def open_source(self, pool_bytes: int, block_sizes: list[int]) -> dict[str, object]:
         """Opens sources full of random bytes; returns their addresses."""
         self._open("source", pool_bytes, block_sizes)
-        for end in self._ends.values():
+        for end in self._all():
             fill(end.pool.blocks, SOURCE_SEED)
-        return {"source": [msgspec.to_builtins(end.address) for end in self._ends.values()]}
+        return {"source": [msgspec.to_builtins(end.address) for end in self._all()]}
 
     def open_sink(
         self, pool_bytes: int, block_sizes: list[int], source: object
     ) -> dict[str, object]:
         """Opens sinks and touches all pages of their pools. Each offer names its source."""
         self._open("sink", pool_bytes, block_sizes)
-        for end in self._ends.values():
+        for end in self._all():
             end.pool.blocks[:] = 0
         return {}
 
     def offer(self, block_bytes: int, pulls: list[list[int]], way: str) -> dict[str, object]:
         """Leases out the blocks of each pull."""
-        end = self._ends[block_bytes]
-        return {"offers": [msgspec.to_builtins(end.lease(blocks)) for blocks in pulls]}
+        return {"offers": [msgspec.to_builtins(self._lease(block_bytes, one)) for one in pulls]}
+
+    def _lease(self, block_bytes: int, blocks: list[int]) -> LeaseRef:
+        leases = [rank.lease(blocks) for rank in self._ends[block_bytes]]
+        first, *others = (lease.source for lease in leases)
+        ranks = tuple(RankAddress(other.address, other.shard) for other in others)
+        source = msgspec.structs.replace(first, others=ranks)
+        return msgspec.structs.replace(leases[0], source=source)
 
     def pull(
         self, block_bytes: int, pulls: list[list[list[int]]], offers: list[Any], way: str
     ) -> dict[str, object]:
         """Holds all leases, then carries out the pulls one by one."""
-        end = self._ends[block_bytes]
+        (end,) = self._ends[block_bytes]
         held = [end.hold(msgspec.convert(offer, LeaseRef)) for offer in offers]
         threading.Event().wait(HOLD_S)
         return {
@@ -171,20 +184,49 @@ class TransferWorker(TransferEnd):
         }
 
     def rows(self, end: str, block_bytes: int) -> Any:
-        """The blocks of the pool of this size."""
-        return self._ends[block_bytes].pool.blocks
+        """The blocks of the pool of this size, of the first rank."""
+        return self._ends[block_bytes][0].pool.blocks
+
+    def digest(self, end: str, block_bytes: int, blocks: list[int]) -> dict[str, object]:
+        """Hashes these blocks as the sink has them, or is to have them."""
+        if self._split is None or end == "sink":
+            return super().digest(end, block_bytes, blocks)
+        expected = np.zeros((len(blocks), block_bytes), np.uint8)
+        layout = self._split.layout(block_bytes)
+        for rank, shard in zip(self._ends[block_bytes], self._split.sources, strict=True):
+            pieces = plan_pieces(layout, shard, self._split.sink)
+            copy_records(expected, None, rank.pool.blocks, blocks, pieces)
+        return {"digest": digest(expected, [*range(len(blocks))])}
 
     def close(self) -> None:
         """Closes all endpoints."""
-        for end in self._ends.values():
+        for end in self._all():
             end.close()
+
+    def _all(self) -> list[OpenEndpoint]:
+        return [end for ranks in self._ends.values() for end in ranks]
 
     def _open(self, role: str, pool_bytes: int, block_sizes: list[int]) -> None:
         for size in block_sizes:
-            name = f"{role}-{self._transport}-{size}"
-            self._ends[size] = OpenEndpoint(
-                name, self._transport, pool_bytes=pool_bytes, block_bytes=size
-            )
+            self._ends[size] = [
+                OpenEndpoint(
+                    f"{role}-{self._transport}-{size}",
+                    self._transport,
+                    num_blocks=pool_bytes // size,
+                    identity=identity,
+                )
+                for identity in self._identities(role, size)
+            ]
+
+    def _identities(self, role: str, block_bytes: int) -> list[Identity]:
+        """Returns those of the ranks."""
+        split = self._split
+        if split is None:
+            return [Identity("bench", layout_of(block_bytes))]
+        layout = split.layout(block_bytes)
+        if role == "sink":
+            return [Identity("bench", layout, split.sink)]
+        return [Identity("bench", layout, shard, group=split.sources) for shard in split.sources]
 
 
 def _raise(event: Event | BaseException) -> NoReturn:
@@ -197,9 +239,10 @@ def _raise(event: Event | BaseException) -> NoReturn:
 def main() -> None:
     """Answers commands until stdin ends."""
     out = stdout_for_answers()
+    backend, split = split_of(sys.argv[1])
     with ExitStack() as stack:
         drive(
-            lambda: stack.enter_context(closing(TransferWorker(Transport(sys.argv[1])))),
+            lambda: stack.enter_context(closing(TransferWorker(Transport(backend), split))),
             sys.stdin,
             out,
         )

@@ -8,7 +8,8 @@ pull under each lease.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -83,10 +84,12 @@ class Process:
 
 
 class Source:
-    """A worker that leases blocks out, through all its lives at one address."""
+    """A worker, or a rank of one, that leases blocks out through all its lives at one address."""
 
-    def __init__(self, world: "World", name: str) -> None:
+    def __init__(self, world: "World", name: str, identity: Identity) -> None:
         self.world = world
+        self.identity = identity
+        self.ended: deque[LeaseEnded] = deque()  # as reported to the worker's core
         self.address = f"fake://{name}"
         self.name = name
         self.num_lives = 0
@@ -98,7 +101,7 @@ class Source:
         self.incarnation = f"life {self.num_lives} of {self.name}"
         machine = SourceMachine(
             incarnation=self.incarnation,
-            identity=IDENTITY,
+            identity=self.identity,
             num_blocks=NUM_BLOCKS,
             offers=Offers(),
             timing=TIMING,
@@ -115,7 +118,8 @@ class Source:
         process.leased[lease_id] = blocks
         process.num_ready[lease_id] = 0
         self.perform(process.machine.open(lease_id, num_blocks, self.world.now_s))
-        address = TransferAddress(self.name, self.incarnation, self.address)
+        shard = self.identity.shard
+        address = TransferAddress(self.name, self.incarnation, self.address, shard)
         return LeaseRef(lease_id, address, num_blocks)
 
     def grow(self, lease_id: str, num_blocks: int) -> None:
@@ -147,6 +151,7 @@ class Source:
             match effect:
                 case LeaseEnded(lease_id, reason):
                     self.end_reasons.add(reason)
+                    self.ended.append(effect)
                     blocks = process.leased.pop(lease_id)  # a second end is a KeyError
                     process.free.extend(blocks)
                     for block in blocks:
@@ -202,6 +207,7 @@ class Sink:
     ) -> None:
         self.world = world
         self.is_dead = False
+        self.ended: deque[tuple[Pull, PullDone | PullFailed]] = deque()
         self.copies_at_once = copies_at_once
         self.means = Means("fake", window, 2 * window, resends=not copies_at_once)
         self.machine = SinkMachine(
@@ -294,6 +300,7 @@ class Sink:
 
     def end(self, pull: Pull, event: PullDone | PullFailed) -> None:
         pull.ends.append(event)
+        self.ended.append((pull, event))
         assert len(pull.ends) == 1, f"{pull.seq_id} ended twice"
         if isinstance(event, PullDone):
             assert pull.wanted is not None, "done before it was started"
@@ -322,6 +329,7 @@ class World:
         copies_at_once: tuple[bool, ...],
         windows: tuple[int, ...],
         are_ranks: bool = False,
+        sources: Sequence[Identity] = (IDENTITY,) * NUM_SOURCES,
     ) -> None:
         self.now_s = 0.0
         self.busy = False  # blocks wait at their sources
@@ -329,8 +337,8 @@ class World:
         self.connections: dict[bytes, Connection] = {}  # by peer, also former ones
         self._numbers = itertools.count()
         self.sources: dict[str, Source] = {}
-        for i in range(NUM_SOURCES):
-            source = Source(self, f"p{i}")
+        for i, identity in enumerate(sources):
+            source = Source(self, f"p{i}", identity)
             self.sources[source.address] = source
         self.are_ranks = are_ranks  # of one worker
         self.sinks = [

@@ -80,6 +80,13 @@ def test_wrong_blocks_are_noticed(name, monkeypatch):
             mover.verify(ways[0], case, pull)
 
 
+@pytest.mark.parametrize("name", replace(PLAN, piece_sizes=(2 * KIB,)).ours[len(PLAN.backends) :])
+def test_half_of_the_heads_is_moved_in_pieces(name):
+    with opened(name) as (mover, [way]):
+        for case in cases_of(PLAN):
+            mover.verify(way, case, pulls_of(PLAN, case, 0)[0])
+
+
 def test_a_missing_backend_gives_its_reason():
     with pytest.raises(DrivenFailed, match="'pigeon' is not a valid Transport"), opened("pigeon"):
         pass

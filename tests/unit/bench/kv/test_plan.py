@@ -16,17 +16,20 @@ from bench.kv.plan import (
     HandoffPlan,
     KvCase,
     KvPlan,
+    bytes_of,
     cases_of,
     check,
     config_of,
     layout_of,
+    limit_of,
     order_of,
     pulls_of,
     quick,
     size_name,
+    split_of,
 )
-from bench.kv.plots import bytes_of
 from engine.errors import ConfigError
+from kvtransfer.records import plan_pieces
 
 FEW = settings(max_examples=20)  # a unit test has 50 ms
 PYTHON = Path(sys.executable)
@@ -90,6 +93,32 @@ def test_a_layout_has_blocks_of_the_wanted_size(size):
     assert bytes_of(size_name(size)) == size
 
 
+def test_a_split_of_the_heads_is_a_mover_of_its_own_beside_its_backend():
+    plan = check(replace(PLAN, block_sizes=(64 * KIB,), piece_sizes=(4 * KIB, 16 * KIB)))
+    assert plan.ours[:2] == plan.backends
+    assert plan.ours[2:6] == (
+        *("shm-1to2-4KiB", "shm-1to2-16KiB"),
+        *("shm-2to1-4KiB", "shm-2to1-16KiB"),
+    )
+    assert [limit_of(mover) for mover in ("shm-2to1-4KiB", "shm", "memcpy")] == [
+        *("shm", "memcpy"),
+        None,
+    ]
+    assert check(PLAN).ours == PLAN.backends
+
+
+@pytest.mark.parametrize(("name", "num_pieces"), [("1to2", 16), ("2to1", 8)])
+def test_a_rank_of_a_sink_has_blocks_of_the_wanted_size_in_pieces(name, num_pieces):
+    backend, split = split_of(f"zmq-{name}-4KiB")
+    layout = split.layout(64 * KIB)
+    assert backend == "zmq"
+    assert layout.of_rank(split.sink).block_bytes == 64 * KIB
+    for source in split.sources:
+        pieces = plan_pieces(layout, source, split.sink)
+        assert len(pieces) == num_pieces
+        assert all(piece.num_bytes == 4 * KIB for piece in pieces)
+
+
 def test_quick_plan_is_smaller_with_the_same_result_names():
     plan = quick(PLAN)
     assert check(plan).num_repeats == 3
@@ -112,6 +141,9 @@ def test_config_holds_the_plan():
         ({"block_sizes": (24 * KIB,)}, "24 KiB"),
         ({"block_sizes": (0,)}, "0 KiB"),
         ({"block_sizes": ()}, "none given"),
+        ({"piece_sizes": (8 * KIB,)}, "--shards.*8 KiB"),
+        ({"piece_sizes": (3 * KIB,)}, "--shards.*3 KiB"),
+        ({"piece_sizes": (0,)}, "--shards.*0 KiB"),
         ({"handoff": replace(PLAN.handoff, shape="9b")}, "9b"),
     ],
 )

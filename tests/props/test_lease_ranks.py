@@ -1,0 +1,235 @@
+"""Sources of two ranks, on a network that delays, repeats, drops, reorders and cuts.
+
+Each lease is open at both ranks, and a pull has a part at each. Source and sink each have a group
+that joins the parts, as endpoints have. The checks of `test_lease_protocol` hold for each part.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from engine.messages import LeaseRef
+from engine.worker.events import (
+    AbortPull,
+    GrowLease,
+    HoldLease,
+    LeaseEnded,
+    OpenLease,
+    PullDone,
+    PullFailed,
+    RevokeLease,
+    StartPull,
+)
+from kvtransfer.lease.group import (
+    GroupEffect,
+    LeaseGroups,
+    PullGroups,
+    ToMember,
+    part_id,
+    whole_of,
+)
+from tests.kits.seeds import seeds
+from tests.props.test_lease_protocol import FAULTS, RANKS, Pull, Sink, World, deliver_some
+
+FAULTS_HERE = [fault for fault in FAULTS if fault not in ("restart", "die")]
+
+
+@dataclass(eq=False)
+class WholePull:
+    """The test's record of one pull from both ranks."""
+
+    seq_id: str
+    sink: Sink
+    lease_id: str
+    num_blocks: int
+    parts: dict[int, Pull] = field(default_factory=dict)
+    reports: list[PullDone | PullFailed] = field(default_factory=list)
+    is_started: bool = False
+
+
+class RankedWorld:
+    """A source of two ranks, two sinks of one, and the groups that join what the ranks do."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.world = World(
+            copies_at_once=(rng.random() < 0.5, rng.random() < 0.5),
+            windows=(rng.choice([1, 2, 64]), rng.choice([1, 2, 64])),
+            sources=RANKS,
+        )
+        self.sources = list(self.world.sources.values())
+        self.leases = LeaseGroups(range(len(self.sources)))
+        self.lease_ends: list[str] = []
+        self.groups = {sink: PullGroups() for sink in self.world.sinks}
+        self.pulls: dict[str, WholePull] = {}
+
+    # ------------------------------------------------------------ orders of the two cores
+
+    def open(self, num_blocks: int) -> list[LeaseRef] | None:
+        if any(num_blocks > len(source.process.free) for source in self.sources):
+            return None
+        lease_id = self.world.new_name("lease")
+        opened = self.leases.open(OpenLease(lease_id, num_blocks))
+        return [self.sources[to.member].open(lease_id, num_blocks) for to in opened]
+
+    def grow(self, lease_id: str, num_blocks: int) -> None:
+        for to in self.leases.grow(GrowLease(lease_id, ())):
+            self.sources[to.member].grow(lease_id, num_blocks)
+
+    def revoke(self, lease_id: str) -> None:
+        self.perform_leases(self.leases.revoke(RevokeLease(lease_id)))
+
+    def hold(self, sink: Sink, leases: list[LeaseRef]) -> WholePull:
+        seq_id = self.world.new_name("seq")
+        pull = WholePull(seq_id, sink, leases[0].lease_id, leases[0].num_blocks)
+        self.pulls[seq_id] = pull
+        self.perform(sink, self.groups[sink].hold(seq_id, dict(enumerate(leases))))
+        return pull
+
+    def start(self, pull: WholePull) -> None:
+        pull.is_started = True
+        pull.reports.clear()  # one that came before the start was of the hold
+        blocks = tuple((index, 0) for index in range(pull.num_blocks))
+        self.perform(pull.sink, self.groups[pull.sink].start(StartPull(pull.seq_id, blocks)))
+
+    def abort(self, pull: WholePull) -> None:
+        self.perform(pull.sink, self.groups[pull.sink].abort(AbortPull(pull.seq_id)))
+
+    # ------------------------------------------------------------ what follows
+
+    def perform(self, sink: Sink, effects: list[GroupEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToMember(rank, HoldLease(seq_id, lease)):
+                    part = Pull(part_id(seq_id, rank), sink, lease)
+                    self.pulls[seq_id].parts[rank] = part
+                    sink.hold(part)
+                case ToMember(rank, StartPull(seq_id, blocks)):
+                    sink.start(self.pulls[seq_id].parts[rank], [index for index, _ in blocks])
+                case ToMember(rank, AbortPull(seq_id)):
+                    sink.abort(self.pulls[seq_id].parts[rank])
+                case PullDone(seq_id) | PullFailed(seq_id):
+                    self.end(self.pulls[seq_id], effect)
+
+    def perform_leases(self, effects: list[GroupEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case ToMember(rank, RevokeLease(lease_id)):
+                    self.sources[rank].revoke(lease_id)
+                case LeaseEnded(lease_id, reason):
+                    assert not any(lease_id in s.process.leased for s in self.sources)
+                    self.lease_ends.append(reason)
+
+    def end(self, pull: WholePull, report: PullDone | PullFailed) -> None:
+        pull.reports.append(report)
+        assert len(pull.reports) == 1, f"{pull.seq_id} ended twice"
+        parts = [part.lease.lease_id for part in pull.parts.values() if not part.ends]
+        assert not parts, "a part may still write"
+        for part in pull.parts.values():
+            (last,) = part.ends
+            good = (part.wanted or ()) if isinstance(last, PullDone) else last.arrived
+            assert isinstance(last, PullDone) or not isinstance(report, PullDone)
+            assert isinstance(report, PullDone) or set(report.arrived) <= set(good)
+
+    def settle(self) -> None:
+        """Takes in the ends of parts, after all effects that came with them."""
+        for sink, groups in self.groups.items():
+            while sink.ended:
+                part, end = sink.ended.popleft()
+                seq_id, rank = whole_of(part.seq_id)
+                self.perform(sink, groups.ended(rank, msgspec.structs.replace(end, seq_id=seq_id)))
+                groups.validate()
+        while any(source.ended for source in self.sources):
+            for rank, source in enumerate(self.sources):
+                while source.ended:
+                    self.perform_leases(self.leases.ended(rank, source.ended.popleft()))
+                    self.leases.validate()
+        self.world.validate()
+
+    def sweep(self) -> None:
+        self.world.sweep()
+        self.settle()
+
+    def run_down(self) -> None:
+        world = self.world
+        world.keep_busy(busy=False)
+        for _ in range(400):
+            world.deliver_all()
+            self.settle()
+            if world.letters:
+                continue
+            machines = [s.machine for s in world.sinks]
+            machines += [s.process.machine for s in self.sources]
+            wakes = [w for w in (m.next_wake_s() for m in machines) if w is not None]
+            if not wakes:
+                return
+            world.now_s = max(world.now_s, min(wakes))
+            self.sweep()
+        raise AssertionError("it does not come to rest")
+
+
+def disturb(ranked: RankedWorld, rng: random.Random, faults: frozenset[str], pull: WholePull):
+    world = ranked.world
+    fault = rng.choice(FAULTS_HERE)
+    if fault not in faults or rng.random() > 0.15:
+        return
+    if fault == "revoke":
+        ranked.revoke(pull.lease_id)
+    elif fault == "abort":
+        ranked.abort(pull)
+    elif fault == "cut":
+        world.cut(rng.choice(ranked.sources).address)
+    elif fault == "busy":
+        world.keep_busy(busy=not world.busy)
+    elif fault == "delay":
+        world.now_s += rng.choice([1.0, 3.0, 8.0])
+        ranked.sweep()
+
+
+def busy_day(rng: random.Random, faults: frozenset[str]) -> RankedWorld:
+    ranked = RankedWorld(rng)
+    world = ranked.world
+    pulls: list[WholePull] = []
+    for _ in range(100):
+        leases = ranked.open(rng.randint(1, 4)) if rng.random() < 0.4 else None
+        if leases is not None:
+            pulls.append(ranked.hold(rng.choice(world.sinks), leases))
+        for pull in pulls[-6:]:
+            if not pull.is_started and rng.random() < 0.3:
+                ranked.start(pull)
+            if rng.random() < 0.3:
+                ranked.grow(pull.lease_id, 1)
+            deliver_some(world, rng, faults)
+            ranked.settle()
+            disturb(ranked, rng, faults, pull)
+            ranked.settle()
+        world.now_s += 0.1
+        ranked.sweep()
+    for pull in pulls:
+        if not pull.is_started:
+            ranked.start(pull)
+        ranked.grow(pull.lease_id, 4)
+    ranked.run_down()
+    assert all(len(pull.reports) == 1 for pull in pulls)
+    assert not any(sink.machine.num_pulls or sink.connections for sink in world.sinks)
+    assert not any(groups.num_pulls for groups in ranked.groups.values())
+    assert not any(source.process.machine.num_leases for source in ranked.sources)
+    assert ranked.leases.num_leases == 0
+    return ranked
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_on_a_good_network_every_pull_is_done_at_both_ranks(seed):
+    ranked = busy_day(random.Random(seed), frozenset())
+    assert len(ranked.pulls) > 10
+    ends = [end for pull in ranked.pulls.values() for end in pull.reports]
+    assert all(isinstance(end, PullDone) for end in ends)
+    assert ranked.lease_ends == ["released"] * len(ends)
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_on_a_bad_network_every_pull_ends_once_and_after_both_parts(seed):
+    rng = random.Random(seed)
+    ranked = busy_day(rng, frozenset(fault for fault in FAULTS_HERE if rng.random() < 0.4))
+    assert len(ranked.lease_ends) == len(ranked.pulls)
