@@ -17,16 +17,18 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import MutableMapping
 from concurrent.futures import Future, wait
 
 import msgspec
 
+from deploy.local.gpus import VISIBLE
 from deploy.local.nursery import STOP_WORD
 from deploy.logs.lines import configure_logging
 from deploy.services.build import service_of
 from deploy.services.model import fetch, has_to_fetch
 from deploy.services.reasons import explain
-from deploy.services.spec import Fetched, Fetching
+from deploy.services.spec import Fetched, Fetching, WorkerSpec
 from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
@@ -49,6 +51,7 @@ def main(kind: str) -> int:
     spec = sys.stdin.buffer.readline()
     if spec in (b"", STOP_WORD):  # the parent has given it up
         return 0
+    limit_gpus(kind, spec, os.environ)
     service, source = service_of(kind, spec)
     thread = ServiceThread(service, kind)
     try:
@@ -79,6 +82,14 @@ def main(kind: str) -> int:
         thread.hurry()
     thread.close()
     return 0
+
+
+def limit_gpus(kind: str, spec: bytes, environment: MutableMapping[str, str]) -> None:
+    """Lets a worker see its own GPUs only. CUDA reads the variable when it is first used."""
+    if kind == "worker":
+        gpus = msgspec.json.decode(spec, type=WorkerSpec).gpus
+        if gpus is not None:
+            environment[VISIBLE] = ",".join(gpus)
 
 
 class _Stop(BaseException):

@@ -8,9 +8,9 @@ from engine.config import (
     RouterConfig,
     StoreConfig,
     Transport,
-    WorkerConfig,
 )
 from engine.control import FIRST_VERSION, Members
+from engine.devices.settings import WorkerSettings
 from engine.messages import Role, WorkerId
 
 READY_TIMEOUT_S = 300.0  # from spec to ready; a fetch of the model comes on top
@@ -22,7 +22,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     worker_id: WorkerId
     role: Role
     model: str  # as `model_source` reads it
-    config: WorkerConfig
+    config: WorkerSettings
     token: str
     threads: int
     memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
@@ -32,6 +32,10 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as `run_dir.log_folder` takes it; None: no lines are kept
     version: str = FIRST_VERSION
+    num_gpus: float = 0.0  # whole ones, or a part of one
+    # What it sees of its machine's GPUs, as CUDA_VISIBLE_DEVICES names them. None: its environment
+    # says so, which Ray has set.
+    gpus: tuple[str, ...] | None = None
 
 
 class WorkerReady(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ from deploy.worker.request_ids import RequestIds
 from deploy.worker.step_watch import StepWatch
 from engine import native_build
 from engine.clock import Clock
-from engine.config import WorkerConfig
+from engine.devices.settings import WorkerSettings
 from engine.grammar.guides import LlGuides
 from engine.layout import KVFormat
 from engine.messages import (
@@ -106,7 +106,7 @@ class WorkerHost:
         self,
         identity: WorkerIdentity,
         *,
-        config: WorkerConfig,
+        config: WorkerSettings,
         runner: Runner,
         model: ModelFacts,
         memory: Pool,
@@ -381,7 +381,7 @@ class WorkerHost:
         self._sessions.post_all(encode_frame([message]))
 
 
-def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
+def roles_of(role: Role, config: WorkerSettings) -> frozenset[Role]:
     """Returns the roles that a worker may take after it started with `role`.
 
     If decode workers hold KV in a format of their own, no worker can enter or leave that role: its

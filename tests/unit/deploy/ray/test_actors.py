@@ -15,12 +15,14 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
-from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members
+from engine.devices.settings import resolve
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 USE_RAY = tuple(
     f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "orders", "places")
@@ -94,11 +96,13 @@ class FakeRay(ModuleType):
         self.timeouts: list[float] = []
         self.names: dict[str, FakeActor] = {}
         self.waits: list[tuple[int, float]] = []
+        self.options: list[dict[str, object]] = []
 
     def remote(self, **_options: object):
         return lambda _: SimpleNamespace(options=self._options)
 
-    def _options(self, name: str, **_options: object):
+    def _options(self, name: str, **options: object):
+        self.options.append(options)
         return SimpleNamespace(remote=lambda *_: self._create(name))
 
     def _create(self, name: str) -> FakeActor:
@@ -168,6 +172,14 @@ def test_failed_actor_leaves_its_name_free(fake_ray, launcher, answer, says):
     assert launcher.dead() == {}
     fake_ray.answer = (READY, "")
     assert launcher.start_gateway(SPEC).pid == 7
+
+
+@pytest.mark.parametrize("num_gpus", [0.0, 0.5, 1.0])
+def test_ray_gives_each_worker_its_gpus(fake_ray, launcher, num_gpus):
+    fake_ray.answer = (msgspec.json.encode(WorkerReady("a", 1, 1, 1, 1, 0.0)), "")
+    who = (WorkerId("w"), Role.PREFILL, "m", SETTINGS, "token")
+    launcher.start_worker(WorkerSpec(*who, threads=1, num_gpus=num_gpus))
+    assert fake_ray.options == [{"num_gpus": num_gpus}]
 
 
 class FakeOwnRay:
@@ -250,7 +262,7 @@ def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray, 
     ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     fake_ray.answer = (msgspec.json.encode(ready), "")
     launcher.start_worker(
-        WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+        WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1)
     )
     assert fake_ray.timeouts == has_s
 

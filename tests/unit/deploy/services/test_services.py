@@ -11,11 +11,13 @@ from deploy.services.spec import (
     WorkerSpec,
 )
 from deploy.services.thread import LateStart, ServiceThread
-from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members, Version
+from engine.devices.settings import resolve
 from engine.messages import Role, WorkerId
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 
 
@@ -31,7 +33,7 @@ READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 def test_only_workers_with_a_remote_model_fetch(kind, model, has_to):
     version = Version(model=model)
     spec = msgspec.structs.replace(SPEC, members=Members(1, (), Intent((version,))))
-    worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+    worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1)
     encoded = msgspec.json.encode(worker if kind == "worker" else spec)
     assert has_to_fetch(kind, encoded) is has_to
 
