@@ -14,6 +14,7 @@ from engine.devices.settings import WorkerSettings
 from engine.messages import Role, WorkerId
 
 READY_TIMEOUT_S = 300.0  # from spec to ready; a fetch of the model comes on top
+SLOWEST_BYTES_PER_S = 100e6  # at which a model may be read; a large one has a longer start
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -112,3 +113,9 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
     """Says that the model is on this machine, and the service starts now."""
+
+
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """Says that the start may take so long. Sent only if that is more than READY_TIMEOUT_S."""
+
+    limit_s: float

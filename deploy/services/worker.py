@@ -12,15 +12,18 @@ from deploy.services.thread import LoopService, die
 from deploy.worker import memory
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from engine.clock import MonotonicClock
+from engine.config import DeviceKind
 from engine.grammar.guides import LlGuides
 from engine.net.trust import Secret
-from kvtransfer.memory import PrivatePool, SharedPool, host_pool
+from kvtransfer.memory import DevicePool, Pool, host_pool
 from kvtransfer.native.library import is_native
 
 if TYPE_CHECKING:
-    from engine.model.runner import KVNeeds, SizeKV
+    from engine.model.runner import KVNeeds, SizeKV, TorchRunner
 
 log = logging.getLogger(__name__)
+
+GPU = "cuda:0"  # the first of those that this process sees
 
 
 class WorkerService(LoopService[WorkerReady]):
@@ -35,30 +38,24 @@ class WorkerService(LoopService[WorkerReady]):
         begin_s = clock.now_s()
         import torch  # takes seconds to import; gateways do not need it
 
+        from engine.model.profiling import LargestStep
         from engine.model.runner import TorchRunner
 
-        spec = self._spec
+        spec, config = self._spec, self._spec.config
         torch.set_num_threads(spec.threads)
         directory = await asyncio.to_thread(directory_of, spec.model, Parts.ALL)
         runner = TorchRunner(
             directory,
-            draft=spec.config.draft_path,
-            block_size=spec.config.block_size,
-            kv_format=spec.config.kv_dtype,
-            weights=spec.config.weights,
+            draft=config.draft_path,
+            block_size=config.block_size,
+            kv_format=config.kv_dtype,
+            weights=config.weights,
             kv_bytes=self._kv_bytes(),
-            max_len=spec.config.max_model_len,
+            max_len=config.max_model_len,
+            device=GPU if config.device is DeviceKind.CUDA else "cpu",
+            largest=LargestStep(config.max_batch_tokens, config.max_running),
         )
-        pools: list[PrivatePool | SharedPool] = []
-
-        def allocate(num_bytes: int) -> memoryview:
-            block_bytes = num_bytes // runner.num_blocks
-            pool = host_pool(runner.num_blocks, block_bytes, spec.config.kv_transport)
-            pool.open()
-            pools.append(pool)
-            return pool.blocks.reshape(-1).data
-
-        await asyncio.to_thread(runner.open, allocate)
+        pool = await asyncio.to_thread(self._open_runner, runner)
         await asyncio.to_thread(runner.warm_up)
         await asyncio.to_thread(is_native)  # so that no pull waits for a compiler
         identity = WorkerIdentity(
@@ -72,7 +69,7 @@ class WorkerService(LoopService[WorkerReady]):
         self._runner = runner
         self._host = WorkerHost(
             identity,
-            config=spec.config,
+            config=config,
             runner=runner,
             model=ModelFacts(
                 vocab_size=runner.vocab_size,
@@ -85,9 +82,10 @@ class WorkerService(LoopService[WorkerReady]):
                 ),
                 sizes=runner.sizes,
             ),
-            memory=pools[0],
+            memory=pool,
             clock=clock,
             on_crash=die,
+            enter_thread=runner.enter_thread,
         )
         address = await self._host.open()
         return WorkerReady(
@@ -102,6 +100,24 @@ class WorkerService(LoopService[WorkerReady]):
             is_batch_invariant=runner.is_batch_invariant,
         )
 
+    def _open_runner(self, runner: "TorchRunner") -> Pool:
+        """Opens the runner, and returns the pool of KV that it writes to."""
+        if self._spec.config.device is DeviceKind.CUDA:
+            runner.open()
+            block_bytes = runner.layout.block_bytes
+            return DevicePool(runner.kv_address, runner.num_blocks, block_bytes, device_id=0)
+        pools = []
+
+        def allocate(num_bytes: int) -> memoryview:
+            block_bytes = num_bytes // runner.num_blocks
+            pool = host_pool(runner.num_blocks, block_bytes, self._spec.config.kv_transport)
+            pool.open()
+            pools.append(pool)
+            return pool.blocks.reshape(-1).data
+
+        runner.open(allocate)
+        return pools[0]
+
     def _kv_bytes(self) -> "int | SizeKV":
         """Returns the configured size, or a function that sizes KV by the memory available now."""
         spec = self._spec
@@ -112,11 +128,21 @@ class WorkerService(LoopService[WorkerReady]):
         shared_bytes = max(shared_bytes - spec.kept_bytes, 0)
 
         def size(needs: "KVNeeds") -> int:
+            if needs.device is not None:
+                return memory.device_kv_bytes(
+                    **needs.device.memory._asdict(),
+                    peak_bytes=needs.device.peak_bytes,
+                    block_bytes=needs.block_bytes,
+                    fraction=spec.config.memory_fraction,
+                    part=min(spec.num_gpus, 1.0) or 1.0,
+                )
             # If less is available than this worker's share, other programs use it.
             return memory.kv_bytes(
                 min(shared_bytes, here_bytes * spec.num_workers),
                 num_workers=spec.num_workers,
-                **needs._asdict(),
+                weights_bytes=needs.weights_bytes,
+                block_bytes=needs.block_bytes,
+                num_context_blocks=needs.num_context_blocks,
             )
 
         return size

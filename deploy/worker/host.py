@@ -112,7 +112,9 @@ class WorkerHost:
         memory: Pool,
         clock: Clock,
         on_crash: Callable[[BaseException], None],
+        enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
+        """`enter_thread` is called first in the thread that runs steps."""
         self._identity = identity
         self._config = config
         self._runner = runner
@@ -120,6 +122,7 @@ class WorkerHost:
         self._memory = memory
         self._clock = clock
         self._on_crash = on_crash
+        self._enter_thread = enter_thread
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._sessions = GatewaySessions(
@@ -275,6 +278,7 @@ class WorkerHost:
 
     def _run(self) -> None:
         try:
+            self._enter_thread()
             next_report_s = 0.0
             busy = False
             while not self._stopping:

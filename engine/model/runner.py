@@ -30,6 +30,13 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.cpu import CpuForward
 from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import LoadedModel, load, load_draft
+from engine.model.profiling import (
+    CudaMeter,
+    DeviceNeeds,
+    LargestStep,
+    MemoryMeter,
+    measure_needs,
+)
 from engine.model.sampling import verify
 from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
@@ -52,6 +59,7 @@ class KVNeeds(NamedTuple):
     weights_bytes: int  # estimate of the weights' final size
     block_bytes: int
     num_context_blocks: int  # blocks that hold a whole context
+    device: DeviceNeeds | None = None  # of a GPU
 
 
 SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
@@ -72,6 +80,7 @@ class TorchRunner:
     sizes: ModelSizes  # of the target, to estimate the work of steps
     last_times: StepTimes | None = None
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
+    kv_address: int  # of the buffer, in the memory of its device
     draft_forward: CpuForward | CudaForward | None = None  # its cache covers the target's tokens
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
@@ -86,6 +95,8 @@ class TorchRunner:
         max_len: int | None = None,
         weights: WeightFormat = WeightFormat.AUTO,
         device: str = "cpu",
+        largest: LargestStep | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
         """Takes either `num_blocks`, or `kv_bytes` for as many blocks as fit.
 
@@ -93,7 +104,8 @@ class TorchRunner:
         beyond `max_len` tokens, nor beyond the model's context.
 
         `draft` is a smaller model with the same tokens; blocks have room for its K and V too. A CPU
-        computes with as many threads as torch is set to when the runner is opened.
+        computes with as many threads as torch is set to when the runner is opened. A GPU runs the
+        `largest` step once, if given, to see the memory that is left for KV; `meter` reads it.
         """
         self.path = path
         self.draft_path = draft
@@ -106,6 +118,8 @@ class TorchRunner:
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
         self._max_len = max_len
+        self._largest = largest
+        self._meter = meter
 
     def open(self, allocate: Allocate | None = None) -> None:
         """Loads the model and takes memory for KV, from `allocate` if given.
@@ -136,7 +150,7 @@ class TorchRunner:
         self._describe(models)
         kv_bytes = self._kv_bytes
         if callable(kv_bytes):
-            kv_bytes = kv_bytes(self._needs(models))
+            kv_bytes = kv_bytes(self._needs(models)._replace(device=self._device_needs(target)))
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
         if allocate is None:
             buffer = allocate_buffer(self.layout, self.num_blocks, self.device)
@@ -146,6 +160,7 @@ class TorchRunner:
             memory = allocate(self.num_blocks * self.layout.block_bytes)
             buffer = wrap_buffer(memory, self.layout, self.num_blocks)
         self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
+        self.kv_address = buffer.data_ptr()
         self._open_forwards(models, buffer)
 
     def _describe(self, models: Sequence[LoadedModel]) -> None:
@@ -169,6 +184,15 @@ class TorchRunner:
             num_context_blocks=self.layout.num_blocks_for(self.context_len),
         )
 
+    def _device_needs(self, target: LoadedModel) -> DeviceNeeds | None:
+        """The memory of a GPU and of its largest step. The target's weights are final then."""
+        meter = self._meter
+        if meter is None and target.device.type == "cuda":
+            meter = CudaMeter(target.device)
+        if meter is None or self._largest is None:
+            return None
+        return measure_needs(target, self.weights, self._largest, meter)
+
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
         sizes = _sizes(models[0])  # before the weights are packed
@@ -190,6 +214,12 @@ class TorchRunner:
             self.draft_forward = None
         self._forward.close()
         del self._forward
+
+    def enter_thread(self) -> None:
+        """Prepares the calling thread to run steps: its operations go to the runner's device."""
+        device = _device(self.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     @property
     def is_fused(self) -> bool:

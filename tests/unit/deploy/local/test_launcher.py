@@ -21,6 +21,7 @@ from deploy.services.spec import (
     Fetched,
     Fetching,
     GatewaySpec,
+    Starting,
     WorkerReady,
     WorkerSpec,
 )
@@ -34,6 +35,7 @@ from tests.kits.nurseries import nursery_of_shells
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
+STARTING = msgspec.json.encode(Starting(777.0)).decode()
 MORE_THAN_A_PIPE_BYTES = 2**20  # more than a pipe holds without a reader
 
 
@@ -101,9 +103,16 @@ def test_failed_start_is_a_typed_error_and_leaves_no_process(script, says, launc
     [
         ([], [READY_TIMEOUT_S]),
         ([FETCHING, FETCHED], [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+        ([STARTING], [READY_TIMEOUT_S, 777.0]),
+        (
+            [FETCHING, FETCHED, STARTING],
+            [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S, 777.0],
+        ),
     ],
 )
-def test_only_a_fetch_has_a_long_deadline(says, has_s, launcher_of, monkeypatch):
+def test_fetches_and_starts_of_large_models_have_long_deadlines(
+    says, has_s, launcher_of, monkeypatch
+):
     timeouts: list[float] = []
     timer = threading.Timer
 

@@ -24,6 +24,7 @@ from engine.messages import Role, WorkerId
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
+LONG_S = 2 * READY_TIMEOUT_S  # that a large model may take
 USE_RAY = tuple(
     f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "orders", "places")
 )
@@ -69,6 +70,7 @@ class FakeActor:
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
         self.fetch = SimpleNamespace(remote=lambda: "")
+        self.limit_s = SimpleNamespace(remote=lambda: LONG_S)
         self.ping = SimpleNamespace(remote=lambda: self.pongs.pop(0) if self.pongs else self.pong)
         self.pongs: list[RayError | None] = [None]  # the first answers: the actor was made
         self.pong: RayError = RayError("the actor died.")
@@ -254,11 +256,11 @@ def test_unplaced_actor_has_the_short_deadline(fake_ray, launcher):
 @pytest.mark.parametrize(
     ("model", "has_s"),
     [
-        ("/models/name", [READY_TIMEOUT_S, READY_TIMEOUT_S]),
-        ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+        ("/models/name", [READY_TIMEOUT_S, READY_TIMEOUT_S, LONG_S]),
+        ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S, LONG_S]),
     ],
 )
-def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray, launcher):
+def test_fetches_and_starts_of_large_models_have_long_deadlines(model, has_s, fake_ray, launcher):
     ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     fake_ray.answer = (msgspec.json.encode(ready), "")
     launcher.start_worker(

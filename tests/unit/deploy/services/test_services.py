@@ -5,8 +5,10 @@ import asyncio
 import msgspec
 import pytest
 
-from deploy.services.model import has_to_fetch
+from deploy.services.model import has_to_fetch, start_limit_s
 from deploy.services.spec import (
+    READY_TIMEOUT_S,
+    SLOWEST_BYTES_PER_S,
     GatewaySpec,
     WorkerSpec,
 )
@@ -52,3 +54,13 @@ def test_late_open_is_a_typed_error():
     with pytest.raises(LateStart, match=r"did not start in 0\.01 s"):
         thread.open()
     thread.close()
+
+
+def test_a_large_model_may_take_long_to_start(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(int(1000 * SLOWEST_BYTES_PER_S))  # a hole in the file: it takes no room
+    who = (WorkerId("w"), Role.PREFILL, str(tmp_path), SETTINGS, "token")
+    spec = msgspec.json.encode(WorkerSpec(*who, threads=1))
+    assert start_limit_s("worker", spec) == pytest.approx(READY_TIMEOUT_S + 1000, abs=0.01)
+    assert start_limit_s("gateway", b"") == READY_TIMEOUT_S
