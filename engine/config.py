@@ -58,7 +58,8 @@ class Transport(StrEnum):
     """The ways in which KV may move between workers; AUTO chooses for each pair of workers."""
 
     AUTO = "auto"
-    SHM = "shm"
+    SHM = "shm"  # memory that workers on CPUs of one host share
+    IPC = "ipc"  # memory of GPUs of one host, by CUDA
     NIXL = "nixl"
     ZMQ = "zmq"
 

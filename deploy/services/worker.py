@@ -15,7 +15,10 @@ from engine.clock import MonotonicClock
 from engine.config import DeviceKind
 from engine.grammar.guides import LlGuides
 from engine.net.trust import Secret
-from kvtransfer.memory import DevicePool, Pool, host_pool
+from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.device.cuda_driver import CudaDriver
+from kvtransfer.device.pool import DevicePool
+from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 from kvtransfer.native.library import is_native
 
 if TYPE_CHECKING:
@@ -103,10 +106,16 @@ class WorkerService(LoopService[WorkerReady]):
     def _open_runner(self, runner: "TorchRunner") -> Pool:
         """Opens the runner, and returns the pool of KV that it writes to."""
         if self._spec.config.device is DeviceKind.CUDA:
+            from engine.model.converting import TorchConverter
+
             runner.open()
-            block_bytes = runner.layout.block_bytes
-            return DevicePool(runner.kv_address, runner.num_blocks, block_bytes, device_id=0)
-        pools = []
+            blocks = DeviceBlocks(
+                *(runner.kv_address, runner.num_blocks, runner.layout.block_bytes),
+                driver=CudaDriver(device_id=0),
+                converter=TorchConverter(GPU),
+            )
+            return DevicePool(blocks, device_id=0)
+        pools: list[PrivatePool | SharedPool] = []
 
         def allocate(num_bytes: int) -> memoryview:
             block_bytes = num_bytes // runner.num_blocks
