@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from deploy.local.gpus import FoundGpus
 from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
 from deploy.services.spec import (
     GatewayReady,
@@ -33,6 +34,10 @@ class Launcher(Protocol):
 
     def open(self) -> None:
         """Prepares to start services. Raises ConfigError."""
+        ...
+
+    def gpus(self) -> FoundGpus:
+        """Returns the GPUs of this machine for workers. May be called before `open`."""
         ...
 
     def room(self, num_gpus: float) -> int:

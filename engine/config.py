@@ -46,11 +46,20 @@ class WeightFormat(StrEnum):
     FP8 = "fp8"
 
 
+class DeviceKind(StrEnum):
+    """The kinds of devices on which workers compute."""
+
+    AUTO = "auto"  # cuda where workers get GPUs and torch can use them, else cpu
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Transport(StrEnum):
     """The ways in which KV may move between workers; AUTO chooses for each pair of workers."""
 
     AUTO = "auto"
-    SHM = "shm"
+    SHM = "shm"  # memory that workers on CPUs of one host share
+    IPC = "ipc"  # memory of GPUs of one host, by CUDA
     NIXL = "nixl"
     ZMQ = "zmq"
 
@@ -177,20 +186,26 @@ def _require_not_negative(section: str, config: msgspec.Struct, names: Iterable[
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of every worker."""
 
+    # Where workers compute. Each gets GPUs of its own, or a part of one: see pools.num_gpus.
+    device: DeviceKind = DeviceKind.AUTO
     block_size: int = 16  # tokens of one block of KV
     weights: WeightFormat = WeightFormat.AUTO  # format of the linear layers
-    kv_dtype: KVFormat = KVFormat.FP32  # format of KV in the pools
+    kv_dtype: KVFormat | None = None  # format of KV in the pools; None: fp32, or bf16 on a GPU
     decode_kv_dtype: KVFormat | None = None  # the same, of decode workers; None: kv_dtype
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
     # Decode workers may compute short prompts themselves if that is predicted to be quicker than a
     # hand-over. Never if prefill workers store KV in another format, or send it in one: answers
     # would differ.
     prefills_locally: bool = True
-    kv_mib: int | None = None  # memory of the KV pool; None: depends on the machine's memory
+    kv_mib: int | None = None  # memory of the KV pool; None: depends on the memory that is free
+    # Share of its GPU's memory that a worker takes: weights, activations and KV together. Of a part
+    # of a GPU it is this share of that part.
+    memory_fraction: float = 0.9
     max_model_len: int | None = None  # tokens of one request; None: the model's context
-    max_batch_tokens: int = 512  # tokens of one step
-    chunk_tokens: int = 256  # tokens of one prompt in one step
-    max_running: int = 64  # sequences that decode at once
+    max_batch_tokens: int | None = None  # tokens of one step; None: 512, or 8192 on a GPU
+    # Tokens of one prompt in one step. None: 256, or 8192 on a GPU.
+    chunk_tokens: int | None = None
+    max_running: int | None = None  # sequences that decode at once; None: 64, or 256 on a GPU
     kv_transport: Transport = Transport.AUTO  # the way of KV between workers
     threads: int | None = None  # torch threads; None: the cores divided among the workers
     # Ranks of one worker that hold a slice of each layer. Each has a device, or is a process on a
@@ -221,13 +236,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.draft_model)
 
     def __post_init__(self) -> None:
-        sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running", "tp", "pp", "ep")
+        sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running", "memory_fraction")
+        ranks = ("tp", "pp", "ep", "decode_tp", "decode_pp", "decode_ep")
         optional = ("kv_mib", "max_model_len", "threads", "step_timeout_s")
-        of_decode = ("decode_tp", "decode_pp", "decode_ep")
         peaks = ("peak_tflops", "peak_gb_per_s")
-        _require_positive(
-            "worker", self, (*sizes, *optional, *of_decode, *peaks, "max_draft_tokens")
-        )
+        _require_positive("worker", self, (*sizes, *optional, *ranks, *peaks, "max_draft_tokens"))
         _require(
             self.speculate is not Speculate.DRAFT or self.draft_model is not None,
             "worker.speculate = draft needs worker.draft_model",
@@ -238,8 +251,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.ep in (1, self.tp) and decode_ep in (1, decode_tp),
             "worker.ep must be 1 or worker.tp: experts are shared by the ranks of a stage",
         )
+        _require(self.memory_fraction <= 1, "worker.memory_fraction must be at most 1")
         _require(
-            self.max_running <= self.max_batch_tokens,
+            self.max_running is None
+            or self.max_batch_tokens is None
+            or self.max_running <= self.max_batch_tokens,
             "worker.max_running must not exceed worker.max_batch_tokens",
         )
 
@@ -448,7 +464,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # All workers of a pool with a KV format of its own have been dead for this long: a worker with
     # the other format stands in for them. Answers go on, but their tokens may differ.
     inexact_after_s: float = 5.0
-    num_gpus: float = 0.0  # of one worker: whole GPUs, or a part of one
+    # GPUs of one worker: whole ones, or a part of one. None: 1 if workers compute on GPUs, else 0.
+    num_gpus: float | None = None
     prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
     decode_resource: str | None = None  # where decode and mixed workers start
     placement: Spread = Spread.PACK  # over the nodes of a cluster
@@ -457,7 +474,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         _require_not_negative("pools", self, ("prefill", "decode", "mixed", "spares", "num_gpus"))
         _require(
-            self.num_gpus <= 1 or float(self.num_gpus).is_integer(),
+            self.num_gpus is None or self.num_gpus <= 1 or float(self.num_gpus).is_integer(),
             "pools.num_gpus must be whole, or less than 1",
         )
         times = ("drain_timeout_s", "steady_s", "update_timeout_s", "inexact_after_s")
@@ -623,9 +640,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 _MODEL_NAME.fullmatch(name) is not None,
                 f"models: {name!r} must have 1 to 64 letters, digits, dots, dashes, underscores",
             )
+        # Which of the two is the default depends on the device, and is checked once it is known.
+        own = self.worker.kv_dtype
+        kept = (None, KVFormat.FP32, KVFormat.BF16) if own is None else (None, own)
         _require(
-            self.planner.mode is PlannerMode.OFF
-            or self.worker.decode_kv_dtype in (None, self.worker.kv_dtype),
+            self.planner.mode is PlannerMode.OFF or self.worker.decode_kv_dtype in kept,
             f"planner.mode = {self.planner.mode} needs workers that can be flipped, and these"
             " keep their KV: worker.decode_kv_dtype must not differ from worker.kv_dtype",
         )

@@ -16,7 +16,14 @@ from enum import StrEnum
 
 import msgspec
 
-from engine.config import PlannerConfig, PlannerMode, PoolsConfig, UpdateConfig, WorkerConfig
+from engine.config import (
+    DeviceKind,
+    PlannerConfig,
+    PlannerMode,
+    PoolsConfig,
+    UpdateConfig,
+    WorkerConfig,
+)
 from engine.demand import Observation
 from engine.errors import ConfigError, ProtocolError
 from engine.messages import MAX_FRAME_BYTES, GatewayId, RequestId, Role, WorkerId
@@ -103,6 +110,7 @@ class Version(msgspec.Struct, frozen=True):
     is_leaving: bool = False
     line: str = MAIN_LINE
     asleep: Asleep | None = None
+    device: DeviceKind = DeviceKind.CPU  # of its workers; never `auto`
 
     @property
     def is_over(self) -> bool:

@@ -42,13 +42,15 @@ from engine.worker.events import (
     TransferOrder,
     TransferReport,
 )
+from kvtransfer.device.driver import DriverError
+from kvtransfer.device.pool import DevicePool, reach
 from kvtransfer.lease.effects import Peer
 from kvtransfer.lease.group import GroupEffect, PullGroups, ToMember, part_id, whole_of
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing, counts_of
 from kvtransfer.memory import Pool, keep_freed_memory
-from kvtransfer.messages import Identity, Offers, ToSource
+from kvtransfer.messages import Identity, IpcOffer, Offers, ToSource
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
@@ -105,10 +107,12 @@ class TransferEndpoint:
         config = self._config
         keep_freed_memory()
         self._nixl = self._open_nixl()
+        blocks = reach(self._pool)
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
             nixl=self._nixl.offer() if self._nixl is not None else None,
-            sends=self._pool.blocks is not None,
+            sends=blocks is not None,
+            ipc=self._open_ipc(),
         )
         self.source = SourceMachine(
             incarnation=config.incarnation,
@@ -124,14 +128,14 @@ class TransferEndpoint:
         )
         self._source_end = SourceEnd(
             self.source,
-            self._pool.blocks,
+            blocks,
             timing=config.timing,
             on_ended=self._report,
             count=self._count,
         )
         self._sink_end = SinkEnd(
             self.sink,
-            self._pool.blocks,
+            blocks,
             self._pool.block_bytes,
             transport=config.transport,
             timing=config.timing,
@@ -173,9 +177,9 @@ class TransferEndpoint:
         del self._source_end, self._sink_end  # they refer to this object; frees the pool at once
 
     def _open_nixl(self) -> NixlAgent | None:
-        """Opens an agent if the configuration, GPU memory or an RDMA device calls for it."""
+        """Opens an agent if the configuration or an RDMA device calls for it."""
         config = self._config
-        wanted = config.transport is Transport.NIXL or self._pool.blocks is None
+        wanted = config.transport is Transport.NIXL or reach(self._pool) is None
         if not wanted and not (config.transport is Transport.AUTO and has_rdma()):
             return None
         agent = NixlAgent(
@@ -193,10 +197,32 @@ class TransferEndpoint:
             return None
         return agent
 
+    def _open_ipc(self) -> IpcOffer | None:
+        """Opens the device, and offers its memory. Raises ConfigError."""
+        pool, transport = self._pool, self._config.transport
+        if not isinstance(pool, DevicePool):
+            if transport is Transport.IPC:
+                raise ConfigError("kv_transport = ipc is for workers that compute on GPUs")
+            return None
+        try:
+            pool.device.driver.enter()
+        except DriverError as error:
+            raise ConfigError(f"KV cannot be moved from a GPU: {error}") from error
+        if transport not in (Transport.AUTO, Transport.IPC):
+            return None
+        try:
+            return pool.ipc_offer()
+        except DriverError as error:
+            self._count("fallbacks:ipc_unavailable")
+            log.warning("the GPU's memory is not offered to other workers: %s", error)
+            return None
+
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
+            if isinstance(self._pool, DevicePool):
+                self._pool.device.driver.enter()
             while not self._stopping:
                 self._wait()
                 self._take_orders()
@@ -217,6 +243,8 @@ class TransferEndpoint:
             if self._nixl is not None:
                 self._nixl.close()
             self._context.term()
+            if isinstance(self._pool, DevicePool):
+                self._pool.device.driver.close()
 
     def _wait(self) -> None:
         if self._source_end.has_work:

@@ -4,7 +4,7 @@ A pool in host memory lives in a memfd: anonymous shared memory with no name in 
 that a process killed at any moment leaves nothing behind. A process of the same host opens it
 through /proc/PID/fd/FD, and checks the inode and the size, in case the process id was reused. Pools
 are sealed against shrinking, and only sealed memory is mapped: a process that reads a page that is
-gone is killed (SIGBUS). The runner owns a pool in a GPU's memory; only its address is known here.
+gone is killed (SIGBUS). `kvtransfer.device` has pools in a GPU's memory.
 """
 
 import ctypes
@@ -78,24 +78,6 @@ class Pool(Protocol):
     def offer(self) -> ShmOffer | None:
         """Returns what another process needs to map it; None if none can."""
         ...
-
-
-class DevicePool:
-    """A pool in a GPU's memory, owned by the runner. Only NIXL reads from it and writes to it."""
-
-    blocks = None
-
-    def __init__(self, address: int, num_blocks: int, block_bytes: int, device_id: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self._region = Region(address, num_blocks * block_bytes, "VRAM", device_id)
-
-    def region(self) -> Region:
-        """The pool on its device."""
-        return self._region
-
-    def offer(self) -> None:
-        """No process can map it."""
 
 
 class PrivatePool:

@@ -57,6 +57,18 @@ class ShmOffer(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class IpcOffer(msgspec.Struct, frozen=True):
+    """A source's pool in a GPU's memory: a handle of CUDA's for other processes of that host.
+
+    The pool is `num_bytes` long, and begins `offset` bytes into the memory that the handle names.
+    """
+
+    boot_id: str
+    handle: bytes
+    offset: int
+    num_bytes: int
+
+
 class NixlOffer(msgspec.Struct, frozen=True):
     """A source's pool as memory registered with NIXL."""
 
@@ -74,6 +86,7 @@ class Offers(msgspec.Struct, frozen=True):
     shm: ShmOffer | None = None
     nixl: NixlOffer | None = None
     sends: bool = True
+    ipc: IpcOffer | None = None
 
 
 # ---------------------------------------------------------------- sink to source

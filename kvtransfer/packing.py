@@ -1,21 +1,27 @@
-"""Brings blocks of a pool into the records that travel, and back, as `Wire` says."""
+"""Brings blocks of a pool into the records that travel, and back, as `Wire` says.
+
+The pool is in host memory, or else in a device's, which then does it.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from engine.worker.blocks import BlockId
+from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.formats import convert
 from kvtransfer.memory import Blocks
 from kvtransfer.native.copying import checksum, copy_records, gather_records, scatter_records
 from kvtransfer.wire import Wire
 
 
-def pack(wire: Wire, pool: Blocks, block_ids: Sequence[int], out: Blocks) -> int:
+def pack(wire: Wire, pool: Blocks | DeviceBlocks, block_ids: Sequence[int], out: Blocks) -> int:
     """Writes blocks of the source's pool to `out` [num_blocks, wire.record_bytes].
 
     The records in `out` are contiguous. Returns the checksum of all of `out`.
     """
+    if isinstance(pool, DeviceBlocks):
+        return pool.pack(wire, block_ids, out)
     if wire.stored.kv_format == wire.travels_as:
         return gather_records(out, pool, block_ids, wire.packing)
     stored = np.empty((len(block_ids), wire.stored.block_bytes), np.uint8)
@@ -42,13 +48,19 @@ def convert_blocks(
 
 
 def unpack(
-    wire: Wire, records: Blocks, rows: Sequence[int], pool: Blocks, block_ids: Sequence[BlockId]
+    wire: Wire,
+    records: Blocks,
+    rows: Sequence[int],
+    pool: Blocks | DeviceBlocks,
+    block_ids: Sequence[BlockId],
 ) -> int:
     """Writes these rows of `records` [num_records, wire.record_bytes] to blocks of the sink's pool.
 
     The records are contiguous. Returns the checksum of all of them, which is known only after the
     blocks are written.
     """
+    if isinstance(pool, DeviceBlocks):
+        return pool.unpack(wire, records, rows, block_ids)
     if wire.travels_as == wire.wanted.kv_format:
         return scatter_records(pool, block_ids, records, rows, wire.unpacking)
     converted = convert(records, wire.layout, wire.wanted.kv_format)

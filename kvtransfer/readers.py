@@ -1,10 +1,11 @@
 """Readers bring blocks of one source here: one reader for each transport.
 
-All three pass the same contract test:
+All of them pass the same contract test:
 
     shm    copies from the source's mapped memory, before `fetch` returns
     zmq    asks the source to send; the endpoint passes what arrives to `take`
     nixl   reads the source's registered memory; `poll` reports the reads that ended
+    ipc    copies from another GPU's memory: `kvtransfer.device.reader`
 
 A fetch may write only the blocks that it names, until its end is reported: at once, in `take`, or
 by `poll`. A sink frees blocks only when `is_writing` says that no fetch writes to them.
@@ -21,6 +22,7 @@ import numpy as np
 from engine.config import Transport
 from engine.messages import LeaseId, SeqId
 from engine.worker.blocks import BlockId
+from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.effects import Fetch
 from kvtransfer.lease.pull import Means
 from kvtransfer.memory import Blocks
@@ -122,7 +124,9 @@ class ShmReader:
 class ZmqReader:
     """Asks the source for blocks. `take` checks what comes and puts it in place."""
 
-    def __init__(self, wire: Wire, local: Blocks, send: Callable[[Read], None]) -> None:
+    def __init__(
+        self, wire: Wire, local: Blocks | DeviceBlocks, send: Callable[[Read], None]
+    ) -> None:
         self._wire = wire
         self._local = local
         self._send = send

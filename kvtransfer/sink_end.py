@@ -18,10 +18,13 @@ from engine.messages import SeqId
 from engine.net.curve import Channel, secure_client
 from engine.net.trust import Secret
 from engine.worker.events import PullDone, PullFailed
+from kvtransfer.device.blocks import DeviceBlocks, Rows, rows_of
+from kvtransfer.device.driver import DriverError, SharedAddress
+from kvtransfer.device.reader import CopyReader
 from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, SinkEffect, UseSource
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.terms import Timing
-from kvtransfer.memory import Blocks, ShmUnavailable, map_offer
+from kvtransfer.memory import Blocks, ShmUnavailable, boot_id, map_offer
 from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
 from kvtransfer.readers import (
@@ -39,11 +42,15 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
 WAYS = {  # in order of preference
-    Transport.AUTO: (Transport.SHM, Transport.NIXL, Transport.ZMQ),
+    Transport.AUTO: (Transport.SHM, Transport.IPC, Transport.NIXL, Transport.ZMQ),
     Transport.SHM: (Transport.SHM,),
+    Transport.IPC: (Transport.IPC,),
     Transport.NIXL: (Transport.NIXL,),
     Transport.ZMQ: (Transport.ZMQ,),
 }
+
+
+PolledReader = OneSidedReader | CopyReader  # those whose fetches end later, unseen by a socket
 
 
 class _Unfit(Exception):
@@ -65,7 +72,7 @@ class SinkEnd:
     def __init__(  # noqa: PLR0913 - wiring
         self,
         machine: SinkMachine,
-        pool: Blocks | None,
+        pool: Blocks | DeviceBlocks | None,
         block_bytes: int,
         *,
         transport: Transport,
@@ -86,7 +93,7 @@ class SinkEnd:
         self._count = count
         self._links: dict[str, _Link] = {}
         self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # blocks are still being written
-        self._closing: list[OneSidedReader] = []
+        self._closing: list[PolledReader] = []
 
     def open(
         self,
@@ -108,8 +115,7 @@ class SinkEnd:
     @property
     def must_poll(self) -> bool:
         """True if a read is under way whose end no socket reports."""
-        one_sided = [*self._readers(OneSidedReader), *self._closing]
-        return any(reader.num_reads for reader in one_sided)
+        return any(reader.num_reads for reader in [*self._polled(), *self._closing])
 
     # ------------------------------------------------------------ what comes
 
@@ -209,7 +215,7 @@ class SinkEnd:
 
     def _fail(self, failed: PullFailed) -> None:
         """Reports a failed pull once nothing writes to its blocks any more."""
-        for reader in [*self._readers(OneSidedReader), *self._closing]:
+        for reader in [*self._polled(), *self._closing]:
             if reader.is_writing(failed.seq_id):
                 reader.cancel(failed.seq_id)
                 self._ending[failed.seq_id] = (reader, failed)
@@ -251,22 +257,25 @@ class SinkEnd:
         match way:
             case Transport.SHM:
                 return self._open_shm(use)
+            case Transport.IPC:
+                return self._open_ipc(use)
             case Transport.NIXL:
                 return self._open_nixl(use)
         if not use.source.offers.sends:
             raise _Unfit("source cannot send what is in a GPU's memory")
-        return ZmqReader(use.wire, self._host_pool(), lambda read: self._send(use.address, read))
+        return ZmqReader(use.wire, self._own_pool(), lambda read: self._send(use.address, read))
 
-    def _host_pool(self) -> Blocks:
+    def _own_pool(self) -> Blocks | DeviceBlocks:
         if self._pool is None:
             raise _Unfit("KV here is in a GPU's memory")
         return self._pool
 
     def _open_shm(self, use: UseSource) -> Reader:
-        pool = self._host_pool()
+        pool = self._own_pool()
         offer = use.source.offers.shm
         if offer is None:
-            self._fall_back(Transport.SHM, "not_offered")
+            if use.source.offers.ipc is None:  # else it has no memory of this kind
+                self._fall_back(Transport.SHM, "not_offered")
             raise _Unfit("source offers no shared memory")
         try:
             block_bytes = use.source.identity.record.block_bytes
@@ -274,7 +283,39 @@ class SinkEnd:
         except ShmUnavailable as error:
             self._fall_back(Transport.SHM, "unavailable")
             raise _Unfit(str(error)) from error
-        return ShmReader(use.wire, blocks, pool)
+        if not isinstance(pool, DeviceBlocks):
+            return ShmReader(use.wire, blocks, pool)
+        kept = [blocks]
+        return CopyReader(
+            *(use.wire, pool, rows_of(blocks), len(blocks)),
+            transport=Transport.SHM,
+            let_go=kept.clear,
+        )
+
+    def _open_ipc(self, use: UseSource) -> Reader:
+        pool, offer, source = self._pool, use.source.offers.ipc, use.source
+        if not isinstance(pool, DeviceBlocks):
+            raise _Unfit("KV here is not in a GPU's memory")
+        if offer is None:
+            if source.offers.shm is None:
+                self._fall_back(Transport.IPC, "not_offered")
+            raise _Unfit("source offers no memory of a GPU")
+        if offer.boot_id != boot_id():
+            raise _Unfit("source is on another host")
+        block_bytes = source.identity.layout.block_bytes
+        if offer.num_bytes != source.num_blocks * block_bytes:
+            raise _Unfit("offered size does not match the layout")
+        try:
+            shared = SharedAddress(offer.handle, offer.offset)
+            address = pool.driver.map(shared, offer.num_bytes)
+        except DriverError as error:
+            self._fall_back(Transport.IPC, "unavailable")
+            raise _Unfit(str(error)) from error
+        return CopyReader(
+            *(use.wire, pool, Rows(address, block_bytes), source.num_blocks),
+            transport=Transport.IPC,
+            let_go=lambda: pool.driver.unmap(address),
+        )
 
     def _open_nixl(self, use: UseSource) -> Reader:
         offer = use.source.offers.nixl
@@ -301,9 +342,9 @@ class SinkEnd:
     def _fall_back(self, way: Transport, reason: str) -> None:
         self._count(f"fallbacks:{way}_{reason}", 1)
 
-    def _readers(self, kind: type[OneSidedReader]) -> list[OneSidedReader]:
+    def _polled(self) -> list[PolledReader]:
         readers = [link.reader for link in self._links.values()]
-        return [reader for reader in readers if isinstance(reader, kind)]
+        return [reader for reader in readers if isinstance(reader, PolledReader)]
 
     # ------------------------------------------------------------ sockets
 
@@ -337,7 +378,7 @@ class SinkEnd:
             return
         self._poller.unregister(link.socket)
         link.socket.close(linger=0)
-        if isinstance(link.reader, OneSidedReader) and link.reader.num_reads:
+        if isinstance(link.reader, PolledReader) and link.reader.num_reads:
             self._closing.append(link.reader)
         elif link.reader is not None:
             link.reader.close()

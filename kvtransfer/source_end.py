@@ -19,6 +19,7 @@ from engine.errors import ProtocolError
 from engine.net.curve import Channel, secure_server
 from engine.net.trust import Secret
 from engine.worker.events import LeaseEnded
+from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SourceEffect
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
@@ -41,7 +42,8 @@ MAX_QUEUED_READS = 256  # of one sink; it asks again for dropped ones
 class Staging:
     """Buffers of one frame each, reused once ZeroMQ has sent their contents."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Blocks]) -> None:
+        self._allocate = allocate
         self._free: list[Blocks] = []
         self._sending: list[tuple[zmq.MessageTracker, Peer, Blocks]] = []  # oldest first
 
@@ -62,7 +64,7 @@ class Staging:
                 return buffer
         if len(self._sending) >= MAX_BUFFERS:
             return None
-        return np.empty(max(num_bytes, FRAME_BYTES), np.uint8)
+        return self._allocate(max(num_bytes, FRAME_BYTES))
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
         """Marks a buffer as being sent."""
@@ -81,7 +83,7 @@ class SourceEnd:
     def __init__(
         self,
         machine: SourceMachine,
-        pool: Blocks | None,
+        pool: Blocks | DeviceBlocks | None,
         *,
         timing: Timing,
         on_ended: Callable[[LeaseEnded], None],
@@ -92,7 +94,8 @@ class SourceEnd:
         self._timing = timing
         self._on_ended = on_ended
         self._count = count
-        self._staging = Staging()
+        pinned = pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
+        self._staging = Staging(pinned)
         self._queued: dict[Peer, deque[SendBlocks]] = {}
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
@@ -191,7 +194,7 @@ class SourceEnd:
             return False
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
-        assert self._pool is not None, "a source without host memory offers no sending"
+        assert self._pool is not None, "a source that cannot reach its pool offers no sending"
         checksum = pack(read.wire, self._pool, read.block_ids, records)
         data = Data(read.lease_id, list(read.indices), checksum)
         tracker = self._send(read.peer, encode(data), payload.data)
@@ -218,6 +221,10 @@ class SourceEnd:
             self._count("unsent_messages")  # the sink's or the lease's deadline deals with it
             log.warning("could not send a message to a sink: %s", error)
             return None
+
+
+def _host_bytes(num_bytes: int) -> Blocks:
+    return np.empty(num_bytes, np.uint8)
 
 
 def _first(read: SendBlocks, num: int) -> SendBlocks:

@@ -19,14 +19,15 @@ import numpy as np
 
 from bench.peers.driver import Prompts, Stopwatch, drive, stdout_for_answers
 from engine.clock import Clock, MonotonicClock
-from engine.config import WeightFormat, WorkerConfig
+from engine.config import DeviceKind, WeightFormat, WorkerConfig
+from engine.devices.settings import resolve
 from engine.layout import KVFormat
 from engine.messages import Sampling, SeqId
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.blocks import BlockId
 
 GREEDY = Sampling(temperature=0.0)
-DEFAULTS = WorkerConfig()
+DEFAULTS = resolve(WorkerConfig(), DeviceKind.CPU)
 
 
 def prefill_steps(

@@ -27,7 +27,8 @@ from bench.peers.driver import drive, stdout_for_answers
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from engine.clock import MonotonicClock
-from engine.config import Speculate, WeightFormat, WorkerConfig
+from engine.config import DeviceKind, Speculate, WeightFormat, WorkerConfig
+from engine.devices.settings import resolve
 from engine.grammar.guide import Guides
 from engine.grammar.guides import LlGuides
 from engine.layout import KVFormat
@@ -53,7 +54,7 @@ from engine.worker.events import Effect, Emit, FromGateway
 from engine.worker.intake import Intake
 from prefill.scheduler import PrefillScheduler
 
-DEFAULTS = WorkerConfig()
+DEFAULTS = resolve(WorkerConfig(), DeviceKind.CPU)
 GATEWAY = GatewayId("bench")
 NOWHERE = TransferAddress(WorkerId("bench"), Incarnation("bench"), "")
 GREEDY = Sampling(temperature=0.0)

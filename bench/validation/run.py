@@ -31,7 +31,8 @@ from bench.validation.live import deployment, play
 from bench.validation.plan import BLOCK_TOKENS, ValidationPlan, made
 from bench.validation.recordings import RecordedRun
 from bench.validation.results import Samples, SplitComparison, measured_samples, simulated_samples
-from engine.config import RouterConfig, WorkerConfig
+from engine.config import DeviceKind, RouterConfig, WorkerConfig
+from engine.devices.settings import resolve
 from router.native.machine import native_machine
 
 MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
@@ -48,11 +49,12 @@ def _measure(
     plan: ValidationPlan, split: tuple[int, int], record_dir: Path, say: Say
 ) -> SplitComparison:
     pools, router = SimulatedPools(*split), RouterConfig(seed=plan.seed)
-    worker = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
+    config = WorkerConfig(device=DeviceKind.CPU, block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
+    worker = resolve(config, DeviceKind.CPU)
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
-    with deployment(pools, worker, MODEL) as live:
+    with deployment(pools, config, MODEL) as live:
 
         def played(what: str, trace: Trace) -> RecordedRun:
             say(f"{name}: {what}, {len(trace.requests)} requests in {trace.duration_s:.0f} s")

@@ -293,8 +293,11 @@ class _Pages:
         return self._order(request, *orders)
 
     async def _update(self, body: UpdateBody) -> AddVersion:
+        controller = self._controller
         try:
-            return await asyncio.to_thread(order_of, body, self._controller.machine.intent)
+            return await asyncio.to_thread(
+                order_of, body, controller.machine.intent, controller.device_of
+            )
         except ConfigError as error:
             raise OrderRefused(str(error), status=400) from error
 

@@ -1,6 +1,6 @@
 """Turns the body of an update into a version, and checks it before any worker starts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from math import inf
 from typing import Any
@@ -9,16 +9,20 @@ import msgspec
 
 from deploy.admin.schema import PoolCounts, UpdateBody
 from deploy.model_source import pinned
-from deploy.pools.formats import check_formats, config_of
+from deploy.pools.formats import check_version
 from deploy.pools.orders import AddVersion
 from deploy.pools.versions.rollout import least
-from engine.config import WorkerConfig, check_canary
-from engine.control import MAIN_LINE, SERVING_ROLES, Intent, Pools, Version
+from engine.config import DeviceKind, WorkerConfig, check_canary
+from engine.control import MAIN_LINE, Intent, Pools, Version
 from engine.errors import ConfigError
 
 
-def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
+def order_of(
+    body: UpdateBody, intent: Intent, device_of: Callable[[WorkerConfig], DeviceKind]
+) -> AddVersion:
     """Returns the order for an update. Omitted fields are as in the current version.
+
+    `device_of` gives the kind of device of workers with a configuration.
 
     Without a weight the version takes over. If the model names a branch, this asks the hub for its
     commit, so call it in a thread. Raises ConfigError.
@@ -31,7 +35,6 @@ def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
     awake = current.pools if current.asleep is None else current.asleep.pools
     otherwise = awake if body.weight is None else least(awake)
     pools = pools_of(body.pools, otherwise)
-    check_formats({role: config_of(role, worker) for role in SERVING_ROLES if pools.of(role)})
     version = Version(
         name=body.name or _next_name(current.line, intent),
         model=current.model if body.model is None else pinned(body.model),
@@ -40,7 +43,9 @@ def order_of(body: UpdateBody, intent: Intent) -> AddVersion:
         pools=pools,
         weight=body.weight or 0,
         line=current.line,
+        device=device_of(worker),
     )
+    check_version(version)
     if body.canary is not None:
         check_canary(body.canary)
         if body.weight is not None and body.canary:

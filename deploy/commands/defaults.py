@@ -9,11 +9,16 @@ _BUNDLED = Path(__file__).parents[2] / "engine" / "model" / "bundled"
 BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
 
 
-def pools_of(config: PoolsConfig | ModelConfig) -> Pools:
-    """Returns the configured numbers of workers. Raises ConfigError if they cannot serve."""
-    default = 0 if config.mixed else 1
+def pools_of(config: PoolsConfig | ModelConfig, room: int | None = None) -> Pools:
+    """Returns the configured numbers of workers. Raises ConfigError if they cannot serve.
+
+    If none is configured and there is `room` for one worker only, it does both.
+    """
+    given = (config.prefill, config.decode, config.mixed)
+    mixed = 1 if room == 1 and given == (None, None, 0) else config.mixed
+    default = 0 if mixed else 1
     return Pools(
         prefill=default if config.prefill is None else config.prefill,
         decode=default if config.decode is None else config.decode,
-        mixed=config.mixed,
+        mixed=mixed,
     ).check()

@@ -25,18 +25,18 @@ from deploy.commands.configuration import ConfigFile, configured
 from deploy.commands.defaults import pools_of
 from deploy.commands.options import AsJson
 from deploy.commands.views import Output, table_of
+from deploy.local.gpus import FoundGpus, find_gpus, num_that_fit
 from deploy.worker.memory import HEAD_ROOM_BYTES, LEAST_BYTES, available_bytes
-from engine.config import Config
+from engine.config import Config, DeviceKind
+from engine.devices.settings import choose_device, gpus_of_worker, resolve
 from engine.errors import BatonError
 from engine.native_build import cache_folder, find_compiler
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 SPARE_FILES = 512  # descriptors of a gateway beside its connections
 LEAST_DISK_BYTES = 2**30
-TOOL_TIMEOUT_S = 10.0
 GIB = 2**30
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-NVIDIA = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
 
 class Verdict(StrEnum):
@@ -160,6 +160,32 @@ def huge_pages(setting: str) -> Finding:
     return Finding("store: huge pages", Verdict.UNUSED, found, why)
 
 
+def gpus(config: Config, found: FoundGpus) -> Iterator[Finding]:
+    """Judges the GPUs, and tells what workers would compute on and with which defaults."""
+    device = choose_device(config.worker.device, config.pools, has_gpus=bool(found.gpus))
+    is_used = device is DeviceKind.CUDA
+    if not found.gpus:
+        verdict = Verdict.WRONG if is_used else Verdict.UNUSED
+        yield Finding("GPUs", verdict, "none", found.why_none)
+    for gpu in found.gpus:
+        why = "" if is_used else "worker.device or pools.num_gpus keeps workers on the CPU"
+        about = ", ".join(filter(None, (gpu.name, gpu.about)))
+        yield Finding("GPUs", Verdict.USED if is_used else Verdict.UNUSED, about, why)
+    settings = resolve(config.worker, device)
+    about = (
+        f"{device}: weights {settings.weights}, KV {settings.kv_dtype}, steps of"
+        f" {settings.max_batch_tokens} tokens, {settings.max_running} sequences"
+    )
+    each = gpus_of_worker(config.pools, device, settings.tp * settings.pp)
+    room = num_that_fit(len(found.gpus), each) if each else None
+    num_workers = pools_of(config.pools, room).total
+    if room is None or num_workers <= room or not found.gpus:
+        yield Finding("workers", Verdict.USED, about)
+    else:
+        why = f"{num_workers} workers of {each:g} GPU are wanted, there is room for {room}"
+        yield Finding("workers", Verdict.WRONG, about, why)
+
+
 def _store(config: Config) -> Iterator[Finding]:
     store = config.store
     if not store.is_on:
@@ -212,25 +238,8 @@ def _packages(config: Config) -> Iterator[Finding]:
         yield Finding(names[0].partition("-")[0], verdict, "not installed", why)
 
 
-def _gpus(_: Config) -> Iterator[Finding]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        yield Finding("GPUs", Verdict.UNUSED, "none", "no nvidia-smi: workers compute on the CPU")
-        return
-    done = subprocess.run(
-        [tool, *NVIDIA], capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())[:200]
-        yield Finding("GPUs", Verdict.UNUSED, "none", f"nvidia-smi: {said}")
-        return
-    is_cpu_torch = "+cpu" in (_version("torch") or "")
-    for line in done.stdout.splitlines():
-        if is_cpu_torch:
-            why = "the installed torch was built without CUDA"
-            yield Finding("GPUs", Verdict.UNUSED, line, why)
-        else:
-            yield Finding("GPUs", Verdict.USED, line)
+def _gpus(config: Config) -> Iterator[Finding]:
+    yield from gpus(config, find_gpus(os.environ))
 
 
 def _rdma(_: Config) -> Iterator[Finding]:

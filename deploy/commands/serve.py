@@ -29,6 +29,7 @@ from deploy.services.spec import GatewayReady
 from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,
+    DeviceKind,
     GenerationDefaults,
     LogFormat,
     LogLevel,
@@ -57,7 +58,8 @@ _OPTIONS = {
     "router": ("policy",),
     "pools": ("prefill", "decode", "mixed", "max_workers"),
     "worker": (
-        *("weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib", "max_model_len"),
+        *("device", "weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib"),
+        "max_model_len",
         *("kv_transport", "block_size", "threads", "speculate", "draft_model"),
         *("tp", "pp", "ep", "decode_tp", "decode_pp"),
     ),
@@ -120,6 +122,9 @@ def serve(  # noqa: PLR0913 - a command's options
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM file: serve HTTPS")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key")] = None,
+    device: Annotated[
+        DeviceKind | None, typer.Option(help="compute on GPUs or on the CPU (default: auto)")
+    ] = None,
     weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
     kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached KV")] = None,
     decode_kv_dtype: Annotated[

@@ -10,8 +10,9 @@ from deploy.model_source import name_of
 from deploy.pools.effects import StartStore, StartWorker
 from deploy.pools.formats import config_of
 from deploy.services.spec import GatewayReady, GatewaySpec, StoreSpec, WorkerSpec
-from engine.config import Config, GatewayConfig
-from engine.control import FIRST_VERSION, Intent, Members, Pools, Version
+from engine.config import Config, DeviceKind, GatewayConfig, WorkerConfig
+from engine.control import FIRST_VERSION, SERVING_ROLES, Intent, Members, Pools, Version
+from engine.devices.settings import choose_device, gpus_of_worker
 from engine.messages import Role
 
 CORES_FOR_TWO_GATEWAYS = 4  # with fewer, a second gateway takes its time from the workers
@@ -43,14 +44,33 @@ class ControllerPlan(msgspec.Struct, frozen=True):
     log_folder: str | None = None  # where services keep their lines, as in `WorkerSpec`
     memory_bytes: int | None = None  # for workers, seen at the start; None: each worker looks
     others: tuple[Version, ...] = ()  # the first versions of other models
+    has_gpus: bool = False  # where workers start
     salts: str | None = None  # the secret of tenants' salts; None: the token
 
     @property
     def first_versions(self) -> tuple[Version, ...]:
         """Returns the version of each model that is served until an operator adds another one."""
         name = self.config.gateway.model_name or name_of(self.model)
-        main = Version(FIRST_VERSION, self.model, name, self.config.worker, self.pools)
+        worker = self.config.worker
+        main = Version(
+            FIRST_VERSION, self.model, name, worker, self.pools, device=self.device_of(worker)
+        )
         return (main, *self.others)
+
+    def device_of(self, worker: WorkerConfig) -> DeviceKind:
+        """Returns the kind of device of workers with that configuration. Raises ConfigError."""
+        return choose_device(worker.device, self.config.pools, has_gpus=self.has_gpus)
+
+    @property
+    def num_gpus(self) -> float:
+        """Returns the GPUs that each worker takes, of whichever version."""
+        pools = self.config.pools
+        return max(
+            gpus_of_worker(pools, version.device, config.tp * config.pp)
+            for version in self.first_versions
+            for role in SERVING_ROLES
+            for config in [config_of(role, version.worker, version.device)]
+        )
 
     def under(self, intent: Intent) -> "ControllerPlan":
         """Returns the plan with the settings that an operator has changed since the start."""
@@ -76,20 +96,21 @@ class ControllerPlan(msgspec.Struct, frozen=True):
         """
         version = wanted.version
         role = Role.DECODE if wanted.role is Role.DRAINED else wanted.role
-        config = config_of(role, version.worker)
+        config = config_of(role, version.worker, version.device)
         return WorkerSpec(
             worker_id=wanted.worker_id,
             role=wanted.role,
             model=version.model,
             config=config,
             token=self.token,
-            threads=config.threads or max(1, self.cores // num_workers),
+            threads=config.threads or max(1, self.cores // (num_workers * config.tp * config.pp)),
             memory_bytes=self.memory_bytes,
             num_workers=num_workers + self.config.pools.spares,
             kept_bytes=self.config.store.memory_mib * 2**20,
             logs=msgspec.structs.replace(self.config.logs, access=None, audit=None),
             log_folder=self.log_folder,
             version=version.name,
+            num_gpus=gpus_of_worker(self.config.pools, version.device, config.tp * config.pp),
         )
 
     def store_spec(self, wanted: StartStore, members: Members) -> StoreSpec:

@@ -51,7 +51,7 @@ from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import MAX_WORKERS, PoolLimits
 from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, StoreReady, WorkerReady
 from engine.clock import Clock, unix_time_s
-from engine.config import Config, PoolsConfig
+from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
 from engine.control import ClusterNews, Intent, Member, Members, PoolNews, Pools
 from engine.errors import ConfigError
 from engine.messages import WorkerId
@@ -254,6 +254,10 @@ class PoolController:
         """The configuration in force: what operators changed counts more than the start's."""
         return self._plan.under(self.machine.intent).config
 
+    def device_of(self, worker: WorkerConfig) -> DeviceKind:
+        """Returns the kind of device of workers with that configuration. Raises ConfigError."""
+        return self._plan.device_of(worker)
+
     @property
     def counters(self) -> dict[str, int]:
         """Returns how often each kind of trouble happened; kinds with count 0 are omitted."""
@@ -386,8 +390,9 @@ class PoolController:
         """Returns the configured limit, or the launcher's."""
         if pools.max_workers is not None:
             return RoomSeen(pools.max_workers, MAX_WORKERS)
-        room = self._launcher.room(pools.num_gpus)
-        return RoomSeen(room, f"{self._launcher.scarce(pools.num_gpus)} ({MAX_WORKERS})")
+        num_gpus = self._plan.num_gpus
+        room = self._launcher.room(num_gpus)
+        return RoomSeen(room, f"{self._launcher.scarce(num_gpus)} ({MAX_WORKERS})")
 
     async def _ask_for_room(self) -> None:
         """Asks the launcher for nodes if the planner's wish has changed."""
@@ -395,8 +400,7 @@ class PoolController:
             return
         wanted = self.planning.room_for, self.machine.intent.all_pools
         if wanted != self._asked_for:
-            num_gpus = self._plan.config.pools.num_gpus
-            await self._tasks.in_thread(self._launcher.ask_for, *wanted, num_gpus)
+            await self._tasks.in_thread(self._launcher.ask_for, *wanted, self._plan.num_gpus)
             self._asked_for = wanted
 
     def _plan_pools(self) -> None:

@@ -15,10 +15,11 @@ from deploy.controller.intents import IntentFile, IntentStore, forget_orders, or
 from deploy.controller.plan import ControllerPlan, gateway_processes
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
 from deploy.launcher import Launcher
+from deploy.local.gpus import FoundGpus, num_that_fit
 from deploy.local.private_folder import PrivateFolder, sweep
 from deploy.logs.lines import CONTROLLER, LogSource, keep_lines
 from deploy.model_source import default_cache, local_model, pinned
-from deploy.pools.formats import check_formats, config_of
+from deploy.pools.formats import check_version, formats_of
 from deploy.pools.orders import OrderRefused
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on
 from deploy.services.spec import GatewayReady
@@ -26,8 +27,8 @@ from deploy.services.thread import ServiceThread
 from deploy.store.salts import kept_salts
 from deploy.worker.memory import available_bytes
 from engine.clock import MonotonicClock
-from engine.config import Config, ModelConfig
-from engine.control import SERVING_ROLES, Version, first_name
+from engine.config import Config, ModelConfig, PlannerMode
+from engine.control import Version, first_name
 from engine.errors import ConfigError
 from engine.log_context import NEWS
 from engine.model.loading.files import check_files
@@ -47,8 +48,13 @@ def with_admin_key(config: Config) -> Config:
     return msgspec.structs.replace(config, admin=admin)
 
 
-def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None) -> ControllerPlan:
-    """Checks model, pools and formats before anything starts. Raises ConfigError."""
+def plan_of(
+    model: str, config: Config, *, cores: int, memory_bytes: int | None, num_gpus: int
+) -> ControllerPlan:
+    """Checks model, pools and formats before anything starts. Raises ConfigError.
+
+    `num_gpus`: all GPUs that workers can have.
+    """
     plan = ControllerPlan(
         model=pinned(model),
         config=with_admin_key(config),
@@ -56,22 +62,46 @@ def plan_of(model: str, config: Config, *, cores: int, memory_bytes: int | None)
         token=secrets.token_hex(16),
         cores=cores,
         memory_bytes=memory_bytes,
-        others=tuple(_version_of(name, each) for name, each in config.models.items()),
         salts=kept_salts(config.store),
+        has_gpus=num_gpus > 0,
     )
+    others = tuple(_version_of(name, each, plan) for name, each in config.models.items())
+    plan = msgspec.structs.replace(plan, others=others)
+    if plan.num_gpus and not others:
+        room = num_that_fit(num_gpus, plan.num_gpus)
+        plan = msgspec.structs.replace(plan, pools=pools_of(config.pools, room))
     names = [version.model_name for version in plan.first_versions]
     if names[0] in names[1:]:
         raise ConfigError(f"two models are called {names[0]}: see gateway.model_name")
     for version in plan.first_versions:
-        draft, pools = version.worker.draft_path, version.pools
+        draft = version.worker.draft_path
         if draft is not None and not draft.is_dir():
             raise ConfigError(f"{draft}: no such model directory")
-        wanted = [role for role in SERVING_ROLES if pools.of(role)]
-        check_formats({role: config_of(role, version.worker) for role in wanted})
+        check_version(version)
+    formats = set(formats_of(plan.first_versions[0]).values())
+    if config.planner.mode is not PlannerMode.OFF and len(formats) > 1:
+        raise ConfigError(
+            f"planner.mode = {config.planner.mode} needs workers that can be flipped, and these"
+            f" keep their KV: decode workers hold {config.worker.decode_kv_dtype}, others do not"
+        )
     return plan
 
 
-def _version_of(name: str, model: ModelConfig) -> Version:
+def check_gpus(plan: ControllerPlan, found: FoundGpus) -> None:
+    """Raises ConfigError if the first workers need more GPUs than this machine has."""
+    each = plan.num_gpus
+    num_workers = sum(version.pools.total for version in plan.first_versions)
+    if not each or num_workers <= num_that_fit(len(found.gpus), each):
+        return
+    there = f"this machine has {len(found.gpus)}" if found.gpus else found.why_none
+    raise ConfigError(
+        f"{num_workers} workers need {each:g} GPU each, and {there}: start fewer (`--mixed 1` is"
+        " one that does all), let several share one (pools.num_gpus = 0.5), or use the CPU"
+        " (worker.device = cpu)"
+    )
+
+
+def _version_of(name: str, model: ModelConfig, plan: ControllerPlan) -> Version:
     """Returns the first version of a model beside the main one. Raises ConfigError."""
     return Version(
         name=first_name(name),
@@ -80,6 +110,7 @@ def _version_of(name: str, model: ModelConfig) -> Version:
         worker=model.worker,
         pools=pools_of(model),
         line=name,
+        device=plan.device_of(model.worker),
     )
 
 
@@ -158,12 +189,15 @@ class Deployment:
         self.on_news(line)
 
     def _open(self) -> GatewayReady:
+        found = self._launcher.gpus()
         plan = plan_of(
             self._model,
             self.config,
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=available_bytes(),
+            num_gpus=len(found.gpus),
         )
+        check_gpus(plan, found)
         plan = _with_gateways(plan)
         # Fetched here, where no start has a deadline.
         for version in plan.first_versions:

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 
 from deploy.launcher import STOP_TIMEOUT_S, Launcher, ServiceReady
+from deploy.local.gpus import FoundGpus, GpuBooks, find_gpus
 from deploy.local.nursery import Nursery
 from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
@@ -32,10 +33,17 @@ class ProcessLauncher(Launcher):
     """Runs every service as a child of a nursery.
 
     `shared` is a nursery that other launchers use too; `close` leaves it alone. `place_of` puts
-    services into network namespaces, each with a nursery of its own.
+    services into network namespaces, each with a nursery of its own. `look` finds GPUs; a worker
+    gets its own before its process begins, and loses them when it has ended.
     """
 
-    def __init__(self, shared: Nursery | None = None, *, place_of: PlaceOf | None = None) -> None:
+    def __init__(
+        self,
+        shared: Nursery | None = None,
+        *,
+        place_of: PlaceOf | None = None,
+        look: Callable[[], FoundGpus] = lambda: find_gpus(os.environ),
+    ) -> None:
         self._nursery = shared or Nursery()
         self._is_shared = shared is not None
         self._place_of = place_of or (lambda kind, name: None)
@@ -44,7 +52,9 @@ class ProcessLauncher(Launcher):
         self._starting: dict[ServiceProcess, threading.Event] = {}  # set when the start is over
         self._is_closed = False
         self._hurry = threading.Event()
-        self._books = threading.Lock()  # guards the four collections and flags above
+        self._look = look
+        self._gpus: GpuBooks | None = None  # made when they are first asked for
+        self._books = threading.Lock()  # guards the collections and flags above
 
     @property
     def processes(self) -> list[ServiceProcess]:
@@ -59,12 +69,21 @@ class ProcessLauncher(Launcher):
         except OSError as error:
             raise ConfigError(f"no process can be started: {error}") from error
 
+    def gpus(self) -> FoundGpus:
+        """Returns this machine's GPUs."""
+        return self._gpu_books().found
+
     def room(self, num_gpus: float) -> int:
-        """Returns the number of cores, but at least `LEAST_ROOM`. GPUs are not counted."""
+        """Returns for how many workers the GPUs suffice; without, the cores, but `LEAST_ROOM`."""
+        if num_gpus:
+            return self._gpu_books().room(num_gpus)
         return max(LEAST_ROOM, len(os.sched_getaffinity(0)))
 
     def scarce(self, num_gpus: float) -> str:
-        """Names the number of cores."""
+        """Names the number of GPUs, or of cores."""
+        if num_gpus:
+            there = len(self._gpu_books().found.gpus)
+            return f"this machine has {there} GPU, of which a worker takes {num_gpus:g}"
         return f"this machine has {len(os.sched_getaffinity(0))} cores"
 
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
@@ -73,7 +92,12 @@ class ProcessLauncher(Launcher):
         if place is not None:
             spec = msgspec.structs.replace(spec, host=place.address)
         process = ServiceProcess(spec.worker_id, "worker", self._nursery_of(place))
-        return self._start(process, spec, WorkerReady)
+        gpus: tuple[str, ...] = ()  # a worker on the CPU sees none
+        if spec.num_gpus:
+            books = self._gpu_books()
+            with self._books:
+                gpus = books.take(spec.worker_id, spec.num_gpus)
+        return self._start(process, msgspec.structs.replace(spec, gpus=gpus), WorkerReady)
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway process."""
@@ -143,6 +167,13 @@ class ProcessLauncher(Launcher):
         """Makes stopping processes end their answers at once."""
         self._hurry.set()
 
+    def _gpu_books(self) -> GpuBooks:
+        if self._gpus is None:
+            found = self._look()
+            with self._books:
+                self._gpus = self._gpus or GpuBooks(found)
+        return self._gpus
+
     def _nursery_of(self, place: ServicePlace | None) -> Nursery:
         if place is None:
             return self._nursery
@@ -164,6 +195,7 @@ class ProcessLauncher(Launcher):
         is_over = threading.Event()
         with self._books:  # listed before it starts, so that `close` finds it after an interrupt
             if self._is_closed:
+                self._give_back(process)
                 raise ConfigError(f"{process.name} is not started: the launcher is closed")
             self._starting[process] = is_over
             self._processes.append(process)
@@ -194,3 +226,9 @@ class ProcessLauncher(Launcher):
     def _remove(self, process: ServiceProcess) -> None:
         with self._books, contextlib.suppress(ValueError):  # another thread removed it
             self._processes.remove(process)
+            self._give_back(process)
+
+    def _give_back(self, process: ServiceProcess) -> None:
+        """Frees the GPUs of an ended worker. `_books` is held."""
+        if process.kind == "worker" and self._gpus is not None:
+            self._gpus.give_back(process.name)

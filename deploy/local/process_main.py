@@ -4,7 +4,7 @@ The nursery's children run it too (`deploy.local.nursery_main`).
 
 The spec comes as one line of JSON on standard input, so that no secret shows in a process list. The
 answer goes as one line to standard output. If the model has to be fetched, `Fetching` and `Fetched`
-come before it.
+come before it. `Starting` comes before the answer if the model is large.
 
 Standard input stays open. When the word to stop comes, or SIGTERM, the process stops, even during a
 download. A gateway finishes its answers first; a second SIGTERM ends them at once. When standard
@@ -17,16 +17,18 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import MutableMapping
 from concurrent.futures import Future, wait
 
 import msgspec
 
+from deploy.local.gpus import VISIBLE
 from deploy.local.nursery import STOP_WORD
 from deploy.logs.lines import configure_logging
 from deploy.services.build import service_of
-from deploy.services.model import fetch, has_to_fetch
+from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from deploy.services.reasons import explain
-from deploy.services.spec import Fetched, Fetching
+from deploy.services.spec import READY_TIMEOUT_S, Fetched, Fetching, Starting, WorkerSpec
 from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
@@ -49,6 +51,7 @@ def main(kind: str) -> int:
     spec = sys.stdin.buffer.readline()
     if spec in (b"", STOP_WORD):  # the parent has given it up
         return 0
+    limit_gpus(kind, spec, os.environ)
     service, source = service_of(kind, spec)
     thread = ServiceThread(service, kind)
     try:
@@ -57,7 +60,10 @@ def main(kind: str) -> int:
             _answer(Fetching())
             _fetch_while_wanted(kind, spec)
             _answer(Fetched())
-        ready = thread.open()
+        limit_s = start_limit_s(kind, spec)
+        if limit_s > READY_TIMEOUT_S:
+            _answer(Starting(limit_s))
+        ready = thread.open(limit_s)
     except BatonError as error:
         _answer(StartRefusal(str(error)))
         return 1
@@ -79,6 +85,14 @@ def main(kind: str) -> int:
         thread.hurry()
     thread.close()
     return 0
+
+
+def limit_gpus(kind: str, spec: bytes, environment: MutableMapping[str, str]) -> None:
+    """Lets a worker see its own GPUs only. CUDA reads the variable when it is first used."""
+    if kind == "worker":
+        gpus = msgspec.json.decode(spec, type=WorkerSpec).gpus
+        if gpus is not None:
+            environment[VISIBLE] = ",".join(gpus)
 
 
 class _Stop(BaseException):

@@ -1,7 +1,8 @@
 """Runs a service as a child of a nursery; the child runs `deploy.local.process_main`.
 
 A start sends the spec as one line of JSON and reads the answer as another one. If the model has to
-be fetched first, the child says so, and fetching has a deadline of its own.
+be fetched first, the child says so, and fetching has a deadline of its own. For a large model the
+child also says how long its start may take.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from deploy.services.spec import (
     Fetching,
     GatewayReady,
     GatewaySpec,
+    Starting,
     StoreSpec,
     WorkerSpec,
 )
@@ -31,6 +33,7 @@ FORK_TIMEOUT_S = 120.0  # most of it is the nursery's imports from a cold disk
 
 _FETCHING = msgspec.json.encode(Fetching()) + b"\n"
 _FETCHED = msgspec.json.encode(Fetched()) + b"\n"
+_STARTING = msgspec.json.encode(Starting(0.0)).partition(b",")[0]  # its type comes first
 
 T = TypeVar("T")
 
@@ -122,6 +125,10 @@ class ServiceProcess:
             if line == _FETCHED:
                 with self._deadline(READY_TIMEOUT_S, child, "start"):
                     line = child.stdout.readline()
+        if line.startswith(_STARTING):
+            limit_s = msgspec.json.decode(line, type=Starting).limit_s
+            with self._deadline(limit_s, child, "start"):
+                line = child.stdout.readline()
         if not line:
             with contextlib.suppress(TimeoutError):  # it may only have closed its output
                 child.wait(STOP_TIMEOUT_S)

@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from engine.config import WorkerConfig
-from engine.control import SERVING_ROLES
+from engine.config import DeviceKind, WorkerConfig
+from engine.control import SERVING_ROLES, Version
+from engine.devices.settings import WorkerSettings, resolve
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import Role
@@ -16,45 +17,56 @@ from kvtransfer.messages import Identity
 from kvtransfer.wire import Disagreement, agree
 
 
-@lru_cache(maxsize=64)  # every step of the pools asks, of the few versions there are
-def formats_of(config: WorkerConfig) -> Mapping[Role, KVFormat]:
+def formats_of(version: Version) -> Mapping[Role, KVFormat]:
     """Returns the KV format of each role. A worker can be flipped only between equal formats."""
-    formats = {role: config_of(role, config).kv_dtype for role in SERVING_ROLES}
+    return _formats_of(version.worker, version.device)
+
+
+@lru_cache(maxsize=64)  # every step of the pools asks, of the few versions there are
+def _formats_of(config: WorkerConfig, device: DeviceKind) -> Mapping[Role, KVFormat]:
+    formats = {role: config_of(role, config, device).kv_dtype for role in SERVING_ROLES}
     return MappingProxyType(formats)
 
 
-def config_of(role: Role, config: WorkerConfig) -> WorkerConfig:
-    """Returns the configuration with which workers of that role start.
+def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
+    """Returns the settings with which workers of that role start. Raises ConfigError.
 
     `tp`, `pp` and `ep` become those of the role, `kv_dtype` the format of its pool.
     `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own.
     `prefills_locally` stays true only if KV computed at the decode worker has the same bits as KV
     that is handed over.
     """
-    kv_dtype = config.kv_dtype
-    if role is Role.DECODE and config.decode_kv_dtype is not None:
-        kv_dtype = config.decode_kv_dtype
+    settings = resolve(config, device)
+    kv_dtype = settings.kv_dtype
+    if role is Role.DECODE and settings.decode_kv_dtype is not None:
+        kv_dtype = settings.decode_kv_dtype
     ranks = {}
     if role is Role.DECODE:
         own = {"tp": config.decode_tp, "pp": config.decode_pp, "ep": config.decode_ep}
         ranks = {name: number for name, number in own.items() if number is not None}
-    formats = {config.kv_dtype, kv_dtype, config.kv_wire_dtype or kv_dtype}
+    formats = {settings.kv_dtype, kv_dtype, settings.kv_wire_dtype or kv_dtype}
     return msgspec.structs.replace(
-        config,
+        settings,
         kv_dtype=kv_dtype,
-        prefills_locally=config.prefills_locally and len(formats) == 1,
+        prefills_locally=settings.prefills_locally and len(formats) == 1,
         **ranks,
     )
 
 
-def check_formats(configs: Mapping[Role, WorkerConfig]) -> None:
+def check_version(version: Version) -> None:
+    """Raises ConfigError if a version's settings are wrong, or its workers cannot exchange KV."""
+    wanted = [role for role in SERVING_ROLES if version.pools.of(role)]
+    check_formats({role: config_of(role, version.worker, version.device) for role in wanted})
+
+
+def check_formats(configs: Mapping[Role, WorkerSettings]) -> None:
     """Raises ConfigError if KV cannot move from a prefilling role to a decoding role."""
     for source, sink in product(configs, configs):
         if source.prefills and sink.decodes and not _exchange(configs[source], configs[sink]):
             raise ConfigError(_refusal(configs[source], configs[sink]))
 
 
-def _exchange(source: WorkerConfig, sink: WorkerConfig) -> bool:
+def _exchange(source: WorkerSettings, sink: WorkerSettings) -> bool:
     """True if two workers can exchange KV."""
     try:
         agree(_identity(source), _identity(sink))
@@ -63,13 +75,13 @@ def _exchange(source: WorkerConfig, sink: WorkerConfig) -> bool:
     return True
 
 
-def _identity(config: WorkerConfig) -> Identity:
+def _identity(config: WorkerSettings) -> Identity:
     """Returns an identity for any model: formats do not depend on the model."""
     layout = KVLayout(config.block_size, config.kv_dtype, (KVSection(1, 1, head_dim=2),))
     return Identity("", layout, kv_wire_dtype=config.kv_wire_dtype)
 
 
-def _refusal(source: WorkerConfig, sink: WorkerConfig) -> str:
+def _refusal(source: WorkerSettings, sink: WorkerSettings) -> str:
     """Returns an error text with the flags and the values that would work."""
     ends = f"--kv-dtype {source.kv_dtype}"
     if sink.kv_dtype != source.kv_dtype:

@@ -56,9 +56,9 @@ class NodePlacement:
     spread: Spread = Spread.PACK
 
     @classmethod
-    def of(cls, pools: PoolsConfig) -> "NodePlacement":
-        """Returns the configured placement."""
-        return cls(pools.num_gpus, pools.prefill_resource, pools.decode_resource, pools.placement)
+    def of(cls, pools: PoolsConfig, num_gpus: float) -> "NodePlacement":
+        """Returns the configured placement of workers with `num_gpus` each."""
+        return cls(num_gpus, pools.prefill_resource, pools.decode_resource, pools.placement)
 
     def with_gpus(self, num_gpus: float) -> "NodePlacement":
         """Returns a placement of workers with `num_gpus` each."""
@@ -154,12 +154,15 @@ class NodePlacement:
 ANYWHERE = NodePlacement()
 
 
-def nodes_to_start_on(there: Iterable[Node], config: PoolsConfig, wanted: Pools) -> list[Node]:
-    """Returns the nodes for the first workers. Raises ConfigError if they do not all fit.
+def nodes_to_start_on(
+    there: Iterable[Node], config: PoolsConfig, wanted: Pools, num_gpus: float
+) -> list[Node]:
+    """Returns the nodes for the first workers, of `num_gpus` each. Raises ConfigError if they do
+    not all fit.
 
     `max_workers` may count on nodes that come later: then one worker of each role must fit.
     """
-    placement = NodePlacement.of(config)
+    placement = NodePlacement.of(config, num_gpus)
     usable = placement.usable(there)
     for role in SERVING_ROLES:
         num_wanted = wanted.of(role) if config.max_workers is None else min(wanted.of(role), 1)

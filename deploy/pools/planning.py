@@ -164,7 +164,7 @@ class Planning:
 
     def check(self, mode: PlannerMode) -> None:
         """Raises OrderRefused if these pools cannot be planned."""
-        formats = formats_of(self._machine.intent.current.worker)
+        formats = formats_of(self._machine.intent.current)
         held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
         if mode is not PlannerMode.OFF and held != wanted:
             raise OrderRefused(
@@ -308,7 +308,7 @@ def _why_not_planned(versions: Sequence[Version]) -> str | None:
     if len(versions) > 1:
         names = ", ".join(version.name for version in versions)
         return f"several versions have workers ({names})"
-    formats = formats_of(current.worker)
+    formats = formats_of(current)
     held, wanted = formats[Role.PREFILL], formats[Role.DECODE]
     return None if held == wanted else f"prefill workers hold KV as {held}, decode ones as {wanted}"
 

@@ -33,6 +33,7 @@ from deploy.ranks.frames import (
 from deploy.services.thread import die, freeze_heap
 from deploy.worker.opening import open_runner, runner_of
 from engine.clock import MonotonicClock
+from engine.config import DeviceKind
 from engine.errors import BatonError, ConfigError
 from engine.net.trust import Secret
 from engine.worker.events import Event
@@ -119,10 +120,11 @@ def main(descriptor: int) -> int:
     from engine.model.parallel.steps import StepChannel
 
     torch.set_num_threads(worker.threads)
-    group = RankGroup(spec.place, Path(spec.rendezvous))
+    is_cuda = worker.config.device is DeviceKind.CUDA
+    group = RankGroup(spec.place, Path(spec.rendezvous), is_cuda=is_cuda)
     runner = runner_of(worker, Path(spec.directory), group=group)
     try:
-        pool = open_runner(runner, worker)
+        pool = open_runner(runner, worker, group=group)
     except BatonError as error:
         frames.send(RankRefused(str(error), isinstance(error, ConfigError)))
         return 1

@@ -28,6 +28,7 @@ from deploy.ranks.frames import (
     TransferRefused,
 )
 from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
+from engine.config import DeviceKind
 from engine.errors import BatonError, ConfigError
 from engine.layout import Shard
 from engine.messages import TransferAddress
@@ -176,7 +177,8 @@ class RankProcesses:
         rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
         steps: list[socket.socket] = []
         self.feed = StepFeed(steps)
-        self.group = RankGroup(self._place, Path(rendezvous))
+        is_cuda = self._spec.config.device is DeviceKind.CUDA
+        self.group = RankGroup(self._place, Path(rendezvous), is_cuda=is_cuda)
         for rank in range(1, self._place.size):
             process, connection = start_with_socket(["-m", "deploy.ranks.main"])
             self._processes.append(process)

@@ -22,7 +22,7 @@ from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, Ser
 from deploy.logs.lines import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.services.build import service_of
-from deploy.services.model import fetch, has_to_fetch
+from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from deploy.services.reasons import explain
 from deploy.services.spec import (
     READY_TIMEOUT_S,
@@ -78,10 +78,14 @@ class ServiceActor:
             return explain(error)
         return ""
 
+    def limit_s(self) -> float:
+        """Returns how long `start` may take. The model has been fetched."""
+        return start_limit_s(self._kind, self._spec)
+
     def start(self) -> tuple[bytes, str]:
         """Opens the service; returns its answer, or else the error."""
         try:
-            ready = self._thread.open()
+            ready = self._thread.open(self.limit_s())
         except BatonError as error:
             return b"", str(error)
         except (OSError, MemoryError) as error:
@@ -240,7 +244,10 @@ class ServiceActors:
             if has_to_fetch(kind, encoded):
                 error = ray.get(actor.fetch.remote(), timeout=FETCH_TIMEOUT_S)
             if not error:
-                answer, error = ray.get(actor.start.remote(), timeout=READY_TIMEOUT_S)
+                limit_s = READY_TIMEOUT_S
+                if kind == "worker":
+                    limit_s = ray.get(actor.limit_s.remote(), timeout=READY_TIMEOUT_S)
+                answer, error = ray.get(actor.start.remote(), timeout=limit_s)
             if error:
                 raise ConfigError(f"{name}: {error}")
             if self._hosted.get(name) is not hosted:

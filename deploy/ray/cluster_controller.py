@@ -7,10 +7,10 @@ its first worker starts.
 import os
 from collections.abc import Sequence
 
+import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.commands.defaults import pools_of
 from deploy.local.deployment import plan_of
 from deploy.model_source import FETCH_TIMEOUT_S, default_cache, local_model
 from deploy.pools.placement import Node, nodes_to_start_on
@@ -22,13 +22,13 @@ from engine.errors import ConfigError
 
 def start_deployment(config: UpConfig) -> None:
     """Starts it in the joined cluster and waits until it serves. Raises ConfigError."""
-    pools = config.config.pools
-    usable = nodes_to_start_on(nodes(), pools, pools_of(pools))
+    there = nodes()
+    num_gpus = sum(int(node.has.get("GPU", 0.0)) for node in there)
+    plan = plan_of(config.model, config.config, cores=1, memory_bytes=None, num_gpus=num_gpus)
+    usable = nodes_to_start_on(there, config.config.pools, plan.pools, plan.num_gpus)
     cores = sum(int(node.has.get("CPU", 0.0)) for node in usable)
     memory_bytes = sum(int(node.has.get("memory", 0.0)) for node in usable)
-    plan = plan_of(
-        config.model, config.config, cores=max(1, cores), memory_bytes=memory_bytes or None
-    )
+    plan = msgspec.structs.replace(plan, cores=max(1, cores), memory_bytes=memory_bytes or None)
     for model in dict.fromkeys(version.model for version in plan.first_versions):
         _fetch_everywhere(model, usable)
     start_controller(plan)

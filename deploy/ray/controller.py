@@ -53,9 +53,8 @@ class _ControllerActor:
         folder = log_folder(plan.log_folder, node_name())
         source = msgspec.structs.replace(controller_logs(plan.config.logs), folder=folder)
         configure_logging(source, MonotonicClock())
-        pools = plan.config.pools
         clock = MonotonicClock()
-        self._launcher = ClusterLauncher(NodePlacement.of(pools))
+        self._launcher = ClusterLauncher(NodePlacement.of(plan.config.pools, plan.num_gpus))
         self._orders = RayOrders()
         controller = PoolController(
             plan,

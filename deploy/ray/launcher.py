@@ -6,6 +6,7 @@ ClusterLauncher   uses a Ray that this process has joined; its actors are detach
 """
 
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -23,6 +24,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from deploy.launcher import Launcher, ServiceReady
+from deploy.local.gpus import FoundGpus, find_gpus
 from deploy.local.run_dir import log_folder
 from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
 from deploy.pools.placement import ANYWHERE, NodePlacement
@@ -73,6 +75,10 @@ class OwnRayLauncher(Launcher):
             self._ray.open()
         self._session = _session_name()
 
+    def gpus(self) -> FoundGpus:
+        """Returns this machine's GPUs. Ray finds the same ones, and hands them out."""
+        return find_gpus(os.environ)
+
     def room(self, num_gpus: float) -> int:
         """Returns how many workers the GPUs suffice for, or the cores, but at least a few."""
         with self._present_ray():
@@ -86,7 +92,7 @@ class OwnRayLauncher(Launcher):
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         """Starts a worker actor."""
         with self._present_ray():
-            return self._actors.start_worker(spec, {})
+            return self._actors.start_worker(spec, {"num_gpus": spec.num_gpus})
 
     def start_gateway(self, spec: GatewaySpec) -> GatewayReady:
         """Starts a gateway actor."""
@@ -177,6 +183,10 @@ class ClusterLauncher(Launcher):
 
     def open(self) -> None:
         """Does nothing: Ray runs already."""
+
+    def gpus(self) -> FoundGpus:
+        """Returns none: those of the nodes count, and this may be a node without workers."""
+        return FoundGpus(why_none="workers start on the cluster's nodes")
 
     def room(self, num_gpus: float) -> int:
         """Returns how many workers fit by GPUs or cores, and by custom resources."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.model_source import Parts, default_cache, is_remote, local_model
-from deploy.services.spec import WorkerSpec
+from deploy.services.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, WorkerSpec
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,15 @@ def fetch(kind: str, spec: bytes) -> None:
     """
     if kind == "worker":
         directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)
+
+
+def start_limit_s(kind: str, spec: bytes) -> float:
+    """Returns how long a start may take: longer for a large model. It must be on this machine."""
+    if kind != "worker":
+        return READY_TIMEOUT_S
+    folder = directory_of(msgspec.json.decode(spec, type=WorkerSpec).model, Parts.ALL)
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    return READY_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
 
 
 def directory_of(model: str, parts: Parts) -> Path:

@@ -8,12 +8,13 @@ from engine.config import (
     RouterConfig,
     StoreConfig,
     Transport,
-    WorkerConfig,
 )
 from engine.control import FIRST_VERSION, Members
+from engine.devices.settings import WorkerSettings
 from engine.messages import Role, WorkerId
 
 READY_TIMEOUT_S = 300.0  # from spec to ready; a fetch of the model comes on top
+SLOWEST_BYTES_PER_S = 100e6  # at which a model may be read; a large one has a longer start
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -22,7 +23,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     worker_id: WorkerId
     role: Role
     model: str  # as `model_source` reads it
-    config: WorkerConfig
+    config: WorkerSettings
     token: str
     threads: int
     memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
@@ -32,6 +33,10 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as `run_dir.log_folder` takes it; None: no lines are kept
     version: str = FIRST_VERSION
+    num_gpus: float = 0.0  # whole ones, or a part of one
+    # What it sees of its machine's GPUs, as CUDA_VISIBLE_DEVICES names them. None: its environment
+    # says so, which Ray has set.
+    gpus: tuple[str, ...] | None = None
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
@@ -108,3 +113,9 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
     """Says that the model is on this machine, and the service starts now."""
+
+
+class Starting(msgspec.Struct, frozen=True, tag=True):
+    """Says that the start may take so long. Sent only if that is more than READY_TIMEOUT_S."""
+
+    limit_s: float

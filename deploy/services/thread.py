@@ -59,16 +59,17 @@ class ServiceThread(Generic[T]):
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
 
-    def open(self) -> T:
-        """Opens the service. Raises its errors, and LateStart."""
+    def open(self, limit_s: float | None = None) -> T:
+        """Opens the service, within `limit_s` if given. Raises its errors, and LateStart."""
+        limit_s = self._open_timeout_s if limit_s is None else limit_s
         self._thread.start()
         self._opening = opening = asyncio.run_coroutine_threadsafe(self._service.open(), self._loop)
         try:
-            return opening.result(self._open_timeout_s)
+            return opening.result(limit_s)
         except TimeoutError as error:
             if not opening.cancel():  # the service itself raised TimeoutError
                 raise
-            raise LateStart(f"it did not start in {self._open_timeout_s:g} s") from error
+            raise LateStart(f"it did not start in {limit_s:g} s") from error
 
     def ask(self, work: Coroutine[Any, Any, U], timeout_s: float) -> U:
         """Runs work on the service's loop. Raises its errors, and TimeoutError."""

@@ -74,6 +74,7 @@ class WorkerService(LoopService[WorkerReady]):
             memory=pool,
             clock=clock,
             on_crash=die,
+            enter_thread=runner.enter_thread,
             ranks=self._ranks,
         )
         address = await self._host.open()
@@ -103,7 +104,7 @@ class WorkerService(LoopService[WorkerReady]):
             ranks.start()
             runner = runner_of(spec, directory, group=ranks.group, feed=ranks.feed)
             try:
-                pool = open_runner(runner, spec)
+                pool = open_runner(runner, spec, group=ranks.group)
             except RuntimeError as error:  # of torch: another rank has ended
                 log.warning("the ranks do not find each other: %s", error)
                 ranks.await_start()  # says why

@@ -34,7 +34,7 @@ from deploy.worker.request_ids import RequestIds
 from deploy.worker.step_watch import StepWatch
 from engine import native_build
 from engine.clock import Clock
-from engine.config import WorkerConfig
+from engine.devices.settings import WorkerSettings
 from engine.grammar.guides import LlGuides
 from engine.layout import KVFormat, KVLayout, Shard
 from engine.messages import (
@@ -121,15 +121,19 @@ class WorkerHost:
         self,
         identity: WorkerIdentity,
         *,
-        config: WorkerConfig,
+        config: WorkerSettings,
         runner: Runner,
         model: ModelFacts,
         memory: Pool,
         clock: Clock,
         on_crash: Callable[[BaseException], None],
+        enter_thread: Callable[[], None] = lambda: None,
         ranks: OtherRanks | None = None,
     ) -> None:
-        """`runner` and `memory` are those of rank 0; `ranks` are the others, if there are any."""
+        """`runner` and `memory` are those of rank 0; `ranks` are the others, if there are any.
+
+        `enter_thread` is called first in the thread that runs steps.
+        """
         self._ranks = ranks
         self._identity = identity
         self._config = config
@@ -138,6 +142,7 @@ class WorkerHost:
         self._memory = memory
         self._clock = clock
         self._on_crash = on_crash
+        self._enter_thread = enter_thread
         self._incarnation = Incarnation(secrets.token_hex(8))
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._sessions = GatewaySessions(
@@ -304,6 +309,7 @@ class WorkerHost:
 
     def _run(self) -> None:
         try:
+            self._enter_thread()
             next_report_s = 0.0
             busy = False
             while not self._stopping:
@@ -419,7 +425,7 @@ class WorkerHost:
         self._sessions.post_all(encode_frame([message]))
 
 
-def roles_of(role: Role, config: WorkerConfig) -> frozenset[Role]:
+def roles_of(role: Role, config: WorkerSettings) -> frozenset[Role]:
     """Returns the roles that a worker may take after it started with `role`.
 
     If decode workers hold KV in a format of their own, no worker can enter or leave that role: its

@@ -6,10 +6,14 @@ half is for later workers, a second version during an update, and other programs
 whole contexts is of no use by default. Memory that is never written is never taken from the system.
 
 Available memory is the minimum of the system's and of each control group that this process is in.
+
+On a GPU, KV gets all that `worker.memory_fraction` leaves beside the weights and the largest step.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
+
+from engine.errors import ConfigError
 
 KV_SHARE = 0.5  # of what is left after weights and head-room
 HEAD_ROOM_BYTES = 512 * 2**20  # interpreter, libraries, activations, logits
@@ -17,6 +21,11 @@ LEAST_BYTES = 256 * 2**20
 PLENTY_BYTES = 512 * 2**20  # enough whatever the context
 NUM_CONTEXTS = 8  # this many whole contexts are also enough
 PAGE_BYTES = 64 * 2**20  # sizes are multiples of it
+
+CONTEXT_BYTES = 512 * 2**20  # of a GPU: CUDA's context and libraries, which torch does not count
+CAPTURED_BYTES = 2**30  # captured steps and compiled kernels, which come after the measurement
+DEVICE_PAGE_BYTES = 2 * 2**20
+MOST_BLOCKS = 2**20  # of a GPU; more only cost time and memory of the host
 
 
 def kv_bytes(
@@ -36,6 +45,40 @@ def kv_bytes(
     wanted_bytes = min(int(KV_SHARE * left_bytes), enough_bytes)
     num_bytes = max(wanted_bytes // PAGE_BYTES * PAGE_BYTES, LEAST_BYTES)
     return max(num_bytes, block_bytes)
+
+
+def device_kv_bytes(  # noqa: PLR0913 - numbers
+    *,
+    free_bytes: int,
+    total_bytes: int,
+    own_bytes: int,
+    peak_bytes: int,
+    block_bytes: int,
+    fraction: float,
+    part: float = 1.0,
+) -> int:
+    """Returns the bytes of KV for a worker that may use this fraction of its part of a GPU.
+
+    `own_bytes` is what the worker has allocated, `peak_bytes` what its largest step adds. What
+    other programs use counts too: as much stays free as the fraction leaves. Raises ConfigError if
+    not one block fits.
+    """
+    step_bytes = peak_bytes + CAPTURED_BYTES
+    share_bytes = int(fraction * part * total_bytes)
+    spare_bytes = int((1 - fraction) * part * total_bytes)
+    left_of_share = share_bytes - own_bytes - CONTEXT_BYTES - step_bytes
+    left_free = free_bytes - spare_bytes - step_bytes
+    left_bytes = min(left_of_share, left_free) // DEVICE_PAGE_BYTES * DEVICE_PAGE_BYTES
+    if left_bytes < block_bytes:
+        gib = 2**30
+        raise ConfigError(
+            f"no GPU memory is left for KV: of {total_bytes / gib:.1f} GiB {free_bytes / gib:.1f}"
+            f" are free, this worker may use {share_bytes / gib:.1f}, weights take"
+            f" {own_bytes / gib:.1f} and the largest step {step_bytes / gib:.1f}: use smaller steps"
+            " (worker.max_batch_tokens), a narrower format (worker.weights), a larger"
+            " worker.memory_fraction, or a larger GPU"
+        )
+    return min(left_bytes, MOST_BLOCKS * block_bytes)
 
 
 def available_bytes(root: Path = Path("/")) -> int:

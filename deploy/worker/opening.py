@@ -1,11 +1,15 @@
-"""Opens the runner of a worker, or of one of its ranks, and the memory of its KV."""
+"""Opens the runner of a worker, or of one of its ranks, and the pool of its KV."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.services.spec import WorkerSpec
 from deploy.worker import memory
-from kvtransfer.memory import PrivatePool, SharedPool, host_pool
+from engine.config import DeviceKind
+from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.device.cuda_driver import CudaDriver
+from kvtransfer.device.pool import DevicePool
+from kvtransfer.memory import Pool, PrivatePool, SharedPool, host_pool
 
 if TYPE_CHECKING:
     from engine.model.parallel.group import RankGroup
@@ -21,6 +25,7 @@ def runner_of(
     feed: "StepFeed | None" = None,
 ) -> "TorchRunner":
     """The runner of the model in `directory`. It is not open yet."""
+    from engine.model.profiling import LargestStep
     from engine.model.runner import TorchRunner  # takes seconds to import
 
     config = spec.config
@@ -32,13 +37,28 @@ def runner_of(
         weights=config.weights,
         kv_bytes=_kv_bytes(spec),
         max_len=config.max_model_len,
+        device=f"cuda:{_device_id(group)}" if config.device is DeviceKind.CUDA else "cpu",
+        largest=LargestStep(config.max_batch_tokens, config.max_running),
         group=group,
         feed=feed,
     )
 
 
-def open_runner(runner: "TorchRunner", spec: WorkerSpec) -> PrivatePool | SharedPool:
-    """Opens the runner; returns the memory of its KV. Raises CheckpointError, ConfigError."""
+def open_runner(
+    runner: "TorchRunner", spec: WorkerSpec, *, group: "RankGroup | None" = None
+) -> Pool:
+    """Opens the runner; returns the pool of its KV. Raises CheckpointError, ConfigError."""
+    if spec.config.device is DeviceKind.CUDA:
+        from engine.model.converting import TorchConverter
+
+        device_id = _device_id(group)
+        runner.open()
+        blocks = DeviceBlocks(
+            *(runner.kv_address, runner.num_blocks, runner.layout.block_bytes),
+            driver=CudaDriver(device_id=device_id),
+            converter=TorchConverter(f"cuda:{device_id}"),
+        )
+        return DevicePool(blocks, device_id=device_id)
     pools: list[PrivatePool | SharedPool] = []
 
     def allocate(num_bytes: int) -> memoryview:
@@ -52,6 +72,11 @@ def open_runner(runner: "TorchRunner", spec: WorkerSpec) -> PrivatePool | Shared
     return pools[0]
 
 
+def _device_id(group: "RankGroup | None") -> int:
+    """The rank's device among those that the worker's processes see."""
+    return 0 if group is None else group.place.rank
+
+
 def _kv_bytes(spec: WorkerSpec) -> "int | SizeKV":
     """Returns the configured size, or a function that sizes KV by the memory available now."""
     if spec.config.kv_mib is not None:
@@ -61,11 +86,21 @@ def _kv_bytes(spec: WorkerSpec) -> "int | SizeKV":
     shared_bytes = max(shared_bytes - spec.kept_bytes, 0)
 
     def size(needs: "KVNeeds") -> int:
+        if needs.device is not None:
+            return memory.device_kv_bytes(
+                **needs.device.memory._asdict(),
+                peak_bytes=needs.device.peak_bytes,
+                block_bytes=needs.block_bytes,
+                fraction=spec.config.memory_fraction,
+                part=min(spec.num_gpus, 1.0) or 1.0,
+            )
         # If less is available than this worker's share, other programs use it.
         return memory.kv_bytes(
             min(shared_bytes, here_bytes * spec.num_workers),
             num_workers=spec.num_workers,
-            **needs._asdict(),
+            weights_bytes=needs.weights_bytes,
+            block_bytes=needs.block_bytes,
+            num_context_blocks=needs.num_context_blocks,
         )
 
     return size

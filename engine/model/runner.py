@@ -37,6 +37,13 @@ from engine.model.loading.checkpoint import LoadedModel, load, load_draft
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.shared import SharedForward
 from engine.model.parallel.steps import StepChannel, StepFeed
+from engine.model.profiling import (
+    CudaMeter,
+    DeviceNeeds,
+    LargestStep,
+    MemoryMeter,
+    measure_needs,
+)
 from engine.model.sampling import verify
 from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
@@ -60,6 +67,7 @@ class KVNeeds(NamedTuple):
     weights_bytes: int  # estimate of the weights' final size
     block_bytes: int
     num_context_blocks: int  # blocks that hold a whole context
+    device: DeviceNeeds | None = None  # of a GPU
 
 
 SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
@@ -118,6 +126,7 @@ class TorchRunner:
     sizes: ModelSizes  # of the target, to estimate the work of steps
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
     draft_forward: CpuForward | CudaForward | SharedForward | None = None  # over the same blocks
+    kv_address: int  # of the buffer, in the memory of its device
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,
@@ -131,6 +140,8 @@ class TorchRunner:
         max_len: int | None = None,
         weights: WeightFormat = WeightFormat.AUTO,
         device: str = "cpu",
+        largest: LargestStep | None = None,
+        meter: MemoryMeter | None = None,
         group: RankGroup | None = None,
         feed: StepFeed | None = None,
     ) -> None:
@@ -142,7 +153,8 @@ class TorchRunner:
         With several ranks, `kv_bytes` are shared by them. Rank 0 has the `feed` of the others.
 
         `draft` is a smaller model with the same tokens; blocks have room for its K and V too. A CPU
-        computes with as many threads as torch is set to when the runner is opened.
+        computes with as many threads as torch is set to when the runner is opened. A GPU runs the
+        `largest` step once, if given, to see the memory that is left for KV; `meter` reads it.
         """
         self.path = path
         self.draft_path = draft
@@ -155,6 +167,8 @@ class TorchRunner:
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
         self._max_len = max_len
+        self._largest = largest
+        self._meter = meter
         self._group = group
         self._feed = feed
 
@@ -191,9 +205,9 @@ class TorchRunner:
         self._describe(models)
         kv_bytes = self._kv_bytes
         if callable(kv_bytes):
-            kv_bytes = kv_bytes(self._needs(models))
-        if self._group is not None and kv_bytes is not None:
-            kv_bytes //= self._group.place.size
+            kv_bytes = kv_bytes(self._needs(models)._replace(device=self._device_needs(target)))
+        if self._group is not None and kv_bytes is not None and not self._is_cuda:
+            kv_bytes //= self._group.place.size  # of one machine's memory
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
         if self._group is not None:
             self.num_blocks = self._group.least(self.num_blocks)
@@ -205,6 +219,7 @@ class TorchRunner:
             memory = allocate(self.num_blocks * self.layout.block_bytes)
             buffer = wrap_buffer(memory, self.layout, self.num_blocks)
         self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
+        self.kv_address = buffer.data_ptr()
         self._open_forwards(models, buffer)
 
     def _describe(self, models: Sequence[LoadedModel]) -> None:
@@ -232,6 +247,15 @@ class TorchRunner:
             block_bytes=self.layout.block_bytes,
             num_context_blocks=self.layout.num_blocks_for(self.context_len),
         )
+
+    def _device_needs(self, target: LoadedModel) -> DeviceNeeds | None:
+        """The memory of a GPU and of its largest step. The target's weights are final then."""
+        meter = self._meter
+        if meter is None and target.device.type == "cuda":
+            meter = CudaMeter(target.device)
+        if meter is None or self._largest is None:
+            return None
+        return measure_needs(target, self.weights, self._largest, meter)
 
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
@@ -276,6 +300,12 @@ class TorchRunner:
         del self._forward
         if self._group is not None:
             self._group.close()
+
+    def enter_thread(self) -> None:
+        """Prepares the calling thread to run steps: its operations go to the runner's device."""
+        device = _device(self.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     @property
     def is_fused(self) -> bool:

@@ -250,7 +250,7 @@ class PoolWorld:
             return
         address = f"{worker_id}@{start}"
         holds = Role.DECODE if role is Role.DRAINED else role
-        kv_format = formats_of(wanted.version.worker)[holds]
+        kv_format = formats_of(wanted.version)[holds]
         self.processes[worker_id] = FakePoolProcess(role, wanted.version.name, kv_format)
         self.addresses[worker_id] = address
         self.later(WorkerStarted(worker_id, start, address, CONTEXT_LEN), self.start_s)

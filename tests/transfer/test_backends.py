@@ -1,4 +1,7 @@
-"""The contract of every transport, run over shared memory, NIXL and ZeroMQ."""
+"""The contract of every transport, run over shared memory, NIXL and ZeroMQ.
+
+Pairs of pools in a device's memory, which is a fake that is late on purpose, keep it too.
+"""
 
 import os
 import random
@@ -26,6 +29,7 @@ from tests.kits.endpoints import (
     until,
     worker,
 )
+from tests.kits.fakes.device import on_device
 
 BACKENDS = [Transport.SHM, Transport.NIXL, Transport.ZMQ]
 
@@ -34,10 +38,13 @@ def scattered(num: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(NUM_BLOCKS), num)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[*BACKENDS, "ipc on a device", "zmq on a device"])
 def pair(request):
     """A source full of random bytes and a sink full of others."""
-    with worker("source", request.param) as source, worker("sink", request.param) as sink:
+    name, _, place = request.param.partition(" ")
+    how = {"as_pool": on_device} if place else {}
+    backend = Transport(name)
+    with worker("source", backend, **how) as source, worker("sink", backend, **how) as sink:
         fill(source.pool, seed=1)
         fill(sink.pool, seed=2)
         yield source, sink

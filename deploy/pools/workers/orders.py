@@ -118,7 +118,7 @@ class WorkerOrders:
             raise OrderRefused("a flip cannot drain a worker: order a drain", status=400)
         _check_takes_orders(worker, role)
         version = versions.known(self.wanted.intent, worker.version)
-        needed = formats_of(version.worker)[role]
+        needed = formats_of(version)[role]
         if worker.kv_format != needed:
             raise OrderRefused(
                 f"{worker.worker_id} holds KV as {worker.kv_format}, {role} workers as {needed}"

@@ -148,7 +148,7 @@ def next_move(
         if version.has_workers:
             own = {name: w for name, w in workers.items() if w.version == version.name}
             wanted = num_spares if version.name == current else 0
-            rules = _FleetRules(formats_of(version.worker), has_room, wanted, long_dead)
+            rules = _FleetRules(formats_of(version), has_room, wanted, long_dead)
             fleet = _Fleet(own, version, rules)
             lacks_room |= fleet.lacks_room
             if (move := fleet.next_move()) is not None:

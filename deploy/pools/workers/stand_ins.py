@@ -58,7 +58,7 @@ def stand_in_troubles(
     found = []
     for version in versions:
         own = [w for w in all_workers if w.version == version.name]
-        formats = formats_of(version.worker)
+        formats = formats_of(version)
         found += [_dead(role, version, formats) for role in dead_pools(own)]
         found += _standing_in(own, version, formats)
     return tuple(found)

@@ -47,6 +47,7 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
 from engine.model.loading import probe
 from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
+from engine.model.loading.placing import one_device_maps
 from engine.model.loading.probe import Probe
 from engine.model.loading.purpose import check_left_over, check_purpose, sees
 from engine.model.loading.quantised import quant_method, require_packages
@@ -310,19 +311,22 @@ def _load_weights(
 ) -> PreTrainedModel:
     gguf = _gguf_names(path)
     kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    options = {"gguf_file": gguf[0]} if gguf else {}
+    if device != "cpu":
+        options["device_map"] = {"": device}
     try:
-        model, info = kind.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            attn_implementation="eager",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported in `info`
-            **({"gguf_file": gguf[0]} if gguf else {}),
-        )
-        model = model.to(device)
+        with one_device_maps():
+            model, info = kind.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported in `info`
+                **options,
+            )
     except Exception as error:  # a model's code or a quantiser may raise anything: refuse the model
         raise CheckpointError(f"{path}: {_first_line(error)}") from error
     missing = set(info["missing_keys"])

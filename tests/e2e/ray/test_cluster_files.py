@@ -169,8 +169,8 @@ def node_types(name: str) -> list[Node]:
 def test_cloud_nodes_hold_the_pools_of_baton_yaml(name):
     given = read("baton")["pools"]
     pools = msgspec.convert({**given, "num_gpus": 1}, PoolsConfig)
-    usable = nodes_to_start_on(node_types(name), pools, Pools(4, 4))
-    assert NodePlacement.of(pools).room(usable) == 8  # as many as there are GPUs
+    usable = nodes_to_start_on(node_types(name), pools, Pools(4, 4), 1.0)
+    assert NodePlacement.of(pools, 1.0).room(usable) == 8  # as many as there are GPUs
     assert len(usable) == 2  # not the head
 
 

@@ -21,7 +21,8 @@ from bench.chaos.netns import NetworkPlace, Unavailable
 from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.local.launcher import ProcessLauncher
 from deploy.services.spec import WorkerReady, WorkerSpec
-from engine.config import Transport, WorkerConfig
+from engine.config import DeviceKind, Transport, WorkerConfig
+from engine.devices.settings import resolve
 from engine.messages import Role, Sampling, SeqId, WorkerId
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.blocks import BlockId
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.torch
 CONFIG = WorkerConfig(
     kv_mib=24, chunk_tokens=64, max_batch_tokens=128, max_running=16, kv_transport=Transport.ZMQ
 )
+SETTINGS = resolve(CONFIG, DeviceKind.CPU)
 NUM_PROMPTS = 6
 NUM_NEW_TOKENS = 16
 DEADLINE_S = 40.0  # of a request; a source is given up after six seconds of silence
@@ -123,7 +125,7 @@ def _workers(places: Mapping[WorkerId, tuple[Role, NetworkPlace]]) -> Iterator[W
 
     def start(worker_id: WorkerId) -> WorkerReady:
         role, _ = places[worker_id]
-        spec = WorkerSpec(worker_id, role, str(BUNDLED_MODEL), CONFIG, TOKEN, threads=1)
+        spec = WorkerSpec(worker_id, role, str(BUNDLED_MODEL), SETTINGS, TOKEN, threads=1)
         return launcher.start_worker(spec)
 
     try:

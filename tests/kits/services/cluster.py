@@ -20,7 +20,8 @@ from deploy.local.nursery import Nursery
 from deploy.pools.formats import config_of
 from deploy.services.spec import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
-from engine.config import RouterConfig, Transport, WorkerConfig
+from engine.config import DeviceKind, RouterConfig, Transport, WorkerConfig
+from engine.devices.settings import resolve
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
 from engine.net.trust import Secret
 from kvtransfer.nixl_backend import PACKAGES
@@ -101,10 +102,11 @@ def workers(
     launcher = ProcessLauncher(NURSERY)
     config = config or WorkerConfig(kv_mib=64)
     if isinstance(config, WorkerConfig):
-        config = {role: config_of(role, config) for role in roles}
+        config = {role: config_of(role, config, DeviceKind.CPU) for role in roles}
+    settings = {role: resolve(own, DeviceKind.CPU) for role, own in config.items()}
     configs = {
         role: msgspec.structs.replace(own, prefills_locally=own.prefills_locally and locally)
-        for role, own in config.items()
+        for role, own in settings.items()
     }
     specs = [
         WorkerSpec(WorkerId(f"{role}-{i}"), role, str(model), configs[role], TOKEN, threads=1)

@@ -34,7 +34,7 @@ def test_every_field_is_a_key():
         ("gateway.cors_origins", "list of text", "[]", "BATON_GATEWAY__CORS_ORIGINS"),
         ("worker.decode_kv_dtype", "choice or none", '"none"', "BATON_WORKER__DECODE_KV_DTYPE"),
         ("router.policy", "choice", '"slo"', "BATON_ROUTER__POLICY"),
-        ("pools.num_gpus", "number", "0.0", "BATON_POOLS__NUM_GPUS"),
+        ("pools.num_gpus", "number or none", '"none"', "BATON_POOLS__NUM_GPUS"),
         ("gateway.open_to_all", "true or false", "false", "BATON_GATEWAY__OPEN_TO_ALL"),
     ],
 )

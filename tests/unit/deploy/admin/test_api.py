@@ -77,11 +77,15 @@ class FakeController:
                 self.machine.handle(Connected(name, name, effect.role, KVFormat.FP32), 2.0)
 
     order = PoolController.order
+    device_of = PoolController.device_of
+
+    @property
+    def _plan(self) -> ControllerPlan:
+        return ControllerPlan("", self.started, Pools(), token="", cores=1)
 
     @property
     def config(self) -> Config:
-        plan = ControllerPlan("", self.started, Pools(), token="", cores=1)
-        return plan.under(self.machine.intent).config
+        return self._plan.under(self.machine.intent).config
 
     def metrics(self) -> list[Metric]:
         families = controller_families(

@@ -2,16 +2,20 @@
 
 import pytest
 
+from deploy.admin import updates
 from deploy.admin.schema import PoolCounts, UpdateBody
-from deploy.admin.updates import order_of
 from deploy.commands.versions import read_update
-from engine.config import Speculate, WorkerConfig
+from engine.config import DeviceKind, Speculate, WorkerConfig
 from engine.control import Intent, Pools, Version
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
 NOW = WorkerConfig(kv_dtype=KVFormat.INT8, kv_mib=64, max_running=8, speculate=Speculate.NGRAM)
 INTENT = Intent((Version(model="m", model_name="tiny", worker=NOW, pools=Pools(2, 1)),))
+
+
+def order_of(body, intent):
+    return updates.order_of(body, intent, lambda worker: DeviceKind.CPU)
 
 
 def written(tmp_path, text, name="new.toml"):

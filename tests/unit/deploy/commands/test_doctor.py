@@ -15,6 +15,7 @@ from deploy.commands.doctor import (
     Verdict,
     descriptors,
     diagnose,
+    gpus,
     huge_pages,
     lockable,
     memory,
@@ -23,7 +24,8 @@ from deploy.commands.doctor import (
     store_memory,
 )
 from deploy.commands.main import app
-from engine.config import Config, StoreConfig
+from deploy.local.gpus import FoundGpus, HostGpu
+from engine.config import Config, DeviceKind, PoolsConfig, StoreConfig, WorkerConfig
 
 GIB = 2**30
 FREE_NOTHING = SimpleNamespace(free=0)
@@ -132,3 +134,32 @@ def test_without_a_store_nothing_of_it_is_looked_for(monkeypatch):
     assert (found.name, found.verdict) == ("store", Verdict.UNUSED)
     names = {each.name for each in diagnose(Config(store=StoreConfig(1, disk="/nowhere")))}
     assert {"store.memory_mib", "store.disk"} <= names
+
+
+ON_GPUS = Config(worker=WorkerConfig(device=DeviceKind.CUDA))
+ONE_GPU = FoundGpus((HostGpu("GPU-a", "H200"),))
+
+
+def test_gpus_are_used_where_there_are_any():
+    gpu, workers = gpus(Config(), ONE_GPU)
+    assert (gpu.verdict, gpu.found) == (Verdict.USED, "GPU-a, H200")
+    assert workers.found.startswith("cuda: weights bf16, KV bf16, steps of 8192 tokens, 256")
+
+
+def test_a_missing_gpu_is_wrong_only_if_it_is_wanted():
+    none, workers = gpus(Config(), FoundGpus((), "no nvidia-smi"))
+    assert (none.verdict, none.why) == (Verdict.UNUSED, "no nvidia-smi")
+    assert workers.found.startswith("cpu: weights auto, KV fp32, steps of 512 tokens, 64")
+    assert next(gpus(ON_GPUS, FoundGpus((), "no nvidia-smi"))).verdict is Verdict.WRONG
+
+
+def test_too_few_gpus_are_wrong():
+    config = Config(pools=PoolsConfig(prefill=1, decode=1))
+    *_, workers = gpus(config, ONE_GPU)
+    assert workers.verdict is Verdict.WRONG
+    assert workers.why == "2 workers of 1 GPU are wanted, there is room for 1"
+
+
+def test_unused_gpus_are_told_apart():
+    config = Config(worker=WorkerConfig(device=DeviceKind.CPU))
+    assert next(gpus(config, ONE_GPU)).verdict is Verdict.UNUSED

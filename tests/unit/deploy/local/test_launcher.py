@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from deploy.local import process_main
+from deploy.local.gpus import FoundGpus, HostGpu
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.service_process import ServiceProcess
 from deploy.model_source import FETCH_TIMEOUT_S
@@ -20,15 +21,21 @@ from deploy.services.spec import (
     Fetched,
     Fetching,
     GatewaySpec,
+    Starting,
+    WorkerReady,
+    WorkerSpec,
 )
-from engine.config import GatewayConfig, RouterConfig
+from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members
+from engine.devices.settings import resolve
 from engine.errors import ConfigError
+from engine.messages import Role, WorkerId
 from tests.kits.nurseries import nursery_of_shells
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 FETCHING, FETCHED = (msgspec.json.encode(each).decode() for each in (Fetching(), Fetched()))
+STARTING = msgspec.json.encode(Starting(777.0)).decode()
 MORE_THAN_A_PIPE_BYTES = 2**20  # more than a pipe holds without a reader
 
 
@@ -96,9 +103,16 @@ def test_failed_start_is_a_typed_error_and_leaves_no_process(script, says, launc
     [
         ([], [READY_TIMEOUT_S]),
         ([FETCHING, FETCHED], [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+        ([STARTING], [READY_TIMEOUT_S, 777.0]),
+        (
+            [FETCHING, FETCHED, STARTING],
+            [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S, 777.0],
+        ),
     ],
 )
-def test_only_a_fetch_has_a_long_deadline(says, has_s, launcher_of, monkeypatch):
+def test_fetches_and_starts_of_large_models_have_long_deadlines(
+    says, has_s, launcher_of, monkeypatch
+):
     timeouts: list[float] = []
     timer = threading.Timer
 
@@ -219,3 +233,78 @@ def test_closed_launcher_starts_nothing(launcher_of):
     launcher.close()
     with pytest.raises(ConfigError, match="gateway is not started: the launcher is closed"):
         launcher.start_gateway(SPEC)
+
+
+WORKER = WorkerSpec(
+    *(WorkerId("w"), Role.MIXED, "/model", resolve(WorkerConfig(), DeviceKind.CUDA), "token"),
+    threads=1,
+    num_gpus=1.0,
+)
+LISTENS = msgspec.json.encode(WorkerReady("a", 1, 1, 1, 1, 0.0)).decode()
+
+
+def gpu_launcher(script: str, *names: str) -> tuple[ProcessLauncher, Callable[[], None]]:
+    nursery = nursery_of_shells(script)
+    return ProcessLauncher(
+        nursery, look=lambda: FoundGpus(tuple(map(HostGpu, names)))
+    ), nursery.close
+
+
+def named(name: str, num_gpus: float = 1.0) -> WorkerSpec:
+    return msgspec.structs.replace(WORKER, worker_id=WorkerId(name), num_gpus=num_gpus)
+
+
+def test_each_worker_is_told_its_gpu_and_gives_it_back_when_it_ends(tmp_path):
+    script = f"read spec; echo $spec >> {tmp_path}/specs; echo '{LISTENS}'; exec cat"
+    launcher, close = gpu_launcher(script, "GPU-a", "GPU-b")
+    try:
+        launcher.start_worker(named("p"))
+        launcher.start_worker(named("d"))
+        with pytest.raises(ConfigError, match="m needs 1 GPU, and this machine has 2; taken by"):
+            launcher.start_worker(named("m"))
+        launcher.stop("p", by_force=True)
+        launcher.start_worker(named("m"))
+        launcher.start_worker(named("cpu", 0))
+    finally:
+        launcher.close()
+        close()
+    specs = [msgspec.json.decode(line) for line in (tmp_path / "specs").read_text().splitlines()]
+    assert [(each["worker_id"], each["gpus"]) for each in specs] == [
+        ("p", ["GPU-a"]),
+        ("d", ["GPU-b"]),
+        ("m", ["GPU-a"]),
+        ("cpu", []),
+    ]
+
+
+def test_a_failed_start_gives_the_gpu_back():
+    launcher, close = gpu_launcher("read spec; exit 3", "GPU-a")
+    try:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="w ended while starting"):
+                launcher.start_worker(WORKER)
+        assert (launcher.room(1), launcher.room(0.5)) == (1, 2)
+        assert launcher.scarce(1.0) == "this machine has 1 GPU, of which a worker takes 1"
+    finally:
+        close()
+
+
+def test_a_closed_launcher_keeps_no_gpu():
+    launcher, close = gpu_launcher("exec cat", "GPU-a")
+    close()
+    launcher.close()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the launcher is closed"):
+            launcher.start_worker(WORKER)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(("GPU-a", "GPU-b"), "GPU-a,GPU-b"), ((), ""), (None, "as it was")]
+)
+def test_a_worker_sees_its_own_gpus_only(gpus, expected):
+    environment = {"CUDA_VISIBLE_DEVICES": "as it was"}
+    spec = msgspec.json.encode(msgspec.structs.replace(WORKER, gpus=gpus))
+    process_main.limit_gpus("worker", spec, environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    process_main.limit_gpus("gateway", msgspec.json.encode(SPEC), environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected

@@ -8,20 +8,21 @@ from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
 from deploy.pools.formats import check_formats, config_of
 from deploy.worker.host import served_as
-from engine.config import Config, WorkerConfig
+from engine.config import Config, DeviceKind, WorkerConfig
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Role
 
 FP32, BF16, FP8 = KVFormat.FP32, KVFormat.BF16, KVFormat.FP8_E4M3
 INT8, INT4 = KVFormat.INT8, KVFormat.INT4
+CPU = DeviceKind.CPU
 PAIR = (Role.PREFILL, Role.DECODE)
 ALL = (*PAIR, Role.MIXED)
 
 
 def configs(prefill, decode=None, wire=None, roles=PAIR):
     config = WorkerConfig(kv_dtype=prefill, decode_kv_dtype=decode, kv_wire_dtype=wire)
-    return {role: config_of(role, config) for role in roles}
+    return {role: config_of(role, config, CPU) for role in roles}
 
 
 def test_decode_workers_may_hold_kv_in_another_format():
@@ -36,7 +37,7 @@ def test_decode_workers_use_the_common_kv_format_by_default():
 @pytest.mark.parametrize("role", list(Role))
 def test_all_other_settings_are_equal_in_every_role(role):
     config = WorkerConfig(kv_mib=7, threads=3, decode_kv_dtype=INT8, kv_wire_dtype=INT8)
-    own = config_of(role, config)
+    own = config_of(role, config, CPU)
     assert (own.kv_mib, own.threads, own.kv_wire_dtype) == (7, 3, INT8)
 
 
@@ -59,14 +60,14 @@ def test_decode_workers_prefill_only_if_their_kv_equals_handed_over_kv(formats, 
 
 def test_operator_can_forbid_prefill_on_decode_workers():
     config = WorkerConfig(prefills_locally=False)
-    assert not config_of(Role.DECODE, config).prefills_locally
+    assert not config_of(Role.DECODE, config, CPU).prefills_locally
 
 
 def test_config_of_a_role_is_idempotent():
     config = WorkerConfig(decode_kv_dtype=INT8, kv_wire_dtype=INT8)
     for role in Role:
-        own = config_of(role, config)
-        assert config_of(role, own) == own
+        own = config_of(role, config, CPU)
+        assert config_of(role, own, CPU) == own
 
 
 @pytest.mark.parametrize(
@@ -124,5 +125,7 @@ def test_fingerprint_differs_by_wire_format():
 
 def test_decode_workers_may_have_other_ranks():
     config = WorkerConfig(tp=2, ep=2, decode_tp=4, decode_pp=2, decode_ep=1)
-    found = {role: (c.tp, c.pp, c.ep) for role in ALL for c in [config_of(role, config)]}
+    found = {
+        role: (c.tp, c.pp, c.ep) for role in ALL for c in [config_of(role, config, DeviceKind.CPU)]
+    }
     assert found == {Role.PREFILL: (2, 1, 2), Role.DECODE: (4, 2, 1), Role.MIXED: (2, 1, 2)}

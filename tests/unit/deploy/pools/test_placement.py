@@ -140,13 +140,13 @@ def test_worker_without_room_takes_a_place_of_another_role():
 def test_first_workers_must_all_fit():
     head, one, other = nodes(HEAD, {"prefill_node": 2.0}, {"decode_node": 2.0})
     both = PoolsConfig(prefill_resource="prefill_node", decode_resource="decode_node")
-    assert nodes_to_start_on([head, one, other], PoolsConfig(), Pools()) == [head]
-    assert nodes_to_start_on([head, one, other], both, Pools(2, 2)) == [one, other]
+    assert nodes_to_start_on([head, one, other], PoolsConfig(), Pools(), 0) == [head]
+    assert nodes_to_start_on([head, one, other], both, Pools(2, 2), 0) == [one, other]
     with pytest.raises(ConfigError, match=r"1 decode workers need .* room for 0"):
-        nodes_to_start_on([head, one], both, Pools())
+        nodes_to_start_on([head, one], both, Pools(), 0)
     with pytest.raises(ConfigError, match=r"3 decode workers need .* room for 2"):
-        nodes_to_start_on([head, one, other], both, Pools(1, 3))
+        nodes_to_start_on([head, one, other], both, Pools(1, 3), 0)
     growing = PoolsConfig(
         prefill_resource="prefill_node", decode_resource="decode_node", max_workers=9
     )
-    assert nodes_to_start_on([head, one, other], growing, Pools(1, 3)) == [one, other]
+    assert nodes_to_start_on([head, one, other], growing, Pools(1, 3), 0) == [one, other]

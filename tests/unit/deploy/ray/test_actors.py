@@ -15,13 +15,16 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
-from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members
+from engine.devices.settings import resolve
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
+LONG_S = 2 * READY_TIMEOUT_S  # that a large model may take
 USE_RAY = tuple(
     f"deploy.ray.{name}" for name in ("actors", "launcher", "controller", "orders", "places")
 )
@@ -67,6 +70,7 @@ class FakeActor:
     def __init__(self, answer: object) -> None:
         self.start = SimpleNamespace(remote=lambda: answer)
         self.fetch = SimpleNamespace(remote=lambda: "")
+        self.limit_s = SimpleNamespace(remote=lambda: LONG_S)
         self.ping = SimpleNamespace(remote=lambda: self.pongs.pop(0) if self.pongs else self.pong)
         self.pongs: list[RayError | None] = [None]  # the first answers: the actor was made
         self.pong: RayError = RayError("the actor died.")
@@ -94,11 +98,13 @@ class FakeRay(ModuleType):
         self.timeouts: list[float] = []
         self.names: dict[str, FakeActor] = {}
         self.waits: list[tuple[int, float]] = []
+        self.options: list[dict[str, object]] = []
 
     def remote(self, **_options: object):
         return lambda _: SimpleNamespace(options=self._options)
 
-    def _options(self, name: str, **_options: object):
+    def _options(self, name: str, **options: object):
+        self.options.append(options)
         return SimpleNamespace(remote=lambda *_: self._create(name))
 
     def _create(self, name: str) -> FakeActor:
@@ -168,6 +174,14 @@ def test_failed_actor_leaves_its_name_free(fake_ray, launcher, answer, says):
     assert launcher.dead() == {}
     fake_ray.answer = (READY, "")
     assert launcher.start_gateway(SPEC).pid == 7
+
+
+@pytest.mark.parametrize("num_gpus", [0.0, 0.5, 1.0])
+def test_ray_gives_each_worker_its_gpus(fake_ray, launcher, num_gpus):
+    fake_ray.answer = (msgspec.json.encode(WorkerReady("a", 1, 1, 1, 1, 0.0)), "")
+    who = (WorkerId("w"), Role.PREFILL, "m", SETTINGS, "token")
+    launcher.start_worker(WorkerSpec(*who, threads=1, num_gpus=num_gpus))
+    assert fake_ray.options == [{"num_gpus": num_gpus}]
 
 
 class FakeOwnRay:
@@ -242,15 +256,15 @@ def test_unplaced_actor_has_the_short_deadline(fake_ray, launcher):
 @pytest.mark.parametrize(
     ("model", "has_s"),
     [
-        ("/models/name", [READY_TIMEOUT_S, READY_TIMEOUT_S]),
-        ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S]),
+        ("/models/name", [READY_TIMEOUT_S, READY_TIMEOUT_S, LONG_S]),
+        ("hf://org/name", [READY_TIMEOUT_S, FETCH_TIMEOUT_S, READY_TIMEOUT_S, LONG_S]),
     ],
 )
-def test_only_an_actor_that_fetches_has_a_long_deadline(model, has_s, fake_ray, launcher):
+def test_fetches_and_starts_of_large_models_have_long_deadlines(model, has_s, fake_ray, launcher):
     ready = WorkerReady("w:1", pid=7, context_len=64, num_blocks=8, block_bytes=64, start_s=0.0)
     fake_ray.answer = (msgspec.json.encode(ready), "")
     launcher.start_worker(
-        WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+        WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1)
     )
     assert fake_ray.timeouts == has_s
 

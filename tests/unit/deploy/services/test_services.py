@@ -5,17 +5,21 @@ import asyncio
 import msgspec
 import pytest
 
-from deploy.services.model import has_to_fetch
+from deploy.services.model import has_to_fetch, start_limit_s
 from deploy.services.spec import (
+    READY_TIMEOUT_S,
+    SLOWEST_BYTES_PER_S,
     GatewaySpec,
     WorkerSpec,
 )
 from deploy.services.thread import LateStart, ServiceThread
-from engine.config import GatewayConfig, RouterConfig, WorkerConfig
+from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members, Version
+from engine.devices.settings import resolve
 from engine.messages import Role, WorkerId
 
 SPEC = GatewaySpec(Members(1, (), Intent()), GatewayConfig(), RouterConfig(), "token")
+SETTINGS = resolve(WorkerConfig(), DeviceKind.CPU)
 READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 
 
@@ -31,7 +35,7 @@ READY = b'{"url": "http://127.0.0.1:80", "model_name": "m", "pid": 7}'
 def test_only_workers_with_a_remote_model_fetch(kind, model, has_to):
     version = Version(model=model)
     spec = msgspec.structs.replace(SPEC, members=Members(1, (), Intent((version,))))
-    worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, WorkerConfig(), "token", threads=1)
+    worker = WorkerSpec(WorkerId("w"), Role.PREFILL, model, SETTINGS, "token", threads=1)
     encoded = msgspec.json.encode(worker if kind == "worker" else spec)
     assert has_to_fetch(kind, encoded) is has_to
 
@@ -50,3 +54,13 @@ def test_late_open_is_a_typed_error():
     with pytest.raises(LateStart, match=r"did not start in 0\.01 s"):
         thread.open()
     thread.close()
+
+
+def test_a_large_model_may_take_long_to_start(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(int(1000 * SLOWEST_BYTES_PER_S))  # a hole in the file: it takes no room
+    who = (WorkerId("w"), Role.PREFILL, str(tmp_path), SETTINGS, "token")
+    spec = msgspec.json.encode(WorkerSpec(*who, threads=1))
+    assert start_limit_s("worker", spec) == pytest.approx(READY_TIMEOUT_S + 1000, abs=0.01)
+    assert start_limit_s("gateway", b"") == READY_TIMEOUT_S

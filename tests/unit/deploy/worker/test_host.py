@@ -10,7 +10,8 @@ from deploy.worker import host as worker_host
 from deploy.worker.gateway_sessions import MAX_UNSENT_FRAMES
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.step_watch import StepWatch
-from engine.config import WorkerConfig
+from engine.config import DeviceKind, WorkerConfig
+from engine.devices.settings import resolve
 from engine.messages import (
     PROTOCOL_VERSION,
     GatewayId,
@@ -43,7 +44,7 @@ class SetClock:
 def host(role: Role, **config: object) -> WorkerHost:
     return WorkerHost(
         WorkerIdentity(WorkerId("w"), role, "model", Secret("token")),
-        config=WorkerConfig(**config),
+        config=resolve(WorkerConfig(**config), DeviceKind.CPU),
         runner=FakeRunner(50),
         model=ModelFacts(VOCAB_SIZE, 1000, False, FakeGuides()),
         memory=None,

@@ -1,14 +1,22 @@
 """The default size of a worker's KV memory."""
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from deploy.worker.memory import (
+    CAPTURED_BYTES,
+    CONTEXT_BYTES,
+    DEVICE_PAGE_BYTES,
     LEAST_BYTES,
+    MOST_BLOCKS,
     PAGE_BYTES,
     PLENTY_BYTES,
     available_bytes,
+    device_kv_bytes,
     kv_bytes,
 )
+from engine.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 LLAMA_1B = 16 * 2 * 8 * 64 * 4 * 16  # bytes of a block of 16 tokens in fp32: 1 MiB
@@ -108,3 +116,67 @@ def test_cgroups_of_version_1_count_too(tmp_path):
 def test_group_over_its_limit_leaves_nothing(tmp_path):
     root = machine(tmp_path, available_kib=2048, groups={"a": group("10", 700, 0)}, mine="0::/a\n")
     assert available_bytes(root) == 0
+
+
+H200 = 141 * GIB
+
+
+def on_gpu(*, weights: int = 16 * GIB, others: int = 0, peak: int = 2 * GIB, **more) -> int:
+    """The KV of a worker that has loaded its weights, beside other programs."""
+    numbers = {"fraction": 0.9, "part": 1.0, "block_bytes": 2 * MIB, **more}
+    return device_kv_bytes(
+        free_bytes=H200 - weights - CONTEXT_BYTES - others,
+        total_bytes=H200,
+        own_bytes=weights,
+        peak_bytes=peak,
+        **numbers,
+    )
+
+
+def test_kv_gets_what_the_fraction_leaves_on_a_gpu():
+    left = int(0.9 * H200) - 16 * GIB - CONTEXT_BYTES - 2 * GIB - CAPTURED_BYTES
+    assert on_gpu() == left // DEVICE_PAGE_BYTES * DEVICE_PAGE_BYTES
+
+
+def test_two_workers_share_a_gpu_whichever_comes_first():
+    alone = on_gpu(part=0.5)
+    beside = on_gpu(part=0.5, others=int(0.45 * H200))
+    assert alone == beside
+    assert 2 * (alone + 16 * GIB + CONTEXT_BYTES + 2 * GIB + CAPTURED_BYTES) <= 0.9 * H200
+
+
+def test_other_programs_on_the_gpu_leave_less():
+    assert on_gpu(others=50 * GIB) < on_gpu() - 49 * GIB
+
+
+def test_a_model_that_leaves_no_room_is_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match=r"of 141\.0 GiB 0\.5 are free.* weights take 140\.0"):
+        on_gpu(weights=140 * GIB)
+
+
+def test_a_small_model_gets_a_bounded_number_of_blocks():
+    assert on_gpu(block_bytes=8 * 2**10) == MOST_BLOCKS * 8 * 2**10
+
+
+sizes = st.integers(0, 200 * GIB)
+
+
+@given(sizes, sizes, sizes, st.floats(0.05, 1.0), st.sampled_from([0.25, 0.5, 1.0]))
+def test_weights_step_and_kv_stay_within_the_share(own, free, peak, fraction, part):
+    total = 200 * GIB
+    assume(own + free <= total)
+    try:
+        kv = device_kv_bytes(
+            free_bytes=free,
+            total_bytes=total,
+            own_bytes=own,
+            peak_bytes=peak,
+            block_bytes=2 * MIB,
+            fraction=fraction,
+            part=part,
+        )
+    except ConfigError:
+        return
+    assert kv > 0
+    assert own + peak + kv <= fraction * part * total
+    assert kv + peak <= free

@@ -1,0 +1,79 @@
+"""A worker's settings once its device is known. Pure.
+
+The configuration leaves some values open, because a GPU needs others than a CPU. All readers of
+these values take them from `resolve`. Nothing is written back to the configuration.
+"""
+
+from typing import Any
+
+from engine.config import DeviceKind, PoolsConfig, WeightFormat, WorkerConfig
+from engine.errors import ConfigError
+from engine.layout import KVFormat
+
+_DEFAULTS: dict[DeviceKind, dict[str, Any]] = {
+    DeviceKind.CPU: {
+        "kv_dtype": KVFormat.FP32,
+        "max_batch_tokens": 512,
+        "chunk_tokens": 256,
+        "max_running": 64,
+    },
+    DeviceKind.CUDA: {
+        "kv_dtype": KVFormat.BF16,
+        "max_batch_tokens": 8192,
+        "chunk_tokens": 8192,
+        "max_running": 256,
+    },
+}
+
+
+class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker's configuration in which no default is open. `device` is not `auto`."""
+
+    kv_dtype: KVFormat
+    max_batch_tokens: int
+    chunk_tokens: int
+    max_running: int
+
+
+def resolve(config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
+    """Returns the settings of a worker on that kind of device. Raises ConfigError.
+
+    On a GPU `auto` weights are bf16. On a CPU they stay `auto`: only the worker sees if its
+    processor has what int8 needs.
+    """
+    assert device is not DeviceKind.AUTO, "choose first"
+    values = {name: getattr(config, name) for name in config.__struct_fields__}
+    values |= {n: value for n, value in _DEFAULTS[device].items() if values[n] is None}
+    if device is DeviceKind.CUDA and config.weights is WeightFormat.AUTO:
+        values["weights"] = WeightFormat.BF16
+    try:
+        return WorkerSettings(**{**values, "device": device})
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def choose_device(wanted: DeviceKind, pools: PoolsConfig, *, has_gpus: bool) -> DeviceKind:
+    """Returns the kind of device that workers get. Raises ConfigError if they cannot have it.
+
+    `has_gpus`: there are GPUs where workers start, and torch can use them there.
+    """
+    gets_none = pools.num_gpus == 0
+    if wanted is DeviceKind.AUTO:
+        return DeviceKind.CUDA if has_gpus and not gets_none else DeviceKind.CPU
+    if wanted is DeviceKind.CUDA and gets_none:
+        raise ConfigError("worker.device = cuda needs GPUs, and pools.num_gpus is 0")
+    return wanted
+
+
+def gpus_of_worker(pools: PoolsConfig, device: DeviceKind, devices_per_worker: int = 1) -> float:
+    """Returns the GPUs that a worker takes: whole ones, or a part of one. On a CPU as configured.
+
+    Raises ConfigError if a worker needs several GPUs and is configured to get fewer.
+    """
+    if pools.num_gpus is None:
+        return float(devices_per_worker) if device is DeviceKind.CUDA else 0.0
+    if device is DeviceKind.CUDA and devices_per_worker > max(1, pools.num_gpus):
+        raise ConfigError(
+            f"a worker needs {devices_per_worker} GPUs, and pools.num_gpus is {pools.num_gpus:g}"
+        )
+    return pools.num_gpus

@@ -1,0 +1,163 @@
+"""A pool of blocks in a device's memory, and their way to records that travel and back.
+
+`pack` and `unpack` do what `kvtransfer.packing` does for pools in host memory. Where formats differ
+the device converts, between the pool and the record. A copy for each block and piece, or for each
+run of neighbours, goes through the copy engines.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from engine.layout import KVFormat, KVLayout
+from kvtransfer.device.driver import CopyDriver, DeviceCopy
+from kvtransfer.memory import Blocks
+from kvtransfer.native.copying import checksum
+from kvtransfer.records import RecordPiece
+from kvtransfer.wire import Wire
+
+
+class RecordConverter(Protocol):
+    """Converts records in a device's memory, as `kvtransfer.formats` does on the host."""
+
+    def room(self, num_bytes: int, stream: int) -> int:
+        """Returns the address of memory for records to convert, until the next call."""
+        ...
+
+    def convert(
+        self, address: int, num_records: int, layout: KVLayout, to: KVFormat, stream: int
+    ) -> int:
+        """Queues a conversion; returns the address of the result, until the next but one call."""
+        ...
+
+
+class Rows(NamedTuple):
+    """Records one after the other at an address, and those that are meant. None: all in order."""
+
+    address: int
+    record_bytes: int
+    ids: Sequence[int] | None = None
+
+    def row(self, i: int) -> int:
+        """Returns the address of a meant record."""
+        return self.address + (i if self.ids is None else self.ids[i]) * self.record_bytes
+
+
+class DeviceBlocks:
+    """The pool of a worker whose KV is in a device's memory."""
+
+    def __init__(
+        self,
+        address: int,
+        num_blocks: int,
+        block_bytes: int,
+        *,
+        driver: CopyDriver,
+        converter: RecordConverter,
+    ) -> None:
+        self.address = address
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.driver = driver
+        self._converter = converter
+
+    def pack(self, wire: Wire, block_ids: Sequence[int], out: Blocks) -> int:
+        """Writes blocks to `out` [num_blocks, wire.record_bytes]. Returns its checksum. Waits."""
+        records = Rows(out.ctypes.data, wire.record_bytes)
+        own = self._rows(block_ids)
+        num = len(block_ids)
+        if wire.stored.kv_format == wire.travels_as:
+            self._copy(wire.packing, own, records, num)
+        else:
+            stored_bytes = wire.stored.block_bytes
+            room = self._converter.room(num * stored_bytes, self.driver.stream)
+            self._copy(wire.packing, own, Rows(room, stored_bytes), num)
+            made = self._converted(room, num, wire.stored, wire.travels_as)
+            self.driver.copy([DeviceCopy(records.address, made, num * wire.record_bytes)])
+        self.driver.wait(self.driver.mark())
+        return checksum(out.data)
+
+    def unpack(
+        self, wire: Wire, records: Blocks, rows: Sequence[int], block_ids: Sequence[int]
+    ) -> int:
+        """Writes these rows of `records` to blocks. Returns the checksum of all records. Waits."""
+        there = Rows(records.ctypes.data, wire.record_bytes, rows)
+        if wire.travels_as == wire.wanted.kv_format:
+            self._copy(wire.unpacking, there, self._rows(block_ids), len(rows))
+        else:
+            num_bytes = len(rows) * wire.record_bytes
+            room = self._converter.room(num_bytes, self.driver.stream)
+            whole = (RecordPiece(0, 0, wire.record_bytes),)
+            self._copy(whole, there, Rows(room, wire.record_bytes), len(rows))
+            self._place(wire, room, block_ids)
+        self.driver.wait(self.driver.mark())
+        return checksum(records.data)
+
+    def fetch(self, wire: Wire, source: Rows, block_ids: Sequence[int]) -> int:
+        """Queues copies of another pool's blocks to blocks. Returns the mark of their end."""
+        num = len(block_ids)
+        if wire.pieces is not None:
+            self._copy(wire.pieces, source, self._rows(block_ids), num)
+            return self.driver.mark()
+        stored_bytes = wire.stored.block_bytes
+        room = self._converter.room(num * stored_bytes, self.driver.stream)
+        self._copy(wire.packing, source, Rows(room, stored_bytes), num)
+        if wire.stored.kv_format != wire.travels_as:
+            room = self._converted(room, num, wire.stored, wire.travels_as)
+        self._place(wire, room, block_ids)
+        return self.driver.mark()
+
+    def _place(self, wire: Wire, address: int, block_ids: Sequence[int]) -> None:
+        """Queues the way of records that have travelled, at an address, to blocks."""
+        num = len(block_ids)
+        if wire.travels_as != wire.wanted.kv_format:
+            address = self._converted(address, num, wire.layout, wire.wanted.kv_format)
+        records = Rows(address, wire.wanted.block_bytes)
+        self._copy(wire.unpacking, records, self._rows(block_ids), num)
+
+    def _converted(self, address: int, num: int, layout: KVLayout, to: KVFormat) -> int:
+        return self._converter.convert(address, num, layout, to, self.driver.stream)
+
+    def _copy(self, pieces: Sequence[RecordPiece], source: Rows, sink: Rows, num: int) -> None:
+        self.driver.copy(list(merged(copies(pieces, source, sink, num))))
+
+    def _rows(self, block_ids: Sequence[int]) -> Rows:
+        """Raises IndexError for a block that is not in the pool."""
+        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
+            raise IndexError(f"a block is not among the {self.num_blocks} of its pool")
+        return Rows(self.address, self.block_bytes, block_ids)
+
+
+def copies(
+    pieces: Sequence[RecordPiece], source: Rows, sink: Rows, num: int
+) -> Iterator[DeviceCopy]:
+    """Yields a copy for each record and piece."""
+    for i in range(num):
+        here, there = sink.row(i), source.row(i)
+        for piece in pieces:
+            yield DeviceCopy(here + piece.sink_offset, there + piece.source_offset, piece.num_bytes)
+
+
+def merged(each: Iterable[DeviceCopy]) -> Iterator[DeviceCopy]:
+    """Yields the copies with neighbours on both sides as one."""
+    last: DeviceCopy | None = None
+    for copy in each:
+        if last is not None and (
+            (last.to_address + last.num_bytes, last.from_address + last.num_bytes)
+            == (copy.to_address, copy.from_address)
+        ):
+            last = last._replace(num_bytes=last.num_bytes + copy.num_bytes)
+            continue
+        if last is not None:
+            yield last
+        last = copy
+    if last is not None:
+        yield last
+
+
+def rows_of(records: Blocks) -> Rows:
+    """Returns a pool in host memory, for `fetch`."""
+    assert records.dtype == np.uint8
+    assert records.flags.c_contiguous
+    return Rows(records.ctypes.data, records.shape[1])

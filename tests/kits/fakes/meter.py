@@ -1,0 +1,22 @@
+"""A device's memory that is only counted."""
+
+from collections.abc import Callable
+
+from engine.model.profiling import MemoryUse
+
+
+class FakeMeter:
+    """A meter with fixed numbers, which counts the calls that it measured."""
+
+    def __init__(self, use: MemoryUse, peak_bytes: int) -> None:
+        self.use = use
+        self.peak = peak_bytes
+        self.num_calls = 0
+
+    def read(self) -> MemoryUse:
+        return self.use
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        call()
+        self.num_calls += 1
+        return self.peak

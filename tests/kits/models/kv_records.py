@@ -1,0 +1,43 @@
+"""KV buffers in which every slot is written, of two sections."""
+
+import torch
+
+from engine.layout import KVSection
+from engine.model.attention.kvcache import KVCache, allocate_buffer
+
+NUM_BLOCKS = 4
+SECTIONS = (
+    KVSection(num_layers=2, num_kv_heads=3, head_dim=6),
+    KVSection(num_layers=1, num_kv_heads=2, head_dim=80),
+)
+
+
+def numbers(rng, shape, exponent):
+    """Random [..., head_dim] of one magnitude; some rows are far from zero, zero, or of one number.
+
+    None is so large that int4, whose step is a 15th of the range, would need an infinite step.
+    """
+    x = torch.randn(shape, generator=rng)
+    rows = torch.randint(9, shape[:-1], generator=rng)
+    x[rows == 0] += 100
+    x[rows == 1] = x[rows == 1].abs()
+    x[rows == 2] = -x[rows == 2].abs()
+    x[rows == 3] = 0
+    x[rows == 4] = -1.7
+    x[rows == 5, ::2] = 0
+    x[rows == 6] = 1.7  # which bf16 rounds up: int4's low is above all of them, its step negative
+    return (x.double() * 10.0**exponent).clamp(-1.6e38, 1.6e38).float()
+
+
+def fill(layout, exponent):
+    """A buffer in which every slot is written."""
+    rng = torch.Generator().manual_seed(0)
+    buffer = allocate_buffer(layout, NUM_BLOCKS)
+    slots = torch.arange(NUM_BLOCKS * layout.block_size)
+    for index, section in enumerate(layout.sections):
+        cache = KVCache(layout, buffer, index)
+        for layer in range(section.num_layers):
+            shape = (len(slots), section.num_kv_heads, section.head_dim)
+            key, value = numbers(rng, shape, exponent), numbers(rng, shape, exponent)
+            cache.write(layer, slots, key, value)
+    return buffer
