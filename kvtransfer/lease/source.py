@@ -28,6 +28,9 @@ What each event does (— cannot happen, or changes nothing):
 
 To a holder that has released it, a lease is unknown. Any other sink hears Ended(held by another).
 
+A worker of several ranks orders all of them to open a lease. A sink may hear of the lease before
+the order has reached each. So at such a rank, what concerns an unknown lease waits for `early_s`.
+
 The machine knows no socket, memory or block pool. `next_wake_s` says when to call `sweep`.
 
 Source: leases with renewal, vLLM's NIXL connector.
@@ -61,6 +64,7 @@ from kvtransfer.messages import (
 from kvtransfer.wire import Disagreement, Wire, agree
 
 MAX_ATTACHED_PEERS = 4096
+MAX_EARLY = 4096  # messages about leases that may be opened soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,15 @@ class _Peer:
     sink: Incarnation
     shard: Shard
     wire: Wire
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """A message about a lease that is not open yet, or is over."""
+
+    peer: Peer
+    message: Hold | Read | Release
+    due_s: float
 
 
 @dataclass(slots=True)
@@ -147,6 +160,7 @@ class SourceMachine:
         self._timing = timing
         self._leases: dict[LeaseId, _Lease] = {}
         self._peers: dict[Peer, _Peer] = {}  # attached, oldest first
+        self._early: list[_Early] = []  # oldest first; only at a worker of several ranks
 
     @property
     def num_leases(self) -> int:
@@ -157,7 +171,9 @@ class SourceMachine:
         """Opens a lease on `num_blocks` blocks, none of them ready."""
         assert lease_id not in self._leases
         self._leases[lease_id] = _Lease(num_blocks, now_s + self._timing.ttl_s)
-        return []
+        early = [one for one in self._early if one.message.lease_id == lease_id]
+        self._early = [one for one in self._early if one not in early]
+        return [effect for one in early for effect in self.receive(one.peer, one.message, now_s)]
 
     def grow(
         self, lease_id: LeaseId, block_ids: tuple[BlockId, ...], now_s: float
@@ -186,7 +202,7 @@ class SourceMachine:
             return [SendToSink(peer, AttachRefused("attach"))]
         lease = self._leases.get(message.lease_id)
         if lease is None:
-            return [SendToSink(peer, Ended(message.lease_id, "unknown"))]
+            return self._on_unknown(_Early(peer, message, now_s + self._timing.early_s))
         due_s = now_s + self._timing.ttl_s
         holder = lease.holder(peer, rank, due_s)
         if holder is None:
@@ -219,11 +235,15 @@ class SourceMachine:
     def sweep(self, now_s: float) -> list[SourceEffect]:
         """Ends the leases without a message from each of their holders in time."""
         late = [i for i, lease in self._leases.items() if lease.deadline_s() <= now_s]
-        return [effect for lease_id in late for effect in self._end(lease_id, "expired")]
+        ended = [effect for lease_id in late for effect in self._end(lease_id, "expired")]
+        unknown = [one for one in self._early if one.due_s <= now_s]
+        self._early = self._early[len(unknown) :]
+        return ended + [_unknown(one) for one in unknown]
 
     def next_wake_s(self) -> float | None:
-        """Returns when the next lease expires."""
-        return min((lease.deadline_s() for lease in self._leases.values()), default=None)
+        """Returns when the next lease expires, or the next early message is to be answered."""
+        wakes = [lease.deadline_s() for lease in self._leases.values()]
+        return min([*wakes, *(one.due_s for one in self._early[:1])], default=None)
 
     def validate(self) -> None:
         """Asserts the machine's invariants."""
@@ -234,6 +254,7 @@ class SourceMachine:
             shards = {holder.shard for holder in lease.holders.values()}
             assert len(shards) == len(lease.holders) <= lease.num_holders
             assert lease.is_awaited or lease.pulling(), "all have released it"
+        assert not any(one.message.lease_id in self._leases for one in self._early)
 
     def _attach(self, peer: Peer, message: Attach) -> Attached | AttachRefused:
         if message.version != TRANSFER_VERSION:
@@ -252,6 +273,13 @@ class SourceMachine:
         if len(self._peers) > MAX_ATTACHED_PEERS:
             del self._peers[next(iter(self._peers))]
         return Attached(self._incarnation, self._identity, self._num_blocks, self._offers)
+
+    def _on_unknown(self, early: _Early) -> list[SourceEffect]:
+        """Answers a message about an unknown lease, or keeps it until the lease may be open."""
+        if len(self._identity.ranks) == 1 or len(self._early) >= MAX_EARLY:
+            return [_unknown(early)]
+        self._early.append(early)
+        return []
 
     def _read(self, peer: Peer, wire: Wire, lease: _Lease, message: Read) -> list[SourceEffect]:
         ready = len(lease.block_ids)
@@ -274,3 +302,7 @@ class SourceMachine:
             return []
         told = [SendToSink(peer, Ended(lease_id, reason)) for peer in lease.pulling()]
         return [LeaseEnded(lease_id, reason), *told]
+
+
+def _unknown(early: _Early) -> SourceEffect:
+    return SendToSink(early.peer, Ended(early.message.lease_id, "unknown"))

@@ -23,6 +23,7 @@ class Timing:
     """Deadlines of the protocol, seconds."""
 
     ttl_s: float = 30.0  # a lease without a message from its sink ends
+    early_s: float = 1.0  # a rank that does not know a lease yet answers after so long
     hold_every_s: float = 1.0  # a sink renews its leases at this interval
     reread_s: float = 2.0  # if the source sends no block for so long, the sink asks again
     silence_s: float = 6.0  # if a question stays unanswered for so long, the source counts as dead

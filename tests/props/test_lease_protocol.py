@@ -118,9 +118,12 @@ class Source:
         process.leased[lease_id] = blocks
         process.num_ready[lease_id] = 0
         self.perform(process.machine.open(lease_id, num_blocks, self.world.now_s))
+        return LeaseRef(lease_id, self.here, num_blocks)
+
+    @property
+    def here(self) -> TransferAddress:
         shard = self.identity.shard
-        address = TransferAddress(self.name, self.incarnation, self.address, shard)
-        return LeaseRef(lease_id, address, num_blocks)
+        return TransferAddress(self.name, self.incarnation, self.address, shard)
 
     def grow(self, lease_id: str, num_blocks: int) -> None:
         """Computes the next blocks of a lease, if it is still open."""

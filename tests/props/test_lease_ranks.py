@@ -5,6 +5,7 @@ that joins the parts, as endpoints have. The checks of `test_lease_protocol` hol
 """
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -61,6 +62,8 @@ class RankedWorld:
         self.sources = list(self.world.sources.values())
         self.leases = LeaseGroups(range(len(self.sources)))
         self.lease_ends: list[str] = []
+        self.rng = rng
+        self.orders: list[deque[OpenLease | GrowLease | RevokeLease]] = [deque() for _ in RANKS]
         self.groups = {sink: PullGroups() for sink in self.world.sinks}
         self.pulls: dict[str, WholePull] = {}
 
@@ -69,13 +72,14 @@ class RankedWorld:
     def open(self, num_blocks: int) -> list[LeaseRef] | None:
         if any(num_blocks > len(source.process.free) for source in self.sources):
             return None
+        if any(isinstance(order, OpenLease) for orders in self.orders for order in orders):
+            return None  # it will need room
         lease_id = self.world.new_name("lease")
-        opened = self.leases.open(OpenLease(lease_id, num_blocks))
-        return [self.sources[to.member].open(lease_id, num_blocks) for to in opened]
+        self.perform_leases(self.leases.open(OpenLease(lease_id, num_blocks)))
+        return [LeaseRef(lease_id, source.here, num_blocks) for source in self.sources]
 
     def grow(self, lease_id: str, num_blocks: int) -> None:
-        for to in self.leases.grow(GrowLease(lease_id, ())):
-            self.sources[to.member].grow(lease_id, num_blocks)
+        self.perform_leases(self.leases.grow(GrowLease(lease_id, (0,) * num_blocks)))
 
     def revoke(self, lease_id: str) -> None:
         self.perform_leases(self.leases.revoke(RevokeLease(lease_id)))
@@ -115,10 +119,11 @@ class RankedWorld:
     def perform_leases(self, effects: list[GroupEffect]) -> None:
         for effect in effects:
             match effect:
-                case ToMember(rank, RevokeLease(lease_id)):
-                    self.sources[rank].revoke(lease_id)
+                case ToMember(rank, order):
+                    self.orders[rank].append(order)
                 case LeaseEnded(lease_id, reason):
                     assert not any(lease_id in s.process.leased for s in self.sources)
+                    assert not any(OpenLease(lease_id, n) in self.orders[1] for n in range(5))
                     self.lease_ends.append(reason)
 
     def end(self, pull: WholePull, report: PullDone | PullFailed) -> None:
@@ -147,6 +152,18 @@ class RankedWorld:
                     self.leases.validate()
         self.world.validate()
 
+    def deliver_orders(self, *, share: float = 1.0) -> None:
+        """Brings orders to the ranks of the source; to the second they take a while."""
+        for source, orders in zip(self.sources, self.orders, strict=True):
+            while orders and (source is self.sources[0] or self.rng.random() < share):
+                match orders.popleft():
+                    case OpenLease(lease_id, num_blocks):
+                        assert source.open(lease_id, num_blocks) is not None
+                    case GrowLease(lease_id, blocks):
+                        source.grow(lease_id, len(blocks))
+                    case RevokeLease(lease_id):
+                        source.revoke(lease_id)
+
     def sweep(self) -> None:
         self.world.sweep()
         self.settle()
@@ -155,9 +172,10 @@ class RankedWorld:
         world = self.world
         world.keep_busy(busy=False)
         for _ in range(400):
+            self.deliver_orders()
             world.deliver_all()
             self.settle()
-            if world.letters:
+            if world.letters or any(self.orders):
                 continue
             machines = [s.machine for s in world.sinks]
             machines += [s.process.machine for s in self.sources]
@@ -200,11 +218,13 @@ def busy_day(rng: random.Random, faults: frozenset[str]) -> RankedWorld:
                 ranked.start(pull)
             if rng.random() < 0.3:
                 ranked.grow(pull.lease_id, 1)
+            ranked.deliver_orders(share=0.2)
             deliver_some(world, rng, faults)
             ranked.settle()
             disturb(ranked, rng, faults, pull)
             ranked.settle()
         world.now_s += 0.1
+        ranked.deliver_orders(share=0.7)
         ranked.sweep()
     for pull in pulls:
         if not pull.is_started:

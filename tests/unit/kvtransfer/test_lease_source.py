@@ -440,6 +440,55 @@ def test_an_end_is_told_to_all_holders(end, reason):
     assert end(held_by_both(7)) == [LeaseEnded("l", reason), *told]
 
 
+def rank_of_two() -> SourceMachine:
+    """The second rank of a source of two, to which a sink of two is attached."""
+    source = SourceMachine(
+        incarnation="life of source",
+        identity=msgspec.structs.replace(IDENTITY, shard=PAIR[1], group=PAIR),
+        num_blocks=10,
+        offers=OFFERS,
+        timing=TIMING,
+    )
+    source.receive(SECOND, attach(rank_body(1)), 0.0)
+    return source
+
+
+def test_a_rank_whose_order_is_late_answers_when_the_lease_opens():
+    source = rank_of_two()
+    assert source.receive(SECOND, Hold("l", 0, 3), 0.1) == []
+    source.validate()
+    assert source.open("l", 4, 0.2) == [SendToSink(SECOND, Ready("l", 0, [], 3))]
+    assert source.grow("l", (7,), 0.3) == [SendToSink(SECOND, Ready("l", 0, [7]))]
+    assert source.next_wake_s() == 0.3 + TIMING.ttl_s
+
+
+def test_a_lease_that_was_given_up_before_it_opened_ends_when_it_opens():
+    source = rank_of_two()
+    assert source.receive(SECOND, Hold("l", 0, 0), 0.1) == []
+    assert source.receive(SECOND, Release("l", 5), 0.1) == []
+    assert source.open("l", 4, 0.2)[1:] == [
+        LeaseEnded("l", "released"),
+        SendToSink(SECOND, Ended("l", "released", 5)),
+    ]
+
+
+def test_a_lease_that_does_not_open_in_time_is_unknown():
+    source = rank_of_two()
+    source.receive(SECOND, Hold("l", 0, 0), 0.1)
+    due_s = 0.1 + TIMING.early_s
+    assert source.next_wake_s() == due_s
+    assert source.sweep(due_s - 0.01) == []
+    assert source.sweep(due_s) == [SendToSink(SECOND, Ended("l", "unknown"))]
+    assert source.next_wake_s() is None
+
+
+def test_early_messages_are_bounded(monkeypatch):
+    monkeypatch.setattr("kvtransfer.lease.source.MAX_EARLY", 1)
+    source = rank_of_two()
+    assert source.receive(SECOND, Hold("l", 0, 0), 0.1) == []
+    assert answer(source, Hold("m", 0, 0), SECOND) == SendToSink(SECOND, Ended("m", "unknown"))
+
+
 def test_a_rank_that_needs_no_bytes_holds_the_lease_and_reads_nothing():
     """Its heads come from another rank of the source, which holds them too."""
     heads = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 64),))
