@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.config import Transport, WeightFormat, WorkerConfig
-from engine.messages import Role
+from engine.messages import Role, WorkerId
 from router.machine.requests import Finished
+from tests.e2e.pools.test_roles import controls, decoding_at
 from tests.e2e.tokens.test_exactness import GREEDY, generate, serve
 from tests.kits.checkpoints import tiny_checkpoint
 from tests.kits.services.cluster import ask, prompts, request, router, until, workers
@@ -78,11 +79,9 @@ def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
             def on_tokens(num: int) -> None:
                 if num < 5 or killed:
                     return
-                worker = (
-                    next(i for i, w in r.workers().items() if w.load and w.load.running_seqs)
-                    if any(w.load and w.load.running_seqs for w in r.workers().values())
-                    else None
-                )
+                loads = {i: worker.load for i, worker in r.workers().items()}
+                busy = [i for i, load in loads.items() if load and load.running_seqs]
+                worker = next((i for i in busy if i.startswith("decode")), None)
                 if worker is None:
                     return
                 [rank] = children_of(running.ready[worker].pid)
@@ -98,3 +97,34 @@ def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
     with workers(roles, model=model, config=config) as running:
         found = asyncio.run(run(running))
     assert found == generate(model, [prompt], 200)[0]
+
+
+def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    split_up, whole = WorkerId("decode-1"), WorkerId("mixed-2")
+    config = {Role.PREFILL: split(), Role.DECODE: split(tp=2), Role.MIXED: split(pp=2)}
+    inputs = PROMPTS[4:]
+    num_tokens = 440
+
+    async def run(running):
+        async with router(running) as r, controls(running) as control:
+            streams = [[] for _ in inputs]
+
+            async def stream(i: int) -> None:
+                asked = request(f"r{i}", inputs[i], max_tokens=num_tokens, sampling=GREEDY)
+                async for update in r.submit(asked):
+                    streams[i] += update.token_ids
+
+            tasks = [asyncio.create_task(stream(i)) for i in range(len(inputs))]
+            await until(lambda: all(len(s) > 5 for s in streams), "all have begun")
+            for left, other in ((split_up, whole), (whole, split_up)):
+                await control[other].set_role(Role.DECODE)
+                await control[left].set_role(Role.PREFILL)
+                assert decoding_at(r, left) == 0
+            await asyncio.gather(*tasks)
+            assert r.machine.counters["moved", "role changed"] > 0
+            return streams
+
+    roles = (Role.PREFILL, Role.DECODE, Role.MIXED)
+    with workers(roles, model=model, config=config) as running:
+        assert asyncio.run(run(running)) == generate(model, inputs, num_tokens)
