@@ -15,8 +15,9 @@ steps of any size. Attention stays outside, since its arguments are not tensors:
 ends before it and another begins behind it. A captured step does not notice.
 
 If a part is not available, the model runs without it. That is counted in `fallbacks` and logged:
-"triton" (attention in plain torch, and then no graphs either), "torch_compile", "cuda_graph" (a
-model whose own code waits for the GPU, as some mixtures of experts do).
+"triton" (attention in plain torch, and then no graphs either), "triton_sampling" (tokens are chosen
+by torch, in many small kernels), "torch_compile", "cuda_graph" (a model whose own code waits for
+the GPU, as some mixtures of experts do).
 
 The host waits for one thing only: before it writes to pinned memory again, for the copy out of it
 two steps ago. On a CPU the same code computes without graphs and pinned memory, for tests.
@@ -45,8 +46,9 @@ from engine.model.attention.hook import PAGED, paged_hook
 from engine.model.attention.kvcache import KVCache
 from engine.model.loading.checkpoint import LoadedModel, try_again
 from engine.model.packing import Inputs, Packing, PackingShape
+from engine.model.sampling import choosing
+from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.changes import TokenChoice
-from engine.model.sampling.choosing import sample
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.native_build import compiler_cache
@@ -60,6 +62,9 @@ MAX_COMPILATIONS = 64  # of one layer's code, which models of one kind in a proc
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
 WARM_UP_LENS = (8, 48, 2048)  # tokens of a row: a verification, a prompt's end, a whole chunk
+
+
+Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
 
 
 class Staged:
@@ -130,13 +135,15 @@ class CudaForward:
         weights: WeightFormat,
         *,
         attend: Attend | None = None,
+        sampler: Sampler | None = None,
         captured_rows: Sequence[int] = packing.padded_sizes(MAX_CAPTURED_ROWS),
         compiler: str | Callable | None = "inductor",
     ) -> None:
         """`weights` are resolved.
 
         `attend` is chosen for the device unless given; a given one must know rows that fill a batch
-        up. `captured_rows` are the numbers of rows for which decode steps are captured. `compiler`
+        up. So is `sampler`, which chooses tokens as `engine.model.sampling.choosing.sample` does.
+        `captured_rows` are the numbers of rows for which decode steps are captured. `compiler`
         is a backend of torch.compile; None means that layers are not compiled.
         """
         self._loaded = loaded
@@ -144,6 +151,8 @@ class CudaForward:
         self._device = loaded.device
         self._is_cuda = loaded.device.type == "cuda"
         self._attend = attend
+        self._wanted_sampler = sampler
+        self._sampler: Sampler = choosing.sample
         self._compiler = compiler
         self._wanted_sizes = tuple(sorted(captured_rows))
         self._sizes: tuple[int, ...] = ()  # numbers of rows to which decode steps are padded
@@ -170,6 +179,7 @@ class CudaForward:
             if self._loaded.probe is not None:
                 try_again(self._loaded, math.inf)
         self.weights_bytes = weights_bytes(model)
+        self._sampler = self._choose_sampler()
         context.attend, can_pad = self._choose_attend()
         context.cache = cache
         if can_pad:
@@ -227,8 +237,11 @@ class CudaForward:
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows], chosen on the GPU as `engine.model.sampling.choosing.sample` does."""
-        return sample(logits, choices)
+        """Tokens [num_rows] on the device, as `engine.model.sampling.choosing.sample` defines them.
+
+        The host does not wait for them.
+        """
+        return self._sampler(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Runs this model, a draft, over the rows that it sees, and proposes tokens.
@@ -310,6 +323,21 @@ class CudaForward:
         if self._is_cuda:
             self._fall_back("triton", "it is not installed; attention is slow without it")
         return torch_attention.attend, False
+
+    def _choose_sampler(self) -> Sampler:
+        """Chooses what chooses tokens, and has its kernel compiled."""
+        if self._wanted_sampler is not None or not self._is_cuda:
+            return self._wanted_sampler or choosing.sample
+        if not triton_attention.available():
+            self._fall_back("triton_sampling", "triton is not installed")
+            return choosing.sample
+        dtypes = {self._loaded.model.dtype, torch.float32}  # changed logits are fp32
+        try:
+            triton_sampling.warm_up(self._loaded.vocab_size, dtypes, self._device)
+        except Exception as error:  # a compiler may raise anything: do without it
+            self._fall_back("triton_sampling", error)
+            return choosing.sample
+        return triton_sampling.sample
 
     def _open_padded(self, cache: KVCache) -> None:
         """Compiles layers and kernels and captures decode steps, with rows that store nothing."""

@@ -25,6 +25,7 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cuda import Captured, CudaForward, resolve_weights
 from engine.model.packing import PAD_SLOT, PackingShape, Tables
 from engine.model.runner import TorchRunner
+from engine.model.sampling import choosing
 from engine.worker.batch import Row
 from tests.kits.checkpoints import COMMON, tiny_checkpoint
 from tests.kits.models.cuda_forward import (
@@ -242,6 +243,19 @@ def test_without_triton_a_gpu_logs_and_uses_torch_attention(loaded, monkeypatch,
     forward._is_cuda = True
     assert forward._choose_attend() == (torch_attention.attend, False)
     assert forward.fallbacks == {"triton": 1}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_without_its_kernel_a_gpu_logs_and_samples_by_torch(
+    loaded, monkeypatch, caplog, is_installed
+):
+    monkeypatch.setattr(cuda.triton_attention, "available", lambda: is_installed)
+    monkeypatch.setattr(cuda.triton_sampling, "sample", None)  # raises, as a compiler might
+    forward = CudaForward(loaded, WeightFormat.FP32)
+    forward._is_cuda = True
+    assert forward._choose_sampler() is choosing.sample
+    assert forward.fallbacks == {"triton_sampling": 1}
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
