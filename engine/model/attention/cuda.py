@@ -9,10 +9,10 @@ to fill the GPU. `kernels.py` defines units, items and splits.
 
 **CUDA graphs.** A launch depends on the host's view of the batch only through `extents`: the query
 lengths and, for prefill, the length of the context. Context lengths, block tables and slots are
-read on the device. So a captured decode step serves any contexts. For that, its `extents` have one
-query a row, and its `block_tables` are as wide as the longest context needs. Rows that only fill a
-batch up have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their
-result is zero.
+read on the device. So a captured step serves any contexts. For that, all its `extents` have the
+same number of queries, and its `block_tables` are as wide as the longest context needs. Tokens that
+only fill the step up have slot `packing.PAD_SLOT`, and their rows may have `context_len` 0. Nothing
+is stored for them. Before the start of its row a query sees nothing, so its result is zero.
 
 **Prefill in torch.** A long row with nothing before it attends to itself alone. If the record is
 bf16 and so are K and V, the record holds exactly the bits that were just projected. Reading the
@@ -234,7 +234,6 @@ def _attend(  # noqa: PLR0913
         "ROWS_M": launch.rows_m,
         "WIDTH": width,
         "TILE": cut.tile,
-        "ROWS": max(_power_of_two(num_rows), 16),
     }
     kernels = _kernels()
     kernels.attention_kernel[num_items, num_kv_heads](

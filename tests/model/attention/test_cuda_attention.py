@@ -17,6 +17,7 @@ from engine.model.attention import cuda as triton_attention
 from engine.model.attention.base import Extent, Scoring, build_batch
 from engine.model.attention.cuda import NO_LEN, plan_launches, tiling
 from engine.model.attention.kvcache import KVCache, allocate_buffer
+from engine.model.cuda import WARM_UP_LENS
 from engine.worker.batch import Row
 from tests.kits.models.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
 from tests.kits.models.interpreter import check_under_interpreter, needs_triton
@@ -88,7 +89,7 @@ def test_more_query_heads_than_a_tile_has_rows_make_larger_tiles():
     window=st.none() | st.integers(1, 500),
 )
 def test_the_grid_has_a_program_for_every_item(lengths, group, num_kv_heads, window):
-    """Counts the items of a launch as the kernels do: see `_items` there."""
+    """Counts the items of a launch as the kernels do: see `_share` there."""
     extents = extents_of(lengths)
     for launch in plan(extents, group=group, num_kv_heads=num_kv_heads).launches:
         tile = tiling(KVFormat.BF16, 128, launch.rows_m).tile
@@ -136,10 +137,8 @@ class RecordedKernels:
             setattr(self, name, Recorded(getattr(triton_kernels, name), self.launches))
 
 
-def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128):
-    """The launches of `attend` for eight such rows of an 8 B Llama: kernel, arguments,
-    constants.
-    """
+def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128, num_rows=8):
+    """The launches of `attend` for such rows of an 8 B Llama: kernel, arguments, constants."""
     kernels = RecordedKernels()
     monkeypatch.setattr(triton_attention, "_kernels", lambda: kernels)
     monkeypatch.setattr(triton_attention, "_is_interpreted", lambda: False)
@@ -148,9 +147,9 @@ def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128):
     layout = KVLayout(block_size=16, kv_format=kv_format, sections=(section,))
     length = layout.num_blocks_for(before + query_len)
     cache = KVCache(layout, allocate_buffer(layout, 1))
-    rows = [Row(f"s{i}", [0] * query_len, before, [0] * length, None) for i in range(8)]
-    query = torch.zeros(8 * query_len, 32, head_dim, dtype=torch.bfloat16)
-    key = torch.zeros(8 * query_len, 8, head_dim, dtype=torch.bfloat16)
+    rows = [Row(f"s{i}", [0] * query_len, before, [0] * length, None) for i in range(num_rows)]
+    query = torch.zeros(num_rows * query_len, 32, head_dim, dtype=torch.bfloat16)
+    key = torch.zeros(num_rows * query_len, 8, head_dim, dtype=torch.bfloat16)
     triton_attention.attend(
         query, key, key, cache, 0, build_batch(rows, cache), Scoring(head_dim**-0.5)
     )
@@ -180,6 +179,32 @@ def test_kernels_of_other_steps_fit_a_hopper_multiprocessor(
 ):
     for launch in launches_of(monkeypatch, kv_format, 600, query_len, head_dim):
         assert compile_for_hopper(*launch).metadata.shared <= HOPPER_SHARED_BYTES
+
+
+@needs_triton
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_one_compilation_serves_all_numbers_of_rows(monkeypatch, query_len):
+    constants = [
+        [launch[2] for launch in launches_of(monkeypatch, KVFormat.BF16, 50, query_len, num_rows=n)]
+        for n in (1, 3, 60, 300)
+    ]
+    few_tokens = [kernels[1:] for kernels in constants]  # the first one stores K and V
+    assert all(each == few_tokens[0] for each in few_tokens)
+    assert len(few_tokens[0]) == 2
+
+
+@needs_triton
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 16, 64])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_the_warm_up_meets_every_kind_of_launch(group, num_kv_heads):
+    def kinds(lengths):
+        plans = (
+            plan(extents_of([(0, n)]), group=group, num_kv_heads=num_kv_heads) for n in lengths
+        )
+        return {(x.min_len, x.num_spare > 0) for each in plans for x in each.launches}
+
+    decode_too = (1, *WARM_UP_LENS)  # decode steps are warmed up by their captures
+    assert kinds(decode_too) >= kinds([1, *range(2, 200, 3), 500, 1000, 2048, 4096])
 
 
 # ------------------------------------------------------------ assembly
