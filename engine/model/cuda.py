@@ -19,7 +19,8 @@ ends before it and another begins behind it. A captured step does not notice.
 If a part is not available, the model runs without it. That is counted in `fallbacks` and logged:
 "triton" (attention in plain torch, and then no graphs either), "triton_sampling" (tokens are chosen
 by torch, in many small kernels), "torch_compile", "cuda_graph" (a model whose own code waits for
-the GPU, as some mixtures of experts do), "captured_verification" (some sizes were left out).
+the GPU, as some mixtures of experts do), "captured_verification" (some sizes were left out),
+"prefill_" and the name of a way to attend long rows, which fails or is wrong on this device.
 
 The host waits for one thing only: before it writes to pinned memory again, for the copy out of it
 two steps ago. On a CPU the same code computes without graphs and pinned memory, for tests.
@@ -30,6 +31,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +42,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
+from engine.layout import KVFormat
 from engine.model import fp8, packing
 from engine.model.attention import cuda as triton_attention
 from engine.model.attention import plain as torch_attention
 from engine.model.attention.base import Attend, AttentionBatch, Extent
+from engine.model.attention.choice import KERNELS, AttendBy, PrefillTrial
 from engine.model.attention.hook import PAGED, paged_hook
 from engine.model.attention.kvcache import KVCache
+from engine.model.attention.prefill import Way, all_ways
 from engine.model.loading.checkpoint import LoadedModel, try_again
 from engine.model.packing import Inputs, Packing, PackingShape, StepSize
 from engine.model.sampling import choosing
@@ -65,7 +70,8 @@ MAX_CAPTURE_BYTES = 2 << 30
 MAX_COMPILATIONS = 64  # of one layer's code, which models of one kind in a process share
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
-WARM_UP_LENS = (2, 8, 32, 128, 8192)  # tokens of a row, so that every kind of launch is compiled
+WARM_UP_LENS = (2, 8, 32, 128)  # tokens of a row, so that every kind of launch is compiled
+WARM_UP_ROWS = 64  # of the last length: a step of 8,192 tokens
 
 
 Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
@@ -169,6 +175,8 @@ class CudaForward:
         self._num_prepared = 0
         self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
+        self._way: Way | None = None
+        self.attention_choice = ""  # what attends, and what attends long rows if that is another
         self.weights_bytes = 0
         self.fallbacks: Counter[str] = Counter()
 
@@ -188,6 +196,9 @@ class CudaForward:
         self._sampler = self._choose_sampler()
         context.attend, can_pad = self._choose_attend()
         context.cache = cache
+        if context.attend is triton_attention.attend:
+            self._way = self._choose_way(cache)
+            context.attend = partial(triton_attention.attend, prefill=self._way)
         if can_pad:
             self._open_padded(cache)
 
@@ -197,6 +208,9 @@ class CudaForward:
         self._sizes = ()
         self._memory = None
         self._end_compilation()
+        if self._way is not None:
+            self._way.close()
+            self._way = None
         self._loaded.context.cache = self._loaded.context.batch = None
 
     @property
@@ -325,12 +339,46 @@ class CudaForward:
     def _choose_attend(self) -> tuple[Attend, bool]:
         """Chooses the attention; the flag says if it knows rows that fill a batch up."""
         if self._attend is not None:
+            self.attention_choice = "given"
             return self._attend, True
         if self._is_cuda and triton_attention.available():
+            self.attention_choice = KERNELS
             return triton_attention.attend, True
         if self._is_cuda:
             self._fall_back("triton", "it is not installed; attention is slow without it")
+        self.attention_choice = "torch"
         return torch_attention.attend, False
+
+    def _choose_way(
+        self, cache: KVCache, ways: Sequence[Way] | None = None, attend: AttendBy | None = None
+    ) -> Way | None:
+        """Measures the ways to attend long rows, and opens the fastest; None: the Triton kernels.
+
+        They need a record in bf16, and a model that computes in it.
+        """
+        config = self._loaded.model.config.get_text_config(decoder=True)
+        trial = PrefillTrial(
+            cache,
+            num_heads=config.num_attention_heads,
+            context_len=self._loaded.context_len,
+            attend=attend or triton_attention.attend,
+            clock=MonotonicClock(),
+        )
+        is_bf16 = cache.kv_format is KVFormat.BF16 and self._loaded.model.dtype is torch.bfloat16
+        if not is_bf16 or not trial.is_possible:
+            log.info("prefill attention: %s", KERNELS)
+            return None
+        wanted = [way for way in ways or all_ways() if way.is_available(self._device)]
+        choice = trial.choose(wanted)
+        log.info("prefill attention: %s", choice)
+        for name, why in choice.failures.items():
+            self._fall_back(f"prefill_{name}", why)
+        if choice.name == KERNELS:
+            return None
+        self.attention_choice = f"{KERNELS}, {choice.name}"
+        way = next(way for way in wanted if way.name == choice.name)
+        way.open(self._device)
+        return way
 
     def _choose_sampler(self) -> Sampler:
         """Chooses what chooses tokens, and has its kernel compiled."""
@@ -378,9 +426,10 @@ class CudaForward:
         for size in _largest_first(self._sizes):
             for _ in range(WARM_UP_RUNS):
                 self._compute(*self._padding(size), None)
-        for length in WARM_UP_LENS:
-            row = StepSize(min(length, self._loaded.context_len), 1)
-            inputs, batch = self._padding(row, table_width=1)
+        eager = [(length, 1) for length in WARM_UP_LENS] + [(WARM_UP_LENS[-1], WARM_UP_ROWS)]
+        for row_len, num_rows in eager:
+            size = StepSize(min(row_len, self._loaded.context_len), num_rows)
+            inputs, batch = self._padding(size, table_width=1)
             self._compute(inputs, batch, inputs.keep[:1])
 
     def _padding(

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from engine.messages import Sampling
+from engine.model.pinned import brought
 
 GREATEST = 2.0**128 - 2.0**104  # finite fp32
 WORD_BITS = 32
@@ -72,7 +73,7 @@ def changed(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tenso
     if not rows:
         return logits
     changing = [choices[row] for row in rows]
-    index, prompt, answer, penalties, biased, biases, banned, words = _all_brought(
+    index, prompt, answer, penalties, biased, biases, banned, words = _brought(
         [np.array(rows), *_contexts(changing, logits.shape[1]), *_marks(changing, logits.shape[1])],
         logits.device,
     )
@@ -149,15 +150,7 @@ def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
     return whole
 
 
-def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies an array to `device`. The host waits for nothing: a GPU copies from pinned memory."""
-    is_cuda = device.type == "cuda"
-    memory = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name), pin_memory=is_cuda)
-    memory.numpy()[...] = array
-    return memory.to(device, non_blocking=True)
-
-
-def _all_brought(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
+def _brought(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
     """Arrays as int64 on `device`, flat, in one copy."""
     flat = [np.ascontiguousarray(each).reshape(-1).view(np.int64) for each in arrays]
     return brought(np.concatenate(flat), device).split([len(each) for each in flat])

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from engine.messages import Sampling
-from engine.model.sampling.changes import TokenChoice, brought, changed
+from engine.model.pinned import brought
+from engine.model.sampling.changes import TokenChoice, changed
 
 TILE = 4096  # logits at a time
 NUM_WARPS = 16

@@ -15,7 +15,8 @@ from engine.layout import KVFormat
 from engine.model.attention import cuda as triton_attention
 from engine.model.attention import kernels
 from engine.model.attention.base import AttentionBatch, Extent, Scoring, build_batch
-from engine.model.attention.cuda import FLASH_MIN_LEN, attend
+from engine.model.attention.cuda import attend
+from engine.model.attention.prefill import LONG_ROW
 from engine.model.packing import PAD_SLOT
 from tests.kits.models.attention_cases import (
     DECODE,
@@ -100,7 +101,7 @@ def test_a_row_gets_the_same_alone_and_in_company_but_for_rounding():
 
 
 def test_a_long_row_with_nothing_before_it_goes_to_torch_and_its_neighbours_do_not():
-    lengths = ((20, 1), (0, FLASH_MIN_LEN), (0, 3))
+    lengths = ((20, 1), (0, LONG_ROW), (0, 3))
     check(BF16, lengths, dtype=torch.bfloat16, tolerance=0.06)
 
 

@@ -28,6 +28,7 @@ from tests.kits.models.sampling_cases import KINDS, with_seed
 
 def test_ragged_and_filled_up_steps(monkeypatch):
     monkeypatch.setattr(cuda, "WARM_UP_LENS", (8,))  # interpreted, more would take minutes
+    monkeypatch.setattr(cuda, "WARM_UP_ROWS", 2)
     loaded = random_model(1, kv_format=KVFormat.INT8)
     expected = logits_of_the_hook(loaded)
     forward = opened(loaded, attend=triton_attention.attend, captured_rows=(4,))

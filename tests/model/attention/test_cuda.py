@@ -21,6 +21,7 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model import cuda, packing
 from engine.model.attention import plain as torch_attention
 from engine.model.attention.base import build_batch
+from engine.model.attention.choice import PrefillTrial
 from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cuda import Captured, CudaForward, resolve_weights
 from engine.model.packing import PAD_SLOT, PackingShape, StepSize, Tables
@@ -31,6 +32,7 @@ from tests.kits.checkpoints import COMMON, tiny_checkpoint
 from tests.kits.models.cuda_forward import (
     attend_but_pads,
     check_like_the_hook,
+    fresh_cache,
     loaded_from,
     logits_of_the_hook,
     opened,
@@ -425,3 +427,68 @@ def test_weights_count_once_and_tied_embeddings_count():
     )
     all_bytes = sum(x.nbytes for x in (*tied.parameters(), *tied.buffers()))
     assert cuda.weights_bytes(tied) == cuda.weights_bytes(untied) == all_bytes
+
+
+# ------------------------------------------------------------ long rows
+
+
+class Slow:
+    """A way to attend long rows that takes so long in a trial, or fails."""
+
+    takes_cached = True
+
+    def __init__(self, name, seconds):
+        self.name, self.seconds = name, seconds
+        self.is_open = False
+
+    def is_available(self, device):
+        return True
+
+    def open(self, device):
+        self.is_open = True
+
+    def close(self):
+        self.is_open = False
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [((5.0, 2.0), "triton, second"), ((5.0, 4.0), "triton")]
+)
+def test_the_fastest_way_to_attend_long_rows_is_opened_and_named(
+    monkeypatch, caplog, seconds, chosen
+):
+    loaded = random_model(1, kv_format=KVFormat.BF16)
+    loaded.model.to(torch.bfloat16)
+    clock = SteppedClock()
+    monkeypatch.setattr(cuda, "MonotonicClock", lambda: clock)
+    monkeypatch.setattr(PrefillTrial, "is_possible", True)
+
+    def attend(query, key, value, cache, layer, batch, scoring, way):
+        clock.now += 3.0 if way is None else way.seconds
+        if way is ways[2]:
+            raise RuntimeError("no kernel image")
+        return torch_attention.attend(query, key, value, cache, layer, batch, scoring)
+
+    ways = [*map(Slow, ("first", "second"), seconds), Slow("third", 0.0)]
+    forward = CudaForward(loaded, WeightFormat.BF16)
+    forward.attention_choice = "triton"
+    caplog.set_level(logging.INFO)
+    forward._way = forward._choose_way(fresh_cache(loaded.layout), ways, attend)
+    assert forward.attention_choice == chosen
+    assert f"prefill attention: {chosen.split()[-1]} (triton 3000.000 ms" in caplog.text
+    assert forward.fallbacks == {"prefill_third": 1}
+    assert [way.is_open for way in ways] == [False, chosen.endswith("second"), False]
+    forward.close()
+    assert not any(way.is_open for way in ways)
+
+
+def test_other_records_than_bf16_are_read_by_the_triton_kernels(loaded):
+    forward = CudaForward(loaded, WeightFormat.FP32)
+    assert forward._choose_way(fresh_cache(loaded.layout), [Slow("first", 0.0)]) is None
+
+
+class SteppedClock:
+    now = 0.0
+
+    def now_s(self):
+        return self.now

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention import cuda as triton_attention
 from engine.model.attention.base import Extent, Scoring, build_batch
-from engine.model.attention.cuda import NO_LEN, plan_launches, tiling
+from engine.model.attention.cuda import NO_LEN, RowLimits, plan_launches, tiling
 from engine.model.attention.kvcache import KVCache, allocate_buffer
-from engine.model.cuda import WARM_UP_LENS
+from engine.model.cuda import WARM_UP_LENS, WARM_UP_ROWS
 from engine.worker.batch import Row
 from tests.kits.models.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
 from tests.kits.models.interpreter import check_under_interpreter, needs_triton
@@ -36,13 +36,16 @@ def test_the_kernels_equal_the_reference_under_the_interpreter():
 # ------------------------------------------------------------ launches
 
 
-def plan(extents, *, group=4, num_kv_heads=8, fresh_len=NO_LEN):
+NO_LIMITS = RowLimits(NO_LEN, NO_LEN)
+
+
+def plan(extents, *, group=4, num_kv_heads=8, limits=NO_LIMITS):
     return plan_launches(
         extents,
         group=group,
         num_kv_heads=num_kv_heads,
         num_sms=HOPPER_SMS,
-        fresh_len=fresh_len,
+        limits=limits,
         all_rows_m=triton_attention.ROWS_OF_LAUNCHES,
     )
 
@@ -56,7 +59,7 @@ def test_decode_verification_and_prefill_are_separate_launches():
     assert [(x.min_len, x.max_len, x.rows_m) for x in launches] == [
         (1, 4, 16),
         (5, 16, 64),
-        (17, NO_LEN, 128),
+        (17, NO_LEN - 1, 128),
     ]
     assert [x.num_units for x in launches] == [2, 2, 16 + 1]
     assert [x.longest for x in launches] == [4, 16, 500]
@@ -71,10 +74,17 @@ def test_a_launch_for_decode_does_not_depend_on_contexts():
     assert plan(extents_of([(1, 1), (2, 1)])) == plan(extents_of([(9999, 1), (0, 1)]))
 
 
-def test_long_rows_with_an_empty_context_go_to_torch():
-    found = plan(extents_of([(0, 300), (1, 300), (0, 255)]), fresh_len=256)
-    assert found.fresh == (Extent(0, 300, 300),)
+def test_long_rows_with_an_empty_context_go_elsewhere():
+    extents = extents_of([(0, 300), (1, 300), (0, 255)])
+    found = plan(extents, limits=RowLimits(256, NO_LEN))
+    assert found.elsewhere == (0,)
     assert found.launches[0].num_units == 10 + 8
+
+
+def test_all_long_rows_go_elsewhere_if_they_are_taken():
+    found = plan(extents_of([(0, 300), (1, 300), (0, 255), (9, 256)]), limits=RowLimits(256, 256))
+    assert found.elsewhere == (0, 1, 3)
+    assert [(x.max_len, x.num_units) for x in found.launches] == [(255, 8)]
 
 
 def test_more_query_heads_than_a_tile_has_rows_make_larger_tiles():
@@ -197,14 +207,17 @@ def test_one_compilation_serves_all_numbers_of_rows(monkeypatch, query_len):
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 16, 64])
 @pytest.mark.parametrize("num_kv_heads", [1, 8])
 def test_the_warm_up_meets_every_kind_of_launch(group, num_kv_heads):
-    def kinds(lengths):
+    def kinds(batches):
         plans = (
-            plan(extents_of([(0, n)]), group=group, num_kv_heads=num_kv_heads) for n in lengths
+            plan(extents_of([(0, n)] * rows), group=group, num_kv_heads=num_kv_heads)
+            for n, rows in batches
         )
         return {(x.min_len, x.num_spare > 0) for each in plans for x in each.launches}
 
-    decode_too = (1, *WARM_UP_LENS)  # decode steps are warmed up by their captures
-    assert kinds(decode_too) >= kinds([1, *range(2, 200, 3), 500, 1000, 2048, 4096])
+    decode = (1, 1)  # warmed up by captures
+    warm = [decode, *((n, 1) for n in WARM_UP_LENS), (WARM_UP_LENS[-1], WARM_UP_ROWS)]
+    met = [(n, 1) for n in (1, *range(2, 200, 3), 500, 1000, 2048, 8192)] + [(64, 128), (700, 10)]
+    assert kinds(warm) >= kinds(met)
 
 
 # ------------------------------------------------------------ assembly
