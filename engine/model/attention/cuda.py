@@ -20,6 +20,12 @@ nothing before them, the record then holds exactly the bits that were just proje
 projections is reading the record. In every other format it would see more bits than later tokens
 will, and the answer would depend on where chunks end.
 
+**Rope** is not fused with storing K and V. transformers rotates queries and keys inside each
+model's own attention class, in several kinds, and the hook gets only the rotated ones. Handing the
+classes a rotation by nothing would leave its multiplications in place, so their code would have to
+be patched. torch.compile already fuses the rotation with its neighbours between projections and
+hook, such as norms of heads. What remains to be saved is one write and one read of K.
+
 Splits depend on how full the batch is, and with them the order of sums. So results of a row in two
 batches differ by rounding. triton is needed when this is called, not when it is imported. It runs
 on CPU tensors if triton interprets (TRITON_INTERPRET=1), but not on tensors of a device that is not
