@@ -188,7 +188,11 @@ class CudaForward:
             torch.cuda.set_device(self._device)
             _use_own_caches()
         if self._weights is WeightFormat.FP8:
-            kept = fp8.replace_linears(model, read_outside=self._loaded.read_outside).kept
+            read_outside = self._loaded.read_outside
+            kept = [
+                *fp8.replace_linears(model, read_outside=read_outside).kept,
+                *fp8.replace_experts(model, read_outside).kept,
+            ]
             log.info("not in fp8: %s", ", ".join(kept) or "nothing")
             if self._loaded.probe is not None:
                 try_again(self._loaded, math.inf)
