@@ -3,6 +3,7 @@
     check_attention   the kernels against torch's attention in fp32 over the record that they left,
                       and that record against `KVCache.write`
     check_matmul      products of fp8 matrices against plain numbers
+    check_groups      products of groups of fp8 rows, as experts need them, likewise
 
 Each returns complaints, one line each, or none. Memory that a row may not touch holds NaN. A CPU
 has no kernels, so there torch's attention is checked.
@@ -31,7 +32,13 @@ from engine.model.attention.base import (
     build_batch,
 )
 from engine.model.attention.kvcache import KVCache, allocate_buffer, dequantise
-from engine.model.fp8 import quantise_rows, reference_matmul, scaled_matmul
+from engine.model.fp8 import (
+    grouped_matmul,
+    one_by_one,
+    quantise_rows,
+    reference_matmul,
+    scaled_matmul,
+)
 from engine.model.packing import PAD_SLOT
 from engine.worker.batch import Row
 
@@ -135,6 +142,30 @@ def check_matmul(device: str) -> list[str]:
         worst = float((error / expected.abs().amax(-1)).max())
         if not worst <= MATMUL_TOLERANCE:
             found.append(f"fp8 product of {num_rows} rows: error {worst:.2g}")
+    return found
+
+
+def check_groups(device: str) -> list[str]:
+    """Complaints over products of rows that are sorted by expert; some experts have none.
+
+    Needs a GPU that multiplies groups.
+    """
+    rng = torch.Generator(device).manual_seed(0)
+    matrices = torch.randn(8, 1024, 512, generator=rng, device=device)
+    weights, scales = (x.unflatten(0, (8, 1024)) for x in quantise_rows(matrices.flatten(0, 1)))
+    found = []
+    for num_rows in (1, 3, 64, 300, 2048):
+        x = quantise_rows(torch.randn(num_rows, 512, generator=rng, device=device))
+        experts = torch.randint(0, 8, (num_rows,), generator=rng, device=device)
+        experts = torch.where(experts == 3, 4, experts).sort().values
+        numbers = torch.arange(8, device=device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        operands = (*x, weights, scales[..., 0].contiguous(), ends)
+        expected = one_by_one(reference_matmul, *operands)
+        error = (grouped_matmul(*operands).float() - expected).abs().amax(-1)
+        worst = float((error / expected.abs().amax(-1)).max())
+        if not worst <= MATMUL_TOLERANCE:
+            found.append(f"fp8 product of groups, {num_rows} rows: error {worst:.2g}")
     return found
 
 

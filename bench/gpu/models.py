@@ -88,7 +88,7 @@ def check_model(weights: WeightFormat, kv_format: KVFormat, device: str) -> list
 
 
 def _steps(tables: Sequence[Sequence[BlockId]], vocab_size: int) -> Iterator[list[Row]]:
-    """Prompts in chunks, decode steps of one to five rows, and steps of both."""
+    """Prompts in chunks, decode steps of one to five rows, verification, and steps of all."""
     rng = Random(0)
     lens = [0] * len(tables)
     for chunks in (
@@ -96,6 +96,8 @@ def _steps(tables: Sequence[Sequence[BlockId]], vocab_size: int) -> Iterator[lis
         {0: 1, 1: 20, 2: 70},
         *({0: 1, 1: 1, 2: 1},) * 3,
         {2: 1},
+        {0: 2, 1: 4, 2: 3},
+        {1: 8, 2: 5},
         {0: 1, 3: 90, 4: 3},
         *({0: 1, 1: 1, 3: 1, 4: 1}, dict.fromkeys(range(5), 1)) * 2,
     ):

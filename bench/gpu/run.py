@@ -26,12 +26,14 @@ from bench.gpu.kernels import (
     arguments_of,
     attention_cases,
     check_attention,
+    check_groups,
     check_matmul,
 )
 from bench.gpu.models import check_model, random_llama
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, GpuShape
 from bench.gpu.speeds import GpuCeilings, ModelSpeeds, measure_attention, measure_ceilings
+from bench.gpu.tokens import check_sampling
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.layout import KVFormat
@@ -106,6 +108,10 @@ class GpuBench:
     def _check_kernels(self) -> None:
         if self._has_fp8:
             self._complain(check_matmul(self._device))
+        if fp8.can_group(torch.device(self._device)):
+            self._complain(check_groups(self._device))
+        if self._device != "cpu":
+            self._complain(check_sampling(self._device))
         cases = attention_cases(is_quick=self._is_quick)
         if self._device == "cpu":
             for case in cases:

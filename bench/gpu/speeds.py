@@ -181,7 +181,9 @@ class ModelSpeeds:
         self._name = f"{weights}-{kv_format}"
         self._device = loaded.device.type
         self._layout = KVLayout(BLOCK_SIZE, kv_format, loaded.layout.sections)
-        self._forward = CudaForward(loaded, weights, captured_rows=shape.batches)
+        self._forward = CudaForward(
+            loaded, weights, captured_rows=shape.batches, captured_lens=(1,)
+        )
         self._watch = GpuStopwatch(self._device, session.clock)
 
     def run(self, *, has_prefill: bool) -> None:

@@ -3,11 +3,13 @@
     prepare   host only: packs a step's inputs into pinned memory, while the GPU may compute
     launch    queues one copy of them and the pass; does not wait for either
 
-**Decode steps**, in which every row has one token, are replayed as CUDA graphs. `open` captures one
-graph for each of `packing.padded_sizes`. A step takes the smallest that holds its rows and fills it
-up with rows that store nothing. Graphs read their inputs where they were captured, in one piece of
-device memory, and share one pool of memory for all else. So each `launch` overwrites the result of
-the one before. All other steps run eagerly.
+**Decode and verification**, in which every row has one token or a few, are replayed as CUDA graphs.
+`open` captures one graph for each of `packing.captured_sizes`. A step takes the smallest that holds
+its rows and fills it up with tokens that store nothing. Graphs read their inputs where they were
+captured, in one piece of device memory, and share one pool of memory for all else. So each `launch`
+overwrites the result of the one before. All other steps run eagerly. Captures for verification end
+once all captures together took MAX_CAPTURE_S or MAX_CAPTURE_BYTES; steps of the sizes that are left
+out run eagerly.
 
 **torch.compile** fuses the operations between two attentions or two matrix products. Layers are
 compiled one by one. They share their code, so one compilation serves them all, and one more serves
@@ -15,8 +17,10 @@ steps of any size. Attention stays outside, since its arguments are not tensors:
 ends before it and another begins behind it. A captured step does not notice.
 
 If a part is not available, the model runs without it. That is counted in `fallbacks` and logged:
-"triton" (attention in plain torch, and then no graphs either), "torch_compile", "cuda_graph" (a
-model whose own code waits for the GPU, as some mixtures of experts do).
+"triton" (attention in plain torch, and then no graphs either), "triton_sampling" (tokens are chosen
+by torch, in many small kernels), "torch_compile", "cuda_graph" (a model whose own code waits for
+the GPU, as some mixtures of experts do), "captured_verification" (some sizes were left out),
+"prefill_" and the name of a way to attend long rows, which fails or is wrong on this device.
 
 The host waits for one thing only: before it writes to pinned memory again, for the copy out of it
 two steps ago. On a CPU the same code computes without graphs and pinned memory, for tests.
@@ -26,7 +30,8 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,16 +42,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
 from engine.errors import ConfigError
+from engine.layout import KVFormat
 from engine.model import fp8, packing
 from engine.model.attention import cuda as triton_attention
 from engine.model.attention import plain as torch_attention
 from engine.model.attention.base import Attend, AttentionBatch, Extent
+from engine.model.attention.choice import KERNELS, AttendBy, PrefillTrial
 from engine.model.attention.hook import PAGED, paged_hook
 from engine.model.attention.kvcache import KVCache
+from engine.model.attention.prefill import Way, all_ways
 from engine.model.loading.checkpoint import LoadedModel, try_again
-from engine.model.packing import Inputs, Packing, PackingShape
+from engine.model.packing import Inputs, Packing, PackingShape, StepSize
+from engine.model.sampling import choosing
+from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.changes import TokenChoice
-from engine.model.sampling.choosing import sample
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import Verified, verify_by_parts
 from engine.native_build import compiler_cache
@@ -55,11 +64,17 @@ from engine.worker.batch import Row
 log = logging.getLogger(__name__)
 
 BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
-MAX_CAPTURED_ROWS = 128
+MAX_CAPTURED_ROWS = 256
+MAX_CAPTURE_S = 60.0
+MAX_CAPTURE_BYTES = 2 << 30
 MAX_COMPILATIONS = 64  # of one layer's code, which models of one kind in a process share
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
-WARM_UP_LENS = (8, 48, 2048)  # tokens of a row: a verification, a prompt's end, a whole chunk
+WARM_UP_LENS = (2, 8, 32, 128)  # tokens of a row, so that every kind of launch is compiled
+WARM_UP_ROWS = 64  # of the last length: a step of 8,192 tokens
+
+
+Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
 
 
 class Staged:
@@ -93,16 +108,16 @@ class CudaStep(NamedTuple):
     packing: Packing
     extents: tuple[Extent, ...]  # empty for a captured step, which has its own
     num_kept: int
-    keeps_all: bool  # keep the logits of every row, in the order of the rows
-    padded_rows: int | None  # None: the batch is computed as it is
+    keeps_first: bool  # keep the logits of the first tokens, in their order
+    size: StepSize | None  # None: the batch is computed as it is
 
 
 class Captured(NamedTuple):
-    """A captured decode step of a fixed number of rows."""
+    """A captured step of a fixed size."""
 
     graph: torch.cuda.CUDAGraph
-    keep: torch.Tensor  # [num_rows]: of its inputs
-    logits: torch.Tensor  # [num_rows, vocab]: where it leaves them
+    keep: torch.Tensor  # [num_tokens]: of its inputs
+    logits: torch.Tensor  # [num_tokens, vocab]: where it leaves them
 
 
 def resolve_weights(wanted: WeightFormat, device: torch.device) -> WeightFormat:
@@ -124,36 +139,44 @@ class CudaForward:
 
     is_batch_invariant = False  # not promised, so not measured
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but two have defaults
         self,
         loaded: LoadedModel,
         weights: WeightFormat,
         *,
         attend: Attend | None = None,
+        sampler: Sampler | None = None,
         captured_rows: Sequence[int] = packing.padded_sizes(MAX_CAPTURED_ROWS),
+        captured_lens: Sequence[int] = packing.ROW_LENS,
         compiler: str | Callable | None = "inductor",
     ) -> None:
         """`weights` are resolved.
 
         `attend` is chosen for the device unless given; a given one must know rows that fill a batch
-        up. `captured_rows` are the numbers of rows for which decode steps are captured. `compiler`
-        is a backend of torch.compile; None means that layers are not compiled.
+        up. So is `sampler`, which chooses tokens as `engine.model.sampling.choosing.sample` does.
+        `captured_rows` are the numbers of rows for which steps are captured, `captured_lens` the
+        numbers of tokens in each of them. `compiler` is a backend of torch.compile; None means that
+        layers are not compiled.
         """
         self._loaded = loaded
         self._weights = weights
         self._device = loaded.device
         self._is_cuda = loaded.device.type == "cuda"
         self._attend = attend
+        self._wanted_sampler = sampler
+        self._sampler: Sampler = choosing.sample
         self._compiler = compiler
-        self._wanted_sizes = tuple(sorted(captured_rows))
-        self._sizes: tuple[int, ...] = ()  # numbers of rows to which decode steps are padded
-        self._graphs: dict[int, Captured] = {}
+        self._wanted_sizes = packing.captured_sizes(captured_rows, captured_lens)
+        self._sizes: tuple[StepSize, ...] = ()  # to which steps are padded
+        self._graphs: dict[StepSize, Captured] = {}
         self._table_width = 0  # of captured steps
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
         self._staged = tuple(Staged(pinned=self._is_cuda) for _ in range(2))
         self._num_prepared = 0
         self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
+        self._way: Way | None = None
+        self.attention_choice = ""  # what attends, and what attends long rows if that is another
         self.weights_bytes = 0
         self.fallbacks: Counter[str] = Counter()
 
@@ -165,13 +188,21 @@ class CudaForward:
             torch.cuda.set_device(self._device)
             _use_own_caches()
         if self._weights is WeightFormat.FP8:
-            kept = fp8.replace_linears(model, read_outside=self._loaded.read_outside).kept
+            read_outside = self._loaded.read_outside
+            kept = [
+                *fp8.replace_linears(model, read_outside=read_outside).kept,
+                *fp8.replace_experts(model, read_outside).kept,
+            ]
             log.info("not in fp8: %s", ", ".join(kept) or "nothing")
             if self._loaded.probe is not None:
                 try_again(self._loaded, math.inf)
         self.weights_bytes = weights_bytes(model)
+        self._sampler = self._choose_sampler()
         context.attend, can_pad = self._choose_attend()
         context.cache = cache
+        if context.attend is triton_attention.attend:
+            self._way = self._choose_way(cache)
+            context.attend = partial(triton_attention.attend, prefill=self._way)
         if can_pad:
             self._open_padded(cache)
 
@@ -181,6 +212,9 @@ class CudaForward:
         self._sizes = ()
         self._memory = None
         self._end_compilation()
+        if self._way is not None:
+            self._way.close()
+            self._way = None
         self._loaded.context.cache = self._loaded.context.batch = None
 
     @property
@@ -205,30 +239,33 @@ class CudaForward:
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CudaStep:
         """Packs a step's inputs. Reads and writes host memory only."""
-        num_tokens = sum(len(row.token_ids) for row in rows)
-        is_decode = num_tokens == len(rows)
-        size = packing.padded_size(len(rows), self._sizes) if is_decode else None
+        longest = max(len(row.token_ids) for row in rows)
+        size = packing.padded_size(len(rows), longest, self._sizes)
         if size is not None:
-            return self._prepare(rows, keep, PackingShape(size, size, size, self._table_width))
+            return self._prepare(rows, keep, size.packed(self._table_width), size)
+        num_tokens = sum(len(row.token_ids) for row in rows)
         width = max(self._num_blocks_for(row.end) for row in rows)
         return self._prepare(rows, keep, PackingShape(len(rows), num_tokens, len(keep), width))
 
     @torch.inference_mode()
     def launch(self, prepared: CudaStep) -> torch.Tensor:
         """Queues a step and returns its logits, as `logits` does."""
-        captured = self._graphs.get(prepared.padded_rows)
+        captured = self._graphs.get(prepared.size)
         if captured is not None:
             prepared.staged.copy_to(self._memory[: prepared.packing.num_bytes])
             captured.graph.replay()
             return _kept(captured.logits, captured.keep, prepared)
         inputs, batch = self._bring(prepared, self._new(prepared.packing.num_bytes))
-        if prepared.padded_rows is None:
+        if prepared.size is None:
             return self._compute(inputs, batch, inputs.keep)
         return _kept(self._compute(inputs, batch, None), inputs.keep, prepared)
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
-        """Tokens [num_rows], chosen on the GPU as `engine.model.sampling.choosing.sample` does."""
-        return sample(logits, choices)
+        """Tokens [num_rows] on the device, as `engine.model.sampling.choosing.sample` defines them.
+
+        The host does not wait for them.
+        """
+        return self._sampler(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Runs this model, a draft, over the rows that it sees, and proposes tokens.
@@ -240,14 +277,18 @@ class CudaForward:
     def verify(self, proposals: Sequence[DraftedRow], masks: Masks, clock: Clock) -> Verified:
         """Runs this model over rows and their proposed tokens, and chooses.
 
-        With proposed tokens the pass is no decode step, so it runs eagerly.
+        With a few proposed tokens a row, the pass is captured like a decode step.
         """
         return verify_by_parts(self, proposals, masks, clock)
 
     def _prepare(
-        self, rows: Sequence[Row], keep: Sequence[int], shape: PackingShape, pad_len: int = 1
+        self,
+        rows: Sequence[Row],
+        keep: Sequence[int],
+        shape: PackingShape,
+        size: StepSize | None = None,
     ) -> CudaStep:
-        """Packs `rows`, filled up to `shape` with rows of `pad_len` tokens."""
+        """Packs `rows`, filled up to `size` if it is given."""
         plan = packing.plan(shape)
         staged = self._staged[self._num_prepared % len(self._staged)]
         self._num_prepared += 1
@@ -258,17 +299,15 @@ class CudaForward:
             keep,
             tables=self._tables,
             block_size=self._block_size,
-            pad_len=pad_len,
+            row_len=None if size is None else size.row_len,
         )
-        is_padded = shape.num_rows in self._sizes and shape.num_tokens == shape.num_rows
-        is_captured = is_padded and shape.num_rows in self._graphs
         return CudaStep(
             staged=staged,
             packing=plan,
-            extents=() if is_captured else _extents(inputs),
+            extents=() if size in self._graphs else _extents(inputs),
             num_kept=len(keep),
-            keeps_all=len(keep) == len(rows) and all(i == k for i, k in enumerate(keep)),
-            padded_rows=shape.num_rows if is_padded else None,
+            keeps_first=np.array_equal(inputs.keep[: len(keep)], np.arange(len(keep))),
+            size=size,
         )
 
     def _bring(
@@ -304,26 +343,75 @@ class CudaForward:
     def _choose_attend(self) -> tuple[Attend, bool]:
         """Chooses the attention; the flag says if it knows rows that fill a batch up."""
         if self._attend is not None:
+            self.attention_choice = "given"
             return self._attend, True
         if self._is_cuda and triton_attention.available():
+            self.attention_choice = KERNELS
             return triton_attention.attend, True
         if self._is_cuda:
             self._fall_back("triton", "it is not installed; attention is slow without it")
+        self.attention_choice = "torch"
         return torch_attention.attend, False
 
+    def _choose_way(
+        self, cache: KVCache, ways: Sequence[Way] | None = None, attend: AttendBy | None = None
+    ) -> Way | None:
+        """Measures the ways to attend long rows, and opens the fastest; None: the Triton kernels.
+
+        They need a record in bf16, and a model that computes in it.
+        """
+        config = self._loaded.model.config.get_text_config(decoder=True)
+        trial = PrefillTrial(
+            cache,
+            num_heads=config.num_attention_heads,
+            context_len=self._loaded.context_len,
+            attend=attend or triton_attention.attend,
+            clock=MonotonicClock(),
+        )
+        is_bf16 = cache.kv_format is KVFormat.BF16 and self._loaded.model.dtype is torch.bfloat16
+        if not is_bf16 or not trial.is_possible:
+            log.info("prefill attention: %s", KERNELS)
+            return None
+        wanted = [way for way in ways or all_ways() if way.is_available(self._device)]
+        choice = trial.choose(wanted)
+        log.info("prefill attention: %s", choice)
+        for name, why in choice.failures.items():
+            self._fall_back(f"prefill_{name}", why)
+        if choice.name == KERNELS:
+            return None
+        self.attention_choice = f"{KERNELS}, {choice.name}"
+        way = next(way for way in wanted if way.name == choice.name)
+        way.open(self._device)
+        return way
+
+    def _choose_sampler(self) -> Sampler:
+        """Chooses what chooses tokens, and has its kernel compiled."""
+        if self._wanted_sampler is not None or not self._is_cuda:
+            return self._wanted_sampler or choosing.sample
+        if not triton_attention.available():
+            self._fall_back("triton_sampling", "triton is not installed")
+            return choosing.sample
+        dtypes = {self._loaded.model.dtype, torch.float32}  # changed logits are fp32
+        try:
+            triton_sampling.warm_up(self._loaded.vocab_size, dtypes, self._device)
+        except Exception as error:  # a compiler may raise anything: do without it
+            self._fall_back("triton_sampling", error)
+            return choosing.sample
+        return triton_sampling.sample
+
     def _open_padded(self, cache: KVCache) -> None:
-        """Compiles layers and kernels and captures decode steps, with rows that store nothing."""
+        """Compiles layers and kernels and captures steps, with tokens that store nothing."""
         begin_s = MonotonicClock().now_s()
         self._sizes = self._wanted_sizes
         self._table_width = min(self._num_blocks_for(self._loaded.context_len), cache.num_blocks)
-        largest = packing.plan(PackingShape(*[self._sizes[-1]] * 3, self._table_width))
-        self._memory = self._new(largest.num_bytes)
+        plans = [packing.plan(size.packed(self._table_width)) for size in self._sizes]
+        self._memory = self._new(max(plan.num_bytes for plan in plans))
         self._warm_up()
         if self._is_cuda:
             self._capture_all()
             torch.cuda.synchronize()
         seconds = MonotonicClock().now_s() - begin_s
-        log.info("%d decode steps captured, %.1f s of warm-up", len(self._graphs), seconds)
+        log.info("%.1f s of warm-up, with captures", seconds)
 
     def _warm_up(self) -> None:
         """Runs batches of each kind, so that everything compiled at first use is compiled now."""
@@ -339,40 +427,59 @@ class CudaForward:
         self._run_padded()
 
     def _run_padded(self) -> None:
-        for size in reversed(self._sizes):  # the largest first: all later ones fit its memory
+        for size in _largest_first(self._sizes):
             for _ in range(WARM_UP_RUNS):
-                self._compute(
-                    *self._padding(PackingShape(size, size, size, self._table_width)), None
-                )
-        for length in WARM_UP_LENS:
-            inputs, batch = self._padding(PackingShape(1, length, 1, 1), pad_len=length)
-            self._compute(inputs, batch, inputs.keep)
+                self._compute(*self._padding(size), None)
+        eager = [(length, 1) for length in WARM_UP_LENS] + [(WARM_UP_LENS[-1], WARM_UP_ROWS)]
+        for row_len, num_rows in eager:
+            size = StepSize(min(row_len, self._loaded.context_len), num_rows)
+            inputs, batch = self._padding(size, table_width=1)
+            self._compute(inputs, batch, inputs.keep[:1])
 
     def _padding(
-        self, shape: PackingShape, pad_len: int = 1, memory: torch.Tensor | None = None
+        self,
+        size: StepSize,
+        memory: torch.Tensor | None = None,
+        table_width: int | None = None,
     ) -> tuple[Inputs[torch.Tensor], AttentionBatch]:
         """A batch of rows that only fill up, brought to `memory` or to new memory."""
-        prepared = self._prepare([], [], shape, pad_len)
+        shape = size.packed(self._table_width if table_width is None else table_width)
+        prepared = self._prepare([], [], shape, size)
         num_bytes = prepared.packing.num_bytes
         there = self._new(num_bytes) if memory is None else memory[:num_bytes]
         return self._bring(prepared, there)
 
     def _capture_all(self) -> None:
+        """Captures steps of all sizes, or verification of as many as time and memory allow."""
+        begin_s, begin_bytes = MonotonicClock().now_s(), torch.cuda.memory_reserved()
+
+        def spent() -> tuple[float, int]:
+            return MonotonicClock().now_s() - begin_s, torch.cuda.memory_reserved() - begin_bytes
+
         pool = torch.cuda.graph_pool_handle()
         captured = {}
+        left_out = []
         try:
-            for size in reversed(self._sizes):
-                captured[size] = self._capture(size, pool)
+            for size in _largest_first(self._sizes):
+                if size.row_len > 1 and _is_too_much(*spent()):
+                    left_out.append(size)
+                else:
+                    captured[size] = self._capture(size, pool)
         except Exception as error:  # a model's code may wait for the GPU, or move what it reads
             self._fall_back("cuda_graph", error)
-            self._sizes = ()
+            captured = {}
         else:
-            self._graphs = captured
+            seconds, num_bytes = spent()
+            log.info("%d steps captured: %.1f s, %d MiB", len(captured), seconds, num_bytes >> 20)
+            if left_out:
+                sizes = ", ".join(f"{size.num_rows} x {size.row_len}" for size in left_out)
+                self._fall_back("captured_verification", f"no time or memory for rows of {sizes}")
+        self._graphs = captured
+        self._sizes = tuple(sorted(captured))
 
-    def _capture(self, size: int, pool: tuple[int, int]) -> Captured:
-        """Captures a decode step of `size` rows over `_memory`."""
-        shape = PackingShape(size, size, size, self._table_width)
-        inputs, batch = self._padding(shape, memory=self._memory)
+    def _capture(self, size: StepSize, pool: tuple[int, int]) -> Captured:
+        """Captures a step of this size over `_memory`."""
+        inputs, batch = self._padding(size, memory=self._memory)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -461,6 +568,16 @@ def _use_own_caches() -> None:
             os.environ[variable] = str(compiler_cache(name))
 
 
+def _largest_first(sizes: Iterable[StepSize]) -> list[StepSize]:
+    """The order of captures: all later ones fit the memory of the first."""
+    return sorted(sizes, key=lambda size: (size.num_tokens, size.num_rows), reverse=True)
+
+
+def _is_too_much(seconds: float, num_bytes: int) -> bool:
+    """True if captures have taken all the time or memory that they may take."""
+    return seconds > MAX_CAPTURE_S or num_bytes > MAX_CAPTURE_BYTES
+
+
 def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
     starts = inputs.cu_seqlens_q
     lens = np.diff(starts)
@@ -469,6 +586,6 @@ def _extents(inputs: Inputs[np.ndarray]) -> tuple[Extent, ...]:
 
 def _kept(logits: torch.Tensor, keep: torch.Tensor, prepared: CudaStep) -> torch.Tensor:
     """The wanted logits of a padded step."""
-    if prepared.keeps_all:
+    if prepared.keeps_first:
         return logits[: prepared.num_kept]
     return logits.index_select(0, keep[: prepared.num_kept])

@@ -1,4 +1,4 @@
-"""Linear layers with fp8 weights: 8 bits a weight and activation, for Hopper and later.
+"""Linear layers and experts with fp8 weights: 8 bits a weight and activation, for Hopper and later.
 
     y[m, n] = sum over k of x8[m, k] * w8[n, k] * x_scale[m] * w_scale[n]
 
@@ -13,25 +13,39 @@ transposed; n and k are multiples of 16; scales are fp32 [m, 1] and [1, n]; the 
 are filled up to a multiple of 16, because kernels have read scales beyond the last row
 (pytorch/pytorch#133334), and some are slow below 16 rows.
 
-Layers of an unfit size, and those named in `skip`, stay as they are. The last layer should be
-skipped, since nothing averages out the errors of its logits.
+**Experts** of a mixture (`native.experts` describes their modules) are quantised likewise, expert
+by expert. The pairs of a token and one of its experts are sorted by expert. Then one product of
+groups serves all experts, and the host learns nothing about them (`_scaled_grouped_mm`, Hopper and
+Blackwell). On other capable GPUs each expert is multiplied by itself, and the host waits for the
+numbers of their tokens.
+
+Layers of an unfit size, and those named in `skip`, stay as they are, as routers do. The last layer
+should be skipped, since nothing averages out the errors of its logits.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from engine.model.native.experts import holds_experts, router_layers
+
 LARGEST = 448.0  # the largest e4m3 number
 MULTIPLE = 16  # sizes must be multiples of this
 LEAST_SCALE = 1e-12  # of an activation, for rows of zeros
 FIRST_CAPABILITY = (8, 9)  # the first compute capability with fp8
+GROUPED_CAPABILITIES = (9, 10)  # those with products of groups
+
+# (rows [m, k], scales [m, 1], weights [n, k], scales [n]) → [m, n]
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Replaced(NamedTuple):
-    """Names of the linear layers that were replaced, and of those that were not."""
+    """Names of the layers or experts that were replaced, and of those that were not."""
 
     replaced: tuple[str, ...]
     kept: tuple[str, ...]
@@ -50,7 +64,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scales", scales)  # [out_features] fp32
         self.register_buffer("bias", bias)  # [out_features] or None
         # Decided here, not at every call: torch.compile could not trace the check.
-        self._multiply = scaled_matmul if can_multiply(weight.device) else reference_matmul
+        self._multiply = _multiply_on(weight.device)
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Fp8Linear":
@@ -68,6 +82,64 @@ class Fp8Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
+class Fp8Matrices(nn.Module):
+    """One matrix for each expert, for rows that are sorted by expert."""
+
+    def __init__(self, weights: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Quantises `weights` [num_experts, outputs, inputs]; `bias` is [num_experts, outputs]."""
+        super().__init__()
+        shape, device = weights.shape, weights.device
+        self.register_buffer(
+            "weights", torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+        )
+        self.register_buffer("scales", torch.empty(shape[:2], device=device))
+        self.register_buffer("bias", bias)
+        for expert, weight in enumerate(weights):  # one by one: they are fp32 in between
+            rows, scales = quantise_rows(weight)
+            self.weights[expert], self.scales[expert] = rows, scales[:, 0]
+        self._multiply = (
+            grouped_matmul if can_group(device) else partial(one_by_one, _multiply_on(device))
+        )
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """`x` [rows, inputs] of `experts` [rows] → [rows, outputs]; `ends` [num_experts] int32."""
+        y = self._multiply(*quantise_rows(x), self.weights, self.scales, ends).to(x.dtype)
+        return y if self.bias is None else y + self.bias[experts]
+
+
+class Fp8Experts(nn.Module):
+    """Replaces a module that `holds_experts` in inference. All chosen experts must be there."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        """Takes the weights out of `experts`, whose activation and gating it goes on using."""
+        super().__init__()
+        self.num_experts = experts.down_proj.shape[0]
+        self.experts = experts
+        self._has_gate = getattr(experts, "has_gate", True)
+        self._has_norm = getattr(experts, "has_post_expert_norm", False)
+        self.first = _take(experts, "gate_up_proj" if self._has_gate else "up_proj")
+        self.second = _take(experts, "down_proj")
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [num_tokens, hidden]
+        top_k_index: torch.Tensor,  # [num_tokens, top_k]: the experts of each token
+        top_k_weights: torch.Tensor,  # [num_tokens, top_k]: their shares
+    ) -> torch.Tensor:
+        """Sums of the experts' results, [num_tokens, hidden]."""
+        num_tokens, top_k = top_k_index.shape
+        chosen, order = top_k_index.reshape(-1).sort(stable=True)  # of pairs: expert by expert
+        numbers = torch.arange(self.num_experts, device=chosen.device, dtype=chosen.dtype)
+        ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+        x = self.first(hidden_states[order // top_k], ends, chosen)
+        x = self.experts._apply_gate(x) if self._has_gate else self.experts.act_fn(x)
+        x = self.second(x, ends, chosen)
+        if self._has_norm:
+            x = self.experts.post_expert_norm(x)
+        results = torch.empty_like(x).index_copy_(0, order, x).view(num_tokens, top_k, -1)
+        return (results * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
 def replace_linears(
     model: nn.Module,
     skip: Collection[str] = ("lm_head",),
@@ -76,9 +148,11 @@ def replace_linears(
     """Replaces every linear layer by an Fp8Linear, one by one, so that only one is held twice at a
     time.
 
-    Layers stay if their name ends in one of `skip`, or if other modules read their weights.
+    Layers stay if their name ends in one of `skip`, if they are routers, or if other modules read
+    their weights.
     """
     replaced, kept = [], []
+    routers = set(router_layers(model))
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     for name in linears:
         parent_name, _, last = name.rpartition(".")
@@ -86,6 +160,7 @@ def replace_linears(
         linear = getattr(parent, last)
         if (
             last in skip
+            or linear in routers
             or name in read_outside
             or any(size % MULTIPLE for size in linear.weight.shape)
         ):
@@ -96,9 +171,31 @@ def replace_linears(
     return Replaced(tuple(replaced), tuple(kept))
 
 
+def replace_experts(model: nn.Module, read_outside: Collection[str] = ()) -> Replaced:
+    """Replaces every module of experts, but those of which other modules read the weights."""
+    replaced, kept = [], []
+    for name in [name for name, module in model.named_modules() if holds_experts(module)]:
+        experts = model.get_submodule(name)
+        sizes = [size for weights in experts.parameters(recurse=False) if weights.ndim == 3
+                 for size in weights.shape[1:]]  # fmt: skip
+        if name in read_outside or any(size % MULTIPLE for size in sizes):
+            kept.append(name)
+            continue
+        model.set_submodule(name, Fp8Experts(experts))
+        replaced.append(name)
+    return Replaced(tuple(replaced), tuple(kept))
+
+
 def can_multiply(device: torch.device) -> bool:
     """True if torch multiplies fp8 on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+def can_group(device: torch.device) -> bool:
+    """True if torch multiplies groups of fp8 rows on this device."""
+    if not can_multiply(device) or not hasattr(torch, "_scaled_grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,3 +235,60 @@ def reference_matmul(
 ) -> torch.Tensor:
     """The definition of `scaled_matmul`, in fp32."""
     return (x.float() * x_scales) @ (weight.float() * weight_scales[:, None]).t()
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weights: torch.Tensor,
+    weight_scales: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Products of the rows up to each of `ends` with the weights there, by torch's kernels for fp8.
+
+    `x` [m, k] has scales [m, 1], `weights` [num_groups, n, k] have scales [num_groups, n]. The
+    result is [m, n] in bf16.
+    """
+    return torch._scaled_grouped_mm(
+        x,
+        weights.transpose(1, 2),
+        x_scales[:, 0].contiguous(),
+        weight_scales,
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def one_by_one(
+    multiply: Multiply,
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weights: torch.Tensor,
+    weight_scales: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """The same by a product for each group that has rows. The host waits for `ends`."""
+    runs = enumerate(pairwise([0, *ends.tolist()]))
+    return torch.cat(
+        [
+            multiply(x[start:end], x_scales[start:end], weights[group], weight_scales[group])
+            for group, (start, end) in runs
+            if start < end
+        ]
+    )
+
+
+def _multiply_on(device: torch.device) -> Multiply:
+    return scaled_matmul if can_multiply(device) else reference_matmul
+
+
+def _take(experts: nn.Module, name: str) -> Fp8Matrices:
+    """The parameter of that name, and its bias, quantised and removed from the module."""
+    weights = getattr(experts, name).detach()
+    bias = getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
+    matrices = Fp8Matrices(weights.transpose(1, 2) if experts.is_transposed else weights, bias)
+    delattr(experts, name)
+    if experts.has_bias:
+        delattr(experts, f"{name}_bias")
+    return matrices

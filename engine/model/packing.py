@@ -10,11 +10,13 @@
 its inputs where they lay when it was captured. `arrays` are the inputs on the host, and `fill`
 writes them. They have the meaning that `engine.model.attention.base` gives a batch.
 
-A captured step may have more rows than there are sequences. The rows that fill it up have
-`context_len` 0 and slots PAD_SLOT: nothing is stored for them, and their results are ignored.
+A captured step has a fixed number of rows, with a fixed number of tokens each: 1 for decode, more
+for the verification of drafts. Rows that have fewer are filled up at their front, because positions
+count back from the end of the context. Rows that only fill the step up have `context_len` 0. All
+tokens that fill up have slot PAD_SLOT: nothing is stored for them, and their results are ignored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -29,6 +31,8 @@ from engine.worker.blocks import BlockId
 PAD_SLOT = -1  # in a slot mapping: a token that is not stored
 ALIGNMENT_BYTES = 64  # of each array: kernels load 16 bytes at once, copies a cache line
 SMALL_SIZES = (1, 2, 4, 8)  # rows of captured steps; then powers of two and midpoints
+ROW_LENS = (1, 2, 4, 8)  # tokens of a row of captured steps
+MAX_VERIFIED_TOKENS = 512  # of a captured step with several tokens a row
 
 T = TypeVar("T")
 
@@ -74,6 +78,22 @@ class PackingShape(NamedTuple):
     table_width: int  # blocks
 
 
+class StepSize(NamedTuple):
+    """The numbers of rows, and of tokens in each of them, to which a step is padded."""
+
+    row_len: int
+    num_rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step."""
+        return self.row_len * self.num_rows
+
+    def packed(self, table_width: int) -> PackingShape:
+        """The sizes of its inputs; all logits may be kept."""
+        return PackingShape(self.num_rows, self.num_tokens, self.num_tokens, table_width)
+
+
 def padded_sizes(maximum: int) -> tuple[int, ...]:
     """Numbers of rows for which decode steps are captured: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, …
 
@@ -87,9 +107,32 @@ def padded_sizes(maximum: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= maximum)
 
 
-def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of `sizes` that holds the rows; None if none does."""
-    return min((size for size in sizes if size >= num_rows), default=None)
+def captured_sizes(
+    all_num_rows: Iterable[int], row_lens: Iterable[int] = ROW_LENS
+) -> tuple[StepSize, ...]:
+    """The sizes of captured steps: decode of these numbers of rows, and verification.
+
+    Verification takes only powers of two, up to MAX_VERIFIED_TOKENS. So its captures are few.
+    """
+    pairs = [StepSize(row_len, num_rows) for row_len in row_lens for num_rows in all_num_rows]
+    return tuple(
+        sorted(
+            size
+            for size in pairs
+            if size.row_len == 1
+            or (size.num_rows.bit_count() == 1 and size.num_tokens <= MAX_VERIFIED_TOKENS)
+        )
+    )
+
+
+def padded_size(num_rows: int, longest: int, sizes: Iterable[StepSize]) -> StepSize | None:
+    """The size with the shortest rows, and of these the fewest, that holds rows of up to `longest`
+    tokens; None if none does.
+    """
+    return min(
+        (size for size in sizes if size.row_len >= longest and size.num_rows >= num_rows),
+        default=None,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -153,27 +196,38 @@ def fill(
     *,
     tables: Tables,
     block_size: int,
-    pad_len: int = 1,
+    row_len: int | None = None,
 ) -> None:
-    """Writes every element: `rows`, then as many rows of `pad_len` tokens as there is room for."""
+    """Writes every element of the inputs.
+
+    With `row_len`, each row is filled up to that many tokens, and rows of only such tokens follow
+    as there is room for.
+    """
     num_rows = len(rows)
     query_lens = _numbers((len(row.token_ids) for row in rows), num_rows)
     ends = _numbers((row.end for row in rows), num_rows)
+    query_ends = query_lens.cumsum()
     num_tokens = int(query_lens.sum())
-    num_pads = len(inputs.context_lens) - num_rows
-    assert len(inputs.token_ids) == num_tokens + num_pads * pad_len
+    row_of = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
+    index = np.arange(num_tokens)
+    position = index + (ends - query_ends)[row_of]
+    place = index  # of each token among those that fill up
+    padded_ends = query_ends
+    if row_len is not None:
+        padded_ends = np.arange(1, len(inputs.context_lens) + 1) * row_len
+        place = index + (padded_ends[:num_rows] - query_ends)[row_of]
+        assert query_lens.max(initial=0) <= row_len
+    assert len(padded_ends) == len(inputs.context_lens)
+    assert len(inputs.token_ids) == (padded_ends[-1] if len(padded_ends) else 0)
 
-    lengths = np.concatenate(([0], query_lens, np.full(num_pads, pad_len)))
-    np.cumsum(lengths, out=inputs.cu_seqlens_q, dtype=np.int32)
+    inputs.cu_seqlens_q[0] = 0
+    inputs.cu_seqlens_q[1:] = padded_ends
     inputs.context_lens[:num_rows] = ends
     inputs.context_lens[num_rows:] = 0
     inputs.block_tables.fill(0)
     for blocks, table in zip(tables.of(rows, block_size), inputs.block_tables, strict=False):
         table[: len(blocks)] = blocks
 
-    row_of = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
-    before = ends - query_lens.cumsum()  # from a token's index in the batch to its position
-    position = np.arange(num_tokens) + before[row_of]
     nth, offset = np.divmod(position, block_size)
     slots = inputs.block_tables[row_of, nth].astype(np.int64) * block_size + offset
     token_ids = _numbers(chain.from_iterable(row.token_ids for row in rows), num_tokens)
@@ -181,10 +235,12 @@ def fill(
         (inputs.token_ids, token_ids, 0),
         (inputs.positions, position, 0),
         (inputs.slot_mapping, slots, PAD_SLOT),
-        (inputs.keep, keep, 0),
     ):
-        array[: len(values)] = values
-        array[len(values) :] = pad
+        if len(array) > num_tokens:
+            array.fill(pad)
+        array[place] = values
+    inputs.keep[: len(keep)] = place[_numbers(keep, len(keep))]
+    inputs.keep[len(keep) :] = 0
 
 
 def _numbers(values: object, count: int) -> np.ndarray:

@@ -9,16 +9,22 @@ to fill the GPU. `kernels.py` defines units, items and splits.
 
 **CUDA graphs.** A launch depends on the host's view of the batch only through `extents`: the query
 lengths and, for prefill, the length of the context. Context lengths, block tables and slots are
-read on the device. So a captured decode step serves any contexts. For that, its `extents` have one
-query a row, and its `block_tables` are as wide as the longest context needs. Rows that only fill a
-batch up have `context_len` 0 and slots `packing.PAD_SLOT`: nothing is stored for them and their
-result is zero.
+read on the device. So a captured step serves any contexts. For that, all its `extents` have the
+same number of queries, and its `block_tables` are as wide as the longest context needs. Tokens that
+only fill the step up have slot `packing.PAD_SLOT`, and their rows may have `context_len` 0. Nothing
+is stored for them. Before the start of its row a query sees nothing, so its result is zero.
 
-**Prefill in torch.** A long row with nothing before it attends to itself alone. If the record is
-bf16 and so are K and V, the record holds exactly the bits that were just projected. Reading the
-projections is then reading the record, and torch's flash attention does it faster. In every other
-format it would see more bits than later tokens will, and the answer would depend on where chunks
-end.
+**Prefill elsewhere.** Long rows may be attended in another way (`prefill`), which is chosen by
+measuring when a model is opened. The record must be bf16, and so must K and V. For rows with
+nothing before them, the record then holds exactly the bits that were just projected. Reading the
+projections is reading the record. In every other format it would see more bits than later tokens
+will, and the answer would depend on where chunks end.
+
+**Rope** is not fused with storing K and V. transformers rotates queries and keys inside each
+model's own attention class, in several kinds, and the hook gets only the rotated ones. Handing the
+classes a rotation by nothing would leave its multiplications in place, so their code would have to
+be patched. torch.compile already fuses the rotation with its neighbours between projections and
+hook, such as norms of heads. What remains to be saved is one write and one read of K.
 
 Splits depend on how full the batch is, and with them the order of sums. So results of a row in two
 batches differ by rounding. triton is needed when this is called, not when it is imported. It runs
@@ -33,16 +39,15 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from engine.layout import KVFormat
 from engine.model.attention.base import AttentionBatch, Extent, Scoring
 from engine.model.attention.kvcache import KVCache
+from engine.model.attention.prefill import LONG_ROW, SDPA, Way
 
 ROWS_OF_LAUNCHES = (16, 64, 128)  # rows of the tiles of queries; 16 is the least a dot takes
 ROWS_OF_WIDE_LAUNCHES = (16, 64)  # if a tile of 128 would need too many registers
 PROGRAMS_PER_SM = 4  # the aim of splits; more balance the load, fewer leave less to merge
-FLASH_MIN_LEN = 256  # queries; shorter rows are not worth their own launch
 NO_LEN = 2**31 - 1  # longer than any row
 MERGE_CHUNK = 32  # splits whose sums are loaded at a time
 STORE_TOKENS = 16  # a program, in batches of more than FEW_TOKENS
@@ -66,7 +71,14 @@ class LaunchPlan(NamedTuple):
     """The launches for a batch."""
 
     launches: tuple[Launch, ...]
-    fresh: tuple[Extent, ...]  # rows for torch's own attention
+    elsewhere: tuple[int, ...]  # rows that are attended in another way
+
+
+class RowLimits(NamedTuple):
+    """The least numbers of queries with which rows are attended elsewhere."""
+
+    fresh: int  # of rows with nothing before them
+    cached: int  # of others
 
 
 class Tiling(NamedTuple):
@@ -90,17 +102,21 @@ def attend(  # noqa: PLR0913 - the seam of all implementations
     layer: int,
     batch: AttentionBatch,
     scoring: Scoring,
+    prefill: Way | None = SDPA,
 ) -> torch.Tensor:
-    """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`."""
+    """Stores K and V and attends, as `engine.model.attention.base` defines it: an `Attend`.
+
+    `prefill` attends long rows, as far as it can and the record allows it.
+    """
     query, key, value = map(_with_whole_heads, (query, key, value))
     store(key, value, cache, layer, batch.slot_mapping)
-    fresh_len = _fresh_len(query, key, value, cache, scoring)
-    plan = _plan_of(batch, query, cache, fresh_len)
+    limits = _limits(query, key, value, cache, scoring, prefill)
+    plan = _plan_of(batch, query, cache, limits)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for extent in plan.fresh:
-        _attend_to_itself(query, key, value, out, extent, scoring)
+    if plan.elsewhere:
+        prefill.attend(query, key, value, out, cache, layer, batch, plan.elsewhere, scoring)
     for launch in plan.launches:
-        _attend(query, out, cache, layer, batch, scoring, launch, fresh_len)
+        _attend(query, out, cache, layer, batch, scoring, launch, limits.fresh)
     return out
 
 
@@ -145,21 +161,26 @@ def plan_launches(
     group: int,
     num_kv_heads: int,
     num_sms: int,
-    fresh_len: int,
+    limits: RowLimits,
     all_rows_m: Sequence[int],
 ) -> LaunchPlan:
-    """Sorts rows into launches; rows of `fresh_len` queries and an empty context go to `fresh`.
+    """Sorts rows into launches and those that are attended elsewhere.
 
     `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
     """
-    fresh = tuple(e for e in extents if e.query_len == e.context_len >= fresh_len)
-    others = [e.query_len for e in extents if not e.query_len == e.context_len >= fresh_len]
+    elsewhere, others = [], []
+    for row, extent in enumerate(extents):
+        is_fresh = extent.query_len == extent.context_len
+        if extent.query_len >= (limits.fresh if is_fresh else limits.cached):
+            elsewhere.append(row)
+        else:
+            others.append(extent.query_len)
     launches = []
     min_len = 1
     for rows_m in all_rows_m:
         is_last = rows_m == all_rows_m[-1]
         unit_len = max(rows_m // group, 1 if is_last else 0)
-        max_len = NO_LEN if is_last else unit_len
+        max_len = limits.cached - 1 if is_last else unit_len
         lens = [n for n in others if min_len <= n <= max_len]
         if lens:
             num_units = sum(-(-n // unit_len) for n in lens)
@@ -177,7 +198,7 @@ def plan_launches(
                 )
             )
         min_len = max(min_len, max_len + 1)
-    return LaunchPlan(tuple(launches), fresh)
+    return LaunchPlan(tuple(launches), tuple(elsewhere))
 
 
 def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
@@ -234,7 +255,6 @@ def _attend(  # noqa: PLR0913
         "ROWS_M": launch.rows_m,
         "WIDTH": width,
         "TILE": cut.tile,
-        "ROWS": max(_power_of_two(num_rows), 16),
     }
     kernels = _kernels()
     kernels.attention_kernel[num_items, num_kv_heads](
@@ -287,47 +307,30 @@ def _attend(  # noqa: PLR0913
         )
 
 
-def _attend_to_itself(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    extent: Extent,
-    scoring: Scoring,
-) -> None:
-    """Attention of a row with an empty context, by torch."""
-    row = slice(extent.query_start, extent.query_start + extent.query_len)
-    heads = (x[row].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, dim]
-    result = scaled_dot_product_attention(
-        *heads, is_causal=True, scale=scoring.scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    out[row] = result[0].transpose(0, 1)
-
-
-def _fresh_len(
+def _limits(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cache: KVCache,
     scoring: Scoring,
-) -> int:
-    """The least number of queries for which a row with an empty context goes to torch's
-    attention.
-    """
+    prefill: Way | None,
+) -> RowLimits:
+    """The rows that `prefill` attends."""
     reads_the_record = cache.kv_format is KVFormat.BF16 and (
         {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
     )
-    is_plain = scoring.softcap is None and scoring.window is None and query.shape[2] % 8 == 0
-    return FLASH_MIN_LEN if reads_the_record and is_plain else NO_LEN
+    if prefill is None or not reads_the_record or not prefill.takes(query.shape[2], scoring):
+        return RowLimits(NO_LEN, NO_LEN)
+    return RowLimits(LONG_ROW, LONG_ROW if prefill.takes_cached else NO_LEN)
 
 
 def _plan_of(
-    batch: AttentionBatch, query: torch.Tensor, cache: KVCache, fresh_len: int
+    batch: AttentionBatch, query: torch.Tensor, cache: KVCache, limits: RowLimits
 ) -> LaunchPlan:
     """The batch's plan, made once for all layers of a kind."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = cache.section.num_kv_heads
-    which = ("triton", num_heads // num_kv_heads, num_kv_heads, fresh_len)
+    which = ("triton", num_heads // num_kv_heads, num_kv_heads, limits)
     if which not in batch.plans:
         is_wide = head_dim > 128 or cache.kv_format is KVFormat.FP32
         batch.plans[which] = plan_launches(
@@ -335,7 +338,7 @@ def _plan_of(
             group=num_heads // num_kv_heads,
             num_kv_heads=num_kv_heads,
             num_sms=_num_sms(cache.device),
-            fresh_len=fresh_len,
+            limits=limits,
             all_rows_m=ROWS_OF_WIDE_LAUNCHES if is_wide else ROWS_OF_LAUNCHES,
         )
     return batch.plans[which]

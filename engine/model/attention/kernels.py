@@ -11,9 +11,13 @@ needs triton.
 that share a KV head stand below one another: row m of the tile is query m // GROUP of the unit and
 head m % GROUP of the group. So K and V are read once for all of them. If units are too few to fill
 the GPU, contexts are cut into splits. An item is one split of one unit: its numbers run over rows,
-then units, then splits. A program finds its item from the lengths of all rows, by prefix sums. So
-the grid of a captured CUDA graph stays the same while the lengths change. `_items` defines how; it
-never yields more items than the host expects.
+then units, then splits. A program finds its item from the lengths of all rows, by prefix sums over
+ROWS_AT_ONCE of them at a time. So the grid of a captured CUDA graph stays the same while the
+lengths change, and the compiled code serves any number of rows. `_share` defines how; there are
+never more items than the host expects.
+
+A query may stand before its row's first token. Such queries fill captured rows up: they see
+nothing, and their result is zero.
 
 **Scales** never touch elements: those of K multiply a column of scores and those of V a column of
 probabilities, so an element is only converted, in registers. An int4 element is low + q * step, so
@@ -39,6 +43,7 @@ HEADROOM: tl.constexpr = tl.constexpr(14.0)  # weights reach 2**14: fp16 then ke
 LEAST_EXPONENT: tl.constexpr = tl.constexpr(63)  # 2**-64, as fp32 stores it
 SIGN_AND_FRACTION: tl.constexpr = tl.constexpr(~0x7F800000)  # a step of int4 may be negative
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops a fraction
+ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)  # of a batch, when items are counted
 SUBNORMAL_ROUNDER: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2**14: drops less than 2**-9
 
 # Two words become four (eight) pairs of fp16: byte (nibble) i of both stand side by side. Of an
@@ -257,7 +262,7 @@ def _round_to_e4m3(x):
 
 
 @triton.jit
-def _items(
+def _share(
     cu_seqlens_q,
     context_lens,
     num_rows,
@@ -268,33 +273,115 @@ def _items(
     MAX_LEN: tl.constexpr,
     UNIT_LEN: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,  # num_rows, padded
-    SPLIT: tl.constexpr,
 ):
-    """For every row: its number of splits, and the end of its items.
-
-    Only rows of MIN_LEN to MAX_LEN queries have items. Rows of `fresh_len` queries or more with an
-    empty context have none: they are attended elsewhere.
+    """The most tiles of context in a split.
 
     A row of u units over t tiles of context (tokens that any of its queries sees) has u * t tiles
-    of work, all rows together W. With SPLIT each unit has ceil(t / ceil(W / num_spare)) splits,
-    less than t * num_spare / W + 1. So all rows have at most num_spare items more than units.
+    of work, all rows together W. Each unit has ceil(t / ceil(W / num_spare)) splits, less than
+    t * num_spare / W + 1. So all rows have at most num_spare items more than units.
     """
-    row = tl.arange(0, ROWS)
+    work = 0
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        units, tiles = _work(
+            cu_seqlens_q, context_lens, first + tl.arange(0, ROWS_AT_ONCE), num_rows, fresh_len,
+            window, MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+        )  # fmt: skip
+        work += tl.sum(units * tiles, 0)
+    return tl.maximum((work + num_spare - 1) // num_spare, 1)
+
+
+@triton.jit
+def _work(
+    cu_seqlens_q,
+    context_lens,
+    row,
+    num_rows,
+    fresh_len,
+    window,
+    MIN_LEN: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+    UNIT_LEN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The units of rows, and the tiles of context that each of them looks at; else 0 and 0.
+
+    Only rows of MIN_LEN to MAX_LEN queries have any. Rows of `fresh_len` queries or more with an
+    empty context have none: they are attended elsewhere.
+    """
     there = row < num_rows
     context_len = tl.load(context_lens + row, mask=there, other=0)
     query_len = tl.load(cu_seqlens_q + row + 1, mask=there, other=0)
     query_len -= tl.load(cu_seqlens_q + row, mask=there, other=0)
     mine = there & _mine(query_len, context_len, fresh_len, MIN_LEN, MAX_LEN)
+    first_tile = _first_seen(context_len - query_len, window) // TILE
     units = tl.where(mine, (query_len + UNIT_LEN - 1) // UNIT_LEN, 0)
-    splits = tl.where(mine, 1, 0)
+    return units, tl.where(mine, (context_len + TILE - 1) // TILE - first_tile, 0)
+
+
+@triton.jit
+def _splits(tiles, share, SPLIT: tl.constexpr):
+    """The splits of each unit of rows with so many tiles."""
     if SPLIT:
-        first_tile = _first_seen(context_len - query_len, window) // TILE
-        tiles = tl.where(mine, (context_len + TILE - 1) // TILE - first_tile, 0)
-        work = tl.sum(units * tiles, 0)
-        share = tl.maximum((work + num_spare - 1) // num_spare, 1)
-        splits = (tiles + share - 1) // share
-    return splits, tl.cumsum(units * splits, 0)
+        return (tiles + share - 1) // share
+    return tl.full(tiles.shape, 1, tl.int32)
+
+
+@triton.jit
+def _row_of(
+    item,
+    share,
+    cu_seqlens_q,
+    context_lens,
+    num_rows,
+    fresh_len,
+    window,
+    MIN_LEN: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+    UNIT_LEN: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The row of an item, and the items of all rows before it. If there is no such item, the row
+    is `num_rows` or more.
+    """
+    row = 0
+    before = 0
+    end = 0
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        units, tiles = _work(
+            cu_seqlens_q, context_lens, first + tl.arange(0, ROWS_AT_ONCE), num_rows, fresh_len,
+            window, MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+        )  # fmt: skip
+        ends = end + tl.cumsum(units * _splits(tiles, share, SPLIT), 0)
+        end = tl.max(ends, 0)
+        is_earlier = ends <= item
+        row += tl.sum(is_earlier.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(is_earlier, ends, 0), 0))
+    return row, before
+
+
+@triton.jit
+def _items_before(
+    row,
+    share,
+    cu_seqlens_q,
+    context_lens,
+    fresh_len,
+    window,
+    MIN_LEN: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+    UNIT_LEN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The items of all rows before `row`, with splits."""
+    items = 0
+    for first in range(0, row, ROWS_AT_ONCE):
+        units, tiles = _work(
+            cu_seqlens_q, context_lens, first + tl.arange(0, ROWS_AT_ONCE), row, fresh_len, window,
+            MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+        )  # fmt: skip
+        items += tl.sum(units * _splits(tiles, share, True), 0)
+    return items
 
 
 @triton.jit
@@ -347,7 +434,6 @@ def attention_kernel(
     ROWS_M: tl.constexpr,  # UNIT_LEN * GROUP, padded
     WIDTH: tl.constexpr,  # HEAD_DIM, padded
     TILE: tl.constexpr,  # tokens of K and V at a time
-    ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -357,33 +443,30 @@ def attention_kernel(
     if not SPLIT:  # the last units have the longest contexts: they go first
         item = tl.num_programs(0) - 1 - item
     kv_head = tl.program_id(1)
-    all_splits, ends = _items(
-        cu_seqlens_q,
-        context_lens,
-        num_rows,
-        num_spare,
-        fresh_len,
-        window,
-        MIN_LEN,
-        MAX_LEN,
-        UNIT_LEN,
-        TILE,
-        ROWS,
-        SPLIT,
-    )
-    if item >= tl.max(ends, 0):
+    share = 1
+    if SPLIT:
+        share = _share(
+            cu_seqlens_q, context_lens, num_rows, num_spare, fresh_len, window,
+            MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+        )  # fmt: skip
+    row, before = _row_of(
+        item, share, cu_seqlens_q, context_lens, num_rows, fresh_len, window,
+        MIN_LEN, MAX_LEN, UNIT_LEN, TILE, SPLIT,
+    )  # fmt: skip
+    if row >= num_rows:
         return
-    rows = tl.arange(0, ROWS)
-    row = tl.sum((ends <= item).to(tl.int32), 0)
-    splits = tl.sum(tl.where(rows == row, all_splits, 0), 0)
-    within = item - tl.max(tl.where(rows < row, ends, 0), 0)
-    unit = within // splits
-    split = within % splits
 
     query_start = tl.load(cu_seqlens_q + row)
     query_len = tl.load(cu_seqlens_q + row + 1) - query_start
     context_len = tl.load(context_lens + row)
-    first_position = context_len - query_len  # of the row's first query
+    _, tiles = _work(
+        cu_seqlens_q, context_lens, row, num_rows, fresh_len, window,
+        MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+    )  # fmt: skip
+    splits = _splits(tiles, share, SPLIT)
+    unit = (item - before) // splits
+    split = (item - before) % splits
+    first_position = context_len - query_len  # of the row's first query; negative before its start
     begin, end = _stretch(context_len, first_position, query_len, unit, split, splits, window,
                           UNIT_LEN, TILE)  # fmt: skip
 
@@ -713,7 +796,6 @@ def merge_kernel(
     ROWS_M: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,  # splits at a time
 ):
     """Merges the splits of one query of one head. Grid: (num_rows * longest, num_heads)."""
@@ -726,23 +808,18 @@ def merge_kernel(
     if nth >= query_len or not _mine(query_len, context_len, fresh_len, MIN_LEN, MAX_LEN):
         return
     num_kv_heads = tl.num_programs(1) // GROUP
-    all_splits, ends = _items(
-        cu_seqlens_q,
-        context_lens,
-        num_rows,
-        num_spare,
-        fresh_len,
-        window,
-        MIN_LEN,
-        MAX_LEN,
-        UNIT_LEN,
-        TILE,
-        ROWS,
-        True,
+    share = _share(
+        cu_seqlens_q, context_lens, num_rows, num_spare, fresh_len, window,
+        MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+    )  # fmt: skip
+    _, tiles = _work(
+        cu_seqlens_q, context_lens, row, num_rows, fresh_len, window,
+        MIN_LEN, MAX_LEN, UNIT_LEN, TILE,
+    )  # fmt: skip
+    splits = _splits(tiles, share, True)
+    first = nth // UNIT_LEN * splits + _items_before(
+        row, share, cu_seqlens_q, context_lens, fresh_len, window, MIN_LEN, MAX_LEN, UNIT_LEN, TILE
     )
-    rows = tl.arange(0, ROWS)
-    splits = tl.sum(tl.where(rows == row, all_splits, 0), 0)
-    first = tl.max(tl.where(rows < row, ends, 0), 0) + nth // UNIT_LEN * splits
     m = nth % UNIT_LEN * GROUP + head % GROUP
 
     column = tl.arange(0, WIDTH)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from engine.messages import Sampling
+from engine.model.pinned import brought
 
 GREATEST = 2.0**128 - 2.0**104  # finite fp32
 WORD_BITS = 32
@@ -152,7 +153,7 @@ def _whole_mask(mask: np.ndarray | None, vocab: int) -> np.ndarray:
 def _brought(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[torch.Tensor]:
     """Arrays as int64 on `device`, flat, in one copy."""
     flat = [np.ascontiguousarray(each).reshape(-1).view(np.int64) for each in arrays]
-    return torch.from_numpy(np.concatenate(flat)).to(device).split([len(each) for each in flat])
+    return brought(np.concatenate(flat), device).split([len(each) for each in flat])
 
 
 def _penalised(

@@ -13,8 +13,10 @@ import torch
 
 from engine.layout import KVFormat
 from engine.model.attention import cuda as triton_attention
+from engine.model.attention import kernels
 from engine.model.attention.base import AttentionBatch, Extent, Scoring, build_batch
-from engine.model.attention.cuda import FLASH_MIN_LEN, attend
+from engine.model.attention.cuda import attend
+from engine.model.attention.prefill import LONG_ROW
 from engine.model.packing import PAD_SLOT
 from tests.kits.models.attention_cases import (
     DECODE,
@@ -99,33 +101,57 @@ def test_a_row_gets_the_same_alone_and_in_company_but_for_rounding():
 
 
 def test_a_long_row_with_nothing_before_it_goes_to_torch_and_its_neighbours_do_not():
-    lengths = ((20, 1), (0, FLASH_MIN_LEN), (0, 3))
+    lengths = ((20, 1), (0, LONG_ROW), (0, 3))
     check(BF16, lengths, dtype=torch.bfloat16, tolerance=0.06)
 
 
-def padded(batch, num_rows, width):
-    """The batch of a captured step: more rows, wider tables, lengths only on the device."""
+def padded(batch, num_rows, row_len, width):
+    """The batch of a captured step: more rows and tokens, wider tables, lengths only on the device.
+
+    Returns it with the places of the tokens that do not fill up.
+    """
     extra = num_rows - len(batch.extents)
     tables = torch.zeros(num_rows, width, dtype=torch.int32)
     tables[: len(batch.extents), : batch.block_tables.shape[1]] = batch.block_tables
-    return AttentionBatch(
-        extents=tuple(Extent(i, 1, width) for i in range(num_rows)),
-        cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32),
+    places = [
+        (row + 1) * row_len - extent.query_len + i
+        for row, extent in enumerate(batch.extents)
+        for i in range(extent.query_len)
+    ]
+    slots = torch.full([num_rows * row_len], PAD_SLOT)
+    slots[places] = batch.slot_mapping
+    filled_up = AttentionBatch(
+        extents=tuple(Extent(i * row_len, row_len, width) for i in range(num_rows)),
+        cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32) * row_len,
         context_lens=torch.nn.functional.pad(batch.context_lens, (0, extra)),
         block_tables=tables,
-        slot_mapping=torch.nn.functional.pad(batch.slot_mapping, (0, extra), value=PAD_SLOT),
+        slot_mapping=slots,
     )
+    return filled_up, places
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_rows_that_fill_a_batch_up_store_nothing_and_get_zeros(window):
-    problem = make_problem(**SMALL, kv_format=INT8, lengths=DECODE[:3])
+@pytest.mark.parametrize(
+    ("lengths", "row_len"), [(DECODE[:3], 1), (((6, 3), (0, 2), (70, 4), (0, 1)), 4)]
+)
+def test_tokens_that_fill_a_batch_up_store_nothing_and_disturb_no_others(window, lengths, row_len):
+    problem = make_problem(**SMALL, kv_format=INT8, lengths=lengths)
     scoring = Scoring(0.3, window=window)
     expected = run(attend, problem, scoring)
     left = problem.cache.buffer.clone()
-    batch = padded(build_batch(problem.rows, problem.cache), 5, 9)
-    fill = [torch.cat((x, x[:2])) for x in (problem.query, problem.key, problem.value)]
+    batch, places = padded(build_batch(problem.rows, problem.cache), len(lengths) + 2, row_len, 9)
+    fill = []
+    for x in (problem.query, problem.key, problem.value):
+        fill.append(torch.full((len(batch.slot_mapping), *x.shape[1:]), 9.0))
+        fill[-1][places] = x
     found = attend(*fill, problem.cache, LAYER, batch, scoring)
     assert torch.equal(problem.cache.buffer, left)
-    assert not found[3:].any()
-    torch.testing.assert_close(found[:3], expected, rtol=0, atol=TOLERANCE)
+    assert found.isfinite().all()
+    assert not found[len(lengths) * row_len :].any()
+    torch.testing.assert_close(found[places], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_more_rows_than_are_looked_at_at_once(monkeypatch):
+    monkeypatch.setattr(kernels, "ROWS_AT_ONCE", kernels.tl.constexpr(4))
+    check(BF16, [(17 * i % 40, 1 if i % 4 else 2) for i in range(14)])
+    check(INT8, VERIFY * 2)

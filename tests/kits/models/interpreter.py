@@ -18,7 +18,7 @@ needs_triton = pytest.mark.skipif(not triton_attention.available(), reason="trit
 
 def check_under_interpreter(tests: str) -> None:
     """Fails unless the tests in that file of this folder ran, and all passed."""
-    path = f"tests/model/{tests}"
+    path = str(Path(__file__).with_name(tests))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path],
         cwd=REPOSITORY,

@@ -6,8 +6,6 @@ carried out here. `python -m bench.gpu` checks them on a GPU before it times the
 """
 
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +15,15 @@ from hypothesis import strategies as st
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention import cuda as triton_attention
 from engine.model.attention.base import Extent, Scoring, build_batch
-from engine.model.attention.cuda import NO_LEN, plan_launches, tiling
+from engine.model.attention.cuda import NO_LEN, RowLimits, plan_launches, tiling
 from engine.model.attention.kvcache import KVCache, allocate_buffer
+from engine.model.cuda import WARM_UP_LENS, WARM_UP_ROWS
 from engine.worker.batch import Row
+from tests.kits.models.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
 from tests.kits.models.interpreter import check_under_interpreter, needs_triton
 
 pytestmark = pytest.mark.torch
 
-HOPPER_SHARED_BYTES = 232448  # the limit of one program
 HOPPER_SMS = 132
 
 
@@ -37,13 +36,16 @@ def test_the_kernels_equal_the_reference_under_the_interpreter():
 # ------------------------------------------------------------ launches
 
 
-def plan(extents, *, group=4, num_kv_heads=8, fresh_len=NO_LEN):
+NO_LIMITS = RowLimits(NO_LEN, NO_LEN)
+
+
+def plan(extents, *, group=4, num_kv_heads=8, limits=NO_LIMITS):
     return plan_launches(
         extents,
         group=group,
         num_kv_heads=num_kv_heads,
         num_sms=HOPPER_SMS,
-        fresh_len=fresh_len,
+        limits=limits,
         all_rows_m=triton_attention.ROWS_OF_LAUNCHES,
     )
 
@@ -57,7 +59,7 @@ def test_decode_verification_and_prefill_are_separate_launches():
     assert [(x.min_len, x.max_len, x.rows_m) for x in launches] == [
         (1, 4, 16),
         (5, 16, 64),
-        (17, NO_LEN, 128),
+        (17, NO_LEN - 1, 128),
     ]
     assert [x.num_units for x in launches] == [2, 2, 16 + 1]
     assert [x.longest for x in launches] == [4, 16, 500]
@@ -72,10 +74,17 @@ def test_a_launch_for_decode_does_not_depend_on_contexts():
     assert plan(extents_of([(1, 1), (2, 1)])) == plan(extents_of([(9999, 1), (0, 1)]))
 
 
-def test_long_rows_with_an_empty_context_go_to_torch():
-    found = plan(extents_of([(0, 300), (1, 300), (0, 255)]), fresh_len=256)
-    assert found.fresh == (Extent(0, 300, 300),)
+def test_long_rows_with_an_empty_context_go_elsewhere():
+    extents = extents_of([(0, 300), (1, 300), (0, 255)])
+    found = plan(extents, limits=RowLimits(256, NO_LEN))
+    assert found.elsewhere == (0,)
     assert found.launches[0].num_units == 10 + 8
+
+
+def test_all_long_rows_go_elsewhere_if_they_are_taken():
+    found = plan(extents_of([(0, 300), (1, 300), (0, 255), (9, 256)]), limits=RowLimits(256, 256))
+    assert found.elsewhere == (0, 1, 3)
+    assert [(x.max_len, x.num_units) for x in found.launches] == [(255, 8)]
 
 
 def test_more_query_heads_than_a_tile_has_rows_make_larger_tiles():
@@ -90,7 +99,7 @@ def test_more_query_heads_than_a_tile_has_rows_make_larger_tiles():
     window=st.none() | st.integers(1, 500),
 )
 def test_the_grid_has_a_program_for_every_item(lengths, group, num_kv_heads, window):
-    """Counts the items of a launch as the kernels do: see `_items` there."""
+    """Counts the items of a launch as the kernels do: see `_share` there."""
     extents = extents_of(lengths)
     for launch in plan(extents, group=group, num_kv_heads=num_kv_heads).launches:
         tile = tiling(KVFormat.BF16, 128, launch.rows_m).tile
@@ -138,10 +147,8 @@ class RecordedKernels:
             setattr(self, name, Recorded(getattr(triton_kernels, name), self.launches))
 
 
-def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128):
-    """The launches of `attend` for eight such rows of an 8 B Llama: kernel, arguments,
-    constants.
-    """
+def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128, num_rows=8):
+    """The launches of `attend` for such rows of an 8 B Llama: kernel, arguments, constants."""
     kernels = RecordedKernels()
     monkeypatch.setattr(triton_attention, "_kernels", lambda: kernels)
     monkeypatch.setattr(triton_attention, "_is_interpreted", lambda: False)
@@ -150,60 +157,13 @@ def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128):
     layout = KVLayout(block_size=16, kv_format=kv_format, sections=(section,))
     length = layout.num_blocks_for(before + query_len)
     cache = KVCache(layout, allocate_buffer(layout, 1))
-    rows = [Row(f"s{i}", [0] * query_len, before, [0] * length, None) for i in range(8)]
-    query = torch.zeros(8 * query_len, 32, head_dim, dtype=torch.bfloat16)
-    key = torch.zeros(8 * query_len, 8, head_dim, dtype=torch.bfloat16)
+    rows = [Row(f"s{i}", [0] * query_len, before, [0] * length, None) for i in range(num_rows)]
+    query = torch.zeros(num_rows * query_len, 32, head_dim, dtype=torch.bfloat16)
+    key = torch.zeros(num_rows * query_len, 8, head_dim, dtype=torch.bfloat16)
     triton_attention.attend(
         query, key, key, cache, 0, build_batch(rows, cache), Scoring(head_dim**-0.5)
     )
     return kernels.launches
-
-
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-def compile_for_hopper(kernel, arguments, constants):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = dict(constants)
-    options = {
-        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
-    }
-    signature = dict.fromkeys(constants, "constexpr")
-    attributes = {}
-    for i, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
-        if isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or ("stride" in name and value % 16 == 0):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    signature = {name: signature[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def bytes_on_stack(compiled, folder):
-    """Bytes that a thread spills to memory for lack of registers."""
-    import triton
-
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run(
-        [tool, "-res-usage", binary], capture_output=True, text=True, check=True
-    ).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 @needs_triton
@@ -229,6 +189,35 @@ def test_kernels_of_other_steps_fit_a_hopper_multiprocessor(
 ):
     for launch in launches_of(monkeypatch, kv_format, 600, query_len, head_dim):
         assert compile_for_hopper(*launch).metadata.shared <= HOPPER_SHARED_BYTES
+
+
+@needs_triton
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_one_compilation_serves_all_numbers_of_rows(monkeypatch, query_len):
+    constants = [
+        [launch[2] for launch in launches_of(monkeypatch, KVFormat.BF16, 50, query_len, num_rows=n)]
+        for n in (1, 3, 60, 300)
+    ]
+    few_tokens = [kernels[1:] for kernels in constants]  # the first one stores K and V
+    assert all(each == few_tokens[0] for each in few_tokens)
+    assert len(few_tokens[0]) == 2
+
+
+@needs_triton
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 6, 8, 16, 64])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+def test_the_warm_up_meets_every_kind_of_launch(group, num_kv_heads):
+    def kinds(batches):
+        plans = (
+            plan(extents_of([(0, n)] * rows), group=group, num_kv_heads=num_kv_heads)
+            for n, rows in batches
+        )
+        return {(x.min_len, x.num_spare > 0) for each in plans for x in each.launches}
+
+    decode = (1, 1)  # warmed up by captures
+    warm = [decode, *((n, 1) for n in WARM_UP_LENS), (WARM_UP_LENS[-1], WARM_UP_ROWS)]
+    met = [(n, 1) for n in (1, *range(2, 200, 3), 500, 1000, 2048, 8192)] + [(64, 128), (700, 10)]
+    assert kinds(warm) >= kinds(met)
 
 
 # ------------------------------------------------------------ assembly

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -22,9 +23,12 @@ from bench.gpu.run import GpuBench
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, scattered_tables
 from bench.gpu.speeds import GpuCeilings
+from bench.gpu.tokens import check_sampling
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.model.attention import plain as torch_attention
+from engine.model.fp8 import one_by_one, reference_matmul
+from engine.model.sampling import choosing
 
 pytestmark = pytest.mark.torch
 
@@ -149,6 +153,21 @@ def test_check_in_its_own_process_reports_complaints(monkeypatch):
     monkeypatch.setattr(gpu_run, "arguments_of", lambda case, device: ["int8", "64", "half", "no"])
     [line] = bench._check_apart(case, end_s=60.0)
     assert line.startswith(f"{case.name}: ended with 1: ")
+
+
+def test_tokens_other_than_the_definitions_are_complained_about():
+    assert check_sampling("cpu", choosing.sample, vocabs=(300,)) == []
+    first = check_sampling("cpu", lambda logits, _: logits.argmax(-1), vocabs=(300,))[0]
+    assert first.startswith("sampling from 300 fp32 logits: rows [")
+    assert " 0," not in first  # a greedy row
+
+
+def test_products_of_groups_are_checked(monkeypatch):
+    right = partial(one_by_one, reference_matmul)
+    monkeypatch.setattr(gpu_kernels, "grouped_matmul", right)
+    assert gpu_kernels.check_groups("cpu") == []
+    monkeypatch.setattr(gpu_kernels, "grouped_matmul", lambda *x: 1.2 * right(*x))
+    assert gpu_kernels.check_groups("cpu")[0].startswith("fp8 product of groups, 1 rows: error 0.2")
 
 
 def test_case_is_equal_after_passing_through_arguments(capsys, monkeypatch):

@@ -1,13 +1,11 @@
 """Mixtures over packed weights equal the model's own code, in any batch."""
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.integrations.moe import use_experts_implementation
 
 from engine.config import WeightFormat
 from engine.model.native import library, linear
@@ -18,19 +16,17 @@ from engine.model.native.experts import (
 )
 from engine.model.native.linear import PackedLinear, pack_linears
 from engine.model.native.matrix import PackedMatrix, Team, multiply
+from tests.kits.models.experts import (
+    EXPERTS,
+    HIDDEN,
+    NUM_EXPERTS,
+    TOP_K,
+    experts_of,
+    parameter,
+    tokens,
+)
 
 pytestmark = pytest.mark.torch
-
-NUM_EXPERTS, TOP_K = 5, 3
-HIDDEN, INNER = 20, 24
-EXPERTS = {
-    "gated": {},
-    "transposed": {"is_transposed": True},
-    "biased": {"has_bias": True, "is_transposed": True},
-    "without a gate": {"has_gate": False},
-    "biased without a gate": {"has_gate": False, "has_bias": True},
-    "normed": {"has_post_expert_norm": True},
-}
 
 
 @pytest.fixture(params=[1, 2])
@@ -38,47 +34,6 @@ def team(request):
     team = Team(library.kernels(), request.param)
     yield team
     team.close()
-
-
-def experts_of(*, hidden=HIDDEN, inner=INNER, **flags):
-    """A module as models of transformers have it, which computes as transformers does."""
-
-    @use_experts_implementation(**flags)
-    class Experts(nn.Module):
-        def __init__(self, _config):
-            super().__init__()
-            gated = flags.get("has_gate", True)
-            shapes = {
-                "gate_up_proj" if gated else "up_proj": (inner * (2 if gated else 1), hidden),
-                "down_proj": (hidden, inner),
-            }
-            for name, (outputs, inputs) in shapes.items():
-                shape = (inputs, outputs) if flags.get("is_transposed") else (outputs, inputs)
-                setattr(self, name, parameter(NUM_EXPERTS, *shape))
-                if flags.get("has_bias"):
-                    setattr(self, f"{name}_bias", parameter(NUM_EXPERTS, outputs))
-            self.num_experts = NUM_EXPERTS
-            self.act_fn = nn.SiLU()
-            self.post_expert_norm = nn.RMSNorm(hidden)
-
-        def forward(self, *_):
-            raise AssertionError("transformers puts an implementation of its own here")
-
-    torch.manual_seed(0)
-    experts = Experts(SimpleNamespace(_experts_implementation="batched_mm"))
-    return experts.requires_grad_(requires_grad=False)
-
-
-def parameter(*shape):
-    return nn.Parameter(0.3 * torch.randn(shape), requires_grad=False)
-
-
-def tokens(num_tokens, hidden=HIDDEN):
-    """Hidden states, and different experts and shares for each token."""
-    torch.manual_seed(num_tokens)
-    scores = torch.randn(num_tokens, NUM_EXPERTS).softmax(-1)
-    shares, chosen = scores.topk(TOP_K, dim=-1)
-    return torch.randn(num_tokens, hidden), chosen, shares
 
 
 @pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)

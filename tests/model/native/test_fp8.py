@@ -2,6 +2,8 @@
 logits.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +11,24 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.config import WeightFormat
 from engine.model import fp8
-from engine.model.fp8 import Fp8Linear, quantise_rows, reference_matmul, replace_linears
-from tests.kits.checkpoints import COMMON
+from engine.model.fp8 import (
+    Fp8Experts,
+    Fp8Linear,
+    quantise_rows,
+    reference_matmul,
+    replace_experts,
+    replace_linears,
+)
+from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint
+from tests.kits.models.cuda_forward import (
+    check_like_the_hook,
+    loaded_from,
+    logits_of_the_hook,
+    opened,
+)
+from tests.kits.models.experts import EXPERTS, NUM_EXPERTS, experts_of, tokens
 
 pytestmark = pytest.mark.torch
 
@@ -112,3 +129,109 @@ def test_a_model_with_fp8_weights_gives_nearly_the_same_logits():
     assert found_names.kept == ("lm_head",)
     assert len(found_names.replaced) == 7 * model.config.num_hidden_layers
     assert (found - expected).norm() < 0.25 * expected.norm()  # three bits of 32 random sizes
+
+
+# ------------------------------------------------------------ experts
+
+
+def grouped_mm(a, b, scale_a, scale_b, *, offs, out_dtype, use_fast_accum):
+    """`torch._scaled_grouped_mm` in plain numbers, after torch's own checks of its arguments."""
+    on_meta = [x.to("meta") for x in (a, scale_a, scale_b, offs)]
+    whole = torch.empty_strided(b.shape, b.stride(), dtype=b.dtype, device="meta")
+    checked = scaled_grouped_mm(
+        on_meta[0], whole, *on_meta[1:3], offs=on_meta[3], out_dtype=out_dtype, use_fast_accum=True
+    )
+    assert use_fast_accum
+    out = torch.empty(checked.shape, dtype=out_dtype)
+    for group, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+        product = (a[start:end].float() * scale_a[start:end, None]) @ b[group].float()
+        out[start:end] = product * scale_b[group]
+    return out
+
+
+scaled_grouped_mm = torch._scaled_grouped_mm
+SIZES = {"hidden": 32, "inner": 48}
+
+
+def token_by_token(experts, x, chosen, shares, flags):
+    """The experts' sums with weights and activations rounded to fp8, from their definition."""
+
+    def product(name, expert, x):
+        weight = getattr(experts, name)[expert]
+        weight = weight.T if flags.get("is_transposed") else weight
+        w, w_scales = quantise_rows(weight)
+        y = reference_matmul(*quantise_rows(x), w, w_scales[:, 0])
+        return y + getattr(experts, f"{name}_bias")[expert] if flags.get("has_bias") else y
+
+    total = torch.zeros_like(x)
+    for token, row in enumerate(x[:, None]):
+        for expert, share in zip(chosen[token], shares[token], strict=True):
+            if flags.get("has_gate", True):
+                y = experts._apply_gate(product("gate_up_proj", expert, row))
+            else:
+                y = experts.act_fn(product("up_proj", expert, row))
+            y = product("down_proj", expert, y)
+            if flags.get("has_post_expert_norm"):
+                y = experts.post_expert_norm(y)
+            total[token] += share * y[0]
+    return total
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("flags", EXPERTS.values(), ids=EXPERTS)
+def test_experts_equal_products_of_each_token(monkeypatch, flags, grouped):
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_mm)
+    monkeypatch.setattr(fp8, "can_group", lambda device: grouped)
+    experts = experts_of(**SIZES, **flags)
+    inputs = [tokens(num_tokens, SIZES["hidden"]) for num_tokens in (1, 2, 40)]
+    expected = [token_by_token(experts, *x, flags) for x in inputs]
+    exact = [experts(*x) for x in inputs]
+    rounded = Fp8Experts(experts)
+    assert not list(rounded.experts.parameters(recurse=False))
+    slack = 0.04 if grouped else 1e-4  # its products are bf16
+    for x, y, z in zip(inputs, expected, exact, strict=True):
+        found = rounded(*x)
+        assert found.dtype == x[0].dtype
+        assert (found - y).norm() <= slack * y.norm()
+        assert 0 < (found - z).norm() < 0.15 * z.norm()
+
+
+def test_experts_no_token_chose_change_nothing():
+    experts = experts_of(**SIZES)
+    x, _, shares = tokens(4, SIZES["hidden"])
+    chosen = torch.tensor([[3, 1, 4]] * 4)
+    expected = token_by_token(experts, x, chosen, shares, {})
+    torch.testing.assert_close(Fp8Experts(experts)(x, chosen, shares), expected)
+
+
+def test_groups_need_hopper_or_blackwell(monkeypatch):
+    gpu = torch.device("cuda")
+    for capability, groups in (((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert fp8.can_group(gpu) == groups
+    assert not fp8.can_group(torch.device("cpu"))
+
+
+def test_experts_of_unfit_sizes_and_routers_stay():
+    mixture = nn.Module()
+    mixture.router = nn.Linear(32, NUM_EXPERTS)
+    mixture.experts = experts_of(**SIZES)
+    mixture.odd = experts_of(hidden=32, inner=20)
+    mixture.lent = experts_of(**SIZES)
+    assert replace_linears(mixture).kept == ("router",)
+    found = replace_experts(mixture, {"lent"})
+    assert (found.replaced, found.kept) == (("experts",), ("odd", "lent"))
+    assert isinstance(mixture.experts, Fp8Experts)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_mixture_in_fp8_is_tried_again_and_serves(tmp_path, kind):
+    save_checkpoint(tmp_path / kind, COMMON | KINDS[kind] | {"moe_intermediate_size": 48})
+    loaded = loaded_from(tmp_path / kind)
+    opened(loaded, weights=WeightFormat.FP8)
+    mixtures = [module for module in loaded.model.modules() if isinstance(module, Fp8Experts)]
+    assert len(mixtures) == loaded.model.config.num_hidden_layers
+    expected = logits_of_the_hook(loaded)
+    forward = opened(loaded, weights=WeightFormat.FP8)
+    check_like_the_hook(forward, loaded, expected)
+    assert not forward.fallbacks

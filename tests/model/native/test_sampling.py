@@ -16,6 +16,14 @@ from engine.model.sampling import choosing as definition
 from engine.model.sampling.choosing import TokenChoice
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.checkpoints import tiny_checkpoint
+from tests.kits.models.sampling_cases import (
+    KINDS,
+    LOGITS,
+    choices_of,
+    choices_of_kind,
+    random_logits,
+    with_seed,
+)
 from tests.kits.models.teams import team_of
 
 pytestmark = pytest.mark.torch
@@ -29,19 +37,11 @@ def team(request):
     return team_of(request.param, 2)
 
 
-def random_logits(num_rows, vocab, *, seed=0, scale=3.0):
-    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
 def check(team, logits, samplings, *, positions=None, banned=None):
     """Asserts that both choose the same token for every row; returns the tokens."""
     positions = range(len(samplings)) if positions is None else positions
     banned = [()] * len(samplings) if banned is None else banned
     return check_choices(team, logits, choices_of(samplings, positions, banned))
-
-
-def choices_of(samplings, positions, banned):
-    return [TokenChoice(*drawn) for drawn in zip(samplings, positions, banned, strict=True)]
 
 
 def check_choices(team, logits, choices):
@@ -54,35 +54,7 @@ def check_choices(team, logits, choices):
     return found
 
 
-KINDS = {
-    "greedy": Sampling(temperature=0.0),
-    "noisy": Sampling(),
-    "cold": Sampling(temperature=0.01),
-    "hot": Sampling(temperature=100.0),
-    "top_k": Sampling(temperature=0.8, top_k=40),
-    "top_k of most": Sampling(temperature=2.0, top_k=900),
-    "top_k beyond all": Sampling(temperature=2.0, top_k=2**40),
-    "top_p": Sampling(temperature=0.8, top_p=0.9),
-    "small top_p": Sampling(temperature=1.5, top_p=0.02),
-    "hot top_p": Sampling(temperature=50.0, top_p=0.7),
-    "top_p next to all": Sampling(top_p=1 - 2**-53),
-    "top_p of none": Sampling(top_p=0.0),
-    "min_p": Sampling(min_p=0.05),
-    "min_p of the best": Sampling(temperature=3.0, min_p=1.0),
-    "all masks": Sampling(temperature=1.2, top_k=50, top_p=0.95, min_p=0.01),
-}
-LOGITS = {
-    "spread": lambda vocab: random_logits(40, vocab),
-    "flat": lambda vocab: random_logits(40, vocab, scale=1e-3),
-    "constant": lambda vocab: torch.full((40, vocab), -2.5),
-    "peaked": lambda vocab: random_logits(40, vocab, scale=40.0),
-    "far from zero": lambda vocab: random_logits(40, vocab) + 3e4,
-    "tied": lambda vocab: random_logits(40, vocab).mul(2).round().div(2),
-    "bf16": lambda vocab: random_logits(40, vocab).bfloat16(),
-    "mostly masked": lambda vocab: random_logits(40, vocab).masked_fill(
-        random_logits(40, vocab, seed=1) < 4.0, -INF
-    ),
-}
+NUM_ROWS = 40
 VOCABS = (1, 3, 64, 1000, 1024, 5003)
 
 
@@ -90,29 +62,20 @@ VOCABS = (1, 3, 64, 1000, 1024, 5003)
 @pytest.mark.parametrize("kind", KINDS)
 def test_cpp_chooses_the_tokens_of_the_definition(team, kind, shape):
     for vocab in VOCABS:
-        logits = LOGITS[shape](vocab)
+        logits = LOGITS[shape](NUM_ROWS, vocab)
         before = logits.clone()
-        assert sample(logits, choices_of_kind(kind), team=team).tolist() == defined(
+        assert sample(logits, choices_of_kind(kind, NUM_ROWS), team=team).tolist() == defined(
             kind, shape, vocab
         )
         assert torch.equal(logits, before)
 
 
-def choices_of_kind(kind):
-    drawn = [with_seed(KINDS[kind], seed) for seed in range(40)]
-    return choices_of(drawn, range(40), [()] * 40)
-
-
 @cache
 def defined(kind, shape, vocab):
     """The definition's result, cached: it takes long, and is the same for every team."""
-    return definition.sample(LOGITS[shape](vocab), choices_of_kind(kind)).tolist()
-
-
-def with_seed(kind, seed):
-    """`kind` with a seed of its own."""
-    values = {name: getattr(kind, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    return Sampling(seed=seed * 0x9E3779B97F4A7C15, **values)
+    return definition.sample(
+        LOGITS[shape](NUM_ROWS, vocab), choices_of_kind(kind, NUM_ROWS)
+    ).tolist()
 
 
 def test_a_large_vocabulary_gives_the_same_result(team):

@@ -1,0 +1,374 @@
+"""Ways to attend long rows on a GPU, beside the Triton kernels: those of torch and of FlashInfer.
+
+A way gets rows whose K and V are stored already, in a record in bf16. `takes_cached` says if it
+reads the record, and so can attend rows with earlier tokens. Otherwise it reads the projections.
+
+The record as these libraries see it: K of a layer is a view of all blocks, with the strides of a
+block, a head and a token. So the layers within a block are only larger strides between pages.
+
+    torch-sdpa         fresh rows, one by one
+    torch-varlen       fresh rows together (FlashAttention 2, which takes pages of 256 tokens only)
+    torch-varlen-fa3   all rows (FlashAttention 3 by the package flash-attn-3, on Hopper)
+    flashinfer         all rows (the package flashinfer-python)
+
+Both packages are optional. `choice.py` compares every way with the Triton kernels before it is
+used. Beyond tests with stand-ins for the libraries, no way but torch-sdpa has been tried yet.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.model.attention.base import AttentionBatch, Extent, Scoring
+from engine.model.attention.kvcache import KVCache
+from engine.model.pinned import brought, held
+
+LONG_ROW = 256  # queries; shorter rows are not worth their own launch
+FLASH_HEAD_DIMS = range(8, 257, 8)
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_BYTES = 128 << 20  # of workspace, as its documentation advises
+FA3_MODULE = "flash_attn_interface"
+FA3_CAPABILITY = 9
+
+
+class Way(Protocol):
+    """Attends long rows. Opened by one process at a time, and used by one thread."""
+
+    name: str
+    takes_cached: bool
+
+    def is_available(self, device: torch.device) -> bool:
+        """True if all that it needs is installed, and made for this device."""
+        ...
+
+    def open(self, device: torch.device) -> None:
+        """Makes it ready. May raise anything."""
+        ...
+
+    def close(self) -> None:
+        """Undoes `open`, as far as others would notice."""
+        ...
+
+    def takes(self, head_dim: int, scoring: Scoring) -> bool:
+        """True if it can attend heads of this size with these scores."""
+        ...
+
+    def attend(  # noqa: PLR0913 - as the seam of all attention
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        rows: Sequence[int],
+        scoring: Scoring,
+    ) -> None:
+        """Writes the results of these rows of the batch to `out`."""
+        ...
+
+
+class RaggedRows(NamedTuple):
+    """Some rows of a batch, as the libraries want them."""
+
+    tokens: slice | torch.Tensor  # of the flat batch
+    cu_seqlens_q: torch.Tensor
+    max_q: int
+    max_k: int
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class SdpaWay:
+    """torch's attention of one row after another."""
+
+    name = "torch-sdpa"
+    takes_cached = False
+
+    def is_available(self, device: torch.device) -> bool:
+        """True: torch has it everywhere."""
+        return True
+
+    def open(self, device: torch.device) -> None:
+        """Needs nothing."""
+
+    def close(self) -> None:
+        """Needs nothing."""
+
+    def takes(self, head_dim: int, scoring: Scoring) -> bool:
+        """True if flash attention applies."""
+        is_plain = scoring.softcap is None and scoring.window is None
+        return is_plain and head_dim in FLASH_HEAD_DIMS
+
+    def attend(  # noqa: PLR0913
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        rows: Sequence[int],
+        scoring: Scoring,
+    ) -> None:
+        """Attends each row to itself."""
+        for extent in (batch.extents[row] for row in rows):
+            tokens = slice(extent.query_start, extent.query_start + extent.query_len)
+            heads = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
+            result = scaled_dot_product_attention(
+                *heads,  # [1, heads, tokens, head_dim]
+                is_causal=True,
+                scale=scoring.scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            out[tokens] = result[0].transpose(0, 1)
+
+
+class VarlenWay:
+    """`torch.nn.attention.varlen`, with FlashAttention 2 or 3."""
+
+    def __init__(self, *, has_fa3: bool) -> None:
+        self.takes_cached = has_fa3
+        self.name = "torch-varlen-fa3" if has_fa3 else "torch-varlen"
+
+    def is_available(self, device: torch.device) -> bool:
+        """True if torch has the function with the arguments that are used here."""
+        if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+            return False
+        from torch.nn.attention import varlen
+
+        if not self.takes_cached:
+            return _has_parameters(varlen.varlen_attn, "scale", "window_size", "enable_gqa")
+        return (
+            _has_parameters(varlen.varlen_attn, "seqused_k", "block_table", "enable_gqa")
+            and importlib.util.find_spec(FA3_MODULE) is not None
+            and torch.cuda.get_device_capability(device)[0] == FA3_CAPABILITY
+        )
+
+    def open(self, device: torch.device) -> None:
+        """Makes torch use FlashAttention 3 in this process, if that is wanted."""
+        if self.takes_cached:
+            from torch.nn.attention import activate_flash_attention_impl
+
+            activate_flash_attention_impl("FA3")
+
+    def close(self) -> None:
+        """Makes torch use FlashAttention 2 again."""
+        if self.takes_cached:
+            from torch.nn.attention import (
+                current_flash_attention_impl,
+                restore_flash_attention_impl,
+            )
+
+            if current_flash_attention_impl() == "FA3":
+                restore_flash_attention_impl()
+
+    def takes(self, head_dim: int, scoring: Scoring) -> bool:
+        """True but for softcaps."""
+        return scoring.softcap is None and head_dim in FLASH_HEAD_DIMS
+
+    def attend(  # noqa: PLR0913
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        rows: Sequence[int],
+        scoring: Scoring,
+    ) -> None:
+        """Attends all rows in one call."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        ragged = _ragged(batch, rows)
+        call = partial(
+            varlen_attn,
+            scale=scoring.scaling,
+            window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
+            enable_gqa=True,
+        )
+        queries, lens = query[ragged.tokens], ragged.cu_seqlens_q
+        if self.takes_cached:
+            keys, values = (x[layer].transpose(1, 2) for x in (cache.keys, cache.values))
+            out[ragged.tokens] = call(
+                queries,
+                keys,  # [num_blocks, block_size, num_kv_heads, head_dim]
+                values,
+                lens,
+                None,
+                ragged.max_q,
+                ragged.max_k,
+                seqused_k=ragged.context_lens,
+                block_table=ragged.block_tables,
+            )
+        else:
+            keys, values = key[ragged.tokens], value[ragged.tokens]
+            both = (lens, lens, ragged.max_q, ragged.max_q)
+            out[ragged.tokens] = call(queries, keys, values, *both)
+
+
+class FlashInferWay:
+    """FlashInfer's attention over pages. It plans each batch once, on the host."""
+
+    name = "flashinfer"
+    takes_cached = True
+
+    def __init__(self) -> None:
+        self._workspace: torch.Tensor | None = None
+        self._wrappers: dict[Scoring, object] = {}
+        self._planned: dict[Scoring, torch.cuda.Event] = {}
+
+    def is_available(self, device: torch.device) -> bool:
+        """True if the package is installed."""
+        return importlib.util.find_spec("flashinfer") is not None
+
+    def open(self, device: torch.device) -> None:
+        """Takes its memory."""
+        self._workspace = torch.empty(FLASHINFER_BYTES, dtype=torch.uint8, device=device)
+
+    def close(self) -> None:
+        """Frees it."""
+        self._workspace = None
+        self._wrappers.clear()
+        self._planned.clear()
+
+    def takes(self, head_dim: int, scoring: Scoring) -> bool:
+        """True for the usual sizes of heads."""
+        return head_dim in FLASHINFER_HEAD_DIMS
+
+    def attend(  # noqa: PLR0913
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: AttentionBatch,
+        rows: Sequence[int],
+        scoring: Scoring,
+    ) -> None:
+        """Attends all rows in one call."""
+        which = (self.name, scoring, query.shape[1:])
+        if which not in batch.plans:
+            batch.plans[which] = self._plan(query, cache, batch, rows, scoring)
+        tokens = _ragged(batch, rows).tokens
+        pages = (cache.keys[layer], cache.values[layer])  # [num_blocks, heads, block_size, dim]
+        out[tokens] = batch.plans[which].run(query[tokens], pages)
+
+    def _plan(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        rows: Sequence[int],
+        scoring: Scoring,
+    ) -> object:
+        """The wrapper for these scores, with the plan of this batch."""
+        wrapper = self._wrapper(scoring)
+        extents = [batch.extents[row] for row in rows]
+        block_size = cache.layout.block_size
+        nums_blocks = [cache.layout.num_blocks_for(extent.context_len) for extent in extents]
+        tables = _ragged(batch, rows).block_tables
+        lasts = [
+            extent.context_len - (num - 1) * block_size
+            for extent, num in zip(extents, nums_blocks, strict=True)
+        ]
+        wrapper.plan(
+            _host(_ends(extent.query_len for extent in extents)),
+            _host(_ends(nums_blocks)),
+            torch.cat([table[:num] for table, num in zip(tables, nums_blocks, strict=True)]),
+            _host(lasts),
+            query.shape[1],
+            cache.section.num_kv_heads,
+            query.shape[2],
+            block_size,
+            causal=True,
+            sm_scale=scoring.scaling,
+            window_left=-1 if scoring.window is None else scoring.window - 1,
+            logits_soft_cap=scoring.softcap,
+            q_data_type=query.dtype,
+            kv_data_type=cache.keys[0].dtype,
+        )
+        self._planned[scoring].record()
+        return wrapper
+
+    def _wrapper(self, scoring: Scoring) -> object:
+        """The wrapper for these scores, once the copy of its last plan has been made.
+
+        A plan lies in pinned memory, and the next one takes its place.
+        """
+        if scoring not in self._wrappers:
+            from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+            self._wrappers[scoring] = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+            self._planned[scoring] = torch.cuda.Event()
+        self._planned[scoring].synchronize()
+        return self._wrappers[scoring]
+
+
+SDPA = SdpaWay()
+
+
+def all_ways() -> tuple[Way, ...]:
+    """Every way, not opened."""
+    return SDPA, VarlenWay(has_fa3=False), VarlenWay(has_fa3=True), FlashInferWay()
+
+
+def _ragged(batch: AttentionBatch, rows: Sequence[int]) -> RaggedRows:
+    """These rows of the batch, made once for all layers."""
+    which = ("ragged", rows)
+    if which not in batch.plans:
+        batch.plans[which] = _make_ragged(batch, rows)
+    return batch.plans[which]
+
+
+def _make_ragged(batch: AttentionBatch, rows: Sequence[int]) -> RaggedRows:
+    device = batch.block_tables.device
+    extents = [batch.extents[row] for row in rows]
+    context_lens, block_tables = batch.context_lens, batch.block_tables
+    if len(rows) < len(batch.extents):
+        index = brought(np.array(rows), device)
+        context_lens, block_tables = context_lens[index], block_tables[index]
+    cu_seqlens_q = _ends(extent.query_len for extent in extents)
+    return RaggedRows(
+        tokens=_tokens(extents, device),
+        cu_seqlens_q=brought(np.array(cu_seqlens_q, np.int32), device),
+        max_q=max(extent.query_len for extent in extents),
+        max_k=max(extent.context_len for extent in extents),
+        context_lens=context_lens,
+        block_tables=block_tables,
+    )
+
+
+def _tokens(extents: Sequence[Extent], device: torch.device) -> slice | torch.Tensor:
+    """The places of the rows' tokens in the flat batch; a slice if they are neighbours."""
+    ranges = [range(e.query_start, e.query_start + e.query_len) for e in extents]
+    if all(left.stop == right.start for left, right in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return brought(np.concatenate([np.arange(each.start, each.stop) for each in ranges]), device)
+
+
+def _ends(lens: Iterable[int]) -> list[int]:
+    """Prefix sums from 0."""
+    return list(accumulate(lens, initial=0))
+
+
+def _host(numbers: Sequence[int]) -> torch.Tensor:
+    """int32 on the host, in pinned memory if there is a GPU."""
+    return held(np.array(numbers, np.int32), pinned=torch.cuda.is_available())
+
+
+def _has_parameters(function: Callable, *names: str) -> bool:
+    return inspect.signature(function).parameters.keys() >= set(names)
