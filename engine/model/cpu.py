@@ -164,6 +164,10 @@ class CpuForward:
         positions = [position for row in rows for position in range(row.start, row.end)]
         return CpuPass(token_ids, positions, keep, build_batch(rows, self._loaded.context.cache))
 
+    def step_size(self, rows: Sequence[Row]) -> None:
+        """None: no pass is filled up."""
+        return None
+
     def unpack(self, step: PackedStep) -> CpuPass:
         """Makes the inputs of `launch` from those that rank 0 packed."""
         inputs = packing.arrays(step.memory, packing.plan(step.shape))

@@ -53,6 +53,7 @@ from engine.model.attention.kvcache import KVCache
 from engine.model.attention.prefill import Way, all_ways
 from engine.model.loading.checkpoint import LoadedModel, try_again
 from engine.model.packing import Inputs, Packing, PackingShape, StepSize
+from engine.model.parallel.steps import PackedStep
 from engine.model.sampling import choosing
 from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.changes import TokenChoice
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 
 BROKEN_OUT = "baton_paged_broken_out"  # PAGED, for compiled layers
 MAX_CAPTURED_ROWS = 256
+MAX_CHOSEN = 8192  # tokens of one step that rows of the next may follow
 MAX_CAPTURE_S = 60.0
 MAX_CAPTURE_BYTES = 2 << 30
 MAX_COMPILATIONS = 64  # of one layer's code, which models of one kind in a process share
@@ -173,6 +175,8 @@ class CudaForward:
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
         self._staged = tuple(Staged(pinned=self._is_cuda) for _ in range(2))
         self._num_prepared = 0
+        # The tokens of the last step, where captured steps look for them.
+        self._chosen = torch.zeros(MAX_CHOSEN, dtype=torch.int64, device=self._device)
         self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
         self._way: Way | None = None
@@ -230,6 +234,18 @@ class CudaForward:
         """True if a decode step is one call into captured work."""
         return bool(self._graphs)
 
+    def fence(self) -> torch.cuda.Event | None:
+        """An event behind all that was queued so far; None where nothing is queued."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def remember(self, chosen: torch.Tensor) -> None:
+        """Keeps the tokens that a step chose, [num_chosen], for rows of the next step."""
+        self._chosen[: len(chosen)] = chosen
+
     def logits(self, rows: Sequence[Row], keep: Sequence[int]) -> torch.Tensor:
         """Logits [len(keep), vocab] of the tokens of the flat batch whose indices are in `keep`.
 
@@ -237,15 +253,43 @@ class CudaForward:
         """
         return self.launch(self.prepare(rows, keep))
 
-    def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CudaStep:
-        """Packs a step's inputs. Reads and writes host memory only."""
-        longest = max(len(row.token_ids) for row in rows)
-        size = packing.padded_size(len(rows), longest, self._sizes)
+    def prepare(
+        self, rows: Sequence[Row], keep: Sequence[int], follows: Sequence[int | None] = ()
+    ) -> CudaStep:
+        """Packs a step's inputs. Reads and writes host memory only.
+
+        `follows` names for each row the token that it takes from those of the last step, or None.
+        """
+        size = self._padded_size(rows)
         if size is not None:
-            return self._prepare(rows, keep, size.packed(self._table_width), size)
+            return self._prepare(rows, keep, size.packed(self._table_width), size, follows)
         num_tokens = sum(len(row.token_ids) for row in rows)
         width = max(self._num_blocks_for(row.end) for row in rows)
-        return self._prepare(rows, keep, PackingShape(len(rows), num_tokens, len(keep), width))
+        shape = PackingShape(len(rows), num_tokens, len(keep), width)
+        return self._prepare(rows, keep, shape, None, follows)
+
+    def step_size(self, rows: Sequence[Row]) -> tuple[PackingShape, int] | None:
+        """The sizes to which a step is filled up, and the tokens of each row; None: it is not."""
+        size = self._padded_size(rows)
+        return None if size is None else (size.packed(self._table_width), size.row_len)
+
+    def unpack(self, step: PackedStep) -> CudaStep:
+        """Makes the inputs of `launch` from those that rank 0 packed."""
+        size = StepSize(step.row_len, step.shape.num_rows) if step.row_len else None
+        plan = packing.plan(step.shape)
+        staged = self._next_staged()
+        memory = staged.take(plan.num_bytes)
+        memory[:] = step.memory
+        return self._step(staged, plan, packing.arrays(memory, plan), step.num_kept, size)
+
+    def _padded_size(self, rows: Sequence[Row]) -> StepSize | None:
+        longest = max(len(row.token_ids) for row in rows)
+        return packing.padded_size(len(rows), longest, self._sizes)
+
+    def _next_staged(self) -> Staged:
+        staged = self._staged[self._num_prepared % len(self._staged)]
+        self._num_prepared += 1
+        return staged
 
     @torch.inference_mode()
     def launch(self, prepared: CudaStep) -> torch.Tensor:
@@ -287,11 +331,11 @@ class CudaForward:
         keep: Sequence[int],
         shape: PackingShape,
         size: StepSize | None = None,
+        follows: Sequence[int | None] = (),
     ) -> CudaStep:
         """Packs `rows`, filled up to `size` if it is given."""
         plan = packing.plan(shape)
-        staged = self._staged[self._num_prepared % len(self._staged)]
-        self._num_prepared += 1
+        staged = self._next_staged()
         inputs = packing.arrays(staged.take(plan.num_bytes), plan)
         packing.fill(
             inputs,
@@ -300,13 +344,24 @@ class CudaForward:
             tables=self._tables,
             block_size=self._block_size,
             row_len=None if size is None else size.row_len,
+            follows=follows,
         )
+        return self._step(staged, plan, inputs, len(keep), size)
+
+    def _step(
+        self,
+        staged: Staged,
+        plan: Packing,
+        inputs: Inputs[np.ndarray],
+        num_kept: int,
+        size: StepSize | None,
+    ) -> CudaStep:
         return CudaStep(
             staged=staged,
             packing=plan,
             extents=() if size in self._graphs else _extents(inputs),
-            num_kept=len(keep),
-            keeps_first=np.array_equal(inputs.keep[: len(keep)], np.arange(len(keep))),
+            num_kept=num_kept,
+            keeps_first=np.array_equal(inputs.keep[:num_kept], np.arange(num_kept)),
             size=size,
         )
 
@@ -330,8 +385,13 @@ class CudaForward:
     ) -> torch.Tensor:
         """Runs the pass: logits [len(keep), vocab], of all tokens if `keep` is None."""
         self._loaded.context.batch = batch
+        token_ids = torch.where(
+            inputs.follows == packing.KNOWN,
+            inputs.token_ids,
+            self._chosen[inputs.follows.clamp(min=0)],
+        )
         logits = self._loaded.model(
-            input_ids=inputs.token_ids[None],
+            input_ids=token_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,
             logits_to_keep=0 if keep is None else keep,

@@ -2,6 +2,8 @@
 
     token_ids, positions, slot_mapping  [num_tokens] int64
     keep                                [num_kept] int64: tokens whose logits are wanted
+    follows                             [num_tokens] int64: for a token that the step before chooses
+                                        its place among those, otherwise KNOWN
     cu_seqlens_q                        [num_rows + 1] int32
     context_lens                        [num_rows] int32
     block_tables                        [num_rows, table_width] int32, padded with 0
@@ -28,6 +30,7 @@ from engine.messages import SeqId
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
+KNOWN = -1  # in `follows`: `token_ids` has the token
 PAD_SLOT = -1  # in a slot mapping: a token that is not stored
 ALIGNMENT_BYTES = 64  # of each array: kernels load 16 bytes at once, copies a cache line
 SMALL_SIZES = (1, 2, 4, 8)  # rows of captured steps; then powers of two and midpoints
@@ -44,6 +47,7 @@ class Inputs(NamedTuple, Generic[T]):
     positions: T
     slot_mapping: T
     keep: T
+    follows: T
     cu_seqlens_q: T
     context_lens: T
     block_tables: T
@@ -144,6 +148,7 @@ def plan(shape: PackingShape) -> Packing:
         positions=("int64", (num_tokens,)),
         slot_mapping=("int64", (num_tokens,)),
         keep=("int64", (num_kept,)),
+        follows=("int64", (num_tokens,)),
         cu_seqlens_q=("int32", (num_rows + 1,)),
         context_lens=("int32", (num_rows,)),
         block_tables=("int32", (num_rows, table_width)),
@@ -189,7 +194,7 @@ class Tables:
         return blocks, np.array(blocks, dtype=np.int32)
 
 
-def fill(
+def fill(  # noqa: PLR0913 - all but two have names at the call
     inputs: Inputs[np.ndarray],
     rows: Sequence[Row],
     keep: Sequence[int],
@@ -197,8 +202,12 @@ def fill(
     tables: Tables,
     block_size: int,
     row_len: int | None = None,
+    follows: Sequence[int | None] = (),
 ) -> None:
     """Writes every element of the inputs.
+
+    `follows` says for each row if its last token is one that the step before chooses, and which.
+    Without it all tokens are known.
 
     With `row_len`, each row is filled up to that many tokens, and rows of only such tokens follow
     as there is room for.
@@ -241,6 +250,10 @@ def fill(
         array[place] = values
     inputs.keep[: len(keep)] = place[_numbers(keep, len(keep))]
     inputs.keep[len(keep) :] = 0
+    inputs.follows.fill(KNOWN)
+    for row, chosen in enumerate(follows):
+        if chosen is not None:
+            inputs.follows[place[query_ends[row] - 1]] = chosen
 
 
 def _numbers(values: object, count: int) -> np.ndarray:

@@ -32,8 +32,9 @@ from engine.messages import Sampling, SeqId
 from engine.model import cpu, cuda
 from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.cpu import CpuForward
-from engine.model.cuda import CudaForward
+from engine.model.cuda import MAX_CHOSEN, CudaForward
 from engine.model.loading.checkpoint import LoadedModel, load, load_draft
+from engine.model.overlap import OverlappedStep, TokenMemory
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.shared import SharedForward
 from engine.model.parallel.steps import StepChannel, StepFeed
@@ -47,7 +48,14 @@ from engine.model.profiling import (
 from engine.model.sampling import verify
 from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
-from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
+from engine.worker.batch import (
+    BatchPlan,
+    BatchResult,
+    LaunchedStep,
+    Row,
+    RowResult,
+    StepTimes,
+)
 from engine.worker.blocks import BlockId
 from engine.worker.effort import ModelSizes
 from engine.worker.ranks import shards_of
@@ -117,7 +125,7 @@ class TorchRunner:
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
     vocab_size: int
-    overlaps = False
+    overlaps = False  # true once a model is open that computes beside the host
     embeds: bool  # rows give hidden states, and the tokens that they choose mean nothing
     eos_token_ids: tuple[int, ...]
     fingerprint: str
@@ -171,6 +179,8 @@ class TorchRunner:
         self._meter = meter
         self._group = group
         self._feed = feed
+        self._last: OverlappedStep | None = None
+        self._tokens: TokenMemory | None = None
 
     def open(self, allocate: Allocate | None = None) -> None:
         """Loads the model and takes memory for KV, from `allocate` if given. Waits for all ranks.
@@ -273,6 +283,15 @@ class TorchRunner:
             self.draft_forward.open(KVCache(self.layout, buffer, section=1))
             self.weights_bytes += self.draft_forward.weights_bytes
 
+        self._overlap()
+
+    def _overlap(self) -> None:
+        """Lets steps overlap if nothing of a step waits for the host."""
+        is_plain = self.draft_forward is None and not self.embeds
+        self.overlaps = is_plain and isinstance(self._forward, CudaForward)
+        if self.overlaps:
+            self._tokens = TokenMemory(MAX_CHOSEN, pinned=self._is_cuda)
+
     def _shared(
         self, own: CpuForward | CudaForward, model: int
     ) -> "CpuForward | CudaForward | SharedForward":
@@ -328,8 +347,28 @@ class TorchRunner:
         """Launches a step and waits for it."""
         return self.launch(plan).result()
 
-    def launch(self, plan: BatchPlan) -> "TorchStep":
+    def launch(self, plan: BatchPlan) -> LaunchedStep:
         """Runs the passes of a plan, or on a GPU queues them."""
+        if self.overlaps:
+            return self._launch_overlapped(plan)
+        return self._launch_alone(plan)
+
+    def _launch_overlapped(self, plan: BatchPlan) -> LaunchedStep:
+        """Queues a step, behind the last one if that is in flight."""
+        if not plan.rows or any(row.max_drafted for row in plan.rows):
+            self._last = None  # without pending rows, the last step has ended
+            return self._launch_alone(plan)
+        assert isinstance(self._forward, CudaForward)
+        assert self._tokens is not None
+        step = OverlappedStep(
+            *(plan, self._forward, self._masks, self._clock, self._last, self._tokens)
+        )
+        step.launch()
+        self._last = step
+        return step
+
+    def _launch_alone(self, plan: BatchPlan) -> "TorchStep":
+        """Runs the passes of a plan; the host waits for its tokens."""
         if not plan.rows:
             return TorchStep((), StepTimes(0.0, 0.0, 0.0), self._clock.now_s(), self._clock)
         assert max(row.end + row.max_drafted for row in plan.rows) <= self.context_len

@@ -7,8 +7,9 @@ import torch
 from engine.clock import Clock
 from engine.model.attention.kvcache import KVCache
 from engine.model.cpu import CpuForward
+from engine.model.cuda import CudaForward
 from engine.model.packing import Tables
-from engine.model.parallel.steps import PackedStep, StepFeed, packed
+from engine.model.parallel.steps import PackedStep, StepFeed, bare_shape, packed
 from engine.model.sampling.changes import TokenChoice
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
 from engine.model.sampling.verify import Verified, verify_by_parts
@@ -18,9 +19,7 @@ from engine.worker.batch import Row
 class SharedForward:
     """Sends each pass to the other ranks and computes this rank's part. Logits are whole here."""
 
-    is_fused = False
-
-    def __init__(self, own: CpuForward, model: int, feed: StepFeed) -> None:
+    def __init__(self, own: CpuForward | CudaForward, model: int, feed: StepFeed) -> None:
         """`model` is 0 for the target and 1 for its draft."""
         self._own = own
         self._model = model
@@ -36,6 +35,11 @@ class SharedForward:
     def close(self) -> None:
         """Closes this rank's part."""
         self._own.close()
+
+    @property
+    def is_fused(self) -> bool:
+        """True if a decode step is one call into captured work, here and at the other ranks."""
+        return self._own.is_fused
 
     @property
     def weights_bytes(self) -> int:
@@ -54,7 +58,18 @@ class SharedForward:
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PackedStep:
         """Packs the inputs for all ranks."""
-        return packed(self._model, rows, keep, tables=self._tables, block_size=self._block_size)
+        size = self._own.step_size(rows)
+        if size is None:
+            shape, row_len = bare_shape(rows, keep, self._block_size), None
+        else:
+            shape, row_len = size
+        return packed(
+            *(self._model, rows, keep),
+            shape=shape,
+            row_len=row_len,
+            tables=self._tables,
+            block_size=self._block_size,
+        )
 
     def launch(self, step: PackedStep) -> torch.Tensor:
         """Computes logits [len(keep), vocab], together with the other ranks."""

@@ -16,7 +16,7 @@ from engine.model import packing
 from engine.model.packing import PackingShape, Tables
 from engine.worker.batch import Row
 
-HEADER = struct.Struct("<5IQ")  # the model, the shape, and the number of bytes that follow
+HEADER = struct.Struct("<7IQ")  # the fields of a `PackedStep`, and the bytes that follow
 
 
 class PackedStep(NamedTuple):
@@ -24,21 +24,33 @@ class PackedStep(NamedTuple):
 
     model: int  # 0: the target, 1: the draft
     shape: PackingShape
+    num_kept: int  # of the tokens to keep; the others fill up
+    row_len: int  # to which each row is filled up; 0: none is
     memory: np.ndarray  # [num_bytes] uint8, as `packing.plan(shape)` places the inputs
 
 
-def packed(
-    model: int, rows: Sequence[Row], keep: Sequence[int], *, tables: Tables, block_size: int
+def packed(  # noqa: PLR0913 - all but three have names at the call
+    model: int,
+    rows: Sequence[Row],
+    keep: Sequence[int],
+    *,
+    shape: PackingShape,
+    row_len: int | None,
+    tables: Tables,
+    block_size: int,
 ) -> PackedStep:
     """Packs a pass over `rows` that wants logits of the tokens whose indices are in `keep`."""
-    width = max(-(-row.end // block_size) for row in rows)
-    num_tokens = sum(len(row.token_ids) for row in rows)
-    shape = PackingShape(len(rows), num_tokens, len(keep), width)
     plan = packing.plan(shape)
     memory = np.empty(plan.num_bytes, dtype=np.uint8)
     inputs = packing.arrays(memory, plan)
-    packing.fill(inputs, rows, keep, tables=tables, block_size=block_size)
-    return PackedStep(model, shape, memory)
+    packing.fill(inputs, rows, keep, tables=tables, block_size=block_size, row_len=row_len)
+    return PackedStep(model, shape, len(keep), row_len or 0, memory)
+
+
+def bare_shape(rows: Sequence[Row], keep: Sequence[int], block_size: int) -> PackingShape:
+    """The sizes of a pass that nothing fills up."""
+    width = max(-(-row.end // block_size) for row in rows)
+    return PackingShape(len(rows), sum(len(row.token_ids) for row in rows), len(keep), width)
 
 
 class StepFeed:
@@ -50,7 +62,8 @@ class StepFeed:
 
     def send(self, step: PackedStep) -> None:
         """Sends a step to all ranks. Raises OSError if one has ended or hangs."""
-        header = HEADER.pack(step.model, *step.shape, step.memory.nbytes)
+        fields = (step.model, *step.shape, step.num_kept, step.row_len)
+        header = HEADER.pack(*fields, step.memory.nbytes)
         for each in self._sockets:
             each.sendall(header)
             each.sendall(step.memory)
@@ -72,11 +85,12 @@ class StepChannel:
         header = self._read(HEADER.size)
         if header is None:
             return None
-        model, *shape, num_bytes = HEADER.unpack(header)
+        model, *shape, num_kept, row_len, num_bytes = HEADER.unpack(header)
         memory = self._read(num_bytes)
         if memory is None:
             return None
-        return PackedStep(model, PackingShape(*shape), np.frombuffer(memory, np.uint8))
+        array = np.frombuffer(memory, np.uint8)
+        return PackedStep(model, PackingShape(*shape), num_kept, row_len, array)
 
     def close(self) -> None:
         """Ends the connection."""

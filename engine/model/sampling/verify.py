@@ -82,11 +82,14 @@ def choices(proposals: Sequence[DraftedRow]) -> list[TokenChoice]:
 def results(
     proposals: Sequence[DraftedRow],
     chosen: Sequence[int],
-    logits: torch.Tensor,  # [wanted, vocab]
+    logits: torch.Tensor | None,  # [wanted, vocab]
 ) -> list[RowResult]:
-    """The result of each row, from the tokens `chosen` for its choices."""
+    """The result of each row, from the tokens `chosen` for its choices.
+
+    Logits are not needed unless a row asks for log-probabilities.
+    """
     kept = _kept(proposals, chosen)
-    if not any(map(_asks_for_logprobs, proposals)):
+    if logits is None or not needs_logits(proposals):
         pairs = zip(proposals, kept, strict=True)
         return [RowResult(tokens, len(proposal.token_ids)) for proposal, tokens in pairs]
     logprobs = _logprobs(proposals, kept, logits)
@@ -113,6 +116,11 @@ def _kept(proposals: Sequence[DraftedRow], chosen: Sequence[int]) -> list[tuple[
         kept.append(tuple(chosen[begin:end]))
         begin += len(proposal.token_ids) + 1
     return kept
+
+
+def needs_logits(proposals: Sequence[DraftedRow]) -> bool:
+    """True if results of these rows are made of logits too."""
+    return any(map(_asks_for_logprobs, proposals))
 
 
 def _asks_for_logprobs(proposal: DraftedRow) -> bool:

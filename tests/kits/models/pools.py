@@ -43,6 +43,7 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
+from engine.worker.batch import LaunchedStep
 from engine.worker.blocks import BlockId, BlockPool
 from engine.worker.core import Duties, Scheduler, WorkerCore
 from engine.worker.events import (
@@ -141,6 +142,7 @@ class Worker:
         self.address = TransferAddress(WorkerId(name), Incarnation(name), "")
         self.runner = runner
         self.inbox: deque[Event] = deque()
+        self.in_flight: deque[LaunchedStep] = deque()
         self.pool = BlockPool(num_blocks or runner.num_blocks)
         intake = Intake(runner.layout.block_size, guides)
         self.speculator = speculator(
@@ -209,7 +211,11 @@ class Pools:
                 plan, effects = worker.core.plan(0.0)
                 self._perform(worker, effects)
                 if plan is not None:
-                    result = worker.runner.run(plan)
+                    worker.in_flight.append(worker.runner.launch(plan))
+                    if worker.runner.overlaps and len(worker.in_flight) == 1:
+                        continue
+                if worker.in_flight:
+                    result = worker.in_flight.popleft().result()
                     self._perform(worker, worker.core.finish(result, 0.0))
         assert not self._asked, f"{len(self._asked)} requests are not finished"
         assert not self._given_back
