@@ -56,6 +56,8 @@ class Sequence:
     @property
     def num_planned_tokens(self) -> int:
         """Tokens that are computed when the steps in flight have ended. One may be unknown yet."""
+        if not self.in_flight:
+            return self.num_computed_tokens
         return self.num_computed_tokens + sum(len(row.token_ids) for row in self.in_flight)
 
     def lands(self, row: Row) -> bool:
