@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import zmq
@@ -104,6 +104,7 @@ class TransferEndpoint:
             sends=blocks is not None,
             ipc=self._open_ipc(),
         )
+        self.transports = tuple(_ways(offers))
         self.source = SourceMachine(
             incarnation=config.incarnation,
             identity=config.identity,
@@ -283,3 +284,14 @@ class TransferEndpoint:
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counters[name] += amount  # type: ignore[assignment]
+
+
+def _ways(offers: Offers) -> Iterator[str]:
+    """Yields the transports by which a source can be read, in order of preference."""
+    has = {
+        Transport.SHM: offers.shm is not None,
+        Transport.IPC: offers.ipc is not None,
+        Transport.NIXL: offers.nixl is not None,
+        Transport.ZMQ: offers.sends,
+    }
+    yield from (str(way) for way, is_there in has.items() if is_there)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
-from deploy.services.spec import WorkerReady, WorkerSpec
+from deploy.services.spec import WorkerFacts, WorkerReady, WorkerSpec
 from deploy.services.thread import LoopService, die
 from deploy.worker import memory
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
@@ -91,6 +91,8 @@ class WorkerService(LoopService[WorkerReady]):
             enter_thread=runner.enter_thread,
         )
         address = await self._host.open()
+        facts = self._facts(runner)
+        log.info("computes on %s", facts)
         return WorkerReady(
             address=address,
             pid=os.getpid(),
@@ -101,6 +103,21 @@ class WorkerService(LoopService[WorkerReady]):
             version=spec.version,
             max_len=min(runner.context_len, runner.num_blocks * runner.block_size),
             is_batch_invariant=runner.is_batch_invariant,
+            facts=facts,
+        )
+
+    def _facts(self, runner: "TorchRunner") -> WorkerFacts:
+        choices = runner.choices
+        return WorkerFacts(
+            device=self._spec.config.device,
+            kernels=runner.kernels,
+            weights=runner.weights,
+            kv_format=runner.layout.kv_format,
+            kv_bytes=runner.num_blocks * runner.layout.block_bytes,
+            attention=choices.attention,
+            captured_steps=choices.num_captured,
+            transports=self._host.transports,
+            fallbacks=choices.fallbacks,
         )
 
     def _open_runner(self, runner: "TorchRunner") -> Pool:

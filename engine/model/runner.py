@@ -14,6 +14,7 @@ and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,17 @@ class KVNeeds(NamedTuple):
 
 
 SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
+
+
+class RunnerChoices(NamedTuple):
+    """What a runner computes with, chosen when it was opened."""
+
+    attention: str
+    num_captured: int  # steps
+    fallbacks: dict[str, int]  # parts that it does without
+
+
+ATTENTIONS = {"cuda": "triton", "plain": "torch", "native": "c++"}  # by module
 
 
 class TorchRunner:
@@ -195,6 +207,7 @@ class TorchRunner:
 
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
+        self._context = models[0].context
         sizes = _sizes(models[0])  # before the weights are packed
         self._forward = _forward(models[0], self.weights)
         self._forward.open(KVCache(self.layout, buffer))
@@ -232,6 +245,19 @@ class TorchRunner:
     def kernels(self) -> str:
         """What computes: two runners of one text choose the same tokens for the same model."""
         return self._forward.kernels
+
+    @property
+    def choices(self) -> RunnerChoices:
+        """What was chosen, for a report."""
+        attend = self._context.attend
+        module = (attend if isfunction(attend) else type(attend)).__module__
+        names = module.split(".")
+        attention = next((ATTENTIONS[name] for name in names if name in ATTENTIONS), names[-1])
+        if isinstance(self._forward, CudaForward):
+            return RunnerChoices(
+                attention, self._forward.num_captured, dict(self._forward.fallbacks)
+            )
+        return RunnerChoices(attention, 0, {})
 
     @property
     def is_batch_invariant(self) -> bool:
