@@ -31,7 +31,7 @@ BatonError
 ├── LayoutMismatch            two workers whose configuration forbids to exchange KV
 ├── Disagreement              two workers whose blocks cannot be converted into each other
 ├── NixlUnavailable           NIXL cannot be used here, or not with this source
-├── DriverError               the driver of a GPU refuses a call
+├── DriverError               a GPU refuses an operation of a transfer
 ├── ShmUnavailable            another worker's memory cannot be mapped
 ├── OutOfBlocks               the KV pool is full; a scheduler always catches it
 ├── StepStuck                 a worker's step lasts longer than any should

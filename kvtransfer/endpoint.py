@@ -16,7 +16,7 @@ import queue
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -114,6 +114,7 @@ class TransferEndpoint:
             sends=blocks is not None,
             ipc=self._open_ipc(),
         )
+        self.transports = tuple(_ways(offers))
         self.source = SourceMachine(
             incarnation=config.incarnation,
             identity=config.identity,
@@ -339,3 +340,14 @@ class TransferEndpoint:
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counters[name] += amount  # type: ignore[assignment]
+
+
+def _ways(offers: Offers) -> Iterator[str]:
+    """Yields the transports by which a source can be read, in order of preference."""
+    has = {
+        Transport.SHM: offers.shm is not None,
+        Transport.IPC: offers.ipc is not None,
+        Transport.NIXL: offers.nixl is not None,
+        Transport.ZMQ: offers.sends,
+    }
+    yield from (str(way) for way, is_there in has.items() if is_there)

@@ -120,6 +120,11 @@ class GroupEndpoint:
         named = tuple(RankAddress(other.address, other.shard) for other in others)
         return msgspec.structs.replace(address, others=named)
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The ways in which others can read this worker's KV: all ranks have the same."""
+        return self._local.transports
+
     def perform(self, order: TransferOrder) -> None:
         """Gives an order to all ranks. Safe from any thread."""
         self._handle(partial(self._order, order))

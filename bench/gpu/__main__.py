@@ -1,10 +1,15 @@
 """Checks and times the GPU paths of the engine on a Llama with random weights, in one command:
 
     python -m bench.gpu [--quick] [--json FILE]
+    python -m bench.gpu --serve DIR [--shape 1b] [--quick] [--json FILE]
 
-Needs torch, transformers, msgspec and, on a GPU, triton, but no checkpoint and no network. Takes
-under nine minutes on a Hopper GPU with the shape of an 8 B Llama. Jobs for which memory or time is
-short are listed as skipped. `--device cpu --shape tiny` tests the benchmark itself.
+With `--serve`, the whole server runs a checkpoint: that in DIR, or one of random weights that is
+made there. `bench.gpu.serve` says what is compared. It needs what a gateway needs too;
+`python -m bench.gpu.wheels DIR` collects packages for machines without a network.
+
+The rest needs torch, transformers, msgspec and, on a GPU, triton, but no checkpoint and no network.
+A call takes under nine minutes on a Hopper GPU with the shape of an 8 B Llama. Jobs for which
+memory or time is short are listed as skipped. `--device cpu --shape tiny` tests the benchmark.
 `bench.gpu.run` lists the checks and measurements in their order.
 
 Exit status: 0; 1 if a check failed (missed goals are printed and fail nothing); 2 if it cannot run
@@ -18,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NEEDED = ("torch", "transformers", "numpy", "msgspec")
+NEEDED_TO_SERVE = ("aiohttp", "grpc", "llguidance", "starlette", "tokenizers", "uvicorn", "zmq")
 NEEDED_ON_A_GPU = ("triton",)
 BUDGET_S = 500.0
 
@@ -25,10 +31,21 @@ BUDGET_S = 500.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything and returns the exit status."""
     options = _options(arguments)
-    reason = _why_not(options.device)
+    reason = _why_not(options.device) or (options.serve and _absent(NEEDED_TO_SERVE))
     if reason is not None:
         sys.stderr.write(f"bench.gpu: {reason}\n")
         return 2
+    if options.serve is not None:
+        from bench.gpu.serve import serve
+
+        return serve(
+            options.serve,
+            shape_name=options.shape,
+            device=options.device,
+            is_quick=options.quick,
+            budget_s=options.budget_s,
+            json=options.json,
+        )
     from bench.gpu.run import run  # after the check: it imports torch
 
     return run(
@@ -46,7 +63,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer checks and jobs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
-    parser.add_argument("--shape", choices=("8b", "tiny"), default="8b", help="of the model")
+    parser.add_argument("--shape", choices=("8b", "1b", "tiny"), default="8b", help="of the model")
+    parser.add_argument("--serve", type=Path, metavar="DIR", help="run the whole server")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything")
     return parser.parse_args(arguments)

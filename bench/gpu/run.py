@@ -4,7 +4,7 @@ ceilings    bandwidth and matrix rates of this GPU: the limits of all other figu
 kernels     every kernel against torch, each in its own process: compilers run in parallel, and a
             kernel that crashes its process affects no other
 models      small models, with captured steps, against torch's attention
-attention   one layer of decode steps, for each KV format
+attention   all layers of decode steps, for each KV format
 8b          a model's prefill and decode, for weights × KV formats
 """
 
@@ -58,16 +58,25 @@ def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: 
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
     with torch.inference_mode():
         GpuBench(session, SHAPES[shape_name], device, is_quick=is_quick).run(shape_name)
-    session.conclude(judges_goals=device != "cpu")
+    config = config_of_run(shape_name, device, budget_s, is_quick=is_quick)
+    return conclude("gpu", session, config, json)
+
+
+def config_of_run(
+    shape_name: str, device: str, budget_s: float, *, is_quick: bool
+) -> dict[str, Scalar]:
+    """The configuration of a report."""
+    return {"shape": shape_name, "device": device, "quick": is_quick, "budget_s": budget_s}
+
+
+def conclude(
+    name: str, session: GpuSession, config: Mapping[str, Scalar], json: Path | None
+) -> int:
+    """Prints the end and writes the report; returns the exit status."""
+    session.conclude(judges_goals=config["device"] != "cpu")
     if json is not None:
-        config: dict[str, Scalar] = {
-            "shape": shape_name,
-            "device": device,
-            "quick": is_quick,
-            "budget_s": budget_s,
-        }
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_bytes(to_json(_report(session, config)))
+        json.write_bytes(to_json(_report(name, session, config)))
     return 1 if session.failures else 0
 
 
@@ -183,9 +192,9 @@ class GpuBench:
             self._session.fail(line)
 
 
-def _report(session: GpuSession, config: Mapping[str, Scalar]) -> Report:
+def _report(name: str, session: GpuSession, config: Mapping[str, Scalar]) -> Report:
     return report_here(
-        "gpu",
+        name,
         seed=0,
         config={
             **config,

@@ -50,6 +50,25 @@ SHAPES = {
         read_bytes=2048 * MIB,
         matrix_size=8192,
     ),
+    "1b": GpuShape(
+        model=Shape(
+            hidden_size=2048,
+            num_layers=16,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            ffn_size=8192,
+            vocab_size=128256,
+            max_positions=32_896,
+        ),
+        prefill_len=8192,
+        batches=(1, 8, 64),
+        contexts=(1024, 4096, 32768),
+        attention_jobs=((64, 4096), (8, 32768), (1, 32768)),
+        num_steps=32,
+        read_bytes=1024 * MIB,
+        matrix_size=8192,
+    ),
     "tiny": GpuShape(
         model=Shape(
             hidden_size=64,

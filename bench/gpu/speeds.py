@@ -2,8 +2,8 @@
 
 The host's clock times everything from an idle GPU to an idle GPU, over enough calls. A decode job
 takes the steps of a worker, one after the other: it packs and copies inputs, replays the captured
-step, chooses tokens and copies them to the host. `…_queued` launches the same step repeatedly
-without waiting, which leaves out the host's time.
+step, chooses tokens with temperature and top-p, and copies them to the host. `…_queued` launches
+the same step repeatedly without waiting, which leaves out the host's time.
 
 A step reads the weights and the KV of all contexts, with the record's scales and padding. Its limit
 is the least time for these bytes, or for its products, at this GPU's measured ceilings.
@@ -25,14 +25,15 @@ from bench.gpu.shapes import GpuShape, scattered_tables
 from engine.clock import Clock
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
-from engine.messages import SeqId
+from engine.messages import Sampling, SeqId
 from engine.model import fp8
 from engine.model.attention import cuda as triton_attention
 from engine.model.attention import plain as torch_attention
-from engine.model.attention.base import Scoring, build_batch
+from engine.model.attention.base import Attend, Scoring, build_batch
 from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import LoadedModel
+from engine.model.sampling.changes import TokenChoice
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
@@ -42,6 +43,8 @@ MAX_CALLS = 200
 LARGEST_BYTE = 64  # of random KV, exclusive: numbers below 2 and never NaN
 RESERVE_BYTES = 6 * 2**30  # of GPU memory, for activations and captured steps
 WARM_UP_STEPS = 3
+
+SAMPLING = Sampling(temperature=0.8, top_p=0.95)  # of every timed step
 
 ATTENTION_GOAL = 0.75
 DECODE_GOAL = 0.80
@@ -131,12 +134,20 @@ def measure_ceilings(session: GpuSession, shape: GpuShape, device: str) -> GpuCe
 def measure_attention(
     session: GpuSession, shape: GpuShape, ceilings: GpuCeilings, kv_format: KVFormat, device: str
 ) -> None:
-    """Times one layer's attention in decode steps, including storing K and V, in a captured step.
+    """Times the attention of all layers in decode steps, including storing K and V, captured.
 
-    Only the first of the shape's jobs has a goal, because others may be too small for this GPU.
+    The records are those of a whole model. So the layers of a block are as far apart as when
+    serving, which costs lookups of addresses. Only the first of the shape's jobs has a goal: others
+    may be too small for this GPU.
     """
-    layout = KVLayout(BLOCK_SIZE, kv_format, (shape.section(num_layers=1),))
+    layout = KVLayout(BLOCK_SIZE, kv_format, (shape.section(),))
+    num_layers = layout.sections[0].num_layers
     for num_rows, context_len in shape.attention_jobs:
+        num_bytes = num_rows * context_len * layout.block_bytes // BLOCK_SIZE
+        name = f"attention_b{num_rows}_ctx{context_len}/{kv_format}"
+        if device != "cpu" and num_bytes > torch.cuda.mem_get_info()[0] - RESERVE_BYTES:
+            session.skip(name, f"{num_bytes / 2**30:.0f} GiB of KV do not fit")
+            continue
         tables = scattered_tables([context_len] * num_rows, BLOCK_SIZE, seed=0)
         cache = KVCache(layout, random_blocks(layout, sum(map(len, tables)), device))
         rows = [Row(SeqId(f"s{i}"), [0], context_len - 1, t, None) for i, t in enumerate(tables)]
@@ -145,19 +156,27 @@ def measure_attention(
         key = _random_heads(num_rows, shape.model.num_kv_heads, shape.model.head_dim, device)
         attend = torch_attention.attend if device == "cpu" else triton_attention.attend
         scoring = Scoring(shape.model.head_dim**-0.5)
-        arguments = (query, key, key, cache, 0, batch, scoring)
-        call = captured(partial(attend, *arguments), device)
-        num_bytes = num_rows * context_len * layout.block_bytes / BLOCK_SIZE
+        call = captured(
+            partial(_all_layers, attend, num_layers, (query, key, key, cache), (batch, scoring)),
+            device,
+        )
         runs = [
             num_bytes / seconds / 1e9 for seconds in GpuStopwatch(device, session.clock).runs(call)
         ]
         session.add(
-            f"attention_b{num_rows}_ctx{context_len}/{kv_format}",
+            name,
             runs,
             "GB/s",
             limit=ceilings.bytes_per_s / 1e9,
             goal=ATTENTION_GOAL if (num_rows, context_len) == shape.attention_jobs[0] else None,
         )
+
+
+def _all_layers(
+    attend: Attend, num_layers: int, before: tuple[object, ...], behind: tuple[object, ...]
+) -> None:
+    for layer in range(num_layers):
+        attend(*before, layer, *behind)
 
 
 class ModelSpeeds:
@@ -305,7 +324,8 @@ class ModelSpeeds:
 
     def _step(self, rows: Sequence[Row], keep: Sequence[int]) -> list[int]:
         logits = self._forward.launch(self._forward.prepare(rows, keep))
-        chosen: list[int] = logits.argmax(dim=-1).tolist()
+        choices = [TokenChoice(SAMPLING, row.end) for row in rows]
+        chosen: list[int] = self._forward.sample(logits, choices).tolist()
         return chosen
 
     @property

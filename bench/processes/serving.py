@@ -85,6 +85,8 @@ def serving(
     checkpoint: Path,
     options: Options,
     environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    start_timeout_s: float = START_TIMEOUT_S,
 ) -> Iterator[ServedDeployment]:
     """Runs `baton serve` with plain processes on a port of the system's choice.
 
@@ -100,21 +102,21 @@ def serving(
         environment={**os.environ, "COLUMNS": "200", **environment},  # keeps its URL in one line
     )
     try:
-        yield ServedDeployment(_url(lines), child.pid)
+        yield ServedDeployment(_url(lines, start_timeout_s), child.pid)
     finally:
         _end(child)
 
 
-def _url(lines: "queue.SimpleQueue[str | None]") -> str:
+def _url(lines: "queue.SimpleQueue[str | None]", start_timeout_s: float) -> str:
     """Waits for the line in which the server names its URL. Raises ServerFailed."""
     clock = MonotonicClock()
-    end_s = clock.now_s() + START_TIMEOUT_S
+    end_s = clock.now_s() + start_timeout_s
     last: deque[str] = deque(maxlen=NUM_LAST_LINES)
     while True:
         try:
             line = lines.get(timeout=max(0.0, end_s - clock.now_s()))
         except queue.Empty:
-            raise ServerFailed(f"baton serve did not start in {START_TIMEOUT_S:g} s") from None
+            raise ServerFailed(f"baton serve did not start in {start_timeout_s:g} s") from None
         if line is None:
             raise ServerFailed(f"baton serve did not start: {' '.join(' '.join(last).split())}")
         last.append(line)

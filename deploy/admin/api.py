@@ -465,6 +465,7 @@ class _Pages:
             num_blocks=0 if ready is None else ready.num_blocks,
             free_blocks=load.free_blocks + load.cached_blocks,
             kernels=worker.kernels,
+            facts=None if ready is None else ready.facts,
             why=restarts.why(worker.worker_id),
         )
 

@@ -10,6 +10,7 @@ from deploy.pools.planning import DecisionOutcome
 from deploy.pools.stores import StoreState
 from deploy.pools.versions.orders import MAX_WEIGHT
 from deploy.pools.workers.record import WorkerState
+from deploy.services.spec import WorkerFacts
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, PrefixUse, RequestInfo
 from engine.messages import EventsAddress, Role, WorkerId
@@ -134,6 +135,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     num_blocks: int
     free_blocks: int  # including cached ones
     kernels: str  # what computes; the tokens of workers that differ here may differ
+    facts: WorkerFacts | None = None  # None while it does not run
     why: str = ""  # it ended or did not start, while it does not run
 
 

@@ -348,6 +348,8 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
             f"up to {worker.max_len:,} tokens a request, "
             f"started in {worker.start_s:.1f} s"
         )
+        if worker.facts is not None and worker.facts.device == DeviceKind.CUDA:
+            console.print(f"  {escape(str(worker.facts))}", highlight=False)
         if not worker.is_batch_invariant:
             console.print(
                 f"[yellow]![/yellow] {worker_id}: the last bits of an answer, and so at times its"

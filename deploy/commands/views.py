@@ -23,6 +23,8 @@ from deploy.admin.schema import (
     StepInfo,
     WorkerInfo,
 )
+from deploy.services.spec import WorkerFacts
+from engine.config import DeviceKind
 from engine.control import SERVING_ROLES, Pools, with_role
 
 WATCH_EVERY_S = 1.0
@@ -192,10 +194,16 @@ def workers_view(workers: list[WorkerInfo]) -> Group:
             "" if w.pid is None else str(w.pid),
         )
     remarks = [(w.worker_id, remark) for w in workers if (remark := _remark(w))]
+    told = [(w.worker_id, w.facts) for w in workers if w.facts and _is_worth_telling(w.facts)]
+    remarks += [(name, f"computes on {escape(str(facts))}") for name, facts in told]
     if len({w.kernels for w in workers if w.kernels}) > 1:
         said = ((w.worker_id, w.kernels) for w in workers if w.kernels)
         remarks += [(name, f"computes with {escape(kernels)}") for name, kernels in said]
     return Group(table, *(f"  {worker_id} {remark}" for worker_id, remark in remarks))
+
+
+def _is_worth_telling(facts: WorkerFacts) -> bool:
+    return facts.device != DeviceKind.CPU or bool(facts.fallbacks)
 
 
 def _remark(worker: WorkerInfo) -> str:

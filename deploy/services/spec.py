@@ -39,6 +39,30 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     gpus: tuple[str, ...] | None = None
 
 
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """What a worker computes with and how its KV moves, as chosen at its start."""
+
+    device: str  # cpu or cuda
+    kernels: str  # kind of processor or GPU, and how steps run
+    weights: str
+    kv_format: str
+    kv_bytes: int
+    attention: str
+    captured_steps: int
+    transports: tuple[str, ...]  # by which others can read its KV
+    fallbacks: dict[str, int] = {}  # parts that it does without
+
+    def __str__(self) -> str:
+        """All of it in one line."""
+        steps = f", {self.captured_steps} captured steps" if self.captured_steps else ""
+        without = f"; without {', '.join(sorted(self.fallbacks))}" if self.fallbacks else ""
+        return (
+            f"{self.device} ({self.kernels}): weights {self.weights}, KV {self.kv_format} of"
+            f" {self.kv_bytes / 2**30:.1f} GiB, attention {self.attention}{steps}, KV by"
+            f" {', '.join(self.transports)}{without}"
+        )
+
+
 class WorkerReady(msgspec.Struct, frozen=True):
     """A worker's answer once it listens."""
 
@@ -52,6 +76,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
     max_len: int = 0  # tokens of one request: the context, or less if KV memory is smaller
     # Whether logits of a sequence do not depend on the batch; measured for this model and format.
     is_batch_invariant: bool = True
+    facts: WorkerFacts | None = None  # of a worker with a runner
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):

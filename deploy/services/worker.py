@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deploy.model_source import Parts
 from deploy.services.model import directory_of
-from deploy.services.spec import WorkerReady, WorkerSpec
+from deploy.services.spec import WorkerFacts, WorkerReady, WorkerSpec
 from deploy.services.thread import LoopService, die
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.opening import open_runner, runner_of
@@ -78,6 +78,8 @@ class WorkerService(LoopService[WorkerReady]):
             ranks=self._ranks,
         )
         address = await self._host.open()
+        facts = self._facts(runner)
+        log.info("computes on %s", facts)
         return WorkerReady(
             address=address,
             pid=os.getpid(),
@@ -88,6 +90,21 @@ class WorkerService(LoopService[WorkerReady]):
             version=spec.version,
             max_len=min(runner.context_len, runner.num_blocks * runner.block_size),
             is_batch_invariant=runner.is_batch_invariant,
+            facts=facts,
+        )
+
+    def _facts(self, runner: "TorchRunner") -> WorkerFacts:
+        choices = runner.choices
+        return WorkerFacts(
+            device=self._spec.config.device,
+            kernels=runner.kernels,
+            weights=runner.weights,
+            kv_format=runner.layout.kv_format,
+            kv_bytes=runner.num_blocks * runner.layout.block_bytes,
+            attention=choices.attention,
+            captured_steps=choices.num_captured,
+            transports=self._host.transports,
+            fallbacks=choices.fallbacks,
         )
 
     def _open_runner(self, directory: Path) -> tuple["TorchRunner", Pool]:

@@ -240,6 +240,11 @@ class WorkerHost:
             observe=speculator.observe,
         )
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The ways in which others can read this worker's KV."""
+        return self._endpoint.transports
+
     async def close(self) -> None:
         """Ends sessions and threads."""
         self._watching.cancel()

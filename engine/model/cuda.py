@@ -230,6 +230,11 @@ class CudaForward:
         return f"{name.lower().replace(' ', '-')} torch-{torch.__version__} {steps}"
 
     @property
+    def num_captured(self) -> int:
+        """The number of captured steps."""
+        return len(self._graphs)
+
+    @property
     def is_fused(self) -> bool:
         """True if a decode step is one call into captured work."""
         return bool(self._graphs)

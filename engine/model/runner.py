@@ -18,6 +18,7 @@ and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -114,6 +115,17 @@ class TorchStep:
         passed_s = self._clock.now_s() - self._begin_s
         sample_s = passed_s - self._times.total_s
         return BatchResult(self._rows, msgspec.structs.replace(self._times, sample_s=sample_s))
+
+
+class RunnerChoices(NamedTuple):
+    """What a runner computes with, chosen when it was opened."""
+
+    attention: str
+    num_captured: int  # steps
+    fallbacks: dict[str, int]  # parts that it does without
+
+
+ATTENTIONS = {"cuda": "triton", "plain": "torch", "native": "c++"}  # by module
 
 
 class TorchRunner:
@@ -269,6 +281,7 @@ class TorchRunner:
 
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
+        self._context = models[0].context
         sizes = _sizes(models[0])  # before the weights are packed
         target = _forward(models[0], self.weights)
         self._forward = self._shared(target, 0)
@@ -337,6 +350,21 @@ class TorchRunner:
     def kernels(self) -> str:
         """What computes: two runners of one text choose the same tokens for the same model."""
         return self._forward.kernels
+
+    @property
+    def choices(self) -> RunnerChoices:
+        """What was chosen, for a report."""
+        attend = self._context.attend
+        module = (attend if isfunction(attend) else type(attend)).__module__
+        names = module.split(".")
+        attention = next((ATTENTIONS[name] for name in names if name in ATTENTIONS), names[-1])
+        forward = self._forward
+        if isinstance(forward, SharedForward):
+            forward = forward.own
+        if isinstance(forward, CudaForward):
+            attention = forward.attention_choice or attention
+            return RunnerChoices(attention, forward.num_captured, dict(forward.fallbacks))
+        return RunnerChoices(attention, 0, {})
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -21,7 +21,7 @@ class SharedForward:
 
     def __init__(self, own: CpuForward | CudaForward, model: int, feed: StepFeed) -> None:
         """`model` is 0 for the target and 1 for its draft."""
-        self._own = own
+        self.own = own
         self._model = model
         self._feed = feed
         self._tables = Tables()
@@ -29,36 +29,36 @@ class SharedForward:
 
     def open(self, cache: KVCache) -> None:
         """Opens this rank's part. The other ranks open theirs at the same time."""
-        self._own.open(cache)
+        self.own.open(cache)
         self._block_size = cache.layout.block_size
 
     def close(self) -> None:
         """Closes this rank's part."""
-        self._own.close()
+        self.own.close()
 
     @property
     def is_fused(self) -> bool:
         """True if a decode step is one call into captured work, here and at the other ranks."""
-        return self._own.is_fused
+        return self.own.is_fused
 
     @property
     def weights_bytes(self) -> int:
         """Weights of this rank that a pass reads."""
-        return self._own.weights_bytes
+        return self.own.weights_bytes
 
     @property
     def kernels(self) -> str:
         """What computes, and how the model is split."""
-        return self._own.kernels
+        return self.own.kernels
 
     @property
     def is_batch_invariant(self) -> bool:
         """True if a sequence was measured to have the same bits in any company."""
-        return self._own.is_batch_invariant
+        return self.own.is_batch_invariant
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> PackedStep:
         """Packs the inputs for all ranks."""
-        size = self._own.step_size(rows)
+        size = self.own.step_size(rows)
         if size is None:
             shape, row_len = bare_shape(rows, keep, self._block_size), None
         else:
@@ -74,11 +74,11 @@ class SharedForward:
     def launch(self, step: PackedStep) -> torch.Tensor:
         """Computes logits [len(keep), vocab], together with the other ranks."""
         self._feed.send(step)
-        return self._own.launch(self._own.unpack(step))
+        return self.own.launch(self.own.unpack(step))
 
     def sample(self, logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
         """Tokens [num_rows]. Only this rank chooses."""
-        return self._own.sample(logits, choices)
+        return self.own.sample(logits, choices)
 
     def draft(self, proposals: Sequence[DraftedRow], masks: Masks) -> None:
         """Runs this model, a draft, over the rows that it sees, and proposes tokens."""

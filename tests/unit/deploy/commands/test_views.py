@@ -6,8 +6,11 @@ import pytest
 import typer
 from rich.console import Group
 
-from deploy.admin.schema import Difference, StepInfo
-from deploy.commands.views import DIFFERS, Output, table_of
+from deploy.admin.schema import Difference, StepInfo, WorkerInfo
+from deploy.commands.views import DIFFERS, Output, table_of, workers_view
+from deploy.pools.workers.record import WorkerState
+from deploy.services.spec import WorkerFacts
+from engine.messages import Role, WorkerId
 
 STEP = StepInfo(number=3, age_s=1.0, subject="worker-1", what="starts", why="a worker is missing")
 NAME = "resp_" + "0123456789abcdef" * 8
@@ -54,3 +57,27 @@ def test_differences_are_a_table_and_an_exit_status(capsys):
     assert ended.value.exit_code == DIFFERS
     row = capsys.readouterr().out.splitlines()[-1].split()
     assert row == ["pools.decode", "1", "3", "baton", "pools", "set"]
+
+
+def shown(facts: WorkerFacts, capsys) -> str:
+    who = (WorkerId("w"), "v1", Role.DECODE, Role.DECODE, WorkerState.SERVING, 1.0, True, False)
+    worker = WorkerInfo(*who, 0, False, 1, "a:1", 0, 0, 0, 0, 9, 9, facts.kernels, facts)
+    Output(as_json=False).show(lambda: [worker], workers_view, watch=False)
+    return capsys.readouterr().out
+
+
+def test_workers_on_gpus_say_what_they_compute_with(capsys):
+    facts = WorkerFacts(
+        *("cuda", "nvidia-h200 captured", "bf16", "bf16", 90 * 2**30, "triton", 13),
+        transports=("ipc", "zmq"),
+        fallbacks={"torch_compile": 1},
+    )
+    assert (
+        "w computes on cuda (nvidia-h200 captured): weights bf16, KV bf16 of 90.0 GiB, attention"
+        " triton, 13 captured steps, KV by ipc, zmq; without torch_compile"
+    ) in shown(facts, capsys)
+
+
+def test_workers_on_cpus_say_less(capsys):
+    facts = WorkerFacts("cpu", "cpu avx512 fused", "int8", "fp32", 2**20, "c++", 0, ("shm", "zmq"))
+    assert "computes on" not in shown(facts, capsys)

@@ -1,0 +1,445 @@
+"""Runs the whole server on one GPU: two workers beside one, and a hunt for stale KV.
+
+reference   one mixed worker answers prompts one after the other; no KV moves
+separate    a prefill and a decode worker, which share the GPU, answer the same: tokens must agree
+storm       many prompts at once, in several rounds, of which some are cancelled in the middle.
+            Prefixes are shared or not, so blocks are freed, cached, moved and taken all the time
+speeds      streams that run beside each other: TTFT, TPOT, tokens a second
+
+An answer that differs from the reference is compared at its first other token. On a GPU the last
+bits of logits depend on the batch, so two tokens that are nearly equally likely may be exchanged;
+that is counted. Any other difference is a failure: the KV was not that of the prompt. On a CPU all
+tokens must be equal.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.client.http import http_session
+from bench.client.sse import SseParser
+from bench.common.report import Scalar
+from bench.common.shapes import Shape, make_checkpoint
+from bench.gpu.run import conclude, config_of_run
+from bench.gpu.session import GpuSession
+from bench.processes.serving import ServedDeployment, serving
+from engine.clock import Clock, MonotonicClock
+
+REQUEST_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0  # compiles and captures, once for each of two servers
+NUM_TOP = 5  # likeliest tokens that come with each token
+TIE = 0.3  # natural logarithms: nearer tokens may be exchanged on a GPU
+FIRST_ID = 16  # special tokens are below
+SEED = 0
+COUNTERS = ("pulls_done", "pulled_bytes", "pulls_failed", "fallbacks")  # of workers
+REPORTED_WITHIN_S = 5.0  # workers report once a second
+LOOK_EVERY_S = 0.2
+
+SERVED = {  # shapes of checkpoints that are made if there is none; their tokenizers are small
+    "8b": Shape(4096, 32, 32, 8, 128, 14336, 65_536, 8192),
+    "1b": Shape(2048, 16, 32, 8, 64, 8192, 32_768, 8192),
+    "tiny": Shape(64, 2, 4, 2, 32, 128, 512, 4096),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StalePlan:
+    """The load."""
+
+    num_prompts: int = 48
+    num_prefixes: int = 6
+    prompt_lens: tuple[int, int] = (3, 600)  # tokens, each behind a prefix or not
+    prefix_lens: tuple[int, int] = (16, 1500)
+    num_tokens: int = 48
+    num_rounds: int = 8
+    cancelled: float = 0.3  # of the requests of a storm
+    streams: tuple[int, ...] = (1, 8, 32)
+
+
+QUICK = StalePlan(
+    num_prompts=10,
+    num_prefixes=2,
+    prompt_lens=(3, 60),
+    prefix_lens=(16, 100),
+    num_tokens=8,
+    num_rounds=2,
+    streams=(1, 4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt of token ids. Without a seed the answer is greedy."""
+
+    ids: tuple[int, ...]
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedReply:
+    """An answer: its tokens, the likeliest ones at each place, and when they came."""
+
+    tokens: tuple[str, ...]
+    tops: tuple[dict[str, float], ...]
+    sent_s: float = 0.0
+    times_s: tuple[float, ...] = ()
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.times_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of each further token."""
+        return (self.times_s[-1] - self.times_s[0]) / max(len(self.tokens) - 1, 1)
+
+
+def questions_of(plan: StalePlan, vocab_size: int, rng: Random) -> list[Question]:
+    """Returns prompts, half of them behind one of a few prefixes, a quarter sampled."""
+
+    def ids(lens: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(rng.randint(*lens)))
+
+    prefixes = [ids(plan.prefix_lens) for _ in range(plan.num_prefixes)]
+    found = []
+    for i in range(plan.num_prompts):
+        prefix = rng.choice(prefixes) if i % 2 else ()
+        found.append(Question(prefix + ids(plan.prompt_lens), seed=i if i % 4 == 3 else None))
+    return found
+
+
+def difference(reference: StreamedReply, found: StreamedReply) -> tuple[int, float] | None:
+    """Returns the first place that differs, and how much less likely its token was there.
+
+    None if the tokens are equal. Infinity if it was not among the likeliest, or is missing.
+    """
+    for i, wanted in enumerate(reference.tokens):
+        got = found.tokens[i] if i < len(found.tokens) else None
+        if got != wanted:
+            top = reference.tops[i]
+            if got is None or got not in top or wanted not in top:
+                return i, float("inf")
+            return i, abs(top[wanted] - top[got])
+    if len(found.tokens) > len(reference.tokens):
+        return len(reference.tokens), float("inf")
+    return None
+
+
+class TokenJudge:
+    """Compares answers with the reference."""
+
+    def __init__(self, session: GpuSession, tie: float) -> None:
+        self.num_equal = 0
+        self.num_tied = 0
+        self.num_resampled = 0  # sampled answers that differ, where logits may
+        self._session = session
+        self._tie = tie
+
+    def judge(
+        self, what: str, question: Question, reference: StreamedReply, found: StreamedReply
+    ) -> None:
+        """Counts an answer, or fails."""
+        differs = difference(reference, found)
+        if differs is None:
+            self.num_equal += 1
+            return
+        place, gap = differs
+        if gap <= self._tie:
+            self.num_tied += 1
+        elif self._tie and question.seed is not None:
+            self.num_resampled += 1
+        else:
+            about = f"{len(question.ids)} tokens of prompt, token {place} of the answer"
+            self._session.fail(f"{what}: {about}: another one than without hand-over ({gap:.2f})")
+
+    @property
+    def summary(self) -> str:
+        """The counts."""
+        return (
+            f"{self.num_equal} answers equal, {self.num_tied} exchanged tokens that are nearly"
+            f" equally likely, {self.num_resampled} sampled ones differ"
+        )
+
+
+class ServeBench:
+    """The whole of it, on one device."""
+
+    def __init__(self, session: GpuSession, folder: Path, device: str, plan: StalePlan) -> None:
+        self._session = session
+        self._folder = folder
+        self._device = device
+        self._plan = plan
+        self._references: list[StreamedReply] = []
+
+    def run(self, shape_name: str) -> None:
+        """Runs all sections."""
+        self._session.section("checkpoint", lambda: self._make(shape_name))
+        if not (self._folder / "config.json").exists():
+            return
+        config = msgspec.json.decode((self._folder / "config.json").read_bytes())
+        questions = questions_of(self._plan, config["vocab_size"], Random(SEED))
+        self._served("one worker", {"--mixed": 1}, partial(self._refer, questions))
+        if not self._references:
+            self._session.skip("two workers", "there is no reference")
+            return
+        pools = {"--prefill": 1, "--decode": 1}
+        self._served("two workers", pools, partial(self._compare, questions))
+
+    def _make(self, shape_name: str) -> None:
+        if (self._folder / "config.json").exists():
+            self._session.say(f"   {self._folder} is there")
+            return
+        make_checkpoint(self._folder, SERVED[shape_name], SEED)
+
+    def _served(
+        self,
+        name: str,
+        pools: dict[str, int],
+        ask: Callable[["ServedModel"], Awaitable[None]],
+    ) -> None:
+        """Runs a server for one section."""
+
+        def work() -> None:
+            options: dict[str, Scalar] = {**pools, "--device": self._device}
+            environment = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # all KV is handed over
+            if self._device == "cpu":
+                options["--kv-mib"] = 64
+            else:  # all workers on one GPU
+                environment["BATON_POOLS__NUM_GPUS"] = str(1 / sum(pools.values()))
+            begin_s = self._session.clock.now_s()
+            with tempfile.TemporaryDirectory(prefix="baton-run-") as run_dir:
+                environment["BATON_RUN_DIR"] = run_dir
+                with serving(
+                    self._folder, options, environment, start_timeout_s=START_TIMEOUT_S
+                ) as server:
+                    start_s = self._session.clock.now_s() - begin_s
+                    self._session.add(f"start/{name.replace(' ', '_')}", [start_s], "s")
+                    for line in facts_of(environment):
+                        self._session.say(f"   {line}")
+                    asyncio.run(self._ask(server, ask))
+                    for line in troubles_of(environment):
+                        self._session.fail(f"{name}: {line}")
+
+        self._session.section(name, work, needs_s=60)
+
+    async def _ask(
+        self, server: ServedDeployment, ask: Callable[["ServedModel"], Awaitable[None]]
+    ) -> None:
+        async with http_session(REQUEST_TIMEOUT_S) as http:
+            await ask(ServedModel(http, server.url, self._folder.name, self._session.clock))
+
+    async def _refer(self, questions: Sequence[Question], model: "ServedModel") -> None:
+        references = [await model.answer(q, self._plan.num_tokens) for q in questions]
+        again = [await model.answer(q, self._plan.num_tokens) for q in questions]
+        judge = self._judge()
+        for asked, reference, reply in zip(questions, references, again, strict=True):
+            judge.judge("one worker, asked again", asked, reference, reply)
+        self._session.say(f"   asked again: {judge.summary}")
+        self._references = references
+
+    async def _compare(self, questions: Sequence[Question], model: "ServedModel") -> None:
+        plan, judge = self._plan, self._judge()
+        for asked, reference in zip(questions, self._references, strict=True):
+            reply = await model.answer(asked, plan.num_tokens)
+            judge.judge("one by one", asked, reference, reply)
+        self._session.say(f"   one by one: {judge.summary}")
+        rng = Random(SEED + 1)
+        for number in range(plan.num_rounds):
+            if not self._session.has_time(f"storm {number + 1}", 30):
+                break
+            await self._storm(questions, model, rng)
+        for streams in plan.streams:
+            if self._session.has_time(f"speeds of {streams} streams", 20):
+                await self._measure(questions, model, streams)
+        moved = await model.counters(COUNTERS, within_s=REPORTED_WITHIN_S)
+        self._session.say(f"   {', '.join(f'{name} {value:g}' for name, value in moved.items())}")
+        if not moved["pulls_done"]:
+            self._session.fail("two workers: no KV was moved, so nothing was compared")
+
+    async def _storm(
+        self, questions: Sequence[Question], model: "ServedModel", rng: Random
+    ) -> None:
+        """Asks everything at once, in another order each time; cancels some answers."""
+        plan, judge = self._plan, self._judge()
+        order = rng.sample(range(len(questions)), len(questions))
+        cancelled = {
+            i: rng.randrange(plan.num_tokens) for i in order if rng.random() < plan.cancelled
+        }
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                i: group.create_task(
+                    model.answer(questions[i], plan.num_tokens, cancel_after=cancelled.get(i))
+                )
+                for i in order
+            }
+        for i, task in tasks.items():
+            reference, reply = self._references[i], task.result()
+            if i in cancelled:  # what came before must be right
+                num = len(reply.tokens)
+                reference = replace(
+                    reference, tokens=reference.tokens[:num], tops=reference.tops[:num]
+                )
+            judge.judge("storm", questions[i], reference, reply)
+        self._session.say(f"   storm, {len(cancelled)} cancelled: {judge.summary}")
+
+    async def _measure(
+        self, questions: Sequence[Question], model: "ServedModel", streams: int
+    ) -> None:
+        """Times answers with temperature and top-p, `streams` at once."""
+        rng = Random(SEED + 2)
+        vocab_size = max(max(q.ids) for q in questions)
+        shape = (*self._plan.prompt_lens,)
+
+        async def stream(number: int) -> list[StreamedReply]:
+            replies = []
+            for i in range(3):
+                ids = tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(rng.randint(*shape)))
+                question = Question(ids, seed=1000 * number + i)
+                replies.append(await model.answer(question, self._plan.num_tokens, tops=False))
+            return replies
+
+        begin_s = self._session.clock.now_s()
+        replies = [r for each in await asyncio.gather(*map(stream, range(streams))) for r in each]
+        seconds = self._session.clock.now_s() - begin_s
+        num_tokens = sum(len(reply.tokens) for reply in replies)
+        self._session.add(f"serve/{streams}/tokens", [num_tokens / seconds], "tokens/s")
+        self._session.add(f"serve/{streams}/ttft", [1000 * r.ttft_s for r in replies], "ms")
+        self._session.add(f"serve/{streams}/tpot", [1000 * r.tpot_s for r in replies], "ms")
+
+    def _judge(self) -> TokenJudge:
+        return TokenJudge(self._session, 0.0 if self._device == "cpu" else TIE)
+
+
+class ServedModel:
+    """Asks a server, as a client does."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, name: str, clock: Clock) -> None:
+        self._http = http
+        self._url = url
+        self._name = name
+        self._clock = clock
+
+    async def answer(
+        self,
+        question: Question,
+        num_tokens: int,
+        *,
+        cancel_after: int | None = None,
+        tops: bool = True,
+    ) -> StreamedReply:
+        """Returns the answer, or what came of it before it was cancelled."""
+        body: dict[str, Any] = {
+            "model": self._name,
+            "prompt": list(question.ids),
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0.0 if question.seed is None else 0.9,
+        }
+        if question.seed is not None:
+            body |= {"seed": question.seed, "top_p": 0.95, "top_k": 50}
+        body["logprobs"] = NUM_TOP if tops else 0
+        tokens: list[str] = []
+        likeliest: list[dict[str, float]] = []
+        times_s: list[float] = []
+        parser, sent_s = SseParser(), self._clock.now_s()
+        async with self._http.post(f"{self._url}/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise ValueError(f"{response.status}: {(await response.text())[:300]}")
+            async for piece in response.content.iter_any():
+                for event in parser.feed(piece):
+                    if event.data == b"[DONE]":
+                        continue
+                    choices = msgspec.json.decode(event.data).get("choices") or [{}]
+                    given = choices[0].get("logprobs") or {}
+                    new = given.get("tokens") or []
+                    tokens += new
+                    likeliest += given.get("top_logprobs") or [{}] * len(new)
+                    times_s += [self._clock.now_s()] * len(new)
+                if cancel_after is not None and len(tokens) > cancel_after:
+                    break
+        return StreamedReply(tuple(tokens), tuple(likeliest), sent_s, tuple(times_s))
+
+    async def counters(self, names: Sequence[str], within_s: float) -> dict[str, float]:
+        """Returns counters of all workers together, once the first of them is not zero."""
+        end_s = self._clock.now_s() + within_s
+        never = asyncio.get_running_loop().create_future()
+        while True:
+            found = await self._counters(names)
+            if found[names[0]] or self._clock.now_s() >= end_s:
+                return found
+            await asyncio.wait([never], timeout=LOOK_EVERY_S)
+
+    async def _counters(self, names: Sequence[str]) -> dict[str, float]:
+        async with self._http.get(f"{self._url}/metrics") as response:
+            text = await response.text()
+        found = dict.fromkeys(names, 0.0)
+        for line in text.splitlines():
+            for name in names:
+                if line.startswith(f"baton_worker_{name}_total"):
+                    found[name] += float(line.rpartition(" ")[2])
+        return found
+
+
+def facts_of(environment: dict[str, str]) -> list[str]:
+    """Returns what each worker computes with."""
+    return [f"{w['worker_id']}: {_facts_line(w['facts'])}" for w in _workers(environment)]
+
+
+def troubles_of(environment: dict[str, str]) -> list[str]:
+    """Returns the workers that ended while the server ran, as when their invariants fail."""
+    return [
+        f"{w['worker_id']} {w['state']} after {w['failures']} failures {w['why']}".rstrip()
+        for w in _workers(environment)
+        if w["failures"] or w["state"] != "serving"
+    ]
+
+
+def _workers(environment: dict[str, str]) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "deploy.commands.main", "workers", "--json"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    found: list[dict[str, Any]] = msgspec.json.decode(done.stdout)
+    return found
+
+
+def _facts_line(facts: dict[str, Any] | None) -> str:
+    return "no facts" if facts is None else ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
+def serve(
+    folder: Path,
+    *,
+    shape_name: str,
+    device: str,
+    is_quick: bool,
+    budget_s: float,
+    json: Path | None,
+) -> int:
+    """Runs everything for which there is time; returns the exit status.
+
+    The checkpoint is that in `folder`, or one of random weights that is made there.
+    """
+    session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
+    plan = QUICK if is_quick else StalePlan()
+    ServeBench(session, folder.resolve(), device, plan).run(shape_name)
+    config = config_of_run(shape_name, device, budget_s, is_quick=is_quick)
+    return conclude("gpu_serve", session, config, json)

@@ -1,0 +1,53 @@
+"""A worker on a device, from its spec to its end, with the host's memory as the device's."""
+
+import pytest
+
+from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.services import worker as worker_module
+from deploy.services.spec import WorkerSpec
+from deploy.services.thread import ServiceThread
+from deploy.services.worker import WorkerService
+from engine.config import DeviceKind, Transport, WeightFormat, WorkerConfig
+from engine.devices.settings import resolve
+from engine.layout import KVFormat
+from engine.messages import Role, WorkerId
+from engine.model import runner as runner_module
+from engine.model.profiling import MemoryUse
+from tests.kits.fakes.device import LateDriver
+from tests.kits.fakes.meter import FakeMeter
+
+pytestmark = pytest.mark.torch
+
+GIB = 2**30
+
+
+@pytest.fixture
+def _fake_device(monkeypatch):
+    """The host takes the device's place: its name, its driver, and the meter of its memory."""
+    monkeypatch.setattr(worker_module, "GPU", "cpu")
+    monkeypatch.setattr(worker_module, "CudaDriver", lambda device_id: LateDriver())
+    made = runner_module.TorchRunner.__init__
+
+    def with_meter(self, *args, **options):
+        meter = FakeMeter(MemoryUse(8 * GIB, 8 * GIB, 1 * GIB), GIB // 2)
+        made(self, *args, **options, meter=meter)
+
+    monkeypatch.setattr(runner_module.TorchRunner, "__init__", with_meter)
+
+
+@pytest.mark.usefixtures("_fake_device")
+@pytest.mark.parametrize("part", [1.0, 0.9])
+def test_a_worker_sizes_its_kv_and_offers_it_by_ipc(part):
+    config = WorkerConfig(max_batch_tokens=64, max_running=8, weights=WeightFormat.FP32)
+    settings = resolve(config, DeviceKind.CUDA)
+    who = (WorkerId("w"), Role.MIXED, str(BUNDLED_MODEL), settings, "token")
+    thread = ServiceThread(WorkerService(WorkerSpec(*who, threads=1, num_gpus=part)), "worker")
+    try:
+        ready = thread.open()
+        assert ready.facts.device == DeviceKind.CUDA
+        assert ready.facts.kv_format == KVFormat.BF16
+        assert ready.facts.transports == (Transport.IPC, Transport.ZMQ)
+        left = 0.9 * part * 8 * GIB - 1 * GIB - GIB // 2  # without weights and largest step
+        assert 0.5 * left < ready.facts.kv_bytes < left
+    finally:
+        thread.close()
