@@ -7,7 +7,7 @@ import torch
 
 from engine.model.cuda import CudaForward
 from engine.worker.batch import Row
-from tests.kits.models.cuda_forward import attend_but_pads
+from tests.kits.gpu.cuda_forward import attend_but_pads
 
 
 def scattered(count, *, num_blocks, seed=0):

@@ -29,7 +29,7 @@ from engine.model.runner import TorchRunner
 from engine.model.sampling import choosing
 from engine.worker.batch import Row
 from tests.kits.checkpoints import COMMON, tiny_checkpoint
-from tests.kits.models.cuda_forward import (
+from tests.kits.gpu.cuda_forward import (
     attend_but_pads,
     check_like_the_hook,
     fresh_cache,
@@ -39,7 +39,7 @@ from tests.kits.models.cuda_forward import (
     random_model,
     steps_of,
 )
-from tests.kits.models.interpreter import check_under_interpreter, needs_triton
+from tests.kits.gpu.interpreter import check_under_interpreter, needs_triton
 
 pytestmark = pytest.mark.torch
 

@@ -19,8 +19,8 @@ from engine.model.attention.cuda import NO_LEN, RowLimits, plan_launches, tiling
 from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cuda import WARM_UP_LENS, WARM_UP_ROWS
 from engine.worker.batch import Row
-from tests.kits.models.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
-from tests.kits.models.interpreter import check_under_interpreter, needs_triton
+from tests.kits.gpu.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
+from tests.kits.gpu.interpreter import check_under_interpreter, needs_triton
 
 pytestmark = pytest.mark.torch
 

@@ -22,7 +22,7 @@ from engine.model.fp8 import (
     replace_linears,
 )
 from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint
-from tests.kits.models.cuda_forward import (
+from tests.kits.gpu.cuda_forward import (
     check_like_the_hook,
     loaded_from,
     logits_of_the_hook,

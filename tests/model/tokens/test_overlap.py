@@ -17,7 +17,7 @@ from engine.model.attention.kvcache import KVCache
 from engine.model.cuda import CudaForward
 from engine.model.overlap import TokenMemory
 from engine.model.runner import TorchRunner
-from tests.kits.models.cuda_forward import attend_but_pads
+from tests.kits.gpu.cuda_forward import attend_but_pads
 from tests.kits.models.pools import Pools, Worker, counted
 from tests.kits.models.requests import EOS, requests
 

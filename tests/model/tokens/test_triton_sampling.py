@@ -9,8 +9,8 @@ import torch
 
 from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.choosing import TokenChoice
-from tests.kits.models.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
-from tests.kits.models.interpreter import check_under_interpreter, needs_triton
+from tests.kits.gpu.hopper import HOPPER_SHARED_BYTES, bytes_on_stack, compile_for_hopper
+from tests.kits.gpu.interpreter import check_under_interpreter, needs_triton
 from tests.kits.models.sampling_cases import KINDS, random_logits
 
 pytestmark = pytest.mark.torch

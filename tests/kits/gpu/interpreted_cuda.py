@@ -17,7 +17,7 @@ from engine.model.sampling import choosing
 from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.choosing import TokenChoice
 from engine.worker.batch import Row
-from tests.kits.models.cuda_forward import (
+from tests.kits.gpu.cuda_forward import (
     check_like_the_hook,
     logits_of_the_hook,
     opened,
