@@ -227,6 +227,8 @@ class CudaForward:
         device = self._device
         name = torch.cuda.get_device_name(device) if self._is_cuda else device.type
         steps = "captured" if self.is_fused else "eager"
+        if self._loaded.group is not None:
+            steps += f" {self._loaded.group.place.name}"
         return f"{name.lower().replace(' ', '-')} torch-{torch.__version__} {steps}"
 
     @property

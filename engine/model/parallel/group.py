@@ -1,8 +1,8 @@
 """The ranks of one worker, and what they tell one another while they compute.
 
 torch.distributed does the work: NCCL on GPUs, gloo on CPUs. The ranks find each other through a
-file in a folder of their own, so no port is open to strangers. gloo itself listens on the loopback
-interface. Every operation has a deadline. If a rank ends, the operations of the others fail.
+file that only their user can read, so no port is open to strangers. The libraries themselves listen
+on the loopback interface. Every operation has a deadline. If a rank ends, the operations of the others fail.
 """
 
 import os
@@ -29,7 +29,8 @@ class RankGroup:
     def open(self) -> None:
         """Waits for all ranks. Raises RuntimeError if one does not come."""
         place = self.place
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for library in ("GLOO", "NCCL"):  # all ranks are on one machine
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if self._is_cuda else "gloo",
             store=dist.FileStore(str(self._rendezvous), place.size),
