@@ -2,7 +2,8 @@
 
 torch.distributed does the work: NCCL on GPUs, gloo on CPUs. The ranks find each other through a
 file that only their user can read, so no port is open to strangers. The libraries themselves listen
-on the loopback interface. Every operation has a deadline. If a rank ends, the operations of the others fail.
+on the loopback interface. Every operation has a deadline. If a rank ends, the operations of the
+others fail.
 """
 
 import os
