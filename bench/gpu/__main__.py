@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_quick=options.quick,
             budget_s=options.budget_s,
             json=options.json,
+            tp=options.tp,
         )
     from bench.gpu.run import run  # after the check: it imports torch
 
@@ -65,6 +66,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--shape", choices=("8b", "1b", "tiny"), default="8b", help="of the model")
     parser.add_argument("--serve", type=Path, metavar="DIR", help="run the whole server")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="with --serve: a worker of N ranks too, on N devices"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything")
     return parser.parse_args(arguments)

@@ -176,7 +176,16 @@ class TokenJudge:
 class ServeBench:
     """The whole of it, on one device."""
 
-    def __init__(self, session: GpuSession, folder: Path, device: str, plan: StalePlan) -> None:
+    def __init__(
+        self,
+        session: GpuSession,
+        folder: Path,
+        device: str,
+        plan: StalePlan,
+        tp: int | None = None,
+    ) -> None:
+        """With `tp`, one worker of so many ranks is compared too."""
+        self._tp = tp
         self._session = session
         self._folder = folder
         self._device = device
@@ -196,6 +205,9 @@ class ServeBench:
             return
         pools = {"--prefill": 1, "--decode": 1}
         self._served("two workers", pools, partial(self._compare, questions))
+        if self._tp is not None:
+            ranks = {"--mixed": 1, "--tp": self._tp}
+            self._served("one worker of ranks", ranks, partial(self._compare_ranks, questions))
 
     def _make(self, shape_name: str) -> None:
         if (self._folder / "config.json").exists():
@@ -216,7 +228,7 @@ class ServeBench:
             environment = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # all KV is handed over
             if self._device == "cpu":
                 options["--kv-mib"] = 64
-            else:  # all workers on one GPU
+            elif "--tp" not in pools:  # all workers on one GPU
                 environment["BATON_POOLS__NUM_GPUS"] = str(1 / sum(pools.values()))
             begin_s = self._session.clock.now_s()
             with tempfile.TemporaryDirectory(prefix="baton-run-") as run_dir:
@@ -268,6 +280,17 @@ class ServeBench:
         if not moved["pulls_done"]:
             self._session.fail("two workers: no KV was moved, so nothing was compared")
 
+    async def _compare_ranks(self, questions: Sequence[Question], model: "ServedModel") -> None:
+        """Compares a worker of several ranks, whose sums are in another order."""
+        judge = TokenJudge(self._session, TIE)
+        for asked, reference in zip(questions, self._references, strict=True):
+            reply = await model.answer(asked, self._plan.num_tokens)
+            judge.judge("several ranks", asked, reference, reply)
+        self._session.say(f"   several ranks: {judge.summary}")
+        for streams in self._plan.streams:
+            if self._session.has_time(f"speeds of {streams} streams", 20):
+                await self._measure(questions, model, streams, f"serve_tp{self._tp}")
+
     async def _storm(
         self, questions: Sequence[Question], model: "ServedModel", rng: Random
     ) -> None:
@@ -295,7 +318,11 @@ class ServeBench:
         self._session.say(f"   storm, {len(cancelled)} cancelled: {judge.summary}")
 
     async def _measure(
-        self, questions: Sequence[Question], model: "ServedModel", streams: int
+        self,
+        questions: Sequence[Question],
+        model: "ServedModel",
+        streams: int,
+        name: str = "serve",
     ) -> None:
         """Times answers with temperature and top-p, `streams` at once."""
         rng = Random(SEED + 2)
@@ -314,9 +341,9 @@ class ServeBench:
         replies = [r for each in await asyncio.gather(*map(stream, range(streams))) for r in each]
         seconds = self._session.clock.now_s() - begin_s
         num_tokens = sum(len(reply.tokens) for reply in replies)
-        self._session.add(f"serve/{streams}/tokens", [num_tokens / seconds], "tokens/s")
-        self._session.add(f"serve/{streams}/ttft", [1000 * r.ttft_s for r in replies], "ms")
-        self._session.add(f"serve/{streams}/tpot", [1000 * r.tpot_s for r in replies], "ms")
+        self._session.add(f"{name}/{streams}/tokens", [num_tokens / seconds], "tokens/s")
+        self._session.add(f"{name}/{streams}/ttft", [1000 * r.ttft_s for r in replies], "ms")
+        self._session.add(f"{name}/{streams}/tpot", [1000 * r.tpot_s for r in replies], "ms")
 
     def _judge(self) -> TokenJudge:
         return TokenJudge(self._session, 0.0 if self._device == "cpu" else TIE)
@@ -425,7 +452,7 @@ def _facts_line(facts: dict[str, Any] | None) -> str:
     return "no facts" if facts is None else ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
-def serve(
+def serve(  # noqa: PLR0913 - the options of the command
     folder: Path,
     *,
     shape_name: str,
@@ -433,6 +460,7 @@ def serve(
     is_quick: bool,
     budget_s: float,
     json: Path | None,
+    tp: int | None = None,
 ) -> int:
     """Runs everything for which there is time; returns the exit status.
 
@@ -440,6 +468,6 @@ def serve(
     """
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
     plan = QUICK if is_quick else StalePlan()
-    ServeBench(session, folder.resolve(), device, plan).run(shape_name)
+    ServeBench(session, folder.resolve(), device, plan, tp).run(shape_name)
     config = config_of_run(shape_name, device, budget_s, is_quick=is_quick)
     return conclude("gpu_serve", session, config, json)
