@@ -37,7 +37,7 @@ def runner_of(
         weights=config.weights,
         kv_bytes=_kv_bytes(spec),
         max_len=config.max_model_len,
-        device=f"cuda:{_device_id(group)}" if config.device is DeviceKind.CUDA else "cpu",
+        device=gpu_of(_device_id(group)) if config.device is DeviceKind.CUDA else "cpu",
         largest=LargestStep(config.max_batch_tokens, config.max_running),
         group=group,
         feed=feed,
@@ -56,7 +56,7 @@ def open_runner(
         blocks = DeviceBlocks(
             *(runner.kv_address, runner.num_blocks, runner.layout.block_bytes),
             driver=CudaDriver(device_id=device_id),
-            converter=TorchConverter(f"cuda:{device_id}"),
+            converter=TorchConverter(gpu_of(device_id)),
         )
         return DevicePool(blocks, device_id=device_id)
     pools: list[PrivatePool | SharedPool] = []
@@ -70,6 +70,11 @@ def open_runner(
 
     runner.open(allocate)
     return pools[0]
+
+
+def gpu_of(device_id: int) -> str:
+    """torch's name of a GPU, by its place among those that this process sees."""
+    return f"cuda:{device_id}"
 
 
 def _device_id(group: "RankGroup | None") -> int:

@@ -3,10 +3,10 @@
 import pytest
 
 from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.services import worker as worker_module
 from deploy.services.spec import WorkerSpec
 from deploy.services.thread import ServiceThread
 from deploy.services.worker import WorkerService
+from deploy.worker import opening
 from engine.config import DeviceKind, Transport, WeightFormat, WorkerConfig
 from engine.devices.settings import resolve
 from engine.layout import KVFormat
@@ -24,8 +24,8 @@ GIB = 2**30
 @pytest.fixture
 def _fake_device(monkeypatch):
     """The host takes the device's place: its name, its driver, and the meter of its memory."""
-    monkeypatch.setattr(worker_module, "GPU", "cpu")
-    monkeypatch.setattr(worker_module, "CudaDriver", lambda device_id: LateDriver())
+    monkeypatch.setattr(opening, "gpu_of", lambda device_id: "cpu")
+    monkeypatch.setattr(opening, "CudaDriver", lambda device_id: LateDriver())
     made = runner_module.TorchRunner.__init__
 
     def with_meter(self, *args, **options):
