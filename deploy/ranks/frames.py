@@ -27,6 +27,10 @@ class RankSpec(msgspec.Struct, frozen=True, tag=True):
     rendezvous: str  # the file through which the ranks find each other
 
 
+class RankJoins(msgspec.Struct, frozen=True, tag=True):
+    """A rank has started and goes to meet the others."""
+
+
 class RankOpened(msgspec.Struct, frozen=True, tag=True):
     """A rank has its part of the model."""
 
@@ -67,7 +71,13 @@ class RankCounters(msgspec.Struct, frozen=True, tag=True):
 
 ToRank = RankSpec | OpenTransfer | TransferOrder
 FromRank = (
-    RankOpened | RankRefused | TransferOpened | TransferRefused | RankCounters | TransferReport
+    RankJoins
+    | RankOpened
+    | RankRefused
+    | TransferOpened
+    | TransferRefused
+    | RankCounters
+    | TransferReport
 )
 
 _encode = msgspec.msgpack.Encoder().encode

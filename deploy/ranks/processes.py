@@ -21,12 +21,14 @@ from deploy.ranks.frames import (
     FromRank,
     OpenTransfer,
     RankCounters,
+    RankJoins,
     RankOpened,
     RankRefused,
     RankSpec,
     TransferOpened,
     TransferRefused,
 )
+from deploy.services.reasons import explain_status
 from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
 from engine.config import DeviceKind
 from engine.errors import BatonError, ConfigError
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 30.0  # of a rank that opens its transfer endpoint
 SEND_TIMEOUT_S = 30.0  # a rank that reads no steps and no orders for so long has failed
 STOP_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 0.5  # a process that closes its socket has ended by then
+REASON_TIMEOUT_S = 2.0  # a rank because of which others fail has said or shown it by then
 
 _decode = msgspec.msgpack.Decoder(FromRank).decode
 
@@ -57,12 +61,21 @@ class RankEndpoint:
     """Rank 0's end of one other rank: a `RemoteEndpoint`, and the answers to its start."""
 
     def __init__(
-        self, rank: int, frames: FrameSocket, on_death: Callable[[BaseException], None]
+        self,
+        rank: int,
+        process: "subprocess.Popen[bytes]",
+        frames: FrameSocket,
+        *,
+        failures: "queue.SimpleQueue[BatonError]",
+        on_death: Callable[[BaseException], None],
     ) -> None:
+        """`failures` gets the reason if the rank does not start."""
         self.rank = rank
+        self._process = process
         self._frames = frames
+        self._failures = failures
         self._on_death = on_death
-        self._answers: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[FromRank | BatonError] = queue.SimpleQueue()
         self._counters: Mapping[str, float] = {}
         self._on_report: Callable[[TransferReport], None] | None = None
         self._on_lost: Callable[[], None] | None = None
@@ -75,13 +88,13 @@ class RankEndpoint:
         """Starts to listen."""
         self._thread.start()
 
+    def await_joining(self, timeout_s: float) -> None:
+        """Returns when the rank goes to meet the others. Raises ConfigError, RankDied."""
+        assert isinstance(self._answer(timeout_s), RankJoins)
+
     def await_start(self, timeout_s: float) -> None:
         """Returns when the rank has its part of the model. Raises ConfigError, RankDied."""
-        answer = self._answer(timeout_s)
-        if isinstance(answer, RankRefused):
-            kind = ConfigError if answer.is_config else BatonError
-            raise kind(f"rank {self.rank}: {answer.reason}")
-        assert isinstance(answer, RankOpened)
+        assert isinstance(self._answer(timeout_s), RankOpened)
         self._has_started = True
 
     def serve_as(self, config: EndpointConfig, identity: Identity) -> None:
@@ -122,9 +135,14 @@ class RankEndpoint:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             raise RankDied(f"rank {self.rank} gives no answer in {timeout_s:g} s") from None
-        if answer is None:
-            raise RankDied(f"rank {self.rank} ended while starting")
+        if isinstance(answer, BatonError):
+            raise answer
         return answer
+
+    def _fail(self, failure: BatonError) -> None:
+        """Notes the reason why the rank does not start."""
+        self._answers.put(failure)
+        self._failures.put(failure)
 
     def _listen(self) -> None:
         try:
@@ -135,18 +153,29 @@ class RankEndpoint:
                 elif isinstance(message, TransferReport):
                     assert self._on_report is not None
                     self._on_report(message)
+                elif isinstance(message, RankRefused):
+                    kind = ConfigError if message.is_config else BatonError
+                    self._fail(kind(f"rank {self.rank}: {message.reason}"))
                 else:
                     self._answers.put(message)
         except Exception as error:  # no message of a rank is wrong
             self._on_death(error)
             raise
-        self._answers.put(None)
+        died = RankDied(f"rank {self.rank} has ended{self._exit_status()}")
+        self._fail(died)
         if self._is_closing:
             return
         if self._on_lost is not None:
             self._on_lost()
         if self._has_started:
-            self._on_death(RankDied(f"rank {self.rank} has ended"))
+            self._on_death(died)
+
+    def _exit_status(self) -> str:
+        """How the process ended, in brackets; empty if it has only closed its socket."""
+        try:
+            return f" ({explain_status(self._process.wait(STATUS_TIMEOUT_S))})"
+        except subprocess.TimeoutExpired:
+            return ""
 
 
 class RankProcesses:
@@ -166,6 +195,7 @@ class RankProcesses:
         self._on_death = on_death
         self._processes: list[subprocess.Popen[bytes]] = []
         self._rendezvous: int | None = None
+        self._failures: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
         self.endpoints: list[RankEndpoint] = []
         self.group: RankGroup
         self.feed: StepFeed
@@ -191,14 +221,36 @@ class RankProcesses:
             with theirs:
                 socket.send_fds(connection, [b"s"], [theirs.fileno()])
             frames.send(RankSpec(place, self._spec, str(self._directory), rendezvous))
-            endpoint = RankEndpoint(rank, frames, self._on_death)
+            endpoint = RankEndpoint(
+                *(rank, process, frames), failures=self._failures, on_death=self._on_death
+            )
             endpoint.listen()
             self.endpoints.append(endpoint)
+
+    def await_joining(self) -> None:
+        """Returns when all ranks go to meet this one, so that none is waited for in vain.
+
+        Raises ConfigError, RankDied.
+        """
+        for endpoint in self.endpoints:
+            endpoint.await_joining(READY_TIMEOUT_S)
 
     def await_start(self) -> None:
         """Returns when all ranks have their parts. Raises ConfigError, RankDied."""
         for endpoint in self.endpoints:
             endpoint.await_start(READY_TIMEOUT_S)
+
+    def reason_of(self, error: Exception) -> Exception:
+        """The reason why rank 0 does not open: `error`, or that of the rank that failed first.
+
+        When a rank ends, operations of the others fail. Such an error says nothing to an operator.
+        """
+        try:
+            failure = self._failures.get(timeout=REASON_TIMEOUT_S)
+        except queue.Empty:
+            return error
+        is_common = isinstance(error, ConfigError) and str(error) in str(failure)
+        return error if is_common else failure
 
     def endpoints_of(
         self, config: EndpointConfig, shards: Sequence[Shard]
