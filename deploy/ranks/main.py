@@ -37,9 +37,8 @@ from deploy.ranks.frames import (
     TransferRefused,
 )
 from deploy.services.thread import die, freeze_heap
-from deploy.worker.opening import open_runner, runner_of
+from deploy.worker.opening import group_of, open_runner, runner_of
 from engine.clock import MonotonicClock
-from engine.config import DeviceKind
 from engine.errors import BatonError, ConfigError
 from engine.net.trust import Secret
 from engine.worker.events import Event
@@ -148,13 +147,11 @@ def _compute(
     """Opens this rank's part and computes until rank 0 ends."""
     import torch  # takes seconds, in which rank 0 may end
 
-    from engine.model.parallel.group import RankGroup
     from engine.model.parallel.steps import StepChannel
 
     worker = spec.worker
     torch.set_num_threads(worker.threads)
-    is_cuda = worker.config.device is DeviceKind.CUDA
-    group = RankGroup(spec.place, Path(spec.rendezvous), is_cuda=is_cuda)
+    group = group_of(worker, spec.place, spec.rendezvous)
     runner = runner_of(worker, Path(spec.directory), group=group)
     frames.send(RankJoins())
     transfers.pool = open_runner(runner, worker, group=group)

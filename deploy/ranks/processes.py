@@ -30,7 +30,7 @@ from deploy.ranks.frames import (
 )
 from deploy.services.reasons import explain_status
 from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
-from engine.config import DeviceKind
+from deploy.worker.opening import group_of
 from engine.errors import BatonError, ConfigError
 from engine.layout import Shard
 from engine.messages import TransferAddress
@@ -207,8 +207,7 @@ class RankProcesses:
         rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
         steps: list[socket.socket] = []
         self.feed = StepFeed(steps)
-        is_cuda = self._spec.config.device is DeviceKind.CUDA
-        self.group = RankGroup(self._place, Path(rendezvous), is_cuda=is_cuda)
+        self.group = group_of(self._spec, self._place, rendezvous)
         for rank in range(1, self._place.size):
             process, connection = start_with_socket(["-m", "deploy.ranks.main"])
             self._processes.append(process)
