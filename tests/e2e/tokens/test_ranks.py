@@ -138,11 +138,15 @@ def test_a_worker_starts_with_all_its_ranks_or_not_at_all(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+def test_a_rank_that_ends_or_hangs_ends_its_worker_and_streams_go_on(tmp_path_factory, number):
     model = tiny_checkpoint(tmp_path_factory, "llama")
     prompt = PROMPTS[6]
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
-    config = {Role.PREFILL: split(), Role.DECODE: split(tp=2)}
+    config = {Role.PREFILL: split(), Role.DECODE: split(tp=2, step_timeout_s=2.0)}
+    hit: list[int] = []
 
     async def run(running):
         async with router(running) as r:
@@ -157,7 +161,8 @@ def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
                 if worker is None:
                     return
                 [rank] = children_of(running.ready[worker].pid)
-                os.kill(rank, signal.SIGKILL)
+                os.kill(rank, number)
+                hit.append(rank)
                 killed.append(worker)
 
             answer = await ask(r, request("r", prompt, max_tokens=200, sampling=GREEDY), on_tokens)
@@ -168,6 +173,7 @@ def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
 
     with workers(roles, model=model, config=config) as running:
         found = asyncio.run(run(running))
+        assert ended(hit[0])
     assert found == generate(model, [prompt], 200)[0]
 
 
