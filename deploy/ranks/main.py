@@ -25,6 +25,7 @@ import msgspec
 from deploy.local.run_dir import log_folder
 from deploy.logs.lines import LogSource, configure_logging
 from deploy.ranks.frames import (
+    IDLE_S,
     FrameSocket,
     OpenTransfer,
     RankCounters,
@@ -60,6 +61,7 @@ class RankTransfers:
         self._spec = spec
         self._frames = frames
         self._endpoint: TransferEndpoint | None = None
+        self._has_ended = threading.Event()  # never set: the process ends instead
         self.pool: Pool | None = None  # set before rank 0 is told that this rank has opened
 
     def serve(self) -> None:
@@ -100,10 +102,19 @@ class RankTransfers:
         self._endpoint = endpoint
         self._frames.send(TransferOpened(address))
 
+    def show_life(self) -> None:
+        """Tells rank 0 each second that this process is not stopped, until rank 0 ends."""
+        with contextlib.suppress(OSError):  # `serve` learns of the end too
+            while not self._has_ended.wait(IDLE_S):
+                self._send_counters()
+
     def _report(self, event: Event) -> None:
-        assert self._endpoint is not None
-        self._frames.send(RankCounters(self._endpoint.counters()))
+        self._send_counters()
         self._frames.send(event)
+
+    def _send_counters(self) -> None:
+        counters = {} if self._endpoint is None else self._endpoint.counters()
+        self._frames.send(RankCounters(counters))
 
 
 def main(descriptor: int) -> int:
@@ -157,6 +168,7 @@ def _compute(
     transfers.pool = open_runner(runner, worker, group=group)
     freeze_heap()
     frames.send(RankOpened(os.getpid()))
+    threading.Thread(target=transfers.show_life, name="life", daemon=True).start()
     runner.follow(StepChannel(steps))
 
 

@@ -31,11 +31,14 @@ from deploy.ranks.frames import (
 from deploy.services.reasons import explain_status
 from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
 from deploy.worker.opening import group_of
+from deploy.worker.step_watch import FIRST_STEPS_FACTOR
+from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 from engine.layout import Shard
 from engine.messages import TransferAddress
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.steps import StepFeed
+from engine.net.silence import Silence
 from engine.socket_child import start_with_socket
 from engine.worker.events import TransferOrder, TransferReport
 from engine.worker.ranks import RankPlace
@@ -64,15 +67,21 @@ class RankEndpoint:
         self,
         rank: int,
         process: "subprocess.Popen[bytes]",
-        frames: FrameSocket,
+        connection: socket.socket,
         *,
+        silent_s: float | None,
         failures: "queue.SimpleQueue[BatonError]",
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`failures` gets the reason if the rank does not start."""
+        """`failures` gets the reason if the rank does not start. Later it counts as dead if it is
+        silent for more than `silent_s`. None: it never does.
+        """
         self.rank = rank
         self._process = process
-        self._frames = frames
+        self._frames = FrameSocket(connection, on_idle=self._look)
+        self._silent_s = silent_s
+        self._clock = MonotonicClock()
+        self._silence = Silence(self._clock.now_s())
         self._failures = failures
         self._on_death = on_death
         self._answers: queue.SimpleQueue[FromRank | BatonError] = queue.SimpleQueue()
@@ -84,8 +93,9 @@ class RankEndpoint:
         self._has_started = False
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
 
-    def listen(self) -> None:
-        """Starts to listen."""
+    def listen(self, spec: RankSpec) -> None:
+        """Sends the rank its spec and starts to listen. Raises OSError."""
+        self._frames.send(spec)
         self._thread.start()
 
     def await_joining(self, timeout_s: float) -> None:
@@ -148,6 +158,7 @@ class RankEndpoint:
         try:
             while (frame := self._frames.receive()) is not None:
                 message = _decode(frame)
+                self._silence.broken()
                 if isinstance(message, RankCounters):
                     self._counters = message.counters
                 elif isinstance(message, TransferReport):
@@ -158,7 +169,7 @@ class RankEndpoint:
                     self._fail(kind(f"rank {self.rank}: {message.reason}"))
                 else:
                     self._answers.put(message)
-        except Exception as error:  # no message of a rank is wrong
+        except Exception as error:  # a hung rank; no message of a rank is wrong
             self._on_death(error)
             raise
         died = RankDied(f"rank {self.rank} has ended{self._exit_status()}")
@@ -169,6 +180,12 @@ class RankEndpoint:
             self._on_lost()
         if self._has_started:
             self._on_death(died)
+
+    def _look(self) -> None:
+        """Notes a second without a message. Raises RankDied if there were too many."""
+        silent_s = self._silence.look(self._clock.now_s())
+        if self._has_started and self._silent_s is not None and silent_s > self._silent_s:
+            raise RankDied(f"rank {self.rank} hangs: it has been silent for {silent_s:.0f} s")
 
     def _exit_status(self) -> str:
         """How the process ended, in brackets; empty if it has only closed its socket."""
@@ -208,6 +225,8 @@ class RankProcesses:
         steps: list[socket.socket] = []
         self.feed = StepFeed(steps)
         self.group = group_of(self._spec, self._place, rendezvous)
+        step_s = self._spec.config.step_timeout_s
+        silent_s = None if step_s is None else FIRST_STEPS_FACTOR * step_s
         for rank in range(1, self._place.size):
             process, connection = start_with_socket(["-m", "deploy.ranks.main"])
             self._processes.append(process)
@@ -216,14 +235,15 @@ class RankProcesses:
                 _bound_sends(each)
             steps.append(ours)
             place = msgspec.structs.replace(self._place, rank=rank)
-            frames = FrameSocket(connection)
             with theirs:
                 socket.send_fds(connection, [b"s"], [theirs.fileno()])
-            frames.send(RankSpec(place, self._spec, str(self._directory), rendezvous))
             endpoint = RankEndpoint(
-                *(rank, process, frames), failures=self._failures, on_death=self._on_death
+                *(rank, process, connection),
+                silent_s=silent_s,
+                failures=self._failures,
+                on_death=self._on_death,
             )
-            endpoint.listen()
+            endpoint.listen(RankSpec(place, self._spec, str(self._directory), rendezvous))
             self.endpoints.append(endpoint)
 
     def await_joining(self) -> None:

@@ -177,6 +177,19 @@ def test_a_rank_that_ends_or_hangs_ends_its_worker_and_streams_go_on(tmp_path_fa
     assert found == generate(model, [prompt], 200)[0]
 
 
+@pytest.mark.long
+def test_a_rank_that_hangs_ends_its_worker_even_without_work(tmp_path_factory):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    config = split(tp=2, step_timeout_s=1.0)
+    with workers([Role.MIXED], model=model, config=config) as running:
+        [(worker, ready)] = running.ready.items()
+        [rank] = children_of(ready.pid)
+        os.kill(rank, signal.SIGSTOP)
+        assert ended(rank, deadline_s=10.0)  # by the kernel, when its worker had ended
+        assert ended(ready.pid)
+        assert worker not in running.live
+
+
 def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):
     model = tiny_checkpoint(tmp_path_factory, "llama")
     split_up, whole = WorkerId("decode-1"), WorkerId("mixed-2")
