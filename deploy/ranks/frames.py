@@ -4,6 +4,7 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,6 +17,7 @@ from kvtransfer.messages import Identity
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 64 * 2**20
+IDLE_S = 1.0
 
 
 class RankSpec(msgspec.Struct, frozen=True, tag=True):
@@ -25,6 +27,10 @@ class RankSpec(msgspec.Struct, frozen=True, tag=True):
     worker: WorkerSpec
     directory: str  # of the model
     rendezvous: str  # the file through which the ranks find each other
+
+
+class RankJoins(msgspec.Struct, frozen=True, tag=True):
+    """A rank has started and goes to meet the others."""
 
 
 class RankOpened(msgspec.Struct, frozen=True, tag=True):
@@ -60,14 +66,20 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankCounters(msgspec.Struct, frozen=True, tag=True):
-    """The endpoint's counters, since the start."""
+    """The endpoint's counters since the start: a sign of life, each second and with each report."""
 
     counters: dict[str, float]
 
 
 ToRank = RankSpec | OpenTransfer | TransferOrder
 FromRank = (
-    RankOpened | RankRefused | TransferOpened | TransferRefused | RankCounters | TransferReport
+    RankJoins
+    | RankOpened
+    | RankRefused
+    | TransferOpened
+    | TransferRefused
+    | RankCounters
+    | TransferReport
 )
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -76,8 +88,15 @@ _encode = msgspec.msgpack.Encoder().encode
 class FrameSocket:
     """One end of a socket pair. Any thread may send, one thread receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(
+        self, connection: socket.socket, *, on_idle: Callable[[], None] | None = None
+    ) -> None:
+        """`on_idle` is called in each second in which nothing comes. May raise, for `receive`."""
         self._connection = connection
+        self._on_idle = on_idle
+        if on_idle is not None:
+            timeval = struct.pack("ll", int(IDLE_S), 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self._lock = threading.Lock()
 
     def send(self, message: object) -> None:
@@ -107,6 +126,10 @@ class FrameSocket:
         while num_bytes:
             try:
                 part = self._connection.recv(min(num_bytes, 2**20))
+            except BlockingIOError:
+                assert self._on_idle is not None
+                self._on_idle()
+                continue
             except OSError:
                 return None
             if not part:

@@ -5,11 +5,16 @@ It holds its part of the model and of each block of KV. Two sockets come from ra
     steps    packed passes, which the main thread computes
     frames   first the spec; then orders for the transfer endpoint and what it reports, on a thread
 
-When either of them ends, rank 0 has ended, and so does this process.
+When the frames end, rank 0 has ended, and so does this process: at once, also while it loads its
+part or waits for another rank. The kernel kills it then even if it is stopped. Signals that a
+terminal or a service manager sends to a whole group are for rank 0.
 """
 
+import contextlib
+import ctypes
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,9 +25,11 @@ import msgspec
 from deploy.local.run_dir import log_folder
 from deploy.logs.lines import LogSource, configure_logging
 from deploy.ranks.frames import (
+    IDLE_S,
     FrameSocket,
     OpenTransfer,
     RankCounters,
+    RankJoins,
     RankOpened,
     RankRefused,
     RankSpec,
@@ -31,9 +38,8 @@ from deploy.ranks.frames import (
     TransferRefused,
 )
 from deploy.services.thread import die, freeze_heap
-from deploy.worker.opening import open_runner, runner_of
+from deploy.worker.opening import group_of, open_runner, runner_of
 from engine.clock import MonotonicClock
-from engine.config import DeviceKind
 from engine.errors import BatonError, ConfigError
 from engine.net.trust import Secret
 from engine.worker.events import Event
@@ -42,17 +48,21 @@ from kvtransfer.memory import Pool
 
 log = logging.getLogger(__name__)
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LAST_WORDS_S = 2.0  # a rank that fails because rank 0 has ended learns of that so soon
+
 _decode = msgspec.msgpack.Decoder(ToRank).decode
 
 
 class RankTransfers:
     """The rank's transfer endpoint, driven by rank 0."""
 
-    def __init__(self, spec: RankSpec, pool: Pool, frames: FrameSocket) -> None:
+    def __init__(self, spec: RankSpec, frames: FrameSocket) -> None:
         self._spec = spec
-        self._pool = pool
         self._frames = frames
         self._endpoint: TransferEndpoint | None = None
+        self._has_ended = threading.Event()  # never set: the process ends instead
+        self.pool: Pool | None = None  # set before rank 0 is told that this rank has opened
 
     def serve(self) -> None:
         """Performs orders until rank 0 ends; then ends the process."""
@@ -69,6 +79,7 @@ class RankTransfers:
 
     def _open(self, order: OpenTransfer) -> None:
         worker = self._spec.worker
+        assert self.pool is not None
         endpoint = TransferEndpoint(
             EndpointConfig(
                 worker_id=worker.worker_id,
@@ -78,7 +89,7 @@ class RankTransfers:
                 transport=worker.config.kv_transport,
                 host=worker.host,
             ),
-            pool=self._pool,
+            pool=self.pool,
             clock=MonotonicClock(),
             on_event=self._report,
             on_crash=die,
@@ -91,14 +102,26 @@ class RankTransfers:
         self._endpoint = endpoint
         self._frames.send(TransferOpened(address))
 
+    def show_life(self) -> None:
+        """Tells rank 0 each second that this process is not stopped, until rank 0 ends."""
+        with contextlib.suppress(OSError):  # `serve` learns of the end too
+            while not self._has_ended.wait(IDLE_S):
+                self._send_counters()
+
     def _report(self, event: Event) -> None:
-        assert self._endpoint is not None
-        self._frames.send(RankCounters(self._endpoint.counters()))
+        self._send_counters()
         self._frames.send(event)
+
+    def _send_counters(self) -> None:
+        counters = {} if self._endpoint is None else self._endpoint.counters()
+        self._frames.send(RankCounters(counters))
 
 
 def main(descriptor: int) -> int:
     """Runs until rank 0 ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = socket.socket(fileno=descriptor)
     _, descriptors, *_ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if not descriptors:
@@ -114,26 +137,39 @@ def main(descriptor: int) -> int:
     configure_logging(
         LogSource(name, worker.logs, log_folder(worker.log_folder, "")), MonotonicClock()
     )
-    import torch
+    transfers = RankTransfers(spec, frames)
+    thread = threading.Thread(target=transfers.serve, name="frames", daemon=True)
+    thread.start()
+    try:
+        _compute(spec, transfers, frames, socket.socket(fileno=descriptors[0]))
+    except BatonError as error:
+        with contextlib.suppress(OSError):  # rank 0 refuses too, and has ended
+            frames.send(RankRefused(str(error), isinstance(error, ConfigError)))
+        return 1
+    except BaseException as error:
+        thread.join(LAST_WORDS_S)  # if rank 0 has ended, this process ends meanwhile
+        die(error)
+    return 0
 
-    from engine.model.parallel.group import RankGroup
+
+def _compute(
+    spec: RankSpec, transfers: RankTransfers, frames: FrameSocket, steps: socket.socket
+) -> None:
+    """Opens this rank's part and computes until rank 0 ends."""
+    import torch  # takes seconds, in which rank 0 may end
+
     from engine.model.parallel.steps import StepChannel
 
+    worker = spec.worker
     torch.set_num_threads(worker.threads)
-    is_cuda = worker.config.device is DeviceKind.CUDA
-    group = RankGroup(spec.place, Path(spec.rendezvous), is_cuda=is_cuda)
+    group = group_of(worker, spec.place, spec.rendezvous)
     runner = runner_of(worker, Path(spec.directory), group=group)
-    try:
-        pool = open_runner(runner, worker, group=group)
-    except BatonError as error:
-        frames.send(RankRefused(str(error), isinstance(error, ConfigError)))
-        return 1
+    frames.send(RankJoins())
+    transfers.pool = open_runner(runner, worker, group=group)
     freeze_heap()
     frames.send(RankOpened(os.getpid()))
-    transfers = RankTransfers(spec, pool, frames)
-    threading.Thread(target=transfers.serve, name="frames", daemon=True).start()
-    runner.follow(StepChannel(socket.socket(fileno=descriptors[0])))
-    return 0
+    threading.Thread(target=transfers.show_life, name="life", daemon=True).start()
+    runner.follow(StepChannel(steps))
 
 
 if __name__ == "__main__":

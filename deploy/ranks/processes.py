@@ -21,19 +21,24 @@ from deploy.ranks.frames import (
     FromRank,
     OpenTransfer,
     RankCounters,
+    RankJoins,
     RankOpened,
     RankRefused,
     RankSpec,
     TransferOpened,
     TransferRefused,
 )
+from deploy.services.reasons import explain_status
 from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
-from engine.config import DeviceKind
+from deploy.worker.opening import group_of
+from deploy.worker.step_watch import FIRST_STEPS_FACTOR
+from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 from engine.layout import Shard
 from engine.messages import TransferAddress
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.steps import StepFeed
+from engine.net.silence import Silence
 from engine.socket_child import start_with_socket
 from engine.worker.events import TransferOrder, TransferReport
 from engine.worker.ranks import RankPlace
@@ -45,6 +50,8 @@ log = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 30.0  # of a rank that opens its transfer endpoint
 SEND_TIMEOUT_S = 30.0  # a rank that reads no steps and no orders for so long has failed
 STOP_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 0.5  # a process that closes its socket has ended by then
+REASON_TIMEOUT_S = 2.0  # a rank because of which others fail has said or shown it by then
 
 _decode = msgspec.msgpack.Decoder(FromRank).decode
 
@@ -57,12 +64,27 @@ class RankEndpoint:
     """Rank 0's end of one other rank: a `RemoteEndpoint`, and the answers to its start."""
 
     def __init__(
-        self, rank: int, frames: FrameSocket, on_death: Callable[[BaseException], None]
+        self,
+        rank: int,
+        process: "subprocess.Popen[bytes]",
+        connection: socket.socket,
+        *,
+        silent_s: float | None,
+        failures: "queue.SimpleQueue[BatonError]",
+        on_death: Callable[[BaseException], None],
     ) -> None:
+        """`failures` gets the reason if the rank does not start. Later it counts as dead if it is
+        silent for more than `silent_s`. None: it never does.
+        """
         self.rank = rank
-        self._frames = frames
+        self._process = process
+        self._frames = FrameSocket(connection, on_idle=self._look)
+        self._silent_s = silent_s
+        self._clock = MonotonicClock()
+        self._silence = Silence(self._clock.now_s())
+        self._failures = failures
         self._on_death = on_death
-        self._answers: queue.SimpleQueue[FromRank | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[FromRank | BatonError] = queue.SimpleQueue()
         self._counters: Mapping[str, float] = {}
         self._on_report: Callable[[TransferReport], None] | None = None
         self._on_lost: Callable[[], None] | None = None
@@ -71,17 +93,18 @@ class RankEndpoint:
         self._has_started = False
         self._thread = threading.Thread(target=self._listen, name=f"rank-{rank}", daemon=True)
 
-    def listen(self) -> None:
-        """Starts to listen."""
+    def listen(self, spec: RankSpec) -> None:
+        """Sends the rank its spec and starts to listen. Raises OSError."""
+        self._frames.send(spec)
         self._thread.start()
+
+    def await_joining(self, timeout_s: float) -> None:
+        """Returns when the rank goes to meet the others. Raises ConfigError, RankDied."""
+        assert isinstance(self._answer(timeout_s), RankJoins)
 
     def await_start(self, timeout_s: float) -> None:
         """Returns when the rank has its part of the model. Raises ConfigError, RankDied."""
-        answer = self._answer(timeout_s)
-        if isinstance(answer, RankRefused):
-            kind = ConfigError if answer.is_config else BatonError
-            raise kind(f"rank {self.rank}: {answer.reason}")
-        assert isinstance(answer, RankOpened)
+        assert isinstance(self._answer(timeout_s), RankOpened)
         self._has_started = True
 
     def serve_as(self, config: EndpointConfig, identity: Identity) -> None:
@@ -122,31 +145,54 @@ class RankEndpoint:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             raise RankDied(f"rank {self.rank} gives no answer in {timeout_s:g} s") from None
-        if answer is None:
-            raise RankDied(f"rank {self.rank} ended while starting")
+        if isinstance(answer, BatonError):
+            raise answer
         return answer
+
+    def _fail(self, failure: BatonError) -> None:
+        """Notes the reason why the rank does not start."""
+        self._answers.put(failure)
+        self._failures.put(failure)
 
     def _listen(self) -> None:
         try:
             while (frame := self._frames.receive()) is not None:
                 message = _decode(frame)
+                self._silence.broken()
                 if isinstance(message, RankCounters):
                     self._counters = message.counters
                 elif isinstance(message, TransferReport):
                     assert self._on_report is not None
                     self._on_report(message)
+                elif isinstance(message, RankRefused):
+                    kind = ConfigError if message.is_config else BatonError
+                    self._fail(kind(f"rank {self.rank}: {message.reason}"))
                 else:
                     self._answers.put(message)
-        except Exception as error:  # no message of a rank is wrong
+        except Exception as error:  # a hung rank; no message of a rank is wrong
             self._on_death(error)
             raise
-        self._answers.put(None)
+        died = RankDied(f"rank {self.rank} has ended{self._exit_status()}")
+        self._fail(died)
         if self._is_closing:
             return
         if self._on_lost is not None:
             self._on_lost()
         if self._has_started:
-            self._on_death(RankDied(f"rank {self.rank} has ended"))
+            self._on_death(died)
+
+    def _look(self) -> None:
+        """Notes a second without a message. Raises RankDied if there were too many."""
+        silent_s = self._silence.look(self._clock.now_s())
+        if self._has_started and self._silent_s is not None and silent_s > self._silent_s:
+            raise RankDied(f"rank {self.rank} hangs: it has been silent for {silent_s:.0f} s")
+
+    def _exit_status(self) -> str:
+        """How the process ended, in brackets; empty if it has only closed its socket."""
+        try:
+            return f" ({explain_status(self._process.wait(STATUS_TIMEOUT_S))})"
+        except subprocess.TimeoutExpired:
+            return ""
 
 
 class RankProcesses:
@@ -166,6 +212,7 @@ class RankProcesses:
         self._on_death = on_death
         self._processes: list[subprocess.Popen[bytes]] = []
         self._rendezvous: int | None = None
+        self._failures: queue.SimpleQueue[BatonError] = queue.SimpleQueue()
         self.endpoints: list[RankEndpoint] = []
         self.group: RankGroup
         self.feed: StepFeed
@@ -177,8 +224,9 @@ class RankProcesses:
         rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
         steps: list[socket.socket] = []
         self.feed = StepFeed(steps)
-        is_cuda = self._spec.config.device is DeviceKind.CUDA
-        self.group = RankGroup(self._place, Path(rendezvous), is_cuda=is_cuda)
+        self.group = group_of(self._spec, self._place, rendezvous)
+        step_s = self._spec.config.step_timeout_s
+        silent_s = None if step_s is None else FIRST_STEPS_FACTOR * step_s
         for rank in range(1, self._place.size):
             process, connection = start_with_socket(["-m", "deploy.ranks.main"])
             self._processes.append(process)
@@ -187,18 +235,41 @@ class RankProcesses:
                 _bound_sends(each)
             steps.append(ours)
             place = msgspec.structs.replace(self._place, rank=rank)
-            frames = FrameSocket(connection)
             with theirs:
                 socket.send_fds(connection, [b"s"], [theirs.fileno()])
-            frames.send(RankSpec(place, self._spec, str(self._directory), rendezvous))
-            endpoint = RankEndpoint(rank, frames, self._on_death)
-            endpoint.listen()
+            endpoint = RankEndpoint(
+                *(rank, process, connection),
+                silent_s=silent_s,
+                failures=self._failures,
+                on_death=self._on_death,
+            )
+            endpoint.listen(RankSpec(place, self._spec, str(self._directory), rendezvous))
             self.endpoints.append(endpoint)
+
+    def await_joining(self) -> None:
+        """Returns when all ranks go to meet this one, so that none is waited for in vain.
+
+        Raises ConfigError, RankDied.
+        """
+        for endpoint in self.endpoints:
+            endpoint.await_joining(READY_TIMEOUT_S)
 
     def await_start(self) -> None:
         """Returns when all ranks have their parts. Raises ConfigError, RankDied."""
         for endpoint in self.endpoints:
             endpoint.await_start(READY_TIMEOUT_S)
+
+    def reason_of(self, error: Exception) -> Exception:
+        """The reason why rank 0 does not open: `error`, or that of the rank that failed first.
+
+        When a rank ends, operations of the others fail. Such an error says nothing to an operator.
+        """
+        try:
+            failure = self._failures.get(timeout=REASON_TIMEOUT_S)
+        except queue.Empty:
+            return error
+        is_common = isinstance(error, ConfigError) and str(error) in str(failure)
+        return error if is_common else failure
 
     def endpoints_of(
         self, config: EndpointConfig, shards: Sequence[Shard]

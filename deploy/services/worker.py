@@ -120,12 +120,15 @@ class WorkerService(LoopService[WorkerReady]):
         try:
             ranks.start()
             runner = runner_of(spec, directory, group=ranks.group, feed=ranks.feed)
+            ranks.await_joining()
             try:
                 pool = open_runner(runner, spec, group=ranks.group)
-            except RuntimeError as error:  # of torch: another rank has ended
-                log.warning("the ranks do not find each other: %s", error)
-                ranks.await_start()  # says why
-                raise
+            except Exception as error:
+                reason = ranks.reason_of(error)
+                if reason is error:
+                    raise
+                log.info("a rank failed before this one did: %s", error)
+                raise reason from None
             ranks.await_start()
         except BaseException:
             ranks.close()

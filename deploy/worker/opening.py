@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from deploy.services.spec import WorkerSpec
 from deploy.worker import memory
+from deploy.worker.step_watch import FIRST_STEPS_FACTOR
 from engine.config import DeviceKind
+from engine.worker.ranks import RankPlace
 from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.device.cuda_driver import CudaDriver
 from kvtransfer.device.pool import DevicePool
@@ -15,6 +17,19 @@ if TYPE_CHECKING:
     from engine.model.parallel.group import RankGroup
     from engine.model.parallel.steps import StepFeed
     from engine.model.runner import KVNeeds, SizeKV, TorchRunner
+
+
+def group_of(spec: WorkerSpec, place: RankPlace, rendezvous: str) -> "RankGroup":
+    """A rank's view of its worker's ranks. No rank gives up before a step counts as stuck."""
+    from engine.model.parallel.group import TIMEOUT_S, RankGroup
+
+    config = spec.config
+    return RankGroup(
+        place,
+        Path(rendezvous),
+        is_cuda=config.device is DeviceKind.CUDA,
+        timeout_s=max(TIMEOUT_S, FIRST_STEPS_FACTOR * (config.step_timeout_s or 0.0)),
+    )
 
 
 def runner_of(

@@ -127,6 +127,7 @@ def load(
             widen_in_use(model)
         else:
             model = model.to(device, dtype)
+        group.await_loading()
         computed_in = dtype
     elif as_is and method is None:
         with as_stored():

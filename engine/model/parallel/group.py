@@ -1,13 +1,14 @@
 """The ranks of one worker, and what they tell one another while they compute.
 
 torch.distributed does the work: NCCL on GPUs, gloo on CPUs. The ranks find each other through a
-file that only their user can read, so no port is open to strangers. The libraries themselves listen
-on the loopback interface. Every operation has a deadline. If a rank ends, the operations of the
-others fail.
+file that only their user can read, so no port is open to strangers. gloo and NCCL themselves listen
+on the loopback interface, whatever the environment says: all ranks are on one machine. Every
+operation has a deadline. If a rank ends, the operations of the others fail.
 """
 
 import os
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,33 +17,47 @@ import torch.distributed as dist
 from engine.worker.ranks import RankPlace
 
 TIMEOUT_S = 60.0  # of one operation: a rank waits so long for the others
+# Reading their parts from a disk may take ranks much longer, and not all of them equally long.
+# The start as a whole has a deadline elsewhere.
+LOAD_TIMEOUT_S = 4 * 3600.0
+INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class RankGroup:
     """One rank's view of its worker's ranks. All of them call the same methods, in one order."""
 
-    def __init__(self, place: RankPlace, rendezvous: Path, *, is_cuda: bool = False) -> None:
-        """`rendezvous` is a file that does not exist yet, in a folder that only this user reads."""
+    def __init__(
+        self,
+        place: RankPlace,
+        rendezvous: Path,
+        *,
+        is_cuda: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`rendezvous` is an empty file, or none yet, that only this user can read."""
         self.place = place
         self._rendezvous = rendezvous
         self._is_cuda = is_cuda
+        self._timeout = timedelta(seconds=timeout_s)
 
     def open(self) -> None:
         """Waits for all ranks. Raises RuntimeError if one does not come."""
         place = self.place
-        for library in ("GLOO", "NCCL"):  # all ranks are on one machine
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        os.environ |= dict.fromkeys(INTERFACE_OF, "lo")
+        store = dist.FileStore(str(self._rendezvous), place.size)
+        store.set_timeout(self._timeout)
         dist.init_process_group(
             "nccl" if self._is_cuda else "gloo",
-            store=dist.FileStore(str(self._rendezvous), place.size),
+            store=store,
             rank=place.rank,
             world_size=place.size,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=self._timeout,
         )
-        groups = [dist.new_group(list(place.ranks_of(stage))) for stage in range(place.pp)]
+        new_group = partial(dist.new_group, timeout=self._timeout)  # torch's own is half an hour
+        groups = [new_group(list(place.ranks_of(stage))) for stage in range(place.pp)]
         self._stage = groups[place.stage]
         # Facts of the host, such as sizes, do not go over a GPU.
-        self._host = dist.new_group(backend="gloo") if self._is_cuda else dist.group.WORLD
+        self._host = new_group(backend="gloo") if self._is_cuda else dist.group.WORLD
 
     def close(self) -> None:
         """Leaves the others."""
@@ -75,6 +90,10 @@ class RankGroup:
         return x
 
     # ------------------------------------------------------------ all ranks
+
+    def await_loading(self) -> None:
+        """Waits until all ranks have read their parts. Raises RuntimeError if one has ended."""
+        dist.monitored_barrier(self._host, timedelta(seconds=LOAD_TIMEOUT_S))
 
     def total(self, number: float) -> float:
         """Returns the sum of the numbers of all ranks."""

@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import select
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from engine.config import Transport, WeightFormat, WorkerConfig
+from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 from router.machine.requests import Finished
 from tests.e2e.pools.test_roles import controls, decoding_at
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.torch
 PAIR = (Role.PREFILL, Role.DECODE)
 PROMPTS = prompts(8, vocab_size=64, seed=3, longest=60)
 NUM_TOKENS = 12
+RANK = b"deploy.ranks.main"  # in the command of its process
 
 
 def split(*, transport=Transport.AUTO, **ranks):
@@ -50,9 +54,9 @@ def test_pools_may_be_split_in_different_ways(tmp_path_factory, prefill, decode,
     assert served == generate(model, PROMPTS, NUM_TOKENS)
 
 
-def children_of(pid: int) -> list[int]:
-    """The processes that a process has started, by their command."""
-    found = []
+def processes() -> dict[int, tuple[int, bytes]]:
+    """The parent and the command of each process of this machine."""
+    found = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -61,16 +65,88 @@ def children_of(pid: int) -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue  # it has ended
-        if int(stat.rpartition(")")[2].split()[1]) == pid and b"deploy.ranks.main" in command:
-            found.append(int(folder.name))
+        found[int(folder.name)] = int(stat.rpartition(")")[2].split()[1]), command
     return found
 
 
-def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
+def children_of(pid: int) -> list[int]:
+    """The ranks that a worker has started."""
+    return [i for i, (parent, name) in processes().items() if parent == pid and RANK in name]
+
+
+def ranks_here() -> dict[int, int]:
+    """The ranks of all workers of these tests, each with the process of its worker."""
+    there = processes()
+    nurseries = {i for i, (parent, _) in there.items() if parent == os.getpid()}
+    here = {i for i, (parent, _) in there.items() if parent in nurseries}
+    return {i: parent for i, (parent, name) in there.items() if parent in here and RANK in name}
+
+
+def ended(pid: int, *, deadline_s: float = 5.0) -> bool:
+    """Waits until a process that is no child of this one has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], deadline_s)[0])
+    finally:
+        os.close(descriptor)
+
+
+def test_ranks_that_cannot_share_a_model_say_so_in_one_line(tmp_path_factory, capfd):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    refused = pytest.raises(ConfigError, match="mixed-0: 4 attention heads cannot be shared by 3")
+    with refused, workers([Role.MIXED], model=model, config=split(tp=3)):
+        pass
+    assert not ranks_here()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(3.5, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("is_rank_killed", "reason"),
+    [(True, r"rank 1 has ended \(exit status -9\)"), (False, "ended while starting")],
+)
+def test_a_worker_starts_with_all_its_ranks_or_not_at_all(
+    tmp_path_factory, capfd, is_rank_killed, reason, delay_s
+):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    is_over = threading.Event()
+    killed: dict[int, int] = {}
+
+    def kill() -> None:
+        while not (found := ranks_here()):
+            if is_over.wait(0.01):
+                return
+        is_over.wait(delay_s)
+        killed.update(found)
+        for rank, parent in found.items():
+            os.kill(rank if is_rank_killed else parent, signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    refused = pytest.raises(ConfigError, match=reason)
+    try:
+        with refused, workers([Role.MIXED], model=model, config=split(tp=2)):
+            pass
+    finally:
+        is_over.set()
+        killing.join()
+    assert killed
+    assert all(ended(rank) for rank in killed)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+def test_a_rank_that_ends_or_hangs_ends_its_worker_and_streams_go_on(tmp_path_factory, number):
     model = tiny_checkpoint(tmp_path_factory, "llama")
     prompt = PROMPTS[6]
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
-    config = {Role.PREFILL: split(), Role.DECODE: split(tp=2)}
+    config = {Role.PREFILL: split(), Role.DECODE: split(tp=2, step_timeout_s=2.0)}
+    hit: list[int] = []
 
     async def run(running):
         async with router(running) as r:
@@ -85,7 +161,8 @@ def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
                 if worker is None:
                     return
                 [rank] = children_of(running.ready[worker].pid)
-                os.kill(rank, signal.SIGKILL)
+                os.kill(rank, number)
+                hit.append(rank)
                 killed.append(worker)
 
             answer = await ask(r, request("r", prompt, max_tokens=200, sampling=GREEDY), on_tokens)
@@ -96,7 +173,21 @@ def test_a_killed_rank_is_a_dead_worker_and_streams_go_on(tmp_path_factory):
 
     with workers(roles, model=model, config=config) as running:
         found = asyncio.run(run(running))
+        assert ended(hit[0])
     assert found == generate(model, [prompt], 200)[0]
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_ends_its_worker_even_without_work(tmp_path_factory):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    config = split(tp=2, step_timeout_s=1.0)
+    with workers([Role.MIXED], model=model, config=config) as running:
+        [(worker, ready)] = running.ready.items()
+        [rank] = children_of(ready.pid)
+        os.kill(rank, signal.SIGSTOP)
+        assert ended(rank, deadline_s=10.0)  # by the kernel, when its worker had ended
+        assert ended(ready.pid)
+        assert worker not in running.live
 
 
 def test_running_answers_move_between_workers_of_other_ranks(tmp_path_factory):

@@ -1,12 +1,17 @@
 """Workers of several ranks choose the tokens that one rank chooses."""
 
+import os
 from functools import cache
+from pathlib import Path
 
 import pytest
+import torch
 
 from engine.layout import KVSection
 from engine.messages import Sampling
+from engine.model.parallel.group import RankGroup
 from engine.worker.batch import BatchPlan, Row
+from engine.worker.ranks import RankPlace
 from tests.kits.checkpoints import tiny_checkpoint
 from tests.kits.models.ranks import FP32, RankProcesses
 from tests.kits.models.served import generate
@@ -79,3 +84,32 @@ def test_ranks_hold_their_share_of_heads_and_layers(tmp_path_factory, processes)
         assert runner.whole_layout.sections == (KVSection(3, 2, 8),)
         assert runner.kernels.endswith("tp2 pp2 ep1")
         assert answers(runner) == answers_of_one(path)
+
+
+def test_no_port_of_the_ranks_is_open_to_other_machines(monkeypatch, tmp_path):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    group = RankGroup(RankPlace(), tmp_path / "ranks")
+    group.open()
+    try:
+        own = {os.readlink(link) for link in descriptors()}
+        listening = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]
+        addresses = [line[1] for line in listening if f"socket:[{line[9]}]" in own]
+        assert addresses
+        assert all(address.startswith("0100007F:") for address in addresses), addresses
+    finally:
+        group.close()
+
+
+def descriptors():
+    """The descriptors of this process that are still open."""
+    return [link for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
+
+
+def test_every_operation_of_a_stage_has_the_deadline_of_the_group(tmp_path):
+    group = RankGroup(RankPlace(), tmp_path / "ranks", timeout_s=7.0)
+    group.open()
+    try:
+        backends = [each._get_backend(torch.device("cpu")) for each in (group._stage, group._host)]
+        assert [backend.options._timeout.total_seconds() for backend in backends] == [7.0, 7.0]
+    finally:
+        group.close()

@@ -1,6 +1,7 @@
 """Messages between the ranks of a worker."""
 
 import socket
+import struct
 
 import msgspec
 import pytest
@@ -67,3 +68,13 @@ def test_a_message_beyond_all_sizes_is_an_error():
         theirs.sendall(LENGTH.pack(MAX_BYTES + 1))
         with pytest.raises(ProtocolError):
             FrameSocket(ours).receive()
+
+
+def test_a_silent_second_is_noticed_and_a_late_message_still_arrives():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        late = FrameSocket(theirs)
+        receiver = FrameSocket(ours, on_idle=lambda: late.send(RankCounters({"n": 1.0})))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 5000))
+        frame = receiver.receive()
+        assert msgspec.msgpack.decode(frame, type=FromRank) == RankCounters({"n": 1.0})
