@@ -202,8 +202,9 @@ def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) 
         return section
     text = model.config.get_text_config(decoder=True)
     num_heads = section.num_kv_heads
-    if group.place.tp > 1 and len(group.place.kv_heads(text.num_key_value_heads)) == num_heads:
-        num_heads = text.num_key_value_heads
+    total = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if group.place.tp > 1 and len(group.place.kv_heads(total)) == num_heads:
+        num_heads = total
     return KVSection(_num_layers(model), num_heads, section.head_dim)
 
 
