@@ -42,7 +42,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.embedding import Embedding, embedding_of
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
 from engine.model.loading import probe
@@ -238,7 +238,7 @@ def load_draft(
     """Loads the model that proposes tokens to `target`: on its device, for its KV format.
 
     Raises CheckpointError. That includes two models that use the same ids for different tokens:
-    speculation would be right, but useless.
+    speculation would be right, but useless. Raises ConfigError if so many ranks cannot share it.
     """
     try:
         draft = load(
@@ -249,8 +249,9 @@ def load_draft(
             dtype=dtype,
             group=target.group,
         )
-    except CheckpointError as error:
-        raise CheckpointError(f"draft: {error}") from error
+    except ConfigError as error:
+        kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
+        raise kind(f"draft: {error}") from error
     if draft.vocab_size != target.vocab_size:
         raise CheckpointError(
             f"draft: {path}: logits of {draft.vocab_size} tokens, those of {target_path} are of "

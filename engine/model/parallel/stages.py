@@ -28,8 +28,10 @@ class Passing(nn.Module):
 class Blank(nn.Module):
     """Stands for an embedding or a head of another stage: zeros [..., width]."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, num_embeddings: int = 0) -> None:
+        """`num_embeddings` is that of the embedding for which it stands."""
         super().__init__()
+        self.num_embeddings = num_embeddings
         self._width = width
         self._dtype = dtype
 
@@ -58,7 +60,7 @@ def keep_stage(model: PreTrainedModel, group: RankGroup, dtype: torch.dtype) -> 
     if not group.place.is_first_stage:
         embedding = model.get_input_embeddings()
         width = model.config.get_text_config(decoder=True).hidden_size
-        _replace(model, embedding, Blank(width, dtype))
+        _replace(model, embedding, Blank(width, dtype, embedding.num_embeddings))
         layers[own[0]].register_forward_pre_hook(_Receive(group), with_kwargs=True)
     if not group.place.is_last_stage:
         layers[own[-1]].register_forward_hook(_Send(group))

@@ -175,6 +175,20 @@ def test_prefixes_outlive_workers_the_store_and_the_deployment(run_dir, tmp_path
         poll_until(lambda: loaded() >= whole // BLOCK_TOKENS, "it was loaded", SETTLE_S)
 
 
+@pytest.mark.long
+def test_prefixes_outlive_workers_of_several_ranks(run_dir):
+    inputs = prompts(4, 1)
+    whole = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    split = ("--tp", "2", "--decode-tp", "1", "--weights", "fp32")
+    with with_store(run_dir, *split, memory_mib="64") as served:
+        before = [ask(served.url, prompt)[0] for prompt in inputs]
+        until_kept(served, len(inputs) * PROMPT_TOKENS // BLOCK_TOKENS, "host")
+        kill_workers(run_dir)
+        answers = [ask(served.url, prompt) for prompt in inputs]
+        assert [tokens for tokens, _ in answers] == before
+        assert [cached for _, cached in answers] == [whole] * len(inputs)
+
+
 def test_no_token_changes_while_the_store_is_killed_and_its_disk_damaged(
     run_dir, tmp_path, expected
 ):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Transport, WeightFormat, WorkerConfig
+from engine.config import Speculate, Transport, WeightFormat, WorkerConfig
 from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 from router.machine.requests import Finished
 from tests.e2e.pools.test_roles import controls, decoding_at
 from tests.e2e.tokens.test_exactness import GREEDY, generate, serve
-from tests.kits.checkpoints import tiny_checkpoint
+from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
 from tests.kits.services.cluster import ask, prompts, request, router, until, workers
 
 pytestmark = pytest.mark.torch
@@ -94,13 +94,40 @@ def ended(pid: int, *, deadline_s: float = 5.0) -> bool:
         os.close(descriptor)
 
 
-def test_ranks_that_cannot_share_a_model_say_so_in_one_line(tmp_path_factory, capfd):
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ({"tp": 3}, "4 attention heads cannot be shared by 3 ranks"),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ({"pp": 4}, "3 layers cannot be split into 4 stages"),
+                ({"tp": 2, "ep": 2}, "config.json: model_type 'llama' has no plan for ep"),
+            )
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_a_model_say_so_in_one_line(tmp_path_factory, capfd, ranks, reason):
     model = tiny_checkpoint(tmp_path_factory, "llama")
-    refused = pytest.raises(ConfigError, match="mixed-0: 4 attention heads cannot be shared by 3")
-    with refused, workers([Role.MIXED], model=model, config=split(tp=3)):
-        pass
+    assert refusal(model, split(**ranks)) == f"mixed-0: {reason}"
     assert not ranks_here()
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_a_draft_that_ranks_cannot_share_is_refused_by_name(tmp_path_factory):
+    model = tiny_checkpoint(tmp_path_factory, "llama")
+    draft = tmp_path_factory.mktemp("models") / "draft"
+    save_checkpoint(draft, COMMON | KINDS["llama"] | {"num_hidden_layers": 1})
+    config = split(pp=2, speculate=Speculate.DRAFT, draft_model=str(draft))
+    assert refusal(model, config) == "mixed-0: draft: 1 layers cannot be split into 2 stages"
+
+
+def refusal(model: Path, config: WorkerConfig) -> str:
+    """The reason why a worker does not start."""
+    with pytest.raises(ConfigError) as refused, workers([Role.MIXED], model=model, config=config):
+        pass
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, pytest.param(3.5, marks=pytest.mark.long)])

@@ -4,15 +4,23 @@ import os
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from engine.layout import KVSection
 from engine.messages import Sampling
 from engine.model.parallel.group import RankGroup
+from engine.model.runner import TorchRunner
 from engine.worker.batch import BatchPlan, Row
 from engine.worker.ranks import RankPlace
-from tests.kits.checkpoints import tiny_checkpoint
+from tests.kits.checkpoints import (
+    COMMON,
+    KINDS,
+    make_embedding,
+    save_checkpoint,
+    tiny_checkpoint,
+)
 from tests.kits.models.ranks import FP32, RankProcesses
 from tests.kits.models.served import generate
 
@@ -84,6 +92,25 @@ def test_ranks_hold_their_share_of_heads_and_layers(tmp_path_factory, processes)
         assert runner.whole_layout.sections == (KVSection(3, 2, 8),)
         assert runner.kernels.endswith("tp2 pp2 ep1")
         assert answers(runner) == answers_of_one(path)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_embeddings_are_those_of_one_rank(tmp_path_factory, processes, tp, pp):
+    path = tmp_path_factory.mktemp("models") / "embedding"
+    save_checkpoint(path, COMMON | KINDS["qwen3"])
+    make_embedding(path)
+    alone = TorchRunner(path, num_blocks=NUM_BLOCKS, **FP32)
+    alone.open()
+    expected = embedding(alone)
+    alone.close()
+    with processes.runner(path, tp=tp, pp=pp, num_blocks=NUM_BLOCKS, **FP32) as runner:
+        assert runner.vocab_size == COMMON["vocab_size"]
+        np.testing.assert_allclose(embedding(runner), expected, atol=1e-5)
+
+
+def embedding(runner):
+    row = Row("e", PROMPTS[0], 0, list(range(8)), GREEDY)
+    return np.frombuffer(runner.run(BatchPlan([row])).rows[0].embedding, np.float32)
 
 
 def test_no_port_of_the_ranks_is_open_to_other_machines(monkeypatch, tmp_path):
