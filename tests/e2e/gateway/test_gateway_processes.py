@@ -151,7 +151,16 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
     counts = finished(url)
     assert set(counts) == {"0", "1"}
     assert sum(counts.values()) == sum(before.values()) + NUM_REQUESTS
-    assert all(counts[process] > before.get(process, 0) for process in counts)
+
+    def both_answer() -> bool:
+        """True if both processes have answered since both are back."""
+        found = finished(url)
+        if all(found[process] > before.get(process, 0) for process in "01"):
+            return True
+        ask(url)
+        return False
+
+    poll_until(both_answer, lambda: f"{before}, then {finished(url)}", 60)
 
 
 @contextmanager
