@@ -70,7 +70,7 @@ class DraftPlanner:
         self._drafts: dict[SeqId, _Draft] = {}
 
     @property
-    def speculator_is_on(self) -> bool:
+    def needs_last_step(self) -> bool:
         """True if rows depend on the tokens of the step before, or on what a draft model knows."""
         return self.has_draft_model or (self.speculator is not None and self.speculator.is_on)
 

@@ -246,7 +246,7 @@ class DecodeScheduler:
         With a step in flight, it waits for the outcome if drafts depend on it, or if a sequence
         would have to be given back for want of memory.
         """
-        if ahead and (self.drafts.speculator_is_on or not self.running.has_room()):
+        if ahead and (self.drafts.needs_last_step or not self.running.has_room()):
             return Scheduled(waits=True)
         effects = self.running.make_room(self._drop_copy)
         chosen = self.running.due()[:budget_tokens]

@@ -37,7 +37,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
@@ -53,7 +53,8 @@ from engine.model.attention.kvcache import KVCache
 from engine.model.attention.prefill import Way, all_ways
 from engine.model.loading.checkpoint import LoadedModel, try_again
 from engine.model.packing import Inputs, Packing, PackingShape, StepSize
-from engine.model.parallel.steps import PackedStep
+from engine.model.parallel.stages import decoder_layers
+from engine.model.parallel.steps import PackedStep, bare_shape
 from engine.model.sampling import choosing
 from engine.model.sampling import cuda as triton_sampling
 from engine.model.sampling.changes import TokenChoice
@@ -270,10 +271,7 @@ class CudaForward:
         size = self._padded_size(rows)
         if size is not None:
             return self._prepare(rows, keep, size.packed(self._table_width), size, follows)
-        num_tokens = sum(len(row.token_ids) for row in rows)
-        width = max(self._num_blocks_for(row.end) for row in rows)
-        shape = PackingShape(len(rows), num_tokens, len(keep), width)
-        return self._prepare(rows, keep, shape, None, follows)
+        return self._prepare(rows, keep, bare_shape(rows, keep, self._block_size), None, follows)
 
     def step_size(self, rows: Sequence[Row]) -> tuple[PackingShape, int] | None:
         """The sizes to which a step is filled up, and the tokens of each row; None: it is not."""
@@ -564,7 +562,7 @@ class CudaForward:
         )
         AttentionInterface.register(BROKEN_OUT, torch.compiler.disable(paged_hook))
         self._loaded.model.set_attn_implementation(BROKEN_OUT)
-        self._compiled = decoder_layers(self._loaded.model)
+        self._compiled = list(decoder_layers(self._loaded.model))
         for layer in self._compiled:
             layer.compile(backend=self._compiler)
 
@@ -601,13 +599,6 @@ def tensors(memory: torch.Tensor, plan: Packing) -> Inputs[torch.Tensor]:
             for place in plan.places
         )
     )
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers, in order."""
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return list(next(layers for layers in lists if len(layers) == num_layers))
 
 
 def weights_bytes(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ share of the KV heads. With fewer KV heads than ranks, neighbours hold the same 
 import msgspec
 
 from engine.errors import ConfigError
-from engine.layout import MAX_RANKS, KVLayout, LayerRange, Shard
+from engine.layout import MAX_RANKS, KVLayout, KVSection, LayerRange, Shard
 
 
 class RankPlace(msgspec.Struct, frozen=True):
@@ -90,12 +90,9 @@ class RankPlace(msgspec.Struct, frozen=True):
 
         Raises ConfigError if they can be shared in neither way.
         """
-        if total % self.tp == 0:
-            return self.share(total)
-        if self.tp % total == 0:
-            head = self.slice * total // self.tp
-            return range(head, head + 1)
-        raise ConfigError(f"{total} KV heads cannot be shared by {self.tp} ranks")
+        if total % self.tp and self.tp % total:
+            raise ConfigError(f"{total} KV heads cannot be shared by {self.tp} ranks")
+        return Shard(self.slice, self.tp).heads_of(KVSection(1, total, 1))
 
     def shard(self, whole: KVLayout, *, shares_heads: bool) -> Shard:
         """What this rank's blocks hold of the whole. Without `shares_heads` all ranks of a stage
