@@ -66,7 +66,9 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankCounters(msgspec.Struct, frozen=True, tag=True):
-    """The endpoint's counters since the start: a sign of life, each second and with each report."""
+    """Counters since the start, of opening and endpoint: a sign of life, each second and with each
+    report.
+    """
 
     counters: dict[str, float]
 

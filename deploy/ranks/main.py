@@ -18,6 +18,8 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -62,7 +64,9 @@ class RankTransfers:
         self._frames = frames
         self._endpoint: TransferEndpoint | None = None
         self._has_ended = threading.Event()  # never set: the process ends instead
-        self.pool: Pool | None = None  # set before rank 0 is told that this rank has opened
+        # Set before rank 0 is told that this rank has opened.
+        self.pool: Pool | None = None
+        self.opening: Mapping[str, float] = {}  # counters of it
 
     def serve(self) -> None:
         """Performs orders until rank 0 ends; then ends the process."""
@@ -113,8 +117,10 @@ class RankTransfers:
         self._frames.send(event)
 
     def _send_counters(self) -> None:
-        counters = {} if self._endpoint is None else self._endpoint.counters()
-        self._frames.send(RankCounters(counters))
+        counters = Counter(self.opening)
+        if self._endpoint is not None:
+            counters.update(self._endpoint.counters())
+        self._frames.send(RankCounters(dict(counters)))
 
 
 def main(descriptor: int) -> int:
@@ -166,6 +172,7 @@ def _compute(
     runner = runner_of(worker, Path(spec.directory), group=group)
     frames.send(RankJoins())
     transfers.pool = open_runner(runner, worker, group=group)
+    transfers.opening = runner.counters
     freeze_heap()
     frames.send(RankOpened(os.getpid()))
     threading.Thread(target=transfers.show_life, name="life", daemon=True).start()

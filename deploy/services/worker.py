@@ -70,6 +70,7 @@ class WorkerService(LoopService[WorkerReady]):
                 sizes=runner.sizes,
                 layout=runner.whole_layout,
                 shards=runner.shards,
+                counters=runner.counters,
             ),
             memory=pool,
             clock=clock,

@@ -18,7 +18,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -102,6 +102,7 @@ class ModelFacts:
     sizes: ModelSizes | None = None  # None: its work is not estimated
     layout: KVLayout | None = None  # of the blocks of all ranks; None: there is one rank
     shards: tuple[Shard, ...] = ()  # what each rank holds of them
+    counters: Mapping[str, float] = field(default_factory=dict)  # of rank 0's opening, to report
 
 
 class OtherRanks(Protocol):
@@ -402,7 +403,12 @@ class WorkerHost:
 
     def _report(self) -> None:
         counters = Counter(self._endpoint.counters())
-        for more in (self._publisher.counters, native_build.counters, self._sessions.refused):
+        for more in (
+            self._model.counters,
+            self._publisher.counters,
+            native_build.counters,
+            self._sessions.refused,
+        ):
             counters.update(more)
         measured = {**counters, **self._effort.counters(), "cpu_seconds": cpu_s()}
         load = self._core.load(self._endpoint.source.num_leases, measured)

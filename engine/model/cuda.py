@@ -174,10 +174,10 @@ class CudaForward:
         self._graphs: dict[StepSize, Captured] = {}
         self._table_width = 0  # of captured steps
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
-        self._staged = tuple(Staged(pinned=self._is_cuda) for _ in range(2))
+        self._staged: tuple[Staged, ...] = ()
         self._num_prepared = 0
         # The tokens of the last step, where captured steps look for them.
-        self._chosen = torch.zeros(MAX_CHOSEN, dtype=torch.int64, device=self._device)
+        self._chosen: torch.Tensor | None = None
         self._tables = packing.Tables()
         self._compiled: list[nn.Module] = []
         self._way: Way | None = None
@@ -192,6 +192,8 @@ class CudaForward:
         if self._is_cuda:
             torch.cuda.set_device(self._device)
             _use_own_caches()
+        self._staged = tuple(Staged(pinned=self._is_cuda) for _ in range(2))
+        self._chosen = torch.zeros(MAX_CHOSEN, dtype=torch.int64, device=self._device)
         if self._weights is WeightFormat.FP8:
             read_outside = self._loaded.read_outside
             kept = [
@@ -215,7 +217,7 @@ class CudaForward:
         """Drops the cache and the captured steps."""
         self._graphs.clear()
         self._sizes = ()
-        self._memory = None
+        self._memory = self._chosen = None
         self._end_compilation()
         if self._way is not None:
             self._way.close()
@@ -250,6 +252,7 @@ class CudaForward:
         event.record()
         return event
 
+    @torch.inference_mode()
     def remember(self, chosen: torch.Tensor) -> None:
         """Keeps the tokens that a step chose, [num_chosen], for rows of the next step."""
         self._chosen[: len(chosen)] = chosen

@@ -17,6 +17,7 @@ The KV buffer may be memory that other processes read and write. `open` requests
 and so its size, is known. Not thread-safe: one thread runs steps.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import isfunction
 from pathlib import Path
@@ -365,6 +366,16 @@ class TorchRunner:
             attention = forward.attention_choice or attention
             return RunnerChoices(attention, forward.num_captured, dict(forward.fallbacks))
         return RunnerChoices(attention, 0, {})
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Counts of the parts that this rank's models do without, since the start."""
+        counts: Counter[str] = Counter()
+        for forward in (self._forward, self.draft_forward):
+            own = forward.own if isinstance(forward, SharedForward) else forward
+            if isinstance(own, CudaForward):
+                counts.update({f"fallbacks:{what}": n for what, n in own.fallbacks.items()})
+        return dict(counts)
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -7,6 +7,7 @@ It gives such rows not-a-number, so that a leak into other rows is noticed.
 
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -402,6 +403,11 @@ def test_fp8_needs_a_capable_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_building_takes_no_memory_of_the_device(loaded):
+    there = replace(loaded, device=GPU)  # there is no GPU here
+    CudaForward(there, WeightFormat.FP32)
+
+
 def test_a_missing_device_is_refused(tmp_path_factory):
     path = tiny_checkpoint(tmp_path_factory, "llama")
     with pytest.raises(ConfigError, match="device cuda: torch finds no GPU"):

@@ -72,6 +72,13 @@ def test_overlapped_steps_choose_the_tokens_of_steps_one_by_one(runner, seed, mo
         assert _values(one) == pytest.approx(_values(other), abs=1e-4)
 
 
+def test_a_part_that_the_model_does_without_is_counted_for_metrics(runner):
+    assert runner.counters == {}
+    runner._forward.fallbacks["torch_compile"] += 1
+    assert runner.counters == {"fallbacks:torch_compile": 1}
+    runner._forward.fallbacks.clear()
+
+
 def _values(asked):
     return [logprobs.logprob for logprobs in asked.logprobs]
 

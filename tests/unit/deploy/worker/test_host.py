@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,12 +42,12 @@ class SetClock:
         return self.at_s
 
 
-def host(role: Role, **config: object) -> WorkerHost:
+def host(role: Role, counters: dict[str, float] | None = None, **config: object) -> WorkerHost:
     return WorkerHost(
         WorkerIdentity(WorkerId("w"), role, "model", Secret("token")),
         config=resolve(WorkerConfig(**config), DeviceKind.CPU),
         runner=FakeRunner(50),
-        model=ModelFacts(VOCAB_SIZE, 1000, False, FakeGuides()),
+        model=ModelFacts(VOCAB_SIZE, 1000, False, FakeGuides(), counters=counters or {}),
         memory=None,
         clock=None,
         on_crash=None,
@@ -171,3 +172,16 @@ async def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
         assert worker._inbox.empty()
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
+
+
+def test_parts_that_the_model_does_without_are_reported():
+    worker = host(Role.DECODE, counters={"fallbacks:triton": 1})
+    worker._core = worker._open_core(HERE)
+    worker._endpoint = SimpleNamespace(counters=dict, source=SimpleNamespace(num_leases=0))
+    worker._publisher = SimpleNamespace(counters={}, num_batches=0)
+    worker._loop = SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
+    sent = []
+    worker._sessions.post_all = sent.append
+    worker._report()
+    [load] = decode_to_gateway(sent[0])
+    assert load.counters["fallbacks:triton"] == 1
