@@ -194,8 +194,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_kv_dtype: KVFormat | None = None  # the same, of decode workers; None: kv_dtype
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
     # Decode workers may compute short prompts themselves if that is predicted to be quicker than a
-    # hand-over. Never if prefill workers store KV in another format, or send it in one: answers
-    # would differ.
+    # hand-over. Never if prefill workers store KV in another format, send it in one, or are split
+    # into ranks in another way: answers would differ.
     prefills_locally: bool = True
     kv_mib: int | None = None  # memory of the KV pool; None: depends on the memory that is free
     # Share of its GPU's memory that a worker takes: weights, activations and KV together. Of a part

@@ -34,21 +34,22 @@ def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSet
     `tp`, `pp` and `ep` become those of the role, `kv_dtype` the format of its pool.
     `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own.
     `prefills_locally` stays true only if KV computed at the decode worker has the same bits as KV
-    that is handed over.
+    that is handed over: in one format, and by workers that are split in the same way.
     """
     settings = resolve(config, device)
     kv_dtype = settings.kv_dtype
     if role is Role.DECODE and settings.decode_kv_dtype is not None:
         kv_dtype = settings.decode_kv_dtype
-    ranks = {}
+    ranks: dict[str, int] = {}
     if role is Role.DECODE:
         own = {"tp": config.decode_tp, "pp": config.decode_pp, "ep": config.decode_ep}
         ranks = {name: number for name, number in own.items() if number is not None}
+    differs = any(getattr(settings, name) != number for name, number in ranks.items())
     formats = {settings.kv_dtype, kv_dtype, settings.kv_wire_dtype or kv_dtype}
     return msgspec.structs.replace(
         settings,
         kv_dtype=kv_dtype,
-        prefills_locally=settings.prefills_locally and len(formats) == 1,
+        prefills_locally=settings.prefills_locally and len(formats) == 1 and not differs,
         **ranks,
     )
 

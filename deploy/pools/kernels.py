@@ -2,33 +2,58 @@
 
 The same sums in another order differ in their last bits. So a worker with other CPU features or
 another kind of GPU may choose another token than the rest, if two are nearly equally likely.
+
+Pools may be split into ranks in different ways on purpose: all prompts are computed with one split
+then, and all answers with the other. Workers that do the same work must have the same split, and
+workers of one split the same kernels.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from deploy.pools.workers.record import PoolWorker
+from engine.messages import Role
+from engine.worker.ranks import split_of
+
+DOERS = {"prefill": (Role.PREFILL, Role.MIXED), "decode": (Role.DECODE, Role.MIXED)}  # by work
 
 
 def kernel_troubles(workers: Iterable[PoolWorker]) -> tuple[str, ...]:
-    """Returns a sentence for each version whose workers compute with different kernels."""
+    """Returns sentences for each version whose tokens may depend on the worker."""
     by_version: dict[str, list[PoolWorker]] = {}
     for worker in workers:
         if worker.is_connected and worker.kernels:
             by_version.setdefault(worker.version, []).append(worker)
-    return tuple(
-        _sentence(version, found)
-        for version, found in by_version.items()
-        if len({worker.kernels for worker in found}) > 1
-    )
+    found: list[str] = []
+    for version, there in by_version.items():
+        by_split: dict[str, list[PoolWorker]] = {}
+        for worker in there:
+            by_split.setdefault(split_of(worker.kernels), []).append(worker)
+        for alike in by_split.values():
+            found += _difference(f"kernels of {version} differ", alike, lambda w: w.kernels)
+        for work, roles in DOERS.items():
+            doers = [worker for worker in there if worker.role in roles]
+            found += _difference(
+                f"workers of {version} that {work} are split in different ways", doers, _split
+            )
+    return tuple(found)
 
 
-def _sentence(version: str, workers: list[PoolWorker]) -> str:
-    """Names the workers that are not of the most usual kind."""
-    counts = Counter(worker.kernels for worker in workers)
-    usual = min(counts, key=lambda kernels: (-counts[kernels], kernels))
-    others = [f"{w.worker_id} with {w.kernels}" for w in workers if w.kernels != usual]
-    return (
-        f"kernels of {version} differ: {', '.join(others)}, the others with {usual}; the tokens of"
+def _difference(
+    what: str, workers: Sequence[PoolWorker], value_of: Callable[[PoolWorker], str]
+) -> list[str]:
+    """A sentence that names the workers which are not of the most usual kind, if there are any."""
+    counts = Counter(map(value_of, workers))
+    if len(counts) < 2:
+        return []
+    usual = min(counts, key=lambda value: (-counts[value], value))
+    values = ((worker, value_of(worker)) for worker in workers)
+    others = [f"{worker.worker_id} with {value}" for worker, value in values if value != usual]
+    return [
+        f"{what}: {', '.join(others)}, the others with {usual}; the tokens of"
         " an answer may depend on its worker"
-    )
+    ]
+
+
+def _split(worker: PoolWorker) -> str:
+    return split_of(worker.kernels) or "one rank"

@@ -14,10 +14,14 @@ All ranks hold the same block ids. A rank's blocks hold the layers of its stage,
 share of the KV heads. With fewer KV heads than ranks, neighbours hold the same head.
 """
 
+import re
+
 import msgspec
 
 from engine.errors import ConfigError
 from engine.layout import MAX_RANKS, KVLayout, KVSection, LayerRange, Shard
+
+_SPLIT = re.compile(r"tp\d+ pp\d+ ep\d+$")  # `RankPlace.name`
 
 
 class RankPlace(msgspec.Struct, frozen=True):
@@ -115,3 +119,9 @@ def shards_of(place: RankPlace, whole: KVLayout, own: KVLayout) -> tuple[Shard, 
             ranks = (msgspec.structs.replace(place, rank=rank) for rank in range(place.size))
             return tuple(rank.shard(whole, shares_heads=shares_heads) for rank in ranks)
     raise ConfigError("the model and its draft share their KV heads in different ways")
+
+
+def split_of(kernels: str) -> str:
+    """Returns how a worker is split that names these kernels; empty if it has one rank."""
+    found = _SPLIT.search(kernels)
+    return "" if found is None else found[0]

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from engine.worker.ranks import split_of
 from router.edge.limits import Book
+from router.gateway.metrics.workers import computing
 from router.gateway.versions import Versions
 from router.port import RouterStatus
 
@@ -52,6 +54,22 @@ def router_families(port: RouterStatus) -> Iterator[Metric]:
     for (event, reason), count in port.counters().items():
         events.add_metric([event, reason], count)
     yield events
+
+
+def kernel_families(versions: Versions) -> Iterator[Metric]:
+    """What workers compute with, and the ranks that they are split into."""
+    kernels = GaugeMetricFamily(
+        "baton_worker_kernels",
+        "1: what the worker computes with, and how it is split into ranks",
+        labels=["worker", "role", "version", "kernels", "split"],
+    )
+    for each in versions.table:
+        for worker_id, status in computing(each.port).items():
+            if status.kernels:
+                split = split_of(status.kernels)
+                values = [worker_id, status.role.value, each.name, status.kernels, split]
+                kernels.add_metric(values, 1)
+    yield kernels
 
 
 def version_families(versions: Versions) -> Iterator[Metric]:

@@ -35,6 +35,7 @@ from prometheus_client.core import (
 from engine.messages import FinishReason
 from router.gateway.metrics.collectors import (
     counter_of,
+    kernel_families,
     router_families,
     version_families,
 )
@@ -229,6 +230,7 @@ class GatewayMetrics:
             )
         build = {"version": self._version, "fingerprint": self._versions.fingerprint()}
         yield InfoMetricFamily("baton_build", "What runs, with which model", build)
+        yield from kernel_families(self._versions)
         yield from worker_families(self._versions)
         yield from store_families(self._versions)
         for families in self._shared:

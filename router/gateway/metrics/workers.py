@@ -97,14 +97,7 @@ def loads_of(port: RouterStatus) -> list[tuple[tuple[str, str], LoadReport]]:
 
 
 def worker_families(port: RouterStatus) -> Iterator[Metric]:
-    """The kernels, blocks, sequences, leases and counters of all workers."""
-    kernels = GaugeMetricFamily(
-        "baton_worker_kernels", "1: what the worker computes with", labels=["worker", "kernels"]
-    )
-    for worker_id, status in computing(port).items():
-        if status.kernels:
-            kernels.add_metric([str(worker_id), status.kernels], 1)
-    yield kernels
+    """The blocks, sequences, leases and counters of all workers."""
     loads = loads_of(port)
     blocks = GaugeMetricFamily(
         "baton_worker_blocks", "KV blocks by state", labels=["worker", "role", "state"]

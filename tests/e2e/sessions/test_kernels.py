@@ -24,8 +24,9 @@ def test_kernels_that_differ_are_told_everywhere(tmp_path, monkeypatch):
     url = running.open().url
     try:
         found = matching(r"baton_worker_kernels\{", metrics(url))
+        labels = 'role="mixed",split="",version="v1"'
         assert found == {
-            f'baton_worker_kernels{{kernels="{kernels}",worker="{name}"}}': 1.0
+            f'baton_worker_kernels{{kernels="{kernels}",{labels},worker="{name}"}}': 1.0
             for name, kernels in KERNELS.items()
         }
         poll_until(lambda: TROUBLE in str(running.controller.machine.troubles()), "told", 10)

@@ -58,6 +58,14 @@ def test_decode_workers_prefill_only_if_their_kv_equals_handed_over_kv(formats, 
     assert configs(*formats)[Role.DECODE].prefills_locally is allowed
 
 
+@pytest.mark.parametrize(
+    ("decode", "allowed"), [({}, True), ({"decode_tp": 2}, True), ({"decode_tp": 1}, False)]
+)
+def test_decode_workers_prefill_only_if_they_are_split_as_prefill_workers_are(decode, allowed):
+    config = config_of(Role.DECODE, WorkerConfig(tp=2, **decode), CPU)
+    assert config.prefills_locally is allowed
+
+
 def test_operator_can_forbid_prefill_on_decode_workers():
     config = WorkerConfig(prefills_locally=False)
     assert not config_of(Role.DECODE, config, CPU).prefills_locally
