@@ -7,8 +7,9 @@ answer goes as one line to standard output. If the model has to be fetched, `Fet
 come before it. `Starting` comes before the answer if the model is large.
 
 Standard input stays open. When the word to stop comes, or SIGTERM, the process stops, even during a
-download. A gateway finishes its answers first; a second SIGTERM ends them at once. When standard
-input ends without that word, the parent has died, and workers with it: answers end at once too.
+download. SIGTERM ends a start at once, with the ranks and compilers that it has begun. A gateway
+finishes its answers first; a second SIGTERM ends them at once. When standard input ends without
+that word, the parent has died, and workers with it: answers end at once too.
 """
 
 import logging
@@ -23,6 +24,7 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from deploy.local.gpus import VISIBLE
+from deploy.local.leaving import leave
 from deploy.local.nursery import STOP_WORD
 from deploy.logs.lines import configure_logging
 from deploy.services.build import service_of
@@ -47,7 +49,7 @@ class StartRefusal(msgspec.Struct, frozen=True):
 def main(kind: str) -> int:
     """Runs until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which closes stdin
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the service runs
+    signal.signal(signal.SIGTERM, leave)  # until the service runs
     spec = sys.stdin.buffer.readline()
     if spec in (b"", STOP_WORD):  # the parent has given it up
         return 0
@@ -128,7 +130,7 @@ def _fetch_while_wanted(kind: str, spec: bytes) -> None:
     threading.Thread(target=run, name="fetch", daemon=True).start()
     while not wait([fetched], LOOK_EVERY_S).done:
         if select.select([sys.stdin], [], [], 0)[0]:
-            os._exit(0)  # complete files of the download are kept
+            leave()  # complete files of the download are kept
     fetched.result()
 
 

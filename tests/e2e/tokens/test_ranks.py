@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import select
 import signal
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.e2e.pools.test_roles import controls, decoding_at
 from tests.e2e.tokens.test_exactness import GREEDY, generate, serve
 from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
 from tests.kits.services.cluster import ask, prompts, request, router, until, workers
+from tests.kits.services.processes import ended, processes
 
 pytestmark = pytest.mark.torch
 
@@ -54,21 +54,6 @@ def test_pools_may_be_split_in_different_ways(tmp_path_factory, prefill, decode,
     assert served == generate(model, PROMPTS, NUM_TOKENS)
 
 
-def processes() -> dict[int, tuple[int, bytes]]:
-    """The parent and the command of each process of this machine."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            stat = (folder / "stat").read_text()
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended
-        found[int(folder.name)] = int(stat.rpartition(")")[2].split()[1]), command
-    return found
-
-
 def children_of(pid: int) -> list[int]:
     """The ranks that a worker has started."""
     return [i for i, (parent, name) in processes().items() if parent == pid and RANK in name]
@@ -80,18 +65,6 @@ def ranks_here() -> dict[int, int]:
     nurseries = {i for i, (parent, _) in there.items() if parent == os.getpid()}
     here = {i for i, (parent, _) in there.items() if parent in nurseries}
     return {i: parent for i, (parent, name) in there.items() if parent in here and RANK in name}
-
-
-def ended(pid: int, *, deadline_s: float = 5.0) -> bool:
-    """Waits until a process that is no child of this one has ended."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], deadline_s)[0])
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize(

@@ -153,13 +153,13 @@ class Exited(Exception):
 
 
 def test_fetch_ends_when_its_launcher_is_gone(monkeypatch):
-    def exit_now(_status: int) -> None:
+    def leave() -> None:
         raise Exited
 
     never = threading.Event()
     monkeypatch.setattr(process_main, "fetch", lambda *_: never.wait(10))
     monkeypatch.setattr(process_main, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(process_main.os, "_exit", exit_now)
+    monkeypatch.setattr(process_main, "leave", leave)
     theirs, ours = os.pipe()
     os.close(ours)
     with open(theirs) as stdin:

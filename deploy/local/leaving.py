@@ -1,0 +1,48 @@
+"""Leaves a process at once, with all that it started.
+
+`sys.exit` waits for threads that load a model or fetch one, which may take minutes. `os._exit`
+waits for nothing, but a compiler that such a thread started would go on.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+MAX_ROUNDS = 20  # a process that is about to be killed may start another one
+
+
+def leave(*_: object) -> NoReturn:
+    """Kills all descendants of this process and ends it, with status 0. A handler of signals."""
+    kill_descendants()
+    os._exit(0)
+
+
+def kill_descendants() -> None:
+    """Kills the processes that this process started, and those that they started."""
+    for _ in range(MAX_ROUNDS):
+        found = list(_descendants())
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(pid, signal.SIGKILL)
+
+
+def _descendants() -> Iterator[int]:
+    """All that run now, children first. Those that have ended and wait for their parent do not."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue  # it has ended
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    todo = [os.getpid()]
+    while todo:
+        found = children.get(todo.pop(), ())
+        yield from found
+        todo += found
