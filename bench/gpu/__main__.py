@@ -1,11 +1,14 @@
 """Checks and times the GPU paths of the engine on a Llama with random weights, in one command:
 
-    python -m bench.gpu [--quick] [--json FILE]
+    python -m bench.gpu [--quick] [--json FILE] [--peer vllm=PYTHON]
     python -m bench.gpu --serve DIR [--shape 1b] [--quick] [--json FILE]
 
 With `--serve`, the whole server runs a checkpoint: that in DIR, or one of random weights that is
 made there. `bench.gpu.serve` says what is compared. It needs what a gateway needs too;
 `python -m bench.gpu.wheels DIR` collects packages for machines without a network.
+
+With `--peer vllm=PYTHON`, that Python runs vLLM on the same shape first, and our figures in bf16
+stand beside its (`bench.gpu.peers`).
 
 The rest needs torch, transformers, msgspec and, on a GPU, triton, but no checkpoint and no network.
 A call takes under nine minutes on a Hopper GPU with the shape of an 8 B Llama. Jobs for which
@@ -32,9 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs everything and returns the exit status."""
     options = _options(arguments)
     reason = _why_not(options.device) or (options.serve and _absent(NEEDED_TO_SERVE))
-    if reason is not None:
-        sys.stderr.write(f"bench.gpu: {reason}\n")
-        return 2
+    if reason is None and options.peer and options.serve:
+        reason = "--peer has no meaning with --serve"
+    if reason is None:
+        return _run(options)
+    sys.stderr.write(f"bench.gpu: {reason}\n")
+    return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Runs everything, with imports that need the packages."""
     if options.serve is not None:
         from bench.gpu.serve import serve
 
@@ -43,18 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shape_name=options.shape,
             device=options.device,
             is_quick=options.quick,
-            budget_s=options.budget_s,
+            budget_s=BUDGET_S if options.budget_s is None else options.budget_s,
             json=options.json,
             tp=options.tp,
         )
-    from bench.gpu.run import run  # after the check: it imports torch
+    from bench.common.options import peers_named
+    from bench.gpu.peers import PEER_S, PEERS
+    from bench.gpu.run import run
+    from engine.errors import ConfigError
 
+    try:
+        peers = peers_named(options.peer, PEERS)
+    except ConfigError as error:
+        sys.stderr.write(f"bench.gpu: {error}\n")
+        return 2
+    budget_s = BUDGET_S + PEER_S * len(peers) if options.budget_s is None else options.budget_s
     return run(
         shape_name=options.shape,
         device=options.device,
         is_quick=options.quick,
-        budget_s=options.budget_s,
+        budget_s=budget_s,
         json=options.json,
+        peers=peers,
     )
 
 
@@ -70,7 +90,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tp", type=int, metavar="N", help="with --serve: a worker of N ranks too, on N devices"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="also measure vllm, run by that Python",
+    )
+    parser.add_argument("--budget-s", type=float, help="seconds for everything")
     return parser.parse_args(arguments)
 
 

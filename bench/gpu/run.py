@@ -1,6 +1,7 @@
 """Runs `bench.gpu`, section by section.
 
 ceilings    bandwidth and matrix rates of this GPU: the limits of all other figures
+peers       other engines, on the shape that is measured last
 kernels     every kernel against torch, each in its own process: compilers run in parallel, and a
             kernel that crashes its process affects no other
 models      small models, with captured steps, against torch's attention
@@ -8,10 +9,11 @@ attention   all layers of decode steps, for each KV format
 8b          a model's prefill and decode, for weights × KV formats
 """
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,8 @@ import torch
 import transformers
 
 from bench.common.machine import report_here
-from bench.common.report import Report, Scalar, to_json
+from bench.common.options import PeerProgram
+from bench.common.report import Report, Scalar, notes_on, to_json
 from bench.gpu.kernels import (
     AttentionCase,
     arguments_of,
@@ -30,6 +33,7 @@ from bench.gpu.kernels import (
     check_matmul,
 )
 from bench.gpu.models import check_model, random_llama
+from bench.gpu.peers import PeerFigures, measure_peers
 from bench.gpu.session import GpuSession
 from bench.gpu.shapes import SHAPES, GpuShape
 from bench.gpu.speeds import GpuCeilings, ModelSpeeds, measure_attention, measure_ceilings
@@ -53,13 +57,24 @@ MEASURED_KV = (KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8)
 ATTENTION_KV = (KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8, KVFormat.INT4)
 
 
-def run(*, shape_name: str, device: str, is_quick: bool, budget_s: float, json: Path | None) -> int:
+def run(
+    *,
+    shape_name: str,
+    device: str,
+    is_quick: bool,
+    budget_s: float,
+    json: Path | None,
+    peers: Sequence[PeerProgram] = (),
+) -> int:
     """Runs everything for which there is time; returns the exit status."""
     session = GpuSession(MonotonicClock(), budget_s, sys.stdout)
+    shape, figures = SHAPES[shape_name], PeerFigures()
     with torch.inference_mode():
-        GpuBench(session, SHAPES[shape_name], device, is_quick=is_quick).run(shape_name)
+        bench = GpuBench(session, shape, device, is_quick=is_quick)
+        bench.run(shape_name, lambda: measure_peers(session, shape, peers, figures))
+    session.results[:] = figures.beside(session.results)
     config = config_of_run(shape_name, device, budget_s, is_quick=is_quick)
-    return conclude("gpu", session, config, json)
+    return conclude("gpu", session, config | notes_on(figures.versions), json)
 
 
 def config_of_run(
@@ -93,10 +108,12 @@ class GpuBench:
         self._has_fp8 = device == "cpu" or fp8.can_multiply(torch.device(device))
         self._ceilings: GpuCeilings | None = None
 
-    def run(self, shape_name: str) -> None:
+    def run(self, shape_name: str, measure_peers: Callable[[], None] = lambda: None) -> None:
         """Runs all sections."""
         session = self._session
         session.section("ceilings", self._measure_ceilings)
+        _free()
+        measure_peers()
         session.section("kernels", self._check_kernels)
         for weights, kv_format in CHECKED_MODELS:
             if weights is not WeightFormat.FP8 or self._has_fp8:
@@ -190,6 +207,13 @@ class GpuBench:
     def _complain(self, lines: list[str]) -> None:
         for line in lines:
             self._session.fail(line)
+
+
+def _free() -> None:
+    """Gives the memory of ended sections back to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _report(name: str, session: GpuSession, config: Mapping[str, Scalar]) -> Report:

@@ -120,9 +120,11 @@ class GpuSession:
 def line_of(result: Result) -> str:
     """A result as a line of a table."""
     line = f"{result.name:44} {_number(result.value)} {result.unit:9}"
-    if result.limit is None or result.of_limit is None:
-        return line.rstrip()
-    return f"{line} of {_number(result.limit)} {result.of_limit:7.1%}"
+    if result.limit is not None and result.of_limit is not None:
+        line += f" of {_number(result.limit)} {result.of_limit:7.1%}"
+    for name, peer in result.peers.items():
+        line += f", {peer.ratio:.2f} x {name}"
+    return line.rstrip()
 
 
 def _number(value: float) -> str:

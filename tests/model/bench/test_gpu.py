@@ -77,6 +77,19 @@ def test_sections_without_time_are_listed_as_skipped(capsys):
     assert "skipped ceilings: no time" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--peer", "sglang=python"], "is not NAME=PYTHON with a NAME of vllm"),
+        (["--peer", "vllm=/no/such/python"], "there is no /no/such/python"),
+        (["--peer", f"vllm={sys.executable}", "--serve", "x"], "no meaning with --serve"),
+    ],
+)
+def test_wrong_peers_are_refused_in_one_line(arguments, reason, capsys):
+    assert gpu.main([*ON_A_CPU, *arguments]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_is_reported_in_one_line(capsys):
     assert gpu.main([]) == 2

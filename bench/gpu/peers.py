@@ -1,0 +1,163 @@
+"""Measures peers on the jobs of `bench.gpu`: the same shape, bf16, weights without a checkpoint.
+
+    python -m bench.gpu --peer vllm=PYTHON
+
+A peer is a process of its own, driven by `bench/peers/driver.py`, and has the GPU for itself. It
+runs before our model is made. Its weights are dummies, as ours are random: the time does not
+depend on them.
+
+    prefill_<n>             one prompt, to its first token
+    decode_b<b>_ctx<n>      steps in which each of `b` sequences behind `n` tokens gets one
+
+Our figures of weights and KV in bf16 stand beside the peer's. A peer that fails, or for which there
+is no time, is listed as skipped: the rest goes on. No torch here.
+"""
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from bench.common.options import PeerProgram, environment_of_peers
+from bench.common.report import Result
+from bench.common.shapes import config_of
+from bench.gpu.session import GpuSession
+from bench.gpu.shapes import GpuShape
+from bench.processes.driven import Driven, DrivenFailed
+
+PEERS = ("vllm",)
+PEER_S = 240.0  # for one peer: it compiles and captures for a minute or two
+JOB_NEEDS_S = 20.0
+VARIANT = "bf16-dummy"
+COMPARED = "bf16-bf16"  # our weights and KV
+NUM_RUNS = 3
+LARGEST_CONTEXT = 4096  # the prompts of all sequences are computed again for each run
+DRIVER = Path(__file__).parents[1] / "peers" / "driver.py"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJob:
+    """Sequences behind prompts of one length; without steps, the prompts are measured."""
+
+    name: str
+    num_sequences: int
+    prompt_len: int
+    num_steps: int
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that count for its speed."""
+        return self.num_sequences * (self.num_steps or self.prompt_len)
+
+
+@dataclass(slots=True)
+class PeerFigures:
+    """Tokens per second of peers, by peer and job, and their versions."""
+
+    speeds: dict[str, dict[str, float]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def beside(self, results: Iterable[Result]) -> list[Result]:
+        """The results, those that peers have too with the peers' figures."""
+        return [self._beside(result) for result in results]
+
+    def _beside(self, result: Result) -> Result:
+        job, _, formats = result.name.partition("/")
+        if formats != COMPARED:
+            return result
+        theirs = {name: speeds[job] for name, speeds in self.speeds.items() if job in speeds}
+        return result.beside(theirs) if theirs else result
+
+
+def jobs_of(shape: GpuShape) -> list[PeerJob]:
+    """All jobs, the cheapest first."""
+    decodes = [
+        PeerJob(f"decode_b{num_rows}_ctx{context_len}", num_rows, context_len, shape.num_steps)
+        for num_rows in shape.batches
+        for context_len in shape.contexts
+        if context_len <= LARGEST_CONTEXT
+    ]
+    decodes.sort(key=lambda job: job.num_sequences * job.prompt_len)
+    return [PeerJob(f"prefill_{shape.prefill_len}", 1, shape.prefill_len, 0), *decodes]
+
+
+def measure_peers(
+    session: GpuSession, shape: GpuShape, programs: Sequence[PeerProgram], figures: PeerFigures
+) -> None:
+    """Runs one peer after the other, each in a section of its own."""
+    for program in programs:
+        work = partial(_measure, session, shape, program, figures)
+        session.section(f"peer {program.name}", work, needs_s=JOB_NEEDS_S)
+
+
+def _measure(
+    session: GpuSession, shape: GpuShape, program: PeerProgram, figures: PeerFigures
+) -> None:
+    """Adds a peer's figures for the jobs that there is time for."""
+    end_s = session.clock.now_s() + min(PEER_S, session.left_s)
+    folder = Path(tempfile.mkdtemp(prefix="baton-peer-"))
+    (folder / "config.json").write_bytes(msgspec.json.encode(config_of(shape.model)))
+    speeds = figures.speeds.setdefault(program.name, {})
+    try:
+        with Driven(program.name, _command(program, shape, folder), environment_of_peers()) as peer:
+            peer.start()
+            facts = peer.ready(end_s - session.clock.now_s())
+            figures.versions[program.name] = str(facts.get("version"))
+            for job in jobs_of(shape):
+                left_s = end_s - session.clock.now_s()
+                if left_s < JOB_NEEDS_S:
+                    session.skip(f"{program.name}: {job.name}", "no time")
+                    continue
+                speeds[job.name] = statistics.median(_speeds(peer, job, shape, left_s))
+                session.say(f"   {program.name} {job.name}: {speeds[job.name]:,.1f} tokens/s")
+    except DrivenFailed as error:
+        session.skip(f"peer {error.name}", error.reason)
+        for line in error.last_lines:
+            session.say(f"      {line}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _speeds(peer: Driven, job: PeerJob, shape: GpuShape, timeout_s: float) -> Iterator[float]:
+    """Tokens per second of each run but the first, which warms up. Raises DrivenFailed."""
+    rng = Random(job.name)
+    for number in range(1 + NUM_RUNS):
+        prompts = [
+            [rng.randrange(shape.model.vocab_size) for _ in range(job.prompt_len)]
+            for _ in range(job.num_sequences)
+        ]
+        if job.num_steps:
+            do, key, more = "decode", "decode_s", {"num_steps": job.num_steps}
+        else:
+            do, key, more = "generate", "prefill_s", {"num_steps": 0}
+        answer = peer.ask(do, timeout_s=timeout_s, prompts=prompts, **more)
+        seconds = answer.get(key)
+        if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise DrivenFailed(peer.name, f"{job.name} took {seconds!r} seconds", ())
+        if number:
+            yield job.num_tokens / seconds
+
+
+def _command(program: PeerProgram, shape: GpuShape, folder: Path) -> Sequence[str]:
+    jobs = jobs_of(shape)
+    options: Mapping[str, object] = {
+        "--checkpoint": folder,
+        "--variant": VARIANT,
+        "--threads": 1,
+        "--max-sequences": max(job.num_sequences for job in jobs),
+        "--max-len": max(_most_tokens(job) for job in jobs),
+        "--max-tokens": max(job.num_sequences * _most_tokens(job) for job in jobs),
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    return [str(program.python), str(DRIVER), program.name, *words]
+
+
+def _most_tokens(job: PeerJob) -> int:
+    """The length of its longest sequence: the first ones go on until the last one has begun."""
+    return job.prompt_len + job.num_steps + job.num_sequences + 16
