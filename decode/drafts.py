@@ -27,6 +27,7 @@ from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence
 
 INDEXED_TOKENS = 256  # of long prompts together, in one step
+OWN_TOKENS = 32  # of one answer, in any step: those of some steps without a look too
 CATCH_UP_TOKENS = 512  # of left-out sequences, that the draft model computes in one step
 
 
@@ -77,6 +78,8 @@ class DraftPlanner:
     def join(self, seq: Sequence) -> None:
         """A sequence runs from now on."""
         if self.speculator is not None:
+            if not self._drafts:
+                self.speculator.begin()
             ngrams = NgramIndex(seq.token_ids) if self.speculator.uses_ngrams else None
             self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
@@ -139,7 +142,7 @@ class DraftPlanner:
             seq = draft.seq
             if draft.ngrams is not None:
                 # An answer's own new tokens are indexed even if others have long prompts.
-                to_index -= draft.ngrams.index(max(to_index, speculator.max_draft_tokens + 1))
+                to_index -= draft.ngrams.index(max(to_index, OWN_TOKENS))
                 draft.match = draft.ngrams.find()
             candidates.append(
                 Candidate(

@@ -8,6 +8,10 @@ itself, hence:
                   trial comes after twice as many steps; if they are kept, soon
     plain steps   while all steps have drafts, one without them now and then: the gain is measured
                   against it
+    rests         to look for matches and to choose takes the host's time, in a large batch of a
+                  small model a tenth of a step. So after a few looks on end that found nothing
+                  worth drafting, the next steps have none, ever more of them. The time of a plain
+                  step is that of one without a look: drafts have to earn their looks too
     catching up   the draft model computes its own K and V of tokens that it left out, so that full
                   blocks can be shared
 
@@ -16,6 +20,7 @@ Trials and catching up each cost a small share of the time at most (`decode.cred
 Deterministic: the same steps with the same times lead to the same choices.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -39,7 +44,11 @@ _SETTLED, _LEARN_EVERY_SETTLED = 256, 64  # after so many steps of a kind, learn
 _ENOUGH_STEPS = 32  # learned from, before only some steps are
 _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
 _REUSED = 7  # steps for which a choice for the same sequences is reused, after that
-_REST = 15  # steps without drafts after nothing was worth it
+_REST = 15  # steps without a choice after the draft model was not worth it
+_FIRST_REST = 2  # steps of a worker, to see the time of steps without a look
+_LONGEST_REST = 64  # steps without a look for matches
+_LOOKS = 0.006  # share of all time for looks in vain
+_EAGER = 4  # looks for matches on end that find nothing, before there are rests
 
 
 @dataclass(slots=True)
@@ -93,7 +102,9 @@ class Speculator:
         self._choice: list[Proposal | None] = []
         self._choice_key: list[tuple[SeqId, int]] = []
         self._num_reused = 0
-        self._num_rest = 0  # steps left in which nothing is drafted
+        self._num_rest = _FIRST_REST  # steps left in which nothing is drafted
+        self._num_vain = 0  # choices on end after which nothing was worth drafting
+        self._has_looked = False  # for the present step
 
     # ------------------------------------------------------------ choosing
 
@@ -103,25 +114,29 @@ class Speculator:
         return bool(self._trials)
 
     def rests(self) -> bool:
-        """True if nothing is drafted in the next step, without a new choice.
+        """True if nothing is drafted in the next step, without a look for it."""
+        self._has_looked = False
+        if self._num_rest:
+            self._num_rest -= 1
+            return True
+        if self._num_since_plain >= self._plain_every and self._cost.is_known:
+            self._num_since_plain = 0
+            self._plain_every = min(2 * self._plain_every, _PLAIN_EVERY)
+            return True
+        return False
 
-        That holds for some steps after nothing was worth drafting. If n-grams are used, each step
-        needs a choice: a match may come at any time.
-        """
-        if self._num_rest == 0 or self.uses_ngrams:
-            return False
-        self._num_rest -= 1
-        return True
+    def begin(self) -> None:
+        """A batch begins, of which nothing is known: the next step looks for matches."""
+        self._num_vain = 0
+        if self._cost.is_known:
+            self._num_rest = 0
 
     def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """Returns what to draft for each sequence of the next step."""
         if not self._trials or not candidates:
             return [None] * len(candidates)
         self._turn_to(len(candidates))
-        if self._num_since_plain >= self._plain_every and self._cost.is_known:
-            self._num_since_plain = 0
-            self._plain_every = min(2 * self._plain_every, _PLAIN_EVERY)
-            return [None] * len(candidates)
+        self._has_looked = True
         key = [(candidate.seq_id, candidate.match_len) for candidate in candidates]
         is_learned = self._cost.target.num_since_start >= _ENOUGH_STEPS
         if key == self._choice_key and self._num_reused < _REUSED and is_learned:
@@ -135,20 +150,32 @@ class Speculator:
         ]
         used = {proposal.proposer for proposal in proposals if proposal is not None}
         self._num_since_plain += bool(used)
+        self._num_vain = 0 if used else self._num_vain + 1
         self._try(candidates, proposals, used)
         if not any(proposals):
-            self._rest()
+            self._rest(candidates)
         return proposals
 
-    def _rest(self) -> None:
+    def _rest(self, candidates: Sequence[Candidate]) -> None:
         """Drafts nothing for some steps, but not beyond the next trial.
 
-        A trial that is due but not yet affordable does not shorten the rest.
+        A match may come at any time. So if n-grams are used, rests begin late, double, and are no
+        longer than the time of a look demands. A trial that is due but not yet affordable does not
+        shorten the rest.
         """
+        read = sum(candidate.context_len for candidate in candidates) / THOUSAND
+        most = self._longest_rest(len(candidates), read) if self.uses_ngrams else _REST
         waits = [trials.interval - trials.num_idle - 1 for trials in self._trials.values()]
-        self._num_rest = min([_REST, *(wait for wait in waits if wait >= 0)])
+        self._num_rest = min([most, *(wait for wait in waits if wait >= 0)])
         for trials in self._trials.values():
             trials.num_idle += self._num_rest
+
+    def _longest_rest(self, num_rows: int, read: float) -> int:
+        """Returns for how many steps a look in vain is to pay."""
+        step_s = self._cost.plain_s(num_rows, read)
+        num_owed = max(math.ceil(self._cost.look_s / (_LOOKS * step_s)), 2)
+        num_grown = 1 << max(self._num_vain - _EAGER, 0)
+        return max(min(num_owed, num_grown, _LONGEST_REST) - 1, 0)
 
     # ------------------------------------------------------------ trials and catching up
 
@@ -253,6 +280,10 @@ class Speculator:
         for row in plan.rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
+        if self._has_looked and not has_drafts and self._cost.is_known:
+            read = sum(row.end for row in plan.rows) / THOUSAND
+            self._cost.learn_look(len(plan.rows), read, step_s - times.draft_s)
+            return
         if not self._is_telling(has_drafts=has_drafts):
             return
         drafted = sum(r.num_drafted for r in result.rows)

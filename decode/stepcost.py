@@ -31,6 +31,9 @@ _YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # the first steps after that; their erro
 _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
+_LOOK_RATE = 0.1  # weight of the latest look
+_LOOK_ERROR, _MOST_LOOK = 0.3, 2.0  # of a look's time, as shares of a plain step; noise is cut
+
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
 # Weights in seconds, and how far each may be from the truth.
@@ -148,6 +151,7 @@ class StepCost:
     def __init__(self) -> None:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
+        self.look_s = 0.0  # the host's time to look for drafts, in a step that then has none
 
     def begun_anew(self) -> "StepCost":
         """Returns a copy with large uncertainty: a first guess for batches of another size."""
@@ -202,6 +206,12 @@ class StepCost:
             (self.draft.scale if is_first else self.draft.keep_pace)(factor)
         if is_special:
             self.target.lean(3)
+
+    def learn_look(self, num_rows: int, read: float, seconds: float) -> None:
+        """Learns from a step without drafts that took so long with a look for them."""
+        plain_s = self.plain_s(num_rows, read)
+        more_s = min(max(seconds - plain_s, -_LOOK_ERROR * plain_s), _MOST_LOOK * plain_s)
+        self.look_s += _LOOK_RATE * (more_s - self.look_s)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
         """Learns the time of the draft model's part of a step."""

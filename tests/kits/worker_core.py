@@ -318,6 +318,9 @@ class FixedSpeculator:
             return None
         return Proposal(self.proposer, num_tokens, candidate.match_len) if num_tokens else None
 
+    def begin(self):
+        pass
+
     def rests(self):
         return False
 

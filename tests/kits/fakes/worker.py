@@ -52,6 +52,9 @@ class WilfulSpeculator:
         num_tokens = self._rng.randint(1, candidate.max_tokens)
         return Proposal(self._rng.choice(ways), num_tokens, candidate.match_len)
 
+    def begin(self):
+        pass
+
     def rests(self):
         return False
 
