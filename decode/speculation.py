@@ -274,17 +274,18 @@ class Speculator:
         step_s = times.total_s + self._passed_before(times.total_s, now_s)
         advanced_s, self._advanced_s = self._advanced_s, 0.0
         self._turn_to(len(plan.rows))
-        has_drafts = any(row.max_drafted for row in plan.rows)
+        has_drafts = self._has_looked and any(row.max_drafted for row in plan.rows)
         if advanced_s and not has_drafts:  # the draft model did nothing but catch up
             self._credit.add("catching up", advanced_s - times.draft_s)
+        is_vain = self._has_looked and not has_drafts and self._cost.is_known
+        if not (is_vain or self._is_telling(has_drafts=has_drafts)):
+            return
         for row in plan.rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
-        if self._has_looked and not has_drafts and self._cost.is_known:
+        if is_vain:
             read = sum(row.end for row in plan.rows) / THOUSAND
             self._cost.learn_look(len(plan.rows), read, step_s - times.draft_s)
-            return
-        if not self._is_telling(has_drafts=has_drafts):
             return
         drafted = sum(r.num_drafted for r in result.rows)
         self._cost.learn_target(_features(plan.rows, result, drafted), step_s - times.draft_s)
