@@ -48,7 +48,7 @@ _REST = 15  # steps without a choice after the draft model was not worth it
 _FIRST_REST = 2  # steps of a worker, to see the time of steps without a look
 _LONGEST_REST = 64  # steps without a look for matches
 _LOOKS = 0.006  # share of all time for looks in vain
-_EAGER = 4  # looks for matches on end that find nothing, before there are rests
+_EAGER = 4  # looks in vain on end before there are rests; fewer in a batch, where one finds more
 
 
 @dataclass(slots=True)
@@ -161,11 +161,12 @@ class Speculator:
 
         A match may come at any time. So if n-grams are used, rests begin late, double, and are no
         longer than the time of a look demands. A trial that is due but not yet affordable does not
-        shorten the rest.
+        shorten the rest, nor does one that has begun and finds no matches.
         """
         read = sum(candidate.context_len for candidate in candidates) / THOUSAND
         most = self._longest_rest(len(candidates), read) if self.uses_ngrams else _REST
-        waits = [trials.interval - trials.num_idle - 1 for trials in self._trials.values()]
+        idle = [trials for trials in self._trials.values() if trials.num_left == 0]
+        waits = [trials.interval - trials.num_idle - 1 for trials in idle]
         self._num_rest = min([most, *(wait for wait in waits if wait >= 0)])
         for trials in self._trials.values():
             trials.num_idle += self._num_rest
@@ -174,7 +175,7 @@ class Speculator:
         """Returns for how many steps a look in vain is to pay."""
         step_s = self._cost.plain_s(num_rows, read)
         num_owed = max(math.ceil(self._cost.look_s / (_LOOKS * step_s)), 2)
-        num_grown = 1 << max(self._num_vain - _EAGER, 0)
+        num_grown = 1 << max(self._num_vain - _EAGER // num_rows.bit_length(), 0)
         return max(min(num_owed, num_grown, _LONGEST_REST) - 1, 0)
 
     # ------------------------------------------------------------ trials and catching up

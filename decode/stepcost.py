@@ -32,7 +32,6 @@ _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
 _LOOK_RATE = 0.1  # weight of the latest look
-_LOOK_ERROR, _MOST_LOOK = 0.3, 2.0  # of a look's time, as shares of a plain step; noise is cut
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
@@ -208,9 +207,13 @@ class StepCost:
             self.target.lean(3)
 
     def learn_look(self, num_rows: int, read: float, seconds: float) -> None:
-        """Learns from a step without drafts that took so long with a look for them."""
+        """Learns from a step without drafts that took so long with a look for them.
+
+        A large difference is cut, as is a large error of a prediction.
+        """
         plain_s = self.plain_s(num_rows, read)
-        more_s = min(max(seconds - plain_s, -_LOOK_ERROR * plain_s), _MOST_LOOK * plain_s)
+        fastest, slowest = (error * plain_s for error in _ERRORS)
+        more_s = min(max(seconds - plain_s, fastest), slowest)
         self.look_s += _LOOK_RATE * (more_s - self.look_s)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
