@@ -46,7 +46,7 @@ _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
 _REUSED = 7  # steps for which a choice for the same sequences is reused, after that
 _REST = 15  # steps without a choice after the draft model was not worth it
 _FIRST_REST = 2  # steps of a worker, to see the time of steps without a look
-_LONGEST_REST = 64  # steps without a look for matches
+_MOST_DOUBLED = 6  # times that a rest from looks for matches doubles
 _LOOKS = 0.006  # share of all time for looks in vain
 _EAGER = 4  # looks in vain on end before there are rests; fewer in a batch, where one finds more
 
@@ -175,8 +175,8 @@ class Speculator:
         """Returns for how many steps a look in vain is to pay."""
         step_s = self._cost.plain_s(num_rows, read)
         num_owed = max(math.ceil(self._cost.look_s / (_LOOKS * step_s)), 2)
-        num_grown = 1 << max(self._num_vain - _EAGER // num_rows.bit_length(), 0)
-        return max(min(num_owed, num_grown, _LONGEST_REST) - 1, 0)
+        num_late = max(self._num_vain - _EAGER // num_rows.bit_length(), 0)
+        return min(num_owed, 1 << min(num_late, _MOST_DOUBLED)) - 1
 
     # ------------------------------------------------------------ trials and catching up
 
