@@ -2,7 +2,7 @@
 
 There are two models. The first is a rate over all workers: seconds per computed token, per pulled
 byte, per decode step. Once work of different sizes was observed on a class of workers, the formulas
-of `router.cluster.costs` apply to it. Without an observation there is no prediction, except of
+of `engine.worker.costs` apply to it. Without an observation there is no prediction, except of
 pulls: a guess of these lets the first prompts after a restart come from a store.
 
 Prompts are timed from their first chunk to their first token. Workers report the times of their
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.demand import DecodeCost
 from engine.messages import Role, StepReport
-from router.cluster.costs import (
+from engine.worker.costs import (
     CostErrors,
     LoadCost,
     OnlineCosts,

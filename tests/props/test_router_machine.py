@@ -68,7 +68,7 @@ from engine.worker.block_events import (
     stored,
 )
 from engine.worker.blocks import BlockHash, hash_blocks
-from router.cluster.costs import LoadCost, PrefillCost, PullCost
+from engine.worker.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.machine.events import BlocksChanged, BlocksUnheard

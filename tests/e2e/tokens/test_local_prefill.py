@@ -45,7 +45,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.rpc import SessionClient
-from router.cluster.costs import PrefillCost, WorkerCosts
+from engine.worker.costs import PrefillCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from tests.kits.services.alone import answers_alone
 from tests.kits.services.cluster import (

@@ -14,7 +14,7 @@ from engine.messages import (
     Sampling,
     Welcome,
 )
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.events import Arrived, WorkerJoined
 from router.machine.requests import Request

@@ -28,8 +28,8 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from engine.worker.events import FromGateway, LeaseEnded, PullDone, PullFailed
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.machine import Arrived, RouterMachine
 from router.machine.requests import Finished

@@ -32,7 +32,7 @@ from engine.messages import (
     Welcome,
 )
 from engine.worker.blocks import hash_blocks
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.admission import Admission, DecodeLoad
 from router.machine.events import (

@@ -21,7 +21,7 @@ from engine.messages import (
 )
 from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.media import name_on
 from router.cluster.view import ClusterView

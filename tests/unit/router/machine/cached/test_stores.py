@@ -27,7 +27,7 @@ from engine.messages import (
 )
 from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium, stored
 from engine.worker.blocks import hash_blocks
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
 from router.machine.events import BlocksChanged, BlocksUnheard
 from router.machine.machine import Tick, WorkerJoined, WorkerLost

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.demand import DecodeCost
-from router.cluster.costs import (
+from engine.worker.costs import (
     Fit,
     OnlineCosts,
     PrefillCost,
