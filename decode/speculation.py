@@ -9,9 +9,9 @@ itself, hence:
     plain steps   while all steps have drafts, one without them now and then: the gain is measured
                   against it
     rests         to look for matches and to choose takes the host's time, in a large batch of a
-                  small model a tenth of a step. So after a few looks on end that found nothing
-                  worth drafting, the next steps have none, ever more of them. The time of a plain
-                  step is that of one without a look: drafts have to earn their looks too
+                  small model a tenth of a step. So steps with a look are compared with steps
+                  without: tokens per second, all costs included. While looks bring less than
+                  they cost, steps rest from them after each that was in vain, ever longer
     catching up   the draft model computes its own K and V of tokens that it left out, so that full
                   blocks can be shared
 
@@ -48,7 +48,6 @@ _REST = 15  # steps without a choice after the draft model was not worth it
 _FIRST_REST = 2  # steps of a worker, to see the time of steps without a look
 _MOST_DOUBLED = 6  # times that a rest from looks for matches doubles
 _LOOKS = 0.006  # share of all time for looks in vain
-_EAGER = 4  # looks in vain on end before there are rests; fewer in a batch, where one finds more
 
 
 @dataclass(slots=True)
@@ -105,6 +104,7 @@ class Speculator:
         self._num_rest = _FIRST_REST  # steps left in which nothing is drafted
         self._num_vain = 0  # choices on end after which nothing was worth drafting
         self._has_looked = False  # for the present step
+        self._is_trial = False  # whether its drafts are only a trial
 
     # ------------------------------------------------------------ choosing
 
@@ -130,6 +130,7 @@ class Speculator:
         self._num_vain = 0
         if self._cost.is_known:
             self._num_rest = 0
+            self._cost.hope()
 
     def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """Returns what to draft for each sequence of the next step."""
@@ -151,6 +152,7 @@ class Speculator:
         used = {proposal.proposer for proposal in proposals if proposal is not None}
         self._num_since_plain += bool(used)
         self._num_vain = 0 if used else self._num_vain + 1
+        self._is_trial = not used
         self._try(candidates, proposals, used)
         if not any(proposals):
             self._rest(candidates)
@@ -172,11 +174,13 @@ class Speculator:
             trials.num_idle += self._num_rest
 
     def _longest_rest(self, num_rows: int, read: float) -> int:
-        """Returns for how many steps a look in vain is to pay."""
+        """Returns for how many steps a look in vain is to pay; 0 if looks are worth their time."""
+        if self._cost.look_gain > 0:
+            self._num_vain = 0
+            return 0
         step_s = self._cost.plain_s(num_rows, read)
         num_owed = max(math.ceil(self._cost.look_s / (_LOOKS * step_s)), 2)
-        num_late = max(self._num_vain - _EAGER // num_rows.bit_length(), 0)
-        return min(num_owed, 1 << min(num_late, _MOST_DOUBLED)) - 1
+        return min(num_owed, 1 << min(self._num_vain, _MOST_DOUBLED)) - 1
 
     # ------------------------------------------------------------ trials and catching up
 
@@ -278,15 +282,15 @@ class Speculator:
         has_drafts = self._has_looked and any(row.max_drafted for row in plan.rows)
         if advanced_s and not has_drafts:  # the draft model did nothing but catch up
             self._credit.add("catching up", advanced_s - times.draft_s)
-        is_vain = self._has_looked and not has_drafts and self._cost.is_known
-        if not (is_vain or self._is_telling(has_drafts=has_drafts)):
+        is_telling = self._is_telling(has_drafts=has_drafts)
+        if not (is_telling or self._has_looked):
             return
         for row in plan.rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
-        if is_vain:
-            read = sum(row.end for row in plan.rows) / THOUSAND
-            self._cost.learn_look(len(plan.rows), read, step_s - times.draft_s)
+        if self._has_looked and self._cost.is_known:
+            self._learn_look(plan.rows, result, step_s, has_drafts=has_drafts)
+        if not is_telling or (self._has_looked and not has_drafts and self._cost.is_known):
             return
         drafted = sum(r.num_drafted for r in result.rows)
         self._cost.learn_target(_features(plan.rows, result, drafted), step_s - times.draft_s)
@@ -294,6 +298,19 @@ class Speculator:
             self._plain_every = _FIRST_PLAIN
         if times.draft_s > 0 and any(row.draft_token_ids for row in plan.rows):
             self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
+
+    def _learn_look(
+        self, rows: Sequence[Row], result: BatchResult, step_s: float, *, has_drafts: bool
+    ) -> None:
+        """Learns what a look cost and, unless its drafts were only a trial, what it brought."""
+        read = sum(row.end for row in rows) / THOUSAND
+        if not has_drafts:
+            assert result.times is not None
+            self._cost.learn_look(len(rows), read, step_s - result.times.draft_s)
+        elif not self._is_trial:
+            num_tokens = sum(len(outcome.token_ids) for outcome in result.rows)
+            rate = num_tokens / len(rows) * self._cost.plain_s(len(rows), read) / step_s
+            self._cost.learn_gain(rate - 1)
 
     def _turn_to(self, num_rows: int) -> None:
         """Selects the costs of steps with so many rows."""

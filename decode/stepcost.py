@@ -32,6 +32,8 @@ _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
 _LOOK_RATE = 0.1  # weight of the latest look
+_FIRST_GAIN = 0.02  # of looks, while little is known
+_GAIN_RATE, _MOST_GAIN = 0.05, 2.0  # weight of the latest look; one step says no more than this
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
@@ -151,6 +153,7 @@ class StepCost:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
         self.look_s = 0.0  # the host's time to look for drafts, in a step that then has none
+        self.look_gain = _FIRST_GAIN  # of steps with a look over those without, as a share
 
     def begun_anew(self) -> "StepCost":
         """Returns a copy with large uncertainty: a first guess for batches of another size."""
@@ -215,6 +218,16 @@ class StepCost:
         fastest, slowest = (error * plain_s for error in _ERRORS)
         more_s = min(max(seconds - plain_s, fastest), slowest)
         self.look_s += _LOOK_RATE * (more_s - self.look_s)
+        self.learn_gain(-more_s / plain_s)
+
+    def learn_gain(self, gain: float) -> None:
+        """Learns how many more tokens per second a step with a look brought than one without."""
+        gain = min(max(gain, _ERRORS[0]), _MOST_GAIN)
+        self.look_gain += _GAIN_RATE * (gain - self.look_gain)
+
+    def hope(self) -> None:
+        """Expects something of looks again: new sequences may repeat more."""
+        self.look_gain = max(self.look_gain, _FIRST_GAIN)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
         """Learns the time of the draft model's part of a step."""
