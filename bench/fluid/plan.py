@@ -63,7 +63,7 @@ class FluidPart(StrEnum):
     BOUND = "bound"
 
 
-class StreamSetting(StrEnum):
+class BoundSetting(StrEnum):
     """Where streams decode in the second part, and whether prompts arrive."""
 
     BOUND_IDLE = "bound_idle"
@@ -168,9 +168,9 @@ def order_of(plan: FluidPlan, repeat: int) -> list[tuple[TokenMix, FluidDeployme
     return [(mix, each) for mix in mixes for each in rng.sample(COMPARED, k=len(COMPARED))]
 
 
-def stream_order_of(plan: FluidPlan, repeat: int) -> list[StreamSetting]:
+def stream_order_of(plan: FluidPlan, repeat: int) -> list[BoundSetting]:
     """Returns all settings of the second part, in the repetition's own order."""
-    settings = [*StreamSetting]
+    settings = [*BoundSetting]
     Random(f"{plan.seed}/streams/{repeat}").shuffle(settings)
     return settings
 

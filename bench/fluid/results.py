@@ -31,7 +31,7 @@ from bench.common.goals import Goals
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
 from bench.elastic_live.plan import answered_per_s
-from bench.fluid.plan import COMPARED, FluidDeployment, StreamSetting
+from bench.fluid.plan import COMPARED, BoundSetting, FluidDeployment
 from bench.interference.results import TOKENS_PER_CHUNK, gaps_within, window_of
 
 GOALS = Goals({"fluid/*": 0.95, "itl_ratio/bound": 1.3}, at_most=("itl_ratio/*",))
@@ -65,7 +65,7 @@ class MixRun:
 class StreamsRun:
     """Streams on one deployment, with prompts or without."""
 
-    setting: StreamSetting
+    setting: BoundSetting
     repeat: int
     streams: tuple[Answer, ...]  # of at least three chunks
     prompts: tuple[Answer | Failure, ...] = ()
@@ -145,8 +145,8 @@ def _ratios(runs: Sequence[MixRun], repeat: int) -> dict[str, Figure]:
 def _stream_ratios(runs: Sequence[StreamsRun], repeat: int) -> dict[str, Figure]:
     p99_s = {run.setting: percentile(run.gaps_s, 99) for run in runs if run.repeat == repeat}
     pairs = {
-        StreamSetting.BOUND: StreamSetting.BOUND_IDLE,
-        StreamSetting.WALLED: StreamSetting.WALLED_IDLE,
+        BoundSetting.BOUND: BoundSetting.BOUND_IDLE,
+        BoundSetting.WALLED: BoundSetting.WALLED_IDLE,
     }
     return {
         f"itl_ratio/{loaded}": Figure(p99_s[loaded] / p99_s[idle], "")
@@ -194,7 +194,7 @@ def figures_of(run: MixRun) -> dict[str, Figure]:
 
 def _stream_figures(runs: Sequence[StreamsRun], repeat: int) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
-    for setting in StreamSetting:
+    for setting in BoundSetting:
         for run in runs:
             if (run.repeat, run.setting) == (repeat, setting):
                 figures |= {f"{name}/{setting}": one for name, one in _of_streams(run).items()}

@@ -29,10 +29,10 @@ from bench.fluid.plan import (
     LOAD,
     POOLS,
     WALLS,
+    BoundSetting,
     FluidDeployment,
     FluidPart,
     FluidPlan,
-    StreamSetting,
     TokenMix,
     bound_s,
     order_of,
@@ -259,7 +259,7 @@ class _Bench:
         return iter(arrival_times_s(rate_per_s, MAX_ARRIVALS, burstiness=1.0, rng=rng))
 
     async def _beside(
-        self, setting: StreamSetting, arrivals: Iterator[float], repeat: int
+        self, setting: BoundSetting, arrivals: Iterator[float], repeat: int
     ) -> StreamsRun:
         server = self._servers[setting.deployment]
         streams, prompts = self._bodies(server, f"{setting}/{repeat}")

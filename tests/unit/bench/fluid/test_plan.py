@@ -6,10 +6,10 @@ import pytest
 
 from bench.fluid.plan import (
     COMPARED,
+    BoundSetting,
     FluidDeployment,
     FluidPart,
     FluidPlan,
-    StreamSetting,
     bound_s,
     check,
     config_of,
@@ -77,11 +77,11 @@ def test_each_repetition_plays_each_mix_on_all_deployments_in_a_row():
 
 
 def test_streams_run_with_and_without_prompts_on_the_same_deployment():
-    assert sorted(stream_order_of(PLAN, 0)) == sorted(StreamSetting)
-    assert StreamSetting.BOUND.deployment is FluidDeployment.BOUND
-    assert StreamSetting.BOUND_IDLE.deployment is FluidDeployment.BOUND
-    assert StreamSetting.WALLED_IDLE.deployment is FluidDeployment.WALLED
-    assert [setting for setting in StreamSetting if setting.has_prompts] == ["bound", "walled"]
+    assert sorted(stream_order_of(PLAN, 0)) == sorted(BoundSetting)
+    assert BoundSetting.BOUND.deployment is FluidDeployment.BOUND
+    assert BoundSetting.BOUND_IDLE.deployment is FluidDeployment.BOUND
+    assert BoundSetting.WALLED_IDLE.deployment is FluidDeployment.WALLED
+    assert [setting for setting in BoundSetting if setting.has_prompts] == ["bound", "walled"]
 
 
 def test_bound_leaves_a_quarter_over_the_pace_of_streams_alone():

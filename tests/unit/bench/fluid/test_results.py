@@ -7,7 +7,7 @@ import pytest
 
 from bench.client.answers import Failure
 from bench.client.load import RequestsFailed
-from bench.fluid.plan import FluidDeployment, StreamSetting
+from bench.fluid.plan import BoundSetting, FluidDeployment
 from bench.fluid.results import GOALS, MixRun, StreamsRun, results, rivals_of, warnings
 from bench.fluid.run import run_beside_arrivals
 from engine.clock import MonotonicClock
@@ -69,10 +69,10 @@ def test_busy_shares_are_of_one_core():
 def test_gaps_beside_prompts_are_held_against_those_without():
     prompt = answer_at([0.5], sent_s=0.1)
     runs = [
-        streams_run(StreamSetting.BOUND_IDLE, 0.010),
-        streams_run(StreamSetting.BOUND, 0.012, prompts=(prompt, Failure("http_429", "later"))),
-        streams_run(StreamSetting.WALLED_IDLE, 0.010),
-        streams_run(StreamSetting.WALLED, 0.011, prompts=(prompt,)),
+        streams_run(BoundSetting.BOUND_IDLE, 0.010),
+        streams_run(BoundSetting.BOUND, 0.012, prompts=(prompt, Failure("http_429", "later"))),
+        streams_run(BoundSetting.WALLED_IDLE, 0.010),
+        streams_run(BoundSetting.WALLED, 0.011, prompts=(prompt,)),
     ]
     found = by_name(runs)
     assert found["itl_ratio/bound"].value == pytest.approx(1.2)
