@@ -68,7 +68,7 @@ from engine.worker.block_events import (
     stored,
 )
 from engine.worker.blocks import BlockHash, hash_blocks
-from router.cluster.costs import LoadCost, PrefillCost, PullCost
+from engine.worker.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.machine.events import BlocksChanged, BlocksUnheard
@@ -182,17 +182,17 @@ class FakeWorker:
             LAYOUT,
             NUM_BLOCKS,
             MAX_RUNNING,
-            prefills_locally=self.is_local,
+            stretch=4.0 if self.name[0] == LOCAL else None,
         )
 
     @property
     def is_local(self) -> bool:
-        return self.name[0] == LOCAL and self.role is Role.DECODE
+        return self.name[0] == LOCAL and self.role in (Role.PREFILL, Role.DECODE)
 
     def change_role(self, role: Role) -> None:
         """Changes the role: begun sequences finish, the others are returned."""
         self.role = role
-        self._say(RoleChanged(role, self.is_local))
+        self._say(RoleChanged(role))
         for seq_id, seq in list(self.seqs.items()):
             has_begun = seq.decoding or (seq.kind is not Decode and seq.started)
             if not has_begun and not self._accepts(seq.kind):
