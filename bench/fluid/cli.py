@@ -45,6 +45,7 @@ from bench.simulator.cluster import SimulatedPools
 from bench.simulator.goodput import ATTAINMENT
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic
+from engine.config import PoolsConfig
 
 LOADS = ("synthetic", "turning")
 NUM_REQUESTS = 1000
@@ -80,6 +81,9 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
     requests: Annotated[
         int, typer.Option(min=2, help="Simulate the first requests of a trace.")
     ] = NUM_REQUESTS,
+    stretch: Annotated[
+        float, typer.Option(min=1.01, help="Of simulated steps by prompts.")
+    ] = PoolsConfig().stretch,
     slo_ttft_ms: Annotated[float, typer.Option(min=1.0, help="Simulated bound.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=1.0, help="Simulated bound.")] = 25.0,
     repeat: RepeatOption = 3,
@@ -99,6 +103,7 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
                 splits=splits_near(pools) if quick_ else splits_of_all(pools.total),
                 chunks=QUICK_CHUNKS if quick_ else CHUNKS,
                 slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms),
+                stretch=stretch,
                 seed=seed,
             )
             _simulate(simulated_plan, json)
@@ -159,6 +164,7 @@ def _simulate(plan: SimulatedFluidPlan, json: Path | None) -> None:
             "prefill": plan.fluid.prefill,
             "decode": plan.fluid.decode,
             "splits": len(plan.splits),
+            "stretch": plan.stretch,
             "chunks": ",".join(map(str, plan.chunks)),
             "ttft_bound_s": plan.slo.ttft_s,
             "tpot_bound_s": plan.slo.tpot_s,

@@ -46,7 +46,7 @@ class FluidDeployment(StrEnum):
 
 
 COMPARED = (FluidDeployment.FLUID, FluidDeployment.WALLED, FluidDeployment.MIXED)
-WALLS = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}
+WALLS = {"BATON_POOLS__FLUID": "false"}
 _SEPARATE: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1}
 POOLS: Mapping[FluidDeployment, Mapping[str, Scalar]] = {  # options of `baton serve`
     FluidDeployment.FLUID: _SEPARATE,

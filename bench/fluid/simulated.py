@@ -50,7 +50,7 @@ from bench.simulator.goodput import attained_per_s, attainment
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import latencies_of
 from bench.simulator.traces import Trace
-from engine.config import RouterConfig
+from engine.config import PoolsConfig, RouterConfig
 from router.native.machine import native_machine
 
 GOALS = Goals({"goodput_fluid/best_split/*": 1.1, "goodput_fluid/colocated/*": 1.0})
@@ -82,6 +82,7 @@ class SimulatedFluidPlan:
     splits: Sequence[SimulatedPools]
     chunks: Sequence[int]
     slo: SloBounds
+    stretch: float = PoolsConfig().stretch
     seed: int = 0
     num_halvings: int = NUM_HALVINGS
 
@@ -133,7 +134,7 @@ def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
         hardware,
         use.pools,
         max_answer_tokens=MAX_ANSWER_TOKENS,
-        prefills_locally=use.is_fluid,
+        stretch=plan.stretch if use.is_fluid else None,
     )
     router = RouterConfig(
         seed=plan.seed,
