@@ -158,7 +158,7 @@ class Scheduler(Protocol):
 Observe = Callable[[BatchPlan, BatchResult, float], None]
 
 
-class StepReports:
+class StepSamples:
     """A sample of the steps of one kind since the last report, spread evenly over them."""
 
     def __init__(self, max_kept: int = MAX_STEPS_OF_A_KIND) -> None:
@@ -217,7 +217,7 @@ class WorkerCore:
         self._observe = observe
         self._in_flight: deque[Planned] = deque()
         self._decoder = self._taker(Adopted)
-        self._decode_steps, self._other_steps = StepReports(), StepReports()
+        self._decode_steps, self._other_steps = StepSamples(), StepSamples()
         self._held_until_s: float | None = None
 
     @property

@@ -293,8 +293,8 @@ class Fleet {
   // By slot, in whole chunks.
   std::vector<double> ready_at_;  // of prefill workers; infinite: not a prefill worker
   std::vector<double> behind_;
-  std::vector<double> tpot_;   // of the present batch; infinite: it takes no sequence
-  std::vector<int64_t> room_;  // blocks
+  std::vector<double> tpot_;            // of the present batch; infinite: it takes no sequence
+  std::vector<int64_t> room_;           // blocks
   std::vector<double> local_ready_at_;  // of fluid decode workers; infinite: it is none
   std::vector<uint8_t> kind_of_;
   // By chunk.
