@@ -15,6 +15,8 @@ baton bench elastic-live --json elastic-live.json
 baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
+baton bench fluid --json fluid.json
+baton bench fluid --simulated --trace conversation_trace.jsonl --json fluid_simulated.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
 baton bench hostile --json hostile.json
@@ -36,6 +38,7 @@ from bench.elastic.cli import elastic
 from bench.elastic_live.cli import elastic_live
 from bench.engine.cli import engine
 from bench.eviction.cli import eviction
+from bench.fluid.cli import fluid
 from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
 from bench.interference.cli import interference
@@ -62,6 +65,7 @@ app.command()(kv)
 app.command()(store)
 app.command()(gateway)
 app.command()(interference)
+app.command()(fluid)
 app.command()(speculate)
 app.command()(router)
 app.command()(simulator)
