@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
+from deploy.local.nursery import SERVICES, Nursery
 from deploy.local.places import load_places
 from deploy.local.service_manager import ServiceManager
 from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
@@ -272,10 +274,13 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
         return ProcessLauncher(place_of=None if places is None else load_places(places))
     if places is not None:
         raise ConfigError("--places needs --launcher process")
+    nursery = Nursery()
+    with suppress(OSError):  # the launcher tries again, and reports it
+        nursery.open(*SERVICES)  # so it imports while Ray starts; it has no token of Ray
     own_ray.prepare(os.environ)
     from deploy.ray.launcher import OwnRayLauncher
 
-    return OwnRayLauncher()
+    return OwnRayLauncher(nursery)
 
 
 def run(deployment: Deployment, console: Console) -> int:
