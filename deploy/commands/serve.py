@@ -205,11 +205,12 @@ def serve(  # noqa: PLR0913 - a command's options
     as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     forget_environment(os.environ)
+    manager = ServiceManager(os.environ)
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     console = Console(stderr=True)
     if as_json:
         console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
-    raise typer.Exit(run(deployment, console))
+    raise typer.Exit(run(deployment, console, manager))
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,13 +284,12 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
     return OwnRayLauncher(nursery)
 
 
-def run(deployment: Deployment, console: Console) -> int:
+def run(deployment: Deployment, console: Console, manager: ServiceManager) -> int:
     """Opens the deployment, prints its news until a signal, and closes it.
 
     Returns the exit status: 0, or 128 plus the number of a signal that came before it served, or
     that came while it waited for answers.
     """
-    manager = ServiceManager(os.environ)
     signals = StopSignals()
     signals.install()
     try:

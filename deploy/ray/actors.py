@@ -194,6 +194,7 @@ class ServiceActors:
                 if self._hosted.get(name) is hosted:  # no other thread has stopped it meanwhile
                     if isinstance(error, ray.exceptions.ActorDiedError):
                         del self._hosted[name]  # Ray has ended it and freed its name
+                        self._end_child(hosted)
                     else:
                         self._drop(name)
                     dead[name] = f"{name} ended: {_reason(error)}"
@@ -286,6 +287,12 @@ class ServiceActors:
         """Ends the actor that a start made, unless another actor has its name by now."""
         if hosted is not None and self._hosted.get(name) is hosted:
             self._drop(name)
+
+    def _end_child(self, hosted: _Hosted) -> None:
+        """Ends what a dead actor may leave. It ends by itself, unless it is stopped or hangs."""
+        if self.nursery is not None and hosted.ready is not None:
+            with _ended_after(hosted.ready.pid, at_once=True):
+                pass
 
     def _drop(self, name: str) -> None:
         """Forgets an actor and kills it, so that its name is free again."""
