@@ -11,9 +11,9 @@ from bench.common.report import Figure
 from bench.processes.driven import DrivenFailed
 from bench.processes.serving import serving
 from bench.starts.plan import FIRST, IMPORT, IMPORTS, StartsPlan
-from deploy.commands.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock
 
+BUNDLED = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
 IMPORT_TIMEOUT_S = 120.0
 KEEPS_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # else each start compiles Python
 
@@ -44,7 +44,7 @@ def _ready_s(launcher: str, environment: Mapping[str, str]) -> float:
     with TemporaryDirectory(prefix="baton-") as run_dir:
         there = {**KEEPS_BYTECODE, "BATON_RUN_DIR": run_dir, **environment}
         begin_s = clock.now_s()
-        with serving(Path(BUNDLED_MODEL), {"--launcher": launcher}, there):
+        with serving(BUNDLED, {"--launcher": launcher}, there):
             return clock.now_s() - begin_s
 
 
