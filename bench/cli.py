@@ -19,6 +19,7 @@ baton bench fluid --json fluid.json
 baton bench fluid --simulated --trace conversation_trace.jsonl --json fluid_simulated.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
+baton bench starts --json starts.json
 baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
 baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
@@ -51,6 +52,7 @@ from bench.router.cli import router
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
+from bench.starts.cli import starts
 from bench.store.cli import store
 from bench.tiers.cli import tiers
 from bench.validation.cli import validation
@@ -74,6 +76,7 @@ app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
 app.command()(moves)
+app.command()(starts)
 app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)
