@@ -42,7 +42,7 @@ from engine.messages import (
     decode_welcome,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
 from router.cluster.estimates import Estimates
