@@ -25,6 +25,10 @@ class BodyPipe(Protocol):
         """Sends a non-empty part soon."""
         ...
 
+    def write_coded(self, data: bytes) -> None:
+        """Sends parts that have HTTP's chunked coding already, at once. Call `flush` before."""
+        ...
+
     def flush(self) -> None:
         """Sends all parts now: needed before sending anything by other ways."""
         ...

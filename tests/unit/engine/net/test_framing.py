@@ -1,5 +1,7 @@
 """Frames come out of a stream as they went in, however the stream is cut into pieces."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def stream_of(sent: list[bytes]) -> bytes:
 def test_frames_come_whole_and_in_order_from_any_pieces(sent, cuts):
     stream, reader, got = stream_of(sent), FrameReader(), []
     edges = [0, *sorted(cut for cut in cuts if cut < len(stream)), len(stream)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         got += reader.feed(stream[begin:end])
     assert got == sent
     assert not reader.has_ended

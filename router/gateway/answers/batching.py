@@ -1,0 +1,44 @@
+"""Takes the tokens of all streams of one turn of the loop in one call of C++.
+
+A step of a worker brings a token of each stream. Most streams show text and nothing else of a
+token. Their tokens are collected, and at the end of the turn they become chunks of the responses
+all together (`router.text.native`). What is taken in other ways must come behind them: see `flush`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from router.edge.extension import BodyPipe
+from router.gateway.metrics.meters import GatewayMetrics
+from router.text.native.step import BatchedText, TextSteps
+
+
+class TextBatch:
+    """The tokens of one turn. Belongs to one event loop."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        """Raises BuildError where there is no C++."""
+        self._metrics = metrics
+        self._steps = TextSteps()
+        self._pipes: list[BodyPipe] = []
+
+    def add(
+        self, text: BatchedText, pipe: BodyPipe, token_ids: Sequence[int], now_s: float
+    ) -> None:
+        """Takes tokens of an answer, and sends what they show through the pipe, soon."""
+        if not self._pipes:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._pipes.append(pipe)
+        self._steps.add(text, token_ids, now_s)
+
+    def flush(self) -> None:
+        """Sends everything now. Call it before a text is changed in any other way."""
+        pipes = self._pipes
+        if not pipes:
+            return
+        self._pipes = []
+        self._metrics.num_generation_tokens += self._steps.num_tokens
+        pipes[0].flush()  # parts of bodies that came before
+        for pipe, chunk in zip(pipes, self._steps.take(), strict=True):
+            if chunk:
+                pipe.write_coded(chunk)
