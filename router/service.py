@@ -387,12 +387,13 @@ class Router:
             effects = self.machine.handle(event, now_s)
             if self._recording is not None:
                 self._recording.note(event, now_s, effects)
-            for place, effect in enumerate(effects):
+            ended = {effect.request_id for effect in effects if type(effect) is End}
+            for effect in effects:
                 if (
                     type(effect) is Deliver
                     and effect.is_plain
                     and effect.request_id not in updates
-                    and not _ends_with(effects, place)
+                    and effect.request_id not in ended  # else the end is in the same update
                 ):
                     tokens.append(effect)
                 else:
@@ -602,11 +603,6 @@ def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) 
     if len(set(formats.values())) == 1:
         return f"{fingerprint}-{next(iter(formats.values()))}"
     return "-".join([fingerprint, *(f"{role}_{formats[role]}" for role in formats)])
-
-
-def _ends_with(effects: Sequence[RouterEffect], place: int) -> bool:
-    """True if the effect at this place is the last of a request that ends: both are one update."""
-    return place + 1 < len(effects) and type(effects[place + 1]) is End
 
 
 def _perform(

@@ -304,7 +304,12 @@ class Connection(HttpToolsProtocol):
 
     def write_coded(self, data: bytes) -> None:
         """Sends parts that have the chunked coding already, at once. `flush` must come before."""
-        _write(self.transport, data)
+        transport = self.transport
+        if not transport.is_closing():
+            try:
+                transport.write(data)
+            except Exception:  # other clients go on
+                _cut(transport)
 
     def flush(self) -> None:
         """Sends all waiting parts now, also those of other connections."""
@@ -370,17 +375,17 @@ class _Outbox:
         """Sends all parts whose clients are connected."""
         parts, self.parts = self.parts, []
         for transport, data in parts:
-            _write(transport, data)
+            if not transport.is_closing():
+                try:
+                    transport.write(data)
+                except Exception:  # other clients go on
+                    _cut(transport)
 
 
-def _write(transport: asyncio.Transport, data: bytes) -> None:
-    """Sends data if the client is connected. A failing connection is cut: other clients go on."""
-    if not transport.is_closing():
-        try:
-            transport.write(data)
-        except Exception:
-            log.exception("sending a part of a body failed: its connection is cut")
-            transport.abort()
+def _cut(transport: asyncio.Transport) -> None:
+    """Ends a connection that cannot be written to, in the handler of the error."""
+    log.exception("sending a part of a body failed: its connection is cut")
+    transport.abort()
 
 
 _outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()

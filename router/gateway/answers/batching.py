@@ -20,6 +20,7 @@ class TextBatch:
         """Raises BuildError where there is no C++."""
         self._metrics = metrics
         self._steps = TextSteps()
+        self._added: list[tuple[BatchedText, Sequence[int], float]] = []
         self._pipes: list[BodyPipe] = []
 
     def add(
@@ -29,16 +30,16 @@ class TextBatch:
         if not self._pipes:
             asyncio.get_running_loop().call_soon(self.flush)
         self._pipes.append(pipe)
-        self._steps.add(text, token_ids, now_s)
+        self._added.append((text, token_ids, now_s))
 
     def flush(self) -> None:
         """Sends everything now. Call it before a text is changed in any other way."""
-        pipes = self._pipes
-        if not pipes:
+        if not self._pipes:
             return
-        self._pipes = []
-        self._metrics.num_generation_tokens += self._steps.num_tokens
+        pipes, added = self._pipes, self._added
+        self._pipes, self._added = [], []
+        self._metrics.num_generation_tokens += sum(len(token_ids) for _, token_ids, _ in added)
         pipes[0].flush()  # parts of bodies that came before
-        for pipe, chunk in zip(pipes, self._steps.take(), strict=True):
+        for pipe, chunk in zip(pipes, self._steps.take(added), strict=True):
             if chunk:
                 pipe.write_coded(chunk)

@@ -8,7 +8,7 @@ are the slow twin. Only the bytes of a token are needed, so it is for ByteLevel 
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 from router.text.native.library import NativeSeries, NativeText, opened
@@ -95,52 +95,38 @@ class BatchedText:
 
 
 class TextSteps:
-    """Tokens of answers, in the order in which they came, and the chunks that they become."""
+    """Makes chunks of tokens."""
 
     def __init__(self) -> None:
         """Raises BuildError where there is no C++."""
         self._library = library = opened()
         self._handle: int = library.baton_text_open()
-        self._begin()
 
     def __del__(self) -> None:
         self._library.baton_text_close(self._handle)
 
-    def _begin(self) -> None:
-        self._texts: list[BatchedText] = []
-        self._addresses, self._lengths = array("Q"), array("q")
-        self._times_s, self._ids = array("d"), array("q")
+    def take(self, added: Sequence[tuple[BatchedText, Sequence[int], float]]) -> list[bytes]:
+        """Takes the next tokens of answers, with the time at which they came.
 
-    def add(self, text: BatchedText, token_ids: Sequence[int], now_s: float) -> None:
-        """Adds tokens of one answer."""
-        self._texts.append(text)
-        self._addresses.append(text.address)
-        self._lengths.append(len(token_ids))
-        self._times_s.append(now_s)
-        self._ids.extend(token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were added, and not taken yet."""
-        return len(self._ids)
-
-    def take(self) -> list[bytes]:
-        """Takes all tokens. Returns the chunk of each addition, in order; empty without text."""
-        texts, ids = self._texts, self._ids
-        ends, begin = array("q", bytes(8 * len(texts))), ctypes.c_void_p()
+        Returns the chunk of each addition, in order; empty if it shows nothing.
+        """
+        addresses = array("Q", [text.address for text, _, _ in added])
+        lengths = array("q", [len(token_ids) for _, token_ids, _ in added])
+        times_s = array("d", [now_s for _, _, now_s in added])
+        ids = array("q", list(chain.from_iterable(token_ids for _, token_ids, _ in added)))
+        ends, begin = array("q", bytes(8 * len(added))), ctypes.c_void_p()
         arguments = (
             self._handle,
-            self._addresses.buffer_info()[0],
-            self._lengths.buffer_info()[0],
-            self._times_s.buffer_info()[0],
-            len(texts),
+            addresses.buffer_info()[0],
+            lengths.buffer_info()[0],
+            times_s.buffer_info()[0],
+            len(added),
             ids.buffer_info()[0],
             ends.buffer_info()[0],
             ctypes.byref(begin),
         )
         while (unknown := self._library.baton_text_step(*arguments)) >= 0:
-            for vocabulary in {text.vocabulary for text in texts}:
+            for vocabulary in {text.vocabulary for text, _, _ in added}:
                 vocabulary.learn(ids[unknown])
-        self._begin()
-        data = ctypes.string_at(begin, ends[-1]) if texts else b""
+        data = ctypes.string_at(begin, ends[-1]) if added else b""
         return [data[start:end] for start, end in pairwise((0, *ends))]

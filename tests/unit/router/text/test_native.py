@@ -1,7 +1,5 @@
 """Text in C++ against the same text in Python, token by token."""
 
-from array import array
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +14,9 @@ from tests.kits.tokenizers import BYTE_LEVEL, FEW, SPECIAL, VOCAB_SIZE
 
 PROMPT_LEN = 10
 FRAME = (b'data: {"text":', b"}\n\n")
-TABLE = byte_table(BYTE_LEVEL)
+_table = byte_table(BYTE_LEVEL)
+assert _table is not None
+TABLE = _table
 END = 7
 
 token_ids = st.lists(st.integers(0, VOCAB_SIZE + 2), max_size=5)
@@ -71,20 +71,21 @@ class Twin:
 @FEW
 @given(steps, st.booleans(), st.integers(0, 14))
 def test_chunks_are_those_of_python_however_tokens_come(steps, shows_special, min_len):
-    assert TABLE is not None
     vocabulary, batch = NativeVocabulary(TABLE, VOCAB_SIZE, SPECIAL), TextSteps()
     twins = [Twin(vocabulary, shows_special=shows_special, min_len=min_len) for _ in range(3)]
     expected: list[bytes] = []
+    added: list[tuple[BatchedText, list[int], float]] = []
     for now, (number, ids, is_alone) in enumerate(steps):
         twin, now_s = twins[number], float(now)
         if is_alone:  # in Python, as in the slow path
-            assert batch.take() == expected
+            assert batch.take(added) == expected
             expected.clear()
+            added.clear()
             assert twin.native.push(ids) == twin.text.push(ids)
         else:
-            batch.add(twin.batched, ids, now_s)
+            added.append((twin.batched, ids, now_s))
             expected.append(twin.chunk_of(ids, now_s))
-    assert batch.take() == expected
+    assert batch.take(added) == expected
     for twin in twins:
         twin.check()
         assert twin.native.finish() == twin.text.finish()
@@ -116,9 +117,7 @@ def test_any_bytes_become_the_text_that_python_decodes(data, lengths):
         gaps=Buckets((1.0,)),
         shows_special=False,
     )
-    steps = TextSteps()
-    steps.add(batched, list(bytes_by_id), 0.0)
-    [chunk] = steps.take()
+    [chunk] = TextSteps().take([(batched, list(bytes_by_id), 0.0)])
     assert chunk.partition(b"\r\n")[2].removesuffix(b"\r\n") == (
         msgspec.json.encode(text) if text else b""
     )
@@ -128,7 +127,7 @@ def test_any_bytes_become_the_text_that_python_decodes(data, lengths):
 def test_all_characters_are_escaped_as_in_python():
     every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
     data = every.encode()
-    steps, bytes_by_id = TextSteps(), {0: data}
+    bytes_by_id = {0: data}
     batched = BatchedText(
         NativeText(),
         NativeVocabulary(bytes_by_id, 1, frozenset()),
@@ -138,6 +137,5 @@ def test_all_characters_are_escaped_as_in_python():
         gaps=Buckets((1.0,)),
         shows_special=False,
     )
-    steps.add(batched, array("q", [0]), 0.0)
-    [chunk] = steps.take()
+    [chunk] = TextSteps().take([(batched, (0,), 0.0)])
     assert chunk.partition(b"\r\n")[2][:-2] == msgspec.json.encode(every)
