@@ -144,6 +144,7 @@ class GatewayMetrics:
         self._own.append(self.prediction_ratio.collect)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.num_batched_tokens = 0  # of these
         self.num_in_flight = 0
         self.on_arrival: Callable[[], None] = _do_nothing  # called for each request that begins
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
@@ -254,6 +255,8 @@ class GatewayMetrics:
             "baton_prompt_tokens", "Tokens of prompts that got an answer", prompt
         )
         yield CounterMetricFamily("baton_generation_tokens", "Tokens sent out", generated)
+        text = "Of these, tokens that became text in C++, those of many streams at once"
+        yield CounterMetricFamily("baton_batched_tokens", text, self.num_batched_tokens)
         in_flight = self.num_in_flight
         yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
         yield counter_of("baton_requests", "Requests ended", "outcome", self.num_by_outcome)
