@@ -6,11 +6,14 @@ all together (`router.text.native`). What is taken in other ways must come behin
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from router.edge.extension import BodyPipe
 from router.gateway.metrics.meters import GatewayMetrics
 from router.text.native.step import BatchedText, TextSteps
+
+log = logging.getLogger(__name__)
 
 
 class TextBatch:
@@ -42,6 +45,13 @@ class TextBatch:
         self._metrics.num_generation_tokens += num_tokens
         self._metrics.num_batched_tokens += num_tokens
         pipes[0].flush()  # parts of bodies that came before
-        for pipe, chunk in zip(pipes, self._steps.take(added), strict=True):
+        try:
+            chunks = self._steps.take(added)
+        except Exception:  # a bug: without these tokens the answers would be wrong
+            log.exception("tokens became no text: the connections of their streams are cut")
+            for pipe in pipes:
+                pipe.cut()
+            return
+        for pipe, chunk in zip(pipes, chunks, strict=True):
             if chunk:
                 pipe.write_coded(chunk)

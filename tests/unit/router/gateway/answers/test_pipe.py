@@ -27,6 +27,7 @@ class Pipe:
         self.is_ready = True
         self.num_written = 0
         self.num_batched = 0
+        self.is_cut = False
         self._unsent = []
         self._connection = connection
         connection._scope["extensions"] = {EXTENSION: {"pipe": self}}
@@ -36,6 +37,11 @@ class Pipe:
         assert data
         self.num_written += 1
         self._unsent.append({"body": data, "more_body": True})
+
+    def cut(self) -> None:
+        self.is_ready = False
+        self.is_cut = True
+        self._connection.leave()
 
     def write_coded(self, data: bytes) -> None:
         assert not self._unsent
@@ -252,4 +258,15 @@ async def test_a_client_that_leaves_with_tokens_on_their_way_harms_nothing():
     pipe.is_ready = False
     connection.leave()
     await running
+    assert router.live == 0
+
+
+async def test_a_stream_whose_tokens_become_no_text_is_cut(caplog):
+    too_large = Update(token_ids=(2**63,))
+    router = FakeRouter([*answer("abc")[:3], too_large, Never()])
+    connection = connect(router, has_native_text=True)
+    pipe = Pipe(connection)
+    await connection.run()
+    assert pipe.is_cut
+    assert "tokens became no text" in caplog.text
     assert router.live == 0
