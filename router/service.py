@@ -156,7 +156,7 @@ class Router:
         self._linked_to: dict[WorkerId, str] = {}  # their addresses
         self._stores: list[WorkerId] = []  # those that are stores
         self._clients: dict[RequestId, _Client] = {}
-        self._fingerprint = ""
+        self._fingerprint = self._shown_fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
         self._news_counters: Counter[tuple[str, str]] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
@@ -273,7 +273,8 @@ class Router:
                     return
         finally:
             del self._clients[request.request_id]
-            self._handle(ClientGone(request.request_id))
+            if request.request_id in self.machine.state.flights:
+                self._handle(ClientGone(request.request_id))
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
         """Cancels requests within this call; the last update of each says so."""
@@ -318,7 +319,7 @@ class Router:
 
     def fingerprint(self) -> str:
         """Identifies model and configuration in answers; empty until a worker is known."""
-        return _fingerprint_of_answers(self._fingerprint, self._layouts)
+        return self._shown_fingerprint
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         """All live workers."""
@@ -582,6 +583,7 @@ class Router:
                 )
         if info.role not in (Role.DRAINED, Role.STORE):  # these compute no answers
             self._layouts[info.role] = info.layout
+        self._shown_fingerprint = _fingerprint_of_answers(self._fingerprint, self._layouts)
 
 
 def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:

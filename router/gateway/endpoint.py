@@ -6,7 +6,6 @@ Decides how the answer is sent. `router.gateway.shell` reads the body and watche
 
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequest
@@ -22,6 +21,7 @@ from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ApiCall
 from router.gateway.requests.field_table import EMBEDDINGS
+from router.gateway.requests.headers import headers_of
 from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body
 from router.gateway.shell import CallShell
@@ -41,7 +41,7 @@ class AnswerEndpoint:
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         """Answers a request that was read."""
-        call = self._service.call(body, tenant_of(scope), Headers(scope=scope))
+        call = self._service.call(body, tenant_of(scope), headers_of(list(scope["headers"])))
         await self._service.answer(call, _HttpReplies(call, scope, send, self._batch), meter)
 
 
