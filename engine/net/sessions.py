@@ -47,6 +47,7 @@ UNTRUSTED_S = 5  # a connection without a session is closed after this time
 FAREWELL_S = 5.0  # for the last frames of a session to be sent
 MAX_CONNECTIONS = 1024  # to one server
 MAX_UNREAD_BYTES = 2**20  # of frames that wait to be handled, before the last of them
+OVERHEAD_BYTES = 64  # of a frame, however short
 COPY_BYTES = 16_384  # a frame up to this length is joined to its head, to be written in one piece
 LOG_EVERY_S = 10.0  # between two logged refusals; those in between are counted
 BACKLOG = 256
@@ -149,7 +150,7 @@ class Line(asyncio.Protocol):
 
     def _next(self) -> bytes:
         frame = self._unread.popleft()
-        self._num_unread_bytes -= len(frame)
+        self._num_unread_bytes -= len(frame) + OVERHEAD_BYTES
         if not self._reads and self._num_unread_bytes < MAX_UNREAD_BYTES:
             self._reads = True
             self._transport.resume_reading()
@@ -230,7 +231,7 @@ class Line(asyncio.Protocol):
         for frame in frames:
             if frame:
                 self._unread.append(frame)
-                self._num_unread_bytes += len(frame)
+                self._num_unread_bytes += len(frame) + OVERHEAD_BYTES
         if self._reader.has_ended:
             self._transport.close()
             self._end(None)
