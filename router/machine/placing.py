@@ -117,8 +117,8 @@ class Placing:
 
     @property
     def _may_lend(self) -> bool:
-        """True if no other request waits for the prefill worker that would decode this one."""
-        return self._state.policy.is_fluid and len(self._state.waiting.queue) <= 1
+        """True if no other request could need the prefill worker that would decode this one."""
+        return len(self._state.waiting.queue) <= 1
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
@@ -134,8 +134,7 @@ class Placing:
             state.view,
             need,
             backlog,
-            locally=policy.is_fluid,
-            may_lend=self._may_lend,
+            is_fluid=policy.is_fluid,
             other_than=other_than,
         )
 

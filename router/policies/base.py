@@ -184,7 +184,7 @@ class Asked:
     now_s: float
     rng: random.Random
     wait_bound_s: float = inf  # the longest queue at a worker that prefills
-    may_lend: bool = False  # no other request waits for a prefill worker
+    may_lend: bool = False  # no other request is queued
 
 
 class Policy(Protocol):

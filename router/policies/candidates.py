@@ -90,15 +90,13 @@ def find(
     need: Need,
     backlog: Backlog | None,
     *,
-    locally: bool = False,
-    may_lend: bool = False,
+    is_fluid: bool = False,
     other_than: WorkerId | None = None,
 ) -> Candidates | Busy | Impossible:
     """Finds workers that have room; with `backlog`, only prefill workers with little to do.
 
-    With `locally` there may be no prefill worker, if a fluid decode worker has room. With
-    `may_lend` there may be no decode worker, if a prefill worker is fluid. `other_than` is left
-    out.
+    With `is_fluid` there may be no prefill worker, if a fluid decode worker has room, and no decode
+    worker, if a fluid prefill worker has time. `other_than` is left out.
     """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
@@ -112,7 +110,7 @@ def find(
         return fault
     prefillers = [item for item in prefillers if _could_prefill(item[1], need)]
     open_decoders = [item for item in decoders if has_room(item[1], need)]
-    if not open_decoders and not may_lend:
+    if not open_decoders and not is_fluid:
         return Busy()
     waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
     open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
@@ -128,7 +126,7 @@ def find(
     else:
         until_s = _soonest_s(min(wait_s for wait_s, _, _ in waits), backlog)
         busy = Busy(until_s, Role.PREFILL)
-    if locally and any(worker.info.is_fluid for _, worker in open_decoders):
+    if is_fluid and any(worker.info.is_fluid for _, worker in open_decoders):
         return Candidates([], open_decoders, busy=busy)
     return busy
 

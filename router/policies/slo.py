@@ -20,13 +20,17 @@ decode there is computed in chunks which keep their pace (`engine.worker.pace`).
     drag  = limit / (limit - their present step); 1 if nothing decodes there
     TTFT  = its wait + drag · min(...)
 
-A decode worker prefills locally if the first token then comes sooner than from any other worker,
-and if its own queue is short. If all prefill workers are busy, waiting for one of them counts too.
+Its time is dear, as these sequences stay longer if their steps take longer, and then there are more
+of them. At a steady rate, prompts can have (D / step) · (1 - step / limit) of it, for a step of
+D + E b + F kv. So TTFTs are compared with drag · step / D instead of the drag.
+
+A decode worker prefills locally if that is less than at any other worker, and if its own queue is
+short. If all prefill workers are busy, waiting for one of them counts too.
 
 A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
-bound, or if they all are so full that a token takes `LEND_RATIO` times as long there. It never does
-so while other requests are queued, nor with more than half of its memory. When prompts wait, it
-gives its sequences back (`router.machine.moves.lending`).
+bound. While no other request is queued, it also does so if a token takes `LEND_RATIO` times as long
+at the best decode worker. It uses no more than half of its memory. When prompts wait, it gives its
+sequences back (`router.machine.moves.lending`).
 
 Before the first measurement the policy is `least-loaded`.
 
@@ -49,7 +53,7 @@ from router.policies.least_loaded import shortest_backlog
 from router.policies.pulling import Holder, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
-LEND_RATIO = 2.0  # of the time per token at the best decode worker, over that at a prefill worker
+LEND_RATIO = 1.25  # of the time per token at the best decode worker, over that at a prefill worker
 LEND_SHARE = 0.5  # of a prefill worker's KV memory
 
 
@@ -63,10 +67,16 @@ class _Prefill:
     source: Holder | None
     num_matched: int
     drag: float = 1.0
+    dearness: float = 1.0
 
     @property
     def ttft_s(self) -> float:
         return self.wait_s + self.work_s * self.drag
+
+    @property
+    def price_s(self) -> float:
+        """The TTFT, with what it costs others."""
+        return self.wait_s + self.work_s * self.drag * self.dearness
 
 
 class Slo:
@@ -97,8 +107,6 @@ class _Question:
     def answer(self) -> Decision | Busy:
         asked = self._asked
         can_join = self._can_join()
-        if not can_join and not asked.may_lend:
-            return Busy()
         predicted = [self._predict(item) for item in asked.candidates.prefillers]
         able = [prefill for prefill in predicted if prefill is not None]
         if len(able) < len(predicted):
@@ -108,7 +116,7 @@ class _Question:
         able = [p for p in able if p.drag < inf and self._can_go_on(p.worker)]
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
-        if local is not None and local.ttft_s < self._without(best):
+        if local is not None and local.price_s < self._without(best):
             return self._decision(local, local.worker[0])
         best = best or self._soonest(able)
         if best is None:
@@ -124,15 +132,15 @@ class _Question:
         return not self._all_paces_known or any(map(self._is_kept, self._paces_s.values()))
 
     def _without(self, best: _Prefill | None) -> float:
-        """The TTFT without local prefill: that of the best worker, or after waiting for one."""
+        """The price without local prefill: that of the best worker, or after waiting for one."""
         if best is not None:
-            return best.ttft_s
+            return best.price_s
         asked = self._asked
         if asked.candidates.prefillers:
             return inf
         busy = [item for item in asked.view.prefillers() if self._may_be_waited_for(item)]
         predicted = [self._predict(item) for item in busy]
-        return min((prefill.ttft_s for prefill in predicted if prefill is not None), default=inf)
+        return min((prefill.price_s for prefill in predicted if prefill is not None), default=inf)
 
     def _may_be_waited_for(self, item: Worker) -> bool:
         worker, need = item[1], self._asked.need
@@ -152,7 +160,8 @@ class _Question:
         if ready_s is None or best.seconds is None:
             return None
         drag = drag_of(worker, asked.costs, self._bound_s)
-        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag)
+        dear = _dearness(worker, asked.costs)
+        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag, dear)
 
     def _is_kept(self, pace_s: float) -> bool:
         return self._bound_s is None or pace_s <= self._bound_s
@@ -191,7 +200,7 @@ class _Question:
         """True if an idle prefill worker goes on decoding, as there is no better place."""
         asked, (worker_id, worker) = self._asked, prefill.worker
         info = worker.info
-        if not asked.may_lend or info.role is not Role.PREFILL or not info.is_fluid:
+        if info.role is not Role.PREFILL or not info.is_fluid:
             return False
         if prefill.wait_s > 0 or not has_room(worker, asked.need):
             return False
@@ -201,19 +210,16 @@ class _Question:
         pace_s = tpot_s(worker, asked.need, asked.costs)
         if pace_s is None or not self._is_kept(pace_s) or not self._all_paces_known:
             return False
-        kept = [
-            s
-            for i, _ in asked.candidates.partners(worker_id)
-            if self._is_kept(s := self._paces_s[i])
-        ]
-        return LEND_RATIO * pace_s < min(kept, default=inf)
+        paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
+        least_s = min(filter(self._is_kept, paces_s), default=inf)
+        return least_s == inf or (asked.may_lend and LEND_RATIO * pace_s < least_s)
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
             return None
         asked = self._asked
-        best_s = min(prefill.ttft_s for prefill in prefills)
-        equals = [prefill for prefill in prefills if prefill.ttft_s == best_s]
+        best_s = min(prefill.price_s for prefill in prefills)
+        equals = [prefill for prefill in prefills if prefill.price_s == best_s]
         most = max(kept_tokens(asked, prefill.worker) for prefill in equals)
         equals = [prefill for prefill in equals if kept_tokens(asked, prefill.worker) == most]
         equals.sort(key=lambda prefill: prefill.worker[0])
@@ -304,6 +310,15 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
         return 1.0
     limit_s = info.stretch * pace_s if bound_s is None else bound_s
     return limit_s / (limit_s - pace_s) if limit_s > pace_s else inf
+
+
+def _dearness(worker: WorkerView, costs: Costs) -> float:
+    """How many times as dear as of an idle one the time of a fluid worker is."""
+    if not worker.info.is_fluid or not worker.num_decodes:
+        return 1.0
+    step_s = costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
+    fixed_s = costs.step_s(worker, 0, 0)
+    return step_s / fixed_s if step_s and fixed_s else 1.0
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:

@@ -21,7 +21,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
-constexpr double kLendRatio = 2, kLendShare = 0.5;  // of router/policies/slo.py
+constexpr double kLendRatio = 1.25, kLendShare = 0.5;  // of router/policies/slo.py
 constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
@@ -54,7 +54,7 @@ struct Request {
   double now_s;
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
   double offer_s;                     // longest wait for a computing worker's offer of a prefix
-  int64_t may_lend;                   // no other request waits for a prefill worker
+  int64_t may_lend;                   // no other request is queued
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -231,7 +231,6 @@ class Fleet {
     need_blocks_ = blocks_for(request.final_tokens);
     Choice decode = choose_decode();
     const bool can_join = decode.cost < kInf && decode.cost <= request.tpot_bound_s;
-    if (!can_join && !request.may_lend) return refuse(decision, decode);
     // At least one token is computed: the first token of the answer is sampled from it.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
     find_best();
@@ -393,6 +392,16 @@ class Fleet {
     return pace_s(slot);
   }
 
+  // How many times as dear as of an idle one the time of a fluid worker is.
+  double dearness(Slot slot) const {
+    const Kind& kind = kind_at(slot);
+    if (!kind.is_fluid || workers_[slot].load.running == 0) return 1;
+    const double fixed = costs_[kind.costs].decode, pace = pace_s(slot);
+    return fixed > 0 && pace > 0 ? pace / fixed : 1;
+  }
+
+  double weight(Slot slot) const { return drag(slot) * dearness(slot); }
+
   // The present step of what decodes there.
   double pace_s(Slot slot) const {
     const Load& load = workers_[slot].load;
@@ -501,16 +510,17 @@ class Fleet {
            (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
   }
 
-  // Whether an idle prefill worker goes on decoding: no decode worker would be half as fast.
+  // Whether an idle prefill worker goes on decoding: no decode worker could, or all are slower.
   bool is_lent(Slot slot, double decode_tpot_s) const {
     const Kind& kind = kind_at(slot);
     const Load& load = workers_[slot].load;
-    if (!request_->may_lend || !kind.is_fluid || wait_s(slot) > 0) return false;
+    if (!kind.is_fluid || wait_s(slot) > 0) return false;
     if (load.running >= kind.max_running) return false;
     if (load.blocks + need_blocks_ > kLendShare * kind.num_blocks) return false;
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
-    return tpot > 0 && tpot <= request_->tpot_bound_s && kLendRatio * tpot < decode_tpot_s;
+    if (tpot <= 0 || tpot > request_->tpot_bound_s) return false;
+    return decode_tpot_s == kInf || (request_->may_lend && kLendRatio * tpot < decode_tpot_s);
   }
 
   // No decode worker has room, or none keeps the bound.
@@ -631,12 +641,12 @@ class Fleet {
     const double wait = wait_s(held.slot);
     if (!could_prefill(kind) || wait > wait_bound_s_ || !can_decode(held.slot)) return;
     int32_t medium;
-    const double cost = wait + work_s(kind, held.depth, &medium) * drag(held.slot);
+    const double cost = wait + work_s(kind, held.depth, &medium) * weight(held.slot);
     if (choice.ties == 0 && cost >= choice.cost) return;  // as good as the limit
     choice.offer(cost, held.slot, held.depth, random_);
   }
 
-  // The TTFT of a prompt that waits for a prefill worker, while none has time; infinite if one has.
+  // The price of a prompt that waits for a prefill worker, while none has time; infinite if one has.
   double without(int64_t num_spared) {
     if (num_spared > 0 || has_open_prefill()) return kInf;
     wait_bound_s_ = kInf;
@@ -788,7 +798,7 @@ class Fleet {
     int32_t medium;
     const double work = work_s(kind, held.depth, &medium);
     if (kind.decodes && is_unable(slot, work)) return;
-    choice.offer(wait + work * drag(slot), slot, held.depth, random_);
+    choice.offer(wait + work * weight(slot), slot, held.depth, random_);
   }
 
   // Whether a mixed worker could not decode the request, or should not be delayed by it.
@@ -828,7 +838,7 @@ class Fleet {
       }
       for (uint64_t rest = lenders_[chunk] & mask; rest; rest &= rest - 1) {
         const int i = std::countr_zero(rest);
-        const double factor = drag(static_cast<Slot>(base + i));
+        const double factor = weight(static_cast<Slot>(base + i));
         values[i] = factor < kInf ? values[i] + added[i] * (factor - 1) : kInf;
       }
       offer_least(values, base, depth, choice);

@@ -114,7 +114,7 @@ class Cluster:
 
     def asked(self, need, hashes=(), now_s=0.0, seed=0):
         backlog = Backlog(10**6, self.backlog_s, self.estimates, now_s)
-        found = find(self.view, need, backlog, locally=True, may_lend=self.may_lend)
+        found = find(self.view, need, backlog, is_fluid=True)
         if not isinstance(found, Candidates):
             return found
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
@@ -403,7 +403,7 @@ def test_random_clusters_are_decided_in_every_way():
     either = {lent, f"{lent}, with a prefix pulled"}
     assert outcomes.keys() | either == {*ways, *either, "Busy", "NoneType"}
     assert outcomes[lent] > 0
-    assert min(media[medium] for medium in (None, Medium.HOST, *LOWER_MEDIA)) > 5
+    assert min(media[medium] for medium in (None, Medium.HOST, *LOWER_MEDIA)) > 1
 
 
 # ---------------------------------------------------------------- by hand
@@ -486,10 +486,9 @@ def test_a_prompt_waits_for_a_prefill_worker_that_is_sooner_done():
         cluster.view.workers["p0"].release_prefill("s")
 
 
-def lending(*, may_lend=True, **fields):
+def lending(**fields):
     """A cluster whose decode worker is full, and whose prefill worker is idle and fluid."""
     cluster = Cluster(welcome("p0", P, local=True, **fields), welcome("d0", D), costs=QUICK)
-    cluster.may_lend = may_lend
     for i in range(8):
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
     return cluster
@@ -502,11 +501,9 @@ def test_an_idle_prefill_worker_decodes_what_no_decode_worker_has_room_for():
         assert choice.why == "least TTFT, decoded by an idle prefill worker"
 
 
-@pytest.mark.parametrize(
-    "why", ["others wait", "it has a prompt", "half of its memory is too little", "a wall"]
-)
+@pytest.mark.parametrize("why", ["it has a prompt", "half of its memory is too little", "a wall"])
 def test_a_prefill_worker_decodes_nothing_if(why):
-    cluster = lending(may_lend=why != "others wait", num_blocks=20 if "half" in why else 100)
+    cluster = lending(num_blocks=20 if "half" in why else 100)
     if why == "a wall":
         cluster.change_info("p0", stretch=None)
     if why == "it has a prompt":
@@ -514,12 +511,14 @@ def test_a_prefill_worker_decodes_nothing_if(why):
     assert cluster.fleet_choice(NEED) == cluster.policy_choice(NEED) == Busy()
 
 
-@pytest.mark.parametrize(("num_seqs", "is_lent"), [(5, False), (6, True)])
-def test_a_prefill_worker_decodes_what_would_be_half_as_fast_elsewhere(num_seqs, is_lent):
-    """Alone there, its token takes 0.625 s."""
+@pytest.mark.parametrize(
+    ("num_seqs", "may_lend", "is_lent"), [(1, True, False), (3, True, True), (3, False, False)]
+)
+def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, may_lend, is_lent):
+    """Alone there, its token takes 0.625 s. It does not if others are queued."""
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
     cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
-    cluster.may_lend = True
+    cluster.may_lend = may_lend
     for i in range(num_seqs):
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
