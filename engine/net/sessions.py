@@ -13,7 +13,8 @@ nothing. So each end sends a beat if it has sent nothing else for `BEAT_EVERY_S`
 in which nothing has come for too long (`PeerSilent`). Beats come from the event loop, since that is
 what serves the other end: the kernel would answer probes of TCP while the loop hangs.
 
-Why not gRPC: a frame there and one back take 51 µs so, and 262 µs over gRPC's library.
+Why not gRPC: a frame of 200 bytes there and one back take 25 µs so, and took 123 µs over gRPC's
+library, on two cores.
 """
 
 import asyncio
