@@ -3,8 +3,8 @@
 A gateway opens one stream to each worker. Both directions carry *frames*. A frame is a list of
 messages, so one decode step sends one frame, however many sequences it has. The first frame each
 way is the handshake, `Hello` and `Welcome`; both ends compare the version before they believe
-anything else. Before that, each end proves that it holds the secret (`engine.net.rpc`). KV bytes
-and leases travel between workers: see `kvtransfer.messages`.
+anything else. Before that, each end proves that it holds the secret (`engine.net.sessions`). KV
+bytes and leases travel between workers: see `kvtransfer.messages`.
 
 A `SeqId` names one attempt of one request. A request that is placed again gets a new one, so a late
 message of a lost attempt matches nothing.

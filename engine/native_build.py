@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import BuildError, UntrustedFile
 from engine.ownership import make_folder, require_trusted
@@ -39,6 +39,7 @@ FLAGS = (
     "-pthread",
 )
 BUILD_TIMEOUT_S = 300.0
+LibraryT = TypeVar("LibraryT", bound=ctypes.CDLL)
 
 
 counters = {"private_builds": 0}  # libraries built for this process alone
@@ -101,11 +102,17 @@ def _private_folder(name: str, why: Exception) -> Path:
     return folder
 
 
-def open_library(path: Path, signatures: Mapping[str, tuple[Any, Sequence[Any]]]) -> ctypes.CDLL:
+def open_library(
+    path: Path,
+    signatures: Mapping[str, tuple[Any, Sequence[Any]]],
+    kind: type[LibraryT] = ctypes.CDLL,  # type: ignore[assignment]
+) -> LibraryT:
     """Loads the library in `path` and declares its functions: by name, result and argument
     types.
+
+    Calls into a `ctypes.PyDLL` keep the interpreter's lock.
     """
-    library = ctypes.CDLL(str(path))
+    library = kind(str(path))
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype = result

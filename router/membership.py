@@ -7,7 +7,6 @@ Only members of a higher number count, so a late message of an earlier controlle
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
 
 from engine.clock import Clock
 from engine.config import PlannerMode
@@ -32,7 +31,7 @@ from engine.control import (
 from engine.demand import Observation
 from engine.errors import ProtocolError
 from engine.messages import GatewayId
-from engine.net.rpc import Send, SessionServer
+from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 from router.gateway.metrics.pools import PoolBoard
 from router.machine.flight import Flight
@@ -80,12 +79,12 @@ class ControlServer:
     def _count_refused(self, reason: str) -> None:
         self._routers.versions.count("refused controller", reason)
 
-    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
-        if not await self._shake_hands(frames, send):
+    async def _session(self, line: Line) -> None:
+        if not await self._shake_hands(line):
             return
         outbox: asyncio.Queue[ToController] = asyncio.Queue(MAX_UNSENT_MESSAGES)
-        sender = asyncio.create_task(self._send_all(outbox, send))
-        reader = asyncio.create_task(self._read_all(frames, outbox))
+        sender = asyncio.create_task(self._send_all(outbox, line))
+        reader = asyncio.create_task(self._read_all(line, outbox))
         try:
             await asyncio.wait([sender, reader], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -96,10 +95,10 @@ class ControlServer:
                     log.warning("the session with the controller broke: %r", ended)
             log.info("the controller is gone")
 
-    async def _shake_hands(self, frames: AsyncIterator[bytes], send: Send) -> bool:
+    async def _shake_hands(self, line: Line) -> bool:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                messages = decode_from_controller(await anext(frames))
+                messages = decode_from_controller(await anext(line))
         except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
             log.warning("refused a controller: %s", error)
             return False
@@ -108,18 +107,16 @@ class ControlServer:
                 reason = f"control version differs: ours {CONTROL_VERSION}, yours {version}"
             case [ControllerHello()]:
                 welcome = GatewayWelcome(CONTROL_VERSION, self.gateway_id, self.members)
-                await send(encode_control([welcome]))
+                await line.send(encode_control([welcome]))
                 return True
             case _:
                 reason = "the first frame must be one ControllerHello"
         log.warning("refused a controller: %s", reason)
-        await send(encode_control([ControllerRefused(reason)]))
+        await line.send(encode_control([ControllerRefused(reason)]))
         return False
 
-    async def _read_all(
-        self, frames: AsyncIterator[bytes], outbox: "asyncio.Queue[ToController]"
-    ) -> None:
-        async for frame in frames:
+    async def _read_all(self, line: Line, outbox: "asyncio.Queue[ToController]") -> None:
+        async for frame in line:
             try:
                 messages = decode_from_controller(frame)
             except ProtocolError as error:
@@ -157,14 +154,14 @@ class ControlServer:
         self._routers.follow(members)
         self.members = self._board.members = members
 
-    async def _send_all(self, outbox: "asyncio.Queue[ToController]", send: Send) -> None:
+    async def _send_all(self, outbox: "asyncio.Queue[ToController]", line: Line) -> None:
         """Sends answers when they come, and a report once a second even among many answers."""
         due_s = self._clock.now_s() + REPORT_EVERY_S
         while True:
             message = await _next_of(outbox, due_s - self._clock.now_s())
             if message is None:
                 message, due_s = self._report(), self._clock.now_s() + REPORT_EVERY_S
-            await send(encode_control([message]))
+            await line.send(encode_control([message]))
 
     def _report(self) -> GatewayReport:
         status = self._routers.versions

@@ -42,7 +42,7 @@ from engine.messages import (
     decode_welcome,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router.block_feed import BlockFeed
 from router.cluster.estimates import Estimates
@@ -156,7 +156,7 @@ class Router:
         self._linked_to: dict[WorkerId, str] = {}  # their addresses
         self._stores: list[WorkerId] = []  # those that are stores
         self._clients: dict[RequestId, _Client] = {}
-        self._fingerprint = ""
+        self._fingerprint = self._shown_fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
         self._news_counters: Counter[tuple[str, str]] = Counter()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by address
@@ -273,7 +273,8 @@ class Router:
                     return
         finally:
             del self._clients[request.request_id]
-            self._handle(ClientGone(request.request_id))
+            if request.request_id in self.machine.state.flights:
+                self._handle(ClientGone(request.request_id))
 
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
         """Cancels requests within this call; the last update of each says so."""
@@ -318,7 +319,7 @@ class Router:
 
     def fingerprint(self) -> str:
         """Identifies model and configuration in answers; empty until a worker is known."""
-        return _fingerprint_of_answers(self._fingerprint, self._layouts)
+        return self._shown_fingerprint
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         """All live workers."""
@@ -387,12 +388,13 @@ class Router:
             effects = self.machine.handle(event, now_s)
             if self._recording is not None:
                 self._recording.note(event, now_s, effects)
-            for place, effect in enumerate(effects):
+            ended = {effect.request_id for effect in effects if type(effect) is End}
+            for effect in effects:
                 if (
                     type(effect) is Deliver
                     and effect.is_plain
                     and effect.request_id not in updates
-                    and not _ends_with(effects, place)
+                    and effect.request_id not in ended  # else the end is in the same update
                 ):
                     tokens.append(effect)
                 else:
@@ -581,6 +583,7 @@ class Router:
                 )
         if info.role not in (Role.DRAINED, Role.STORE):  # these compute no answers
             self._layouts[info.role] = info.layout
+        self._shown_fingerprint = _fingerprint_of_answers(self._fingerprint, self._layouts)
 
 
 def _seeded(config: RouterConfig, gateway_id: GatewayId) -> RouterConfig:
@@ -602,11 +605,6 @@ def _fingerprint_of_answers(fingerprint: str, layouts: Mapping[Role, KVLayout]) 
     if len(set(formats.values())) == 1:
         return f"{fingerprint}-{next(iter(formats.values()))}"
     return "-".join([fingerprint, *(f"{role}_{formats[role]}" for role in formats)])
-
-
-def _ends_with(effects: Sequence[RouterEffect], place: int) -> bool:
-    """True if the effect at this place is the last of a request that ends: both are one update."""
-    return place + 1 < len(effects) and type(effects[place + 1]) is End
 
 
 def _perform(

@@ -19,7 +19,6 @@ describes; the process ends with its stdin.
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -50,7 +49,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from engine.net.rpc import Outbox, Send, SessionServer
+from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 
 NUM_BLOCKS = 2**20  # memory is never short
@@ -84,12 +83,13 @@ class _Sequence:
 class _Session:
     """One gateway's sequences, and the frames for it."""
 
-    outbox: Outbox
+    line: Line
     running: dict[SeqId, _Sequence] = field(default_factory=dict)
 
     def say(self, news: list[ToGateway]) -> None:
         if news:
-            self.outbox.post(encode_frame(news))
+            with suppress(ConnectionError):  # the gateway is leaving
+                self.line.post(encode_frame(news))
 
 
 class NullWorker:
@@ -115,18 +115,17 @@ class NullWorker:
         await self._stepping
         await self._server.close()
 
-    async def _serve(self, frames: AsyncIterator[bytes], send: Send) -> None:
-        [hello] = decode_to_worker(await anext(frames))
+    async def _serve(self, line: Line) -> None:
+        [hello] = decode_to_worker(await anext(line))
         assert isinstance(hello, Hello)
-        await send(encode_frame([_welcome(self._options)]))
-        session = _Session(Outbox(send))
+        line.post(encode_frame([_welcome(self._options)]))
+        session = _Session(line)
         self._sessions.append(session)
         try:
-            async for frame in frames:
+            async for frame in line:
                 messages = decode_to_worker(frame)
                 session.say([n for message in messages for n in self._take(session, message)])
         finally:
-            session.outbox.close()
             self._sessions.remove(session)
 
     def _take(self, session: _Session, message: ToWorker) -> list[ToGateway]:

@@ -54,7 +54,7 @@ from engine.messages import (
     decode_to_gateway,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 
 log = logging.getLogger(__name__)

@@ -42,6 +42,7 @@ from router.gateway.stream_probe import StreamProbe
 from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
+from router.text.native.library import is_native as is_text_native
 from router.text.tokenizer import load_text_model
 from router.version_routers import VersionRouters
 
@@ -81,6 +82,7 @@ class GatewayService(LoopService[GatewayReady]):
         config = spec.gateway
         clock, secret = MonotonicClock(), Secret(spec.token)
         await asyncio.to_thread(is_router_native)  # so that no request waits for a compiler
+        has_native_text = await asyncio.to_thread(is_text_native)
         self._routers = VersionRouters(
             clock=clock,
             new_router=lambda: Router(
@@ -144,6 +146,7 @@ class GatewayService(LoopService[GatewayReady]):
             siblings=self._siblings,
             storage=self._storage,
             tracing=self._tracing,
+            has_native_text=has_native_text,
         )
         self._routers.more_probes = StreamProbe(parts).fault_of
         board = PoolBoard(self._routers.versions, clock)

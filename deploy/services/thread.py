@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
+NEW_OBJECTS = 20_000  # before the garbage collector looks at them
 
 T = TypeVar("T", covariant=True)
 U = TypeVar("U")
@@ -95,14 +96,16 @@ class ServiceThread(Generic[T]):
 
 
 def freeze_heap() -> None:
-    """Hides all present objects from the garbage collector.
+    """Hides all present objects from the garbage collector, and lets it run less often.
 
     A process calls this once its service has started. A full collection visits every object, for
     tens of milliseconds. Modules, tokenizer and model are never garbage. vLLM and SGLang do the
-    same after their warm-up.
+    same after their warm-up. By default a collection follows each 700 new objects. A request makes
+    about as many, and hardly any of them is garbage in a cycle.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def die(error: BaseException) -> None:

@@ -5,7 +5,7 @@ The controller connects, as to a gateway. Without one, the last members stay in 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from engine.control import (
     CONTROL_VERSION,
@@ -22,7 +22,7 @@ from engine.control import (
 )
 from engine.errors import ProtocolError
 from engine.messages import WorkerId
-from engine.net.rpc import Send, SessionServer
+from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 
 log = logging.getLogger(__name__)
@@ -68,15 +68,15 @@ class StoreControl:
             self.members = members
             self._on_members(members)
 
-    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
-        answer = await self._shake_hands(frames)
-        await send(encode_control([answer]))
+    async def _session(self, line: Line) -> None:
+        answer = await self._shake_hands(line)
+        await line.send(encode_control([answer]))
         if isinstance(answer, ControllerRefused):
             log.warning("refused a controller: %s", answer.reason)
             return
         tasks = [
-            asyncio.create_task(self._read_all(frames)),
-            asyncio.create_task(self._send_reports(send)),
+            asyncio.create_task(self._read_all(line)),
+            asyncio.create_task(self._send_reports(line)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -87,10 +87,10 @@ class StoreControl:
                 if isinstance(ended, Exception):
                     log.warning("the session with the controller broke: %r", ended)
 
-    async def _shake_hands(self, frames: AsyncIterator[bytes]) -> StoreWelcome | ControllerRefused:
+    async def _shake_hands(self, line: Line) -> StoreWelcome | ControllerRefused:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                messages = decode_from_controller(await anext(frames))
+                messages = decode_from_controller(await anext(line))
         except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
             return ControllerRefused(f"no handshake: {error}")
         match messages:
@@ -102,8 +102,8 @@ class StoreControl:
             case _:
                 return ControllerRefused("the first frame must be one ControllerHello")
 
-    async def _read_all(self, frames: AsyncIterator[bytes]) -> None:
-        async for frame in frames:
+    async def _read_all(self, line: Line) -> None:
+        async for frame in line:
             for message in decode_from_controller(frame):
                 match message:
                     case Members():
@@ -114,9 +114,9 @@ class StoreControl:
                     case RetireStore():
                         self._on_retire()
 
-    async def _send_reports(self, send: Send) -> None:
+    async def _send_reports(self, line: Line) -> None:
         never = asyncio.get_running_loop().create_future()
         while True:
             reports: list[ToController] = [self._report()]
-            await send(encode_control(reports))
+            await line.send(encode_control(reports))
             await asyncio.wait([never], timeout=REPORT_EVERY_S)

@@ -27,7 +27,7 @@ from engine.messages import (
     decode_welcome,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from engine.worker.block_events import BlockEvent
 from router.block_feed import BlockFeed

@@ -1,13 +1,14 @@
 """Sessions of gateways with a worker or a store.
 
-Each session has an outbox that one task sends. A gateway that reads too slowly is cut off. A
-gateway has one session at a time; its end is reported before its next session can begin.
+Frames are sent in the call that posts them. A gateway that reads too slowly is cut off. A gateway
+has one session at a time; its end is reported before its next session can begin.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from engine.errors import ProtocolError
@@ -21,13 +22,13 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from engine.net.rpc import Send, SessionServer
+from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
-MAX_UNSENT_FRAMES = 4096  # of one gateway, which is cut off if it has more
+MAX_UNSENT_BYTES = 16 * 2**20  # of one gateway, which is cut off if it has more
 
 
 class GatewayListener(Protocol):
@@ -59,8 +60,7 @@ class GatewaySessions:
         self._welcome = welcome
         self._listen = listen
         self._on_lost = on_lost
-        # Outbox of each session until its end is reported; None: it is cut off.
-        self._outboxes: dict[GatewayId, asyncio.Queue[bytes | None] | None] = {}
+        self._lines: dict[GatewayId, Line] = {}  # of each session until its end is reported
         self.refused: Counter[str] = Counter()  # sessions, by reason
         self._server = SessionServer(
             self._session, secret, host, on_refused=self._count_refused, port=port
@@ -76,56 +76,45 @@ class GatewaySessions:
 
     def post_all(self, frame: bytes) -> None:
         """Sends a frame to every gateway."""
-        for gateway_id in list(self._outboxes):
+        for gateway_id in list(self._lines):
             self.post(gateway_id, frame)
 
     def post(self, gateway_id: GatewayId, frame: bytes) -> None:
         """Sends a frame to a gateway. Cuts it off if it reads too slowly."""
-        outbox = self._outboxes.get(gateway_id)
-        if outbox is None:
-            return  # it left or is cut off: its sequences are being cancelled
-        try:
-            outbox.put_nowait(frame)
-        except asyncio.QueueFull:
+        line = self._lines.get(gateway_id)
+        if line is None:
+            return  # it left: its sequences are being cancelled
+        if line.num_unsent_bytes > MAX_UNSENT_BYTES:
             log.warning("gateway %s reads too slowly and is cut off", gateway_id)
-            self._outboxes[gateway_id] = None
-            while not outbox.empty():
-                outbox.get_nowait()
-            outbox.put_nowait(None)
+            line.fail(ConnectionError("it reads too slowly"))
+            return
+        with suppress(ConnectionError):  # its session is ending
+            line.post(frame)
 
     def _count_refused(self, reason: str) -> None:
         self.refused[f"refused_sessions:{reason}"] += 1
 
-    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
+    async def _session(self, line: Line) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                messages = decode_to_worker(await anext(frames))
+                messages = decode_to_worker(await anext(line))
         except (ProtocolError, StopAsyncIteration, TimeoutError) as error:
             log.warning("a gateway was refused: %s", error)
             return
         gateway_id = self._known(messages)
-        if isinstance(gateway_id, Refused):
-            await _refuse(gateway_id, send)
+        welcome = gateway_id if isinstance(gateway_id, Refused) else self._welcome()
+        line.post(encode_frame([welcome]))  # role changes follow it in order
+        if isinstance(gateway_id, Refused) or isinstance(welcome, Refused):
+            log.warning("a gateway was refused: %s", welcome)
             return
-        welcome = self._welcome()
-        if isinstance(welcome, Refused):
-            await _refuse(welcome, send)
-            return
-        outbox: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_UNSENT_FRAMES)
-        outbox.put_nowait(encode_frame([welcome]))  # role changes follow it in order
-        self._outboxes[gateway_id] = outbox
-        sender = asyncio.create_task(_send_all(outbox, send))
+        self._lines[gateway_id] = line
         listener = self._listen(gateway_id)
-        reader = asyncio.create_task(_read_all(gateway_id, listener, frames))
         try:
-            await asyncio.wait([sender, reader], return_when=asyncio.FIRST_COMPLETED)
+            await _read_all(gateway_id, listener, line)
         finally:
-            sender.cancel()
-            reader.cancel()
-            await asyncio.gather(sender, reader, return_exceptions=True)
             listener.close()
             self._on_lost(gateway_id)  # must precede the next session of this gateway
-            del self._outboxes[gateway_id]
+            del self._lines[gateway_id]
             log.info("gateway %s is gone", gateway_id)
 
     def _known(self, messages: Sequence[ToWorker]) -> GatewayId | Refused:
@@ -135,7 +124,7 @@ class GatewaySessions:
                 return Refused(
                     f"protocol version differs: ours {PROTOCOL_VERSION}, yours {version}"
                 )
-            case [Hello(gateway_id=gateway_id)] if gateway_id in self._outboxes:
+            case [Hello(gateway_id=gateway_id)] if gateway_id in self._lines:
                 return Refused("a session of this gateway is open")
             case [Hello(gateway_id=gateway_id)]:
                 return gateway_id
@@ -143,15 +132,8 @@ class GatewaySessions:
                 return Refused("the first frame must be one Hello")
 
 
-async def _refuse(refused: Refused, send: Send) -> None:
-    log.warning("a gateway was refused: %s", refused.reason)
-    await send(encode_frame([refused]))
-
-
-async def _read_all(
-    gateway_id: GatewayId, listener: GatewayListener, frames: AsyncIterator[bytes]
-) -> None:
-    async for frame in frames:
+async def _read_all(gateway_id: GatewayId, listener: GatewayListener, line: Line) -> None:
+    async for frame in line:
         try:
             messages = decode_to_worker(frame)
         except ProtocolError as error:
@@ -160,8 +142,3 @@ async def _read_all(
         for message in messages:
             if not isinstance(message, Hello):
                 listener.take(message)
-
-
-async def _send_all(outbox: "asyncio.Queue[bytes | None]", send: Send) -> None:
-    while (frame := await outbox.get()) is not None:
-        await send(frame)

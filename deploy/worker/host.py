@@ -1,6 +1,6 @@
 """Runs a worker: the threads around a `WorkerCore`.
 
-    asyncio thread   gRPC sessions of gateways and of the controller; subscribers of block events
+    asyncio thread   sessions of gateways and of the controller; subscribers of block events
     guides thread    compiles the grammars of sequences before the step thread gets them
     step thread      owns core, pool and runner: takes events, runs plans, performs effects
     transfer thread  the endpoint: leases and pulls
@@ -166,7 +166,7 @@ class WorkerHost:
         self._loop_lag_s = 0.0  # the longest delay of the asyncio thread since the last report
 
     async def open(self) -> str:
-        """Starts the threads; returns the address of the gRPC server."""
+        """Starts the threads; returns the address of its sessions."""
         self._loop = asyncio.get_running_loop()
         self._endpoint = self._make_endpoint()
         address = self._endpoint.open()

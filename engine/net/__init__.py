@@ -1,1 +1,1 @@
-"""Sessions between processes: gRPC streams, CURVE on ZeroMQ, proofs of the secret."""
+"""Sessions between processes: frames over TCP, CURVE on ZeroMQ, proofs of the secret."""

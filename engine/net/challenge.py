@@ -1,15 +1,15 @@
-"""Proofs by which both ends of a gRPC session show that they hold the deployment's secret.
+"""Proofs by which both ends of a session show that they hold the deployment's secret.
 
     client                                            server
-      ── Challenge, no message ──────────────────────>
       <───────────────────────────────── challenge ──   now + 5 s, noise, and a MAC over both
-      ── Session, claim ─────────────────────────────>  challenge, client's noise, client's proof
+      ── claim ──────────────────────────────────────>  challenge, client's noise, client's proof
       <───────────────────────────── server's proof ──  after the claim is checked
 
-All of it travels in gRPC's metadata. So the server reads no message of an untrusted client, and the
-client sends none to an untrusted server. A challenge costs the server no memory: its MAC, under a
-key of this process, shows that the server made it. A challenge is good for one session. Proofs
-cover the address that the client dialled, so an impostor at another address cannot pass them on.
+All three have fixed lengths and come before the first frame (`engine.net.sessions`). So the server
+takes no frame of an untrusted client, and the client sends none to an untrusted server. A challenge
+costs the server no memory: its MAC, under a key of this process, shows that the server made it. A
+challenge is good for one session. Proofs cover the address that the client dialled, so an impostor
+at another address cannot pass them on.
 
 Limits: sessions are neither encrypted nor signed, frame by frame. An attacker on the path between
 two machines can read them, and can take one over after it has begun.

@@ -302,6 +302,15 @@ class Connection(HttpToolsProtocol):
             self.loop.call_soon(outbox.send)
         outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
+    def write_coded(self, data: bytes) -> None:
+        """Sends parts that have the chunked coding already, at once. `flush` must come before."""
+        transport = self.transport
+        if not transport.is_closing():
+            try:
+                transport.write(data)
+            except Exception:  # other clients go on
+                _cut(transport)
+
     def flush(self) -> None:
         """Sends all waiting parts now, also those of other connections."""
         self._outbox.send()
@@ -363,15 +372,20 @@ class _Outbox:
         self.parts: list[tuple[asyncio.Transport, bytes]] = []
 
     def send(self) -> None:
-        """Sends all parts whose clients are connected. A failing connection is cut."""
+        """Sends all parts whose clients are connected."""
         parts, self.parts = self.parts, []
         for transport, data in parts:
             if not transport.is_closing():
                 try:
                     transport.write(data)
                 except Exception:  # other clients go on
-                    log.exception("sending a part of a body failed: its connection is cut")
-                    transport.abort()
+                    _cut(transport)
+
+
+def _cut(transport: asyncio.Transport) -> None:
+    """Ends a connection that cannot be written to, in the handler of the error."""
+    log.exception("sending a part of a body failed: its connection is cut")
+    transport.abort()
 
 
 _outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()

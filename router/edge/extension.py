@@ -25,6 +25,14 @@ class BodyPipe(Protocol):
         """Sends a non-empty part soon."""
         ...
 
+    def write_coded(self, data: bytes) -> None:
+        """Sends parts that have HTTP's chunked coding already, at once. Call `flush` before."""
+        ...
+
+    def cut(self) -> None:
+        """Ends the connection at once, as its body cannot go on."""
+        ...
+
     def flush(self) -> None:
         """Sends all parts now: needed before sending anything by other ways."""
         ...

@@ -16,15 +16,16 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.edge.acceptor import Acceptor
 from router.edge.connection import Connection
 from router.edge.limits import Book
-from router.edge.tls import TlsAcceptor, TlsFiles
+from router.edge.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
 CUT_TIMEOUT_S = 2.0  # time to send the errors that end answers
 END_TIMEOUT_S = 5.0  # time for cut connections to end
-BACKLOG = 2048  # connections
+BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 
 
 class Listener:
@@ -34,10 +35,9 @@ class Listener:
         """`book` has the limits and counts. `tls` must be open."""
         self._book = book
         self._tls = tls
-        self._acceptor: TlsAcceptor | None = None
         if tls is not None:
             book.tls_events = tls.counters
-            self._acceptor = TlsAcceptor(self._new_connection, files=tls, book=book)
+        self._acceptor = Acceptor(self._new_connection, files=tls, book=book)
         config = uvicorn.Config(
             app,
             http=cast("type[asyncio.Protocol]", partial(Connection, book=book)),
@@ -47,7 +47,6 @@ class Listener:
             lifespan="off",
             log_config=None,
             access_log=False,
-            backlog=BACKLOG,
         )
         self._server = uvicorn.Server(config)
         self._hurried = asyncio.Event()
@@ -57,10 +56,8 @@ class Listener:
         """Starts to serve connections of a listening socket."""
         self._loop = asyncio.get_running_loop()
         self._server.config.load()  # connections need it
-        sockets = [sock]
-        if self._acceptor is not None:
-            self._acceptor.open(sockets.pop())
-        self._serving = asyncio.create_task(self._server.serve(sockets=sockets))
+        self._acceptor.open(sock)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[]))
         self._sweep()
 
     def hurry(self) -> None:
@@ -70,14 +67,12 @@ class Listener:
     async def close(self, drain_timeout_s: float, cut: Callable[[], Any]) -> None:
         """Takes no more connections and waits for answers; after the timeout, `cut` ends them."""
         self._server.should_exit = True
-        if self._acceptor is not None:
-            self._acceptor.close()
+        self._acceptor.close()
         await self._ended(drain_timeout_s)
         if not self._serving.done():
             cut()
             await asyncio.wait([self._serving], timeout=CUT_TIMEOUT_S)
-        if self._acceptor is not None:
-            self._acceptor.cut()
+        self._acceptor.cut()
         for connection in self._connections:
             connection.cut()
         await asyncio.wait([self._serving], timeout=END_TIMEOUT_S)

@@ -1,27 +1,20 @@
-"""TLS for a listener: follows changes of certificate files and bounds handshakes.
+"""The certificate files of a listener, read again when they change.
 
 New files are used from the next handshake on. If a pair cannot be used, such as a half-written one,
-the last good pair stays. Connections are counted before their handshake.
+the last good pair stays.
 """
 
-import asyncio
 import logging
 import os
-import socket
 import ssl
 import stat
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ConfigError
-from router.edge.connection import Connection
-from router.edge.limits import Book
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 64  # then other events have their turn
-SHUTDOWN_TIMEOUT_S = 5.0  # time to wait for a client's close message
 _FORBIDDEN_MODE = stat.S_IWGRP | stat.S_IRWXO
 
 PemTriple = tuple[bytes, bytes, bytes | None]  # certificate, its key, the clients' authority
@@ -101,90 +94,6 @@ class TlsFiles:
             raise TlsError(f"{names} are no certificate with its key: {error}") from error
         self._pem = (certificate, key, client_ca[0] if client_ca else None)
         return context
-
-
-class TlsAcceptor:
-    """Accepts connections of a listening socket and makes HTTP connections of them.
-
-    asyncio's own servers would not count handshakes and would never change the certificate.
-    """
-
-    def __init__(
-        self, new_connection: Callable[[], Connection], *, files: TlsFiles, book: Book
-    ) -> None:
-        self._new_connection = new_connection
-        self._files = files
-        self._book = book
-        self._sock: socket.socket | None = None
-        self._handshakes: set[asyncio.Task[None]] = set()
-
-    def open(self, sock: socket.socket) -> None:
-        """Starts to accept. The acceptor owns the socket from now on."""
-        self._loop = asyncio.get_running_loop()
-        self._sock = sock
-        sock.settimeout(0.0)
-        self._loop.add_reader(sock.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Stops accepting. Running handshakes go on."""
-        sock, self._sock = self._sock, None
-        if sock is not None:
-            self._loop.remove_reader(sock.fileno())
-            sock.close()
-
-    def cut(self) -> None:
-        """Cancels running handshakes."""
-        for handshake in self._handshakes:
-            handshake.cancel()
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            if self._sock is None:
-                return
-            try:
-                client, peer = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:  # no file descriptor is left
-                log.error("no connection can be accepted for a second: %s", error)
-                self._loop.remove_reader(self._sock.fileno())
-                self._loop.call_later(1.0, self._resume)
-                return
-            self._take(client, str(peer[0]))
-
-    def _resume(self) -> None:
-        if self._sock is not None:
-            self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    def _take(self, client: socket.socket, address: str) -> None:
-        if (reason := self._book.admit(address)) is not None:
-            log.warning("a connection from %s was refused: %s", address, reason)
-            client.close()
-            return
-        client.settimeout(0.0)
-        task = self._loop.create_task(self._shake_hands(client, address))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, client: socket.socket, address: str) -> None:
-        connection = self._new_connection()
-        connection.count_under(address)
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: connection,
-                client,
-                ssl=self._files.context,
-                ssl_handshake_timeout=self._book.limits.head_timeout_s,
-                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-            )
-        except (
-            Exception,
-            asyncio.CancelledError,
-        ) as error:  # whatever the reason, this connection ends
-            connection.uncount()
-            client.close()
-            self._book.refuse("no TLS handshake")
-            log.info("a connection from %s was closed in its TLS handshake: %s", address, error)
 
 
 def _no_password() -> str:

@@ -27,6 +27,7 @@ from engine.log_context import REQUEST, request_ids
 from engine.messages import RequestId
 from router.access.keys import Tenant
 from router.access.limits import KeyAccounts, KeyUse
+from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece, PromptScores
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.following import follow
@@ -78,6 +79,7 @@ class GatewayParts:
     storage: Storage
     recent: RecentRequests
     tracing: Tracing | None = None
+    batch: TextBatch | None = None  # None: tokens become text in Python
 
 
 class Replies(Protocol):
@@ -178,6 +180,7 @@ class AnswerService:
                 prompts[index // call.num_candidates],
                 parser=None if call.reader is None else call.reader.parser(parts.rng),
                 meter=meter.choice(len(request.token_ids)),
+                in_cpp=parts.batch is not None and call.stream,
             )
             for index, request in enumerate(call.requests)
         ]

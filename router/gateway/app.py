@@ -25,6 +25,7 @@ from router.edge.limits import Book
 from router.edge.responses import send_invalid, send_json
 from router.gateway.access_log import AccessLog
 from router.gateway.answering import GatewayParts
+from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.service import Batches
@@ -90,6 +91,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
     board: PoolBoard | None = None,
     logs_requests: bool = False,
     tracing: Tracing | None = None,
+    has_native_text: bool = False,
 ) -> ASGIApp:
     """Returns the application, for any ASGI server.
 
@@ -107,6 +109,7 @@ def create_app(  # noqa: PLR0913 - all that an application is wired with
         siblings=siblings,
         storage=storage,
         tracing=tracing,
+        has_native_text=has_native_text,
     )
     return app_of(
         parts,
@@ -129,21 +132,27 @@ def parts_of(  # noqa: PLR0913 - all that they are
     siblings: Siblings | None = None,
     storage: Storage | None = None,
     tracing: Tracing | None = None,
+    has_native_text: bool = False,
 ) -> GatewayParts:
-    """Returns the parts that all ways to answer share."""
+    """Returns the parts that all ways to answer share.
+
+    With `has_native_text` most tokens become text in C++. Raises BuildError where there is none.
+    """
     process = None if siblings is None else siblings.process
+    metrics = GatewayMetrics(versions, version=version_of_baton(), process=process)
     return GatewayParts(
         versions=versions,
         settings=settings,
         clock=clock,
         rng=rng,
-        metrics=GatewayMetrics(versions, version=version_of_baton(), process=process),
+        metrics=metrics,
         grammars=grammars,
         accounts=KeyAccounts(settings.key_limits),
         lanes=Lanes(),
         storage=storage or Storage(None),
         tracing=tracing,
         recent=RecentRequests(Bounds(settings.slo_ttft_s, settings.slo_tpot_s), versions.tallies),
+        batch=TextBatch(metrics) if has_native_text else None,
     )
 
 

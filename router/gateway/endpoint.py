@@ -6,7 +6,6 @@ Decides how the answer is sent. `router.gateway.shell` reads the body and watche
 
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequest
@@ -14,6 +13,7 @@ from router.access.guard import tenant_of
 from router.edge.extension import pipe_of
 from router.edge.responses import send_invalid
 from router.gateway.answering import ID_HEADER, AnswerService, GatewayParts
+from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import whole_answer
@@ -21,6 +21,7 @@ from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ApiCall
 from router.gateway.requests.field_table import EMBEDDINGS
+from router.gateway.requests.headers import headers_of
 from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body
 from router.gateway.shell import CallShell
@@ -32,6 +33,7 @@ class AnswerEndpoint:
     def __init__(self, parts: GatewayParts, dialect: Dialect, body_type: type[Body]) -> None:
         self._service = AnswerService(parts, dialect, body_type)
         self._shell = CallShell(parts, self.serve)
+        self._batch = parts.batch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -39,8 +41,8 @@ class AnswerEndpoint:
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         """Answers a request that was read."""
-        call = self._service.call(body, tenant_of(scope), Headers(scope=scope))
-        await self._service.answer(call, _HttpReplies(call, scope, send), meter)
+        call = self._service.call(body, tenant_of(scope), headers_of(list(scope["headers"])))
+        await self._service.answer(call, _HttpReplies(call, scope, send, self._batch), meter)
 
 
 class Invocations:
@@ -66,7 +68,8 @@ class Invocations:
 class _HttpReplies:
     """Sends the answer to one HTTP request; implements `router.gateway.answering.Replies`."""
 
-    def __init__(self, call: ApiCall, scope: Scope, send: Send) -> None:
+    def __init__(self, call: ApiCall, scope: Scope, send: Send, batch: TextBatch | None) -> None:
+        self._batch = batch
         self._call = call
         self._scope = scope
         self._send = send
@@ -78,5 +81,5 @@ class _HttpReplies:
     def open(self, heading: Heading) -> AnswerWriter:
         """Returns the writer of a stream or of a whole answer, as the client asked."""
         if heading.call.stream:
-            return StreamedAnswer(heading, self._send, pipe_of(self._scope))
+            return StreamedAnswer(heading, self._send, pipe_of(self._scope), self._batch)
         return whole_answer(heading, self._send)

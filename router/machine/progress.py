@@ -203,7 +203,9 @@ class Progress:
             )
         )
         if message.finish is not None:
-            return effects + self._ends.end(flight, Finished(message.finish), now_s)
+            # A worker that computed all of it by itself is done with it and needs no message.
+            outcome = Finished(message.finish)
+            return effects + self._ends.end(flight, outcome, now_s, tell_workers=attempt.hands_over)
         self._release_if_computed(flight, attempt, now_s)
         if attempt.lease is not None:
             effects.append(SendTo(attempt.decode, FirstToken(attempt.seq_id, message.token)))

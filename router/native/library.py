@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from engine.errors import BuildError
-from engine.native_build import Sources, built_library
+from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
@@ -97,15 +97,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 def core() -> Core | None:
     """The library for this machine, built if need be; None, with a warning, where it cannot be."""
     try:
-        library = Core(str(built_library(SOURCES)))
+        return open_library(built_library(SOURCES), SIGNATURES, Core)
     except (BuildError, OSError) as error:
         log.warning("blocks are indexed and requests placed in Python, there is no C++: %s", error)
         return None
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    return library
 
 
 def opened() -> Core:

@@ -13,6 +13,7 @@ quadratic time (4,000 tokens: 1.3 s). On broken byte-fallback runs it raises.
 
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
@@ -24,6 +25,25 @@ REPLACEMENT = "\ufffd"  # what an incomplete or broken UTF-8 sequence decodes to
 MAX_PENDING_TOKENS = 16  # a character has at most four bytes, so more pending tokens cannot be one
 OVERLAP_TOKENS = 8  # at least as many bytes as one character has
 CONTEXT_TOKENS = 6
+
+
+class TextState(Protocol):
+    """The progress of one answer's text. `router.text.native` has it in C++."""
+
+    num_tokens: int  # so far, including the one that ends the answer
+    num_batched: int  # of these, taken in C++
+    last_s: float  # when the last tokens came
+    rest: bytes  # the begin of an incomplete character
+
+
+@dataclass(slots=True)
+class PlainTextState:
+    """A `TextState` in Python."""
+
+    num_tokens: int = 0
+    num_batched: int = 0
+    last_s: float = 0.0
+    rest: bytes = b""
 
 
 class Detokenizer(Protocol):
@@ -51,10 +71,12 @@ class ByteDetokenizer:
         *,
         prompt_ids: Sequence[int] = (),
         hidden_ids: frozenset[int],
+        state: TextState | None = None,
     ) -> None:
+        """The begin of an incomplete character is kept in `state`."""
         self._bytes_by_id = bytes_by_id
         self._hidden_ids = hidden_ids
-        self._rest = b""  # the beginning of an incomplete character
+        self._state = state or PlainTextState()
         for token_id in _visible_end(prompt_ids, hidden_ids):
             self.push(token_id)
 
@@ -63,15 +85,17 @@ class ByteDetokenizer:
         if token_id in self._hidden_ids:
             return ""
         data = self._bytes_by_id[token_id]
-        if self._rest:
-            data = self._rest + data
+        state = self._state
+        if rest := state.rest:
+            data = rest + data
         text, num_decoded = utf_8_decode(data, "replace")
-        self._rest = data[num_decoded:]
+        if rest or num_decoded < len(data):
+            state.rest = data[num_decoded:]
         return text
 
     def flush(self) -> str:
         """Returns the text of a character that stays incomplete."""
-        rest, self._rest = self._rest, b""
+        rest, self._state.rest = self._state.rest, b""
         return rest.decode(errors="replace")
 
 
@@ -204,15 +228,34 @@ class AnswerText:
         limits: Limits,
         stop: Sequence[str],
         shows_stop: bool = False,
+        state: TextState | None = None,
     ) -> None:
-        """With `shows_stop` the answer ends with the stop string or token that ended it."""
-        self.num_tokens = 0  # including the one that ends the answer
+        """With `shows_stop` the answer ends with the stop string or token that ended it.
+
+        `state` is that of the detokenizer.
+        """
+        self._state = state or PlainTextState()
         self._detokenizer = detokenizer
         self._prompt_len = prompt_len
         self._limits = limits
         self._hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
         self._stop = StopFinder(stop, keeps=shows_stop)
         self._has_stop = bool(stop)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, including the one that ends the answer."""
+        return self._state.num_tokens
+
+    @property
+    def hidden_end_ids(self) -> frozenset[int]:
+        """Tokens that end the answer and are not shown."""
+        return self._hidden_end_ids
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens of the answer that none of these ends."""
+        return self._limits.min_len - self._prompt_len
 
     @property
     def stopped(self) -> bool:
@@ -253,8 +296,9 @@ class AnswerText:
         return text + self._stop.flush()
 
     def _push_one(self, token_id: int) -> str:
-        self.num_tokens += 1
-        length = self._prompt_len + self.num_tokens
+        state = self._state
+        state.num_tokens = num_tokens = state.num_tokens + 1
+        length = self._prompt_len + num_tokens
         if token_id in self._hidden_end_ids and length > self._limits.min_len:
             return ""
         text = self._detokenizer.push(token_id)

@@ -24,8 +24,14 @@ from engine.embedding import Embedding, embedding_of
 from engine.errors import CheckpointError, InvalidRequest
 from router.inbox.api_errors import ApiError, context_exceeded, invalid_value, no_room
 from router.text.defaults import NO_DEFAULTS, SamplingDefaults, sampling_defaults
-from router.text.detokenizer import ByteDetokenizer, ContextDetokenizer, Detokenizer
+from router.text.detokenizer import (
+    ByteDetokenizer,
+    ContextDetokenizer,
+    Detokenizer,
+    TextState,
+)
 from router.text.forms.chosen import AUTO, AnswerForms, forms_of
+from router.text.native.step import NativeVocabulary
 from router.text.prompt_length import chars_per_token
 from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
@@ -71,6 +77,7 @@ class TextModel:
         self.embedding = embedding
         self._tokenizer = tokenizer
         self._template = template
+        self._num_ids = num_tokens
         self._has_unknown_ids = self.vocab_size < num_tokens
         self._chars_per_token = chars_per_token(tokenizer)
         self._byte_table = byte_table(tokenizer)
@@ -205,12 +212,28 @@ class TextModel:
         """The id of the added token with this text, or None."""
         return self._added_ids.get(content)
 
+    @cached_property
+    def vocabulary(self) -> NativeVocabulary | None:
+        """The bytes of all tokens in C++; None if the text of a token depends on others.
+
+        Raises BuildError where there is no C++.
+        """
+        if self._byte_table is None:
+            return None
+        return NativeVocabulary(self._byte_table, self._num_ids, self._hidden_ids)
+
     def detokenizer(
-        self, prompt_ids: Sequence[int], shown: Sequence[str] = (), *, shows_all: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        shown: Sequence[str] = (),
+        *,
+        shows_all: bool = False,
+        state: TextState | None = None,
     ) -> Detokenizer:
         """Returns the decoder of an answer.
 
-        Special tokens are hidden, except those `shown`, or if it `shows_all`.
+        Special tokens are hidden, except those `shown`, or if it `shows_all`. A decoder that needs
+        the bytes of tokens alone keeps what it must in `state`.
         """
         shown_ids = {self._added_ids.get(content) for content in shown}
         hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
@@ -218,7 +241,9 @@ class TextModel:
             hidden_ids = frozenset()
         if self._byte_table is None:
             return ContextDetokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
-        return ByteDetokenizer(self._byte_table, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
+        return ByteDetokenizer(
+            self._byte_table, prompt_ids=prompt_ids, hidden_ids=hidden_ids, state=state
+        )
 
 
 def load_text_model(

@@ -4,7 +4,7 @@ import asyncio
 import multiprocessing
 import random
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,9 @@ import zmq
 from deploy.worker.block_publisher import BlockPublisher
 from engine.clock import MonotonicClock
 from engine.config import Transport
-from engine.net import rpc
 from engine.net.challenge import CLAIM_BYTES
 from engine.net.curve import Channel, secure_client
-from engine.net.rpc import Send, SessionClient, SessionServer
+from engine.net.sessions import GREETING, Line, SessionClient, SessionServer
 from engine.worker.block_events import EventLog, encode_number
 from engine.worker.blocks import Stored, hash_blocks
 from kvtransfer.messages import Hold, encode
@@ -38,7 +37,7 @@ class Listeners:
 
     addresses: dict[str, str]
     pid: int
-    runner: asyncio.Runner  # of gRPC's clients, which outlive no event loop
+    runner: asyncio.Runner  # of clients
 
     def memory_mib(self) -> float:
         """Returns the process's resident memory."""
@@ -47,9 +46,9 @@ class Listeners:
         return int(line.split()[1]) / 1024
 
 
-async def _echo(frames: AsyncIterator[bytes], send: Send) -> None:
-    async for frame in frames:
-        await send(frame)
+async def _echo(line: Line) -> None:
+    async for frame in line:
+        await line.send(frame)
 
 
 def _serve(told: Any) -> None:
@@ -183,38 +182,15 @@ _ZMTP = [
 ]
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2."""
-    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
-    return head + payload
-
-
-def _headers(**more: bytes) -> bytes:
-    """Literal header fields, without an index."""
-    fields = {
-        b":method": b"POST",
-        b":scheme": b"http",
-        b":path": f"/{rpc.SERVICE}/{rpc.METHOD}".encode(),
-        b":authority": b"localhost",
-        b"content-type": b"application/grpc",
-        b"te": b"trailers",
-        **{name.encode().replace(b"_", b"-"): value for name, value in more.items()},
-    }
-    return b"".join(
-        b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
-        for name, value in fields.items()
-    )
-
-
-_START = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(4, 0, 0, b"")]
-_CLAIM = b"A" * min(120, CLAIM_BYTES)  # Base64 of zeros
-_DATA = _frame(0, 0, 1, b"\x00\x03\x00\x00\x00" + bytes(16379))  # of a message of 48 MiB
-_HTTP2 = [
-    [*_START, _frame(1, 4, 1, _headers(baton_claim_bin=_CLAIM)), _DATA],
-    [*_START, _frame(1, 4, 1, _headers()), _DATA, _DATA, _DATA],
-    [*_START, _frame(1, 0, 1, _headers()), _frame(9, 0, 1, b"\x00\x01x\x01y")],  # headers go on
-    [*_START, _frame(6, 0, 0, bytes(8)), _frame(4, 0, 0, b"\x00\x03\xff\xff\xff\xff")],
-    [*_START, _frame(1, 4, 1, _headers()), _frame(3, 0, 1, bytes(4)), _frame(8, 0, 0, b"\x7f" * 4)],
+_CLAIM = bytes(CLAIM_BYTES)
+_FRAME = b"\x05\x00\x00\x00hello"
+_SESSION = [
+    [_CLAIM, _FRAME],
+    [_CLAIM[:50], _CLAIM[50:], _FRAME * 1000],
+    [_FRAME, _CLAIM],
+    [GREETING, _CLAIM, b"\xff\xff\xff\xff"],
+    [_CLAIM, b"\x00\x00\x00\x03" + bytes(16379)],  # of a frame of 48 MiB
+    [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + bytes(5)],
     [b"GET / HTTP/1.1\r\n", b"Host: x\r\n" * 100, b"\r\n"],
 ]
-_OPENINGS = {name: _HTTP2 if name == "sessions" else _ZMTP for name in LISTENERS}
+_OPENINGS = {name: _SESSION if name == "sessions" else _ZMTP for name in LISTENERS}

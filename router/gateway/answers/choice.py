@@ -4,7 +4,7 @@ This module does not know HTTP or JSON.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -13,7 +13,7 @@ from router.gateway.metrics.meters import ChoiceMeter
 from router.gateway.requests.calls import CheckedCall
 from router.machine.requests import Finished, Outcome, Timeline, Update
 from router.policies.base import Decision
-from router.text.detokenizer import AnswerText
+from router.text.detokenizer import AnswerText, PlainTextState
 from router.text.forms.deltas import (
     AnswerParser,
     CallArguments,
@@ -23,6 +23,8 @@ from router.text.forms.deltas import (
     Reasoning,
 )
 from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
+from router.text.native.library import NativeText
+from router.text.native.step import BatchedText, NativeVocabulary
 
 CallDelta = CallBegun | CallArguments
 
@@ -86,12 +88,14 @@ class AnswerChoice:
         *,
         parser: AnswerParser | None,
         meter: ChoiceMeter,
+        in_cpp: bool = False,
     ) -> None:
+        """With `in_cpp`, its tokens may be taken in C++: see `batched`."""
         self.index = index
         request = self.request = call.requests[index]
         self.outcome: Outcome | None = None
         self.timeline: Timeline | None = None
-        self.last_s = 0.0  # when the last update came
+        self._last_s = 0.0  # when the last update came
         self.prompt = prompt
         self._meter = meter
         leads = not index % call.num_candidates
@@ -109,20 +113,6 @@ class AnswerChoice:
         self._last_id: int | None = None
         self._shows_reasoning = call.shows_reasoning
         self.num_reasoning_tokens = 0
-        marks = () if call.reader is None else call.reader.marks
-        self._text = AnswerText(
-            call.served.text.detokenizer(
-                request.token_ids, marks, shows_all=call.shows_special_tokens
-            ),
-            prompt_len=len(request.token_ids),
-            limits=request.limits,
-            stop=call.stop,
-            shows_stop=call.shows_stop,
-        )
-        self._scored: ScoredText | None = None
-        self._scores_all_tokens = call.num_top is not None and call.scores_all_tokens
-        if call.num_top is not None and not call.scores_all_tokens:
-            self._scored = ScoredText(self._text)
         # Tokens become text and nothing else, and only tokens end the choice.
         self.is_plain = not (
             self._is_scored
@@ -133,10 +123,33 @@ class AnswerChoice:
             or call.return_token_ids
             or parser is not None
         )
+        self._vocabulary: NativeVocabulary | None = None
+        if in_cpp and self.is_plain and self.noted_ids is None and not call.is_only_prompt:
+            self._vocabulary = call.served.text.vocabulary
+        self._state = PlainTextState() if self._vocabulary is None else NativeText()
+        self._settle: Callable[[], None] = _do_nothing  # takes what C++ has to take before
+        meter.state = self._state
+        self._shows_special_tokens = call.shows_special_tokens
+        marks = () if call.reader is None else call.reader.marks
+        self._text = AnswerText(
+            call.served.text.detokenizer(
+                request.token_ids, marks, shows_all=call.shows_special_tokens, state=self._state
+            ),
+            prompt_len=len(request.token_ids),
+            limits=request.limits,
+            stop=call.stop,
+            shows_stop=call.shows_stop,
+            state=self._state,
+        )
+        self._scored: ScoredText | None = None
+        self._scores_all_tokens = call.num_top is not None and call.scores_all_tokens
+        if call.num_top is not None and not call.scores_all_tokens:
+            self._scored = ScoredText(self._text)
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:
         """Returns what this update makes ready to be shown."""
-        self.last_s = now_s
+        self._settle()
+        self._last_s = now_s
         has_tokens = bool(update.token_ids)
         if has_tokens:
             self._meter.tokens(len(update.token_ids), now_s)
@@ -192,11 +205,36 @@ class AnswerChoice:
 
     def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
         """Returns the text that tokens make ready, for a choice that `is_plain` and goes on."""
-        self.last_s = now_s
+        self._last_s = now_s
         self._meter.tokens(len(token_ids), now_s)
         if self.noted_ids is not None:
             self.noted_ids += token_ids
         return self._text.push(token_ids)
+
+    def batched(self, frame: tuple[bytes, bytes], settle: Callable[[], None]) -> BatchedText | None:
+        """The text of a choice that has begun, for C++; None if Python has to take its tokens.
+
+        `frame` is around the text of each chunk. `settle` is called before this object changes the
+        text itself.
+        """
+        if self._vocabulary is None:
+            return None
+        assert isinstance(self._state, NativeText)
+        self._settle = settle
+        return BatchedText(
+            self._state,
+            self._vocabulary,
+            frame=frame,
+            end_ids=sorted(self._text.hidden_end_ids),
+            min_tokens=self._text.min_tokens,
+            gaps=self._meter.gaps,
+            shows_special=self._shows_special_tokens,
+        )
+
+    @property
+    def last_s(self) -> float:
+        """When the last update came."""
+        return max(self._last_s, self._state.last_s)
 
     @property
     def waits_for_prompt(self) -> bool:
@@ -296,6 +334,10 @@ class AnswerChoice:
             assert self.prompt.are_known
             entries = self.prompt.entries + entries
         return text, entries
+
+
+def _do_nothing() -> None:
+    """Nothing waits in C++."""
 
 
 def _without_answer(update: Update) -> Update:

@@ -10,6 +10,7 @@ from starlette.types import Send
 
 from router.edge.extension import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head
+from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.dialects import call_delta, reasoning_fields
 from router.gateway.answers.writing import (
@@ -38,7 +39,11 @@ _encode = msgspec.json.Encoder().encode
 class StreamedAnswer:
     """Sends an answer as events, through `pipe` when there is one and it is ready."""
 
-    def __init__(self, heading: Heading, send: Send, pipe: BodyPipe | None) -> None:
+    def __init__(
+        self, heading: Heading, send: Send, pipe: BodyPipe | None, batch: TextBatch | None = None
+    ) -> None:
+        """With a `batch`, most tokens may be given to it instead of `write_text`."""
+        self.batch = None if pipe is None else batch
         self._heading = heading
         self._send = send
         self._pipe = pipe
@@ -57,6 +62,12 @@ class StreamedAnswer:
     def shows_text_alone(self) -> bool:
         """False if each chunk reports the number of tokens so far."""
         return not self._heading.call.usage_in_every_chunk
+
+    def frame_of(self, choice: int) -> tuple[BodyPipe, tuple[bytes, bytes]]:
+        """The pipe of a stream that is open, and what is around the text of each chunk."""
+        assert self._chunk is not None
+        assert self._pipe is not None
+        return self._pipe, self._chunk.frame_of(choice)
 
     def write_at_once(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
@@ -175,6 +186,10 @@ class _ChunkEncoder:
     def of_text(self, choice: int, text: str) -> bytes:
         """A chunk that holds only text."""
         return self._before_text[choice] + _encode(text) + self._after_text
+
+    def frame_of(self, choice: int) -> tuple[bytes, bytes]:
+        """What is around the text in `of_text`."""
+        return self._before_text[choice], self._after_text
 
     def of(self, piece: AnswerPiece) -> bytes:
         """The chunks of a piece; empty if there is nothing to show."""

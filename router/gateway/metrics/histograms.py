@@ -1,5 +1,6 @@
 """Histograms that cost little to observe, and the bounds of their buckets."""
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -36,19 +37,19 @@ RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 
 
 class Buckets:
-    """The counts of one series of a histogram."""
+    """The counts of one series of a histogram, in arrays: `router.text.native` counts in them."""
 
-    __slots__ = ("_bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last one: values above all bounds
-        self.sum = 0.0
+        self.bounds = array("d", bounds)
+        self.counts = array("q", [0] * (len(bounds) + 1))  # the last one: values above all bounds
+        self.total = array("d", [0.0])
 
     def observe(self, value: float) -> None:
         """Counts a value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total[0] += value
 
 
 class Histogram:
@@ -90,5 +91,5 @@ class Histogram:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, series in self._series.items():
             buckets = zip(bounds, accumulate(series.counts), strict=True)
-            family.add_metric(labels, list(buckets), series.sum)
+            family.add_metric(labels, list(buckets), series.total[0])
         yield family

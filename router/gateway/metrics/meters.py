@@ -65,6 +65,7 @@ from router.machine.requests import (
     Timeline,
 )
 from router.policies.base import Decision
+from router.text.detokenizer import PlainTextState, TextState
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OUTCOMES = ("finished", "rejected", "failed", "cancelled", "invalid")
@@ -144,6 +145,7 @@ class GatewayMetrics:
         self._own.append(self.prediction_ratio.collect)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.num_batched_tokens = 0  # of these
         self.num_in_flight = 0
         self.on_arrival: Callable[[], None] = _do_nothing  # called for each request that begins
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
@@ -255,6 +257,8 @@ class GatewayMetrics:
             "baton_prompt_tokens", "Tokens of prompts that got an answer", prompt
         )
         yield CounterMetricFamily("baton_generation_tokens", "Tokens sent out", generated)
+        text = "Of these, tokens that became text in C++, those of many streams at once"
+        yield CounterMetricFamily("baton_batched_tokens", text, self.num_batched_tokens)
         in_flight = self.num_in_flight
         yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
         yield counter_of("baton_requests", "Requests ended", "outcome", self.num_by_outcome)
@@ -376,10 +380,10 @@ class ChoiceMeter:
         self._metrics = metrics
         self._request = request
         self._prompt_len = prompt_len
-        self._itl = metrics.itl.series(request.labels)
+        self.gaps = metrics.itl.series(request.labels)
         self._first_s: float | None = None
-        self._last_s = 0.0
-        self._num_tokens = 0
+        self._num_tokens = 0  # without those that are taken in batches
+        self.state: TextState = PlainTextState()  # of the choice's text
 
     def tokens(self, num_tokens: int, now_s: float) -> None:
         """Notes more tokens of the choice."""
@@ -387,8 +391,8 @@ class ChoiceMeter:
             self._first_s = now_s
             self._request.first_tokens(now_s)
         else:
-            self._itl.observe(now_s - self._last_s)
-        self._last_s = now_s
+            self.gaps.observe(now_s - self.state.last_s)
+        self.state.last_s = now_s
         self._num_tokens += num_tokens
         self._metrics.num_generation_tokens += num_tokens
 
@@ -408,8 +412,9 @@ class ChoiceMeter:
                 medium = timeline.decision.pulled_medium or "worker"
                 self._metrics.prefix_pull.observe(timeline.prefix_pull_s, (medium,))
         tpot_s = None
-        if isinstance(outcome, Finished) and self._first_s is not None and self._num_tokens > 1:
-            tpot_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+        num_tokens = self._num_tokens + self.state.num_batched
+        if isinstance(outcome, Finished) and self._first_s is not None and num_tokens > 1:
+            tpot_s = (self.state.last_s - self._first_s) / (num_tokens - 1)
             self._metrics.tpot.observe(tpot_s, self._request.labels)
         if timeline is not None and timeline.decision is not None and self._first_s is not None:
             self._compare(timeline, timeline.decision, tpot_s)
@@ -423,11 +428,12 @@ class ChoiceMeter:
             num_cached = timeline.num_cached_tokens
             metrics.num_looked_up_tokens += self._prompt_len
             metrics.num_cached_tokens += num_cached
-            decode_s = self._last_s - self._first_s
+            decode_s = self.state.last_s - self._first_s
             metrics.queue_time.observe(timeline.queue_s + timeline.prefill_queue_s)
             metrics.decode_time.observe(decode_s)
             metrics.inference_time.observe(timeline.prefill_compute_s + decode_s)
-        self._request.end_choice(self._num_tokens, num_cached)
+        num_tokens = self._num_tokens + self.state.num_batched
+        self._request.end_choice(num_tokens, num_cached)
 
     def _compare(self, timeline: Timeline, decision: Decision, tpot_s: float | None) -> None:
         """Compares what was predicted when the choice was placed with what was measured."""

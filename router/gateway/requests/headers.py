@@ -1,10 +1,19 @@
 """Values in the headers of a call. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from router.inbox.api_errors import invalid_value
 
 MAX_SHOWN_LEN = 40  # characters of a client's text in an error
+
+
+def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The headers of an ASGI scope, by name. Of several with one name, the first one.
+
+    Starlette's own mapping searches all of them for each name.
+    """
+    named = reversed(headers)
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in named}
 
 
 def seconds_in(

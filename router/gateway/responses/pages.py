@@ -5,7 +5,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.convertors import StringConvertor, register_url_convertor
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,6 +19,7 @@ from router.gateway.answering import ID_HEADER, GatewayParts
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.replies import json_reply
 from router.gateway.requests.calls import read_body
+from router.gateway.requests.headers import headers_of
 from router.gateway.responses.items import Item
 from router.gateway.responses.service import ResponseService
 from router.gateway.responses.writers import STREAM_HEADERS
@@ -76,7 +77,7 @@ class ResponsePages:
     async def _create(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
         prepared = await service.prepare(body, tenant)
-        call = service.call(prepared, tenant, Headers(scope=scope))
+        call = service.call(prepared, tenant, headers_of(list(scope["headers"])))
         if not prepared.body.background:
             await service.answer(prepared, call, meter, send, pipe_of(scope))
             return

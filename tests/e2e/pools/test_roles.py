@@ -25,7 +25,7 @@ from engine.messages import (
     decode_to_gateway,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from router.machine.moves.rule import DRAINED
 from router.machine.requests import Finished, Request
 from router.service import Router

@@ -26,7 +26,7 @@ from engine.messages import (
     StillStepping,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router import service
 from router.machine.machine import RouterEffect, RouterEvent, Tick
@@ -359,7 +359,7 @@ def broken_by_end(worker: ScriptedWorker) -> None:
 
 
 def broken_by_garbage(worker: ScriptedWorker) -> None:
-    worker.tasks.append(asyncio.create_task(worker.session.send(b"\xc1")))  # type: ignore[arg-type]
+    worker.tasks.append(asyncio.create_task(worker.session.line.send(b"\xc1")))  # type: ignore[arg-type]
 
 
 def broken_by_death(worker: ScriptedWorker) -> None:

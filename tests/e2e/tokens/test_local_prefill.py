@@ -44,7 +44,7 @@ from engine.messages import (
     decode_to_gateway,
     encode_frame,
 )
-from engine.net.rpc import SessionClient
+from engine.net.sessions import SessionClient
 from engine.worker.costs import PrefillCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from tests.kits.services.alone import answers_alone

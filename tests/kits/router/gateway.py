@@ -218,6 +218,7 @@ def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings:
 
 def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
     keys, board = settings.pop("keys", None), settings.pop("board", None)
+    has_native_text = settings.pop("has_native_text", False)
     return create_app(
         versions,
         settings=GatewaySettings(SECRET, **settings),
@@ -226,6 +227,7 @@ def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any
         grammars=CheckedAtOnce(),
         keys=keys,
         board=board,
+        has_native_text=has_native_text,
     )
 
 

@@ -1,4 +1,4 @@
-"""Workers that are a gRPC server and a few lines, and a router that serves with them.
+"""Workers that are a server of sessions and a few lines, and a router that serves with them.
 
 A scripted worker computes each token from all tokens before it. So an answer that goes on at
 another worker is right only if no token was lost, repeated or changed.
@@ -39,7 +39,7 @@ from engine.messages import (
     decode_to_worker,
     encode_frame,
 )
-from engine.net.rpc import Send, SessionServer
+from engine.net.sessions import Line, SessionServer
 from engine.net.trust import Secret
 from router.machine.requests import Request, Update
 from router.service import Router
@@ -65,13 +65,13 @@ def answer(prompt: list[int], num_tokens: int) -> list[int]:
 class Session:
     """One gateway's session with a fake worker."""
 
-    send: Send
+    line: Line
     received: list[ToWorker] = field(default_factory=list)
     ended: bool = False
     broken: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def say(self, *messages: ToGateway) -> None:
-        await self.send(encode_frame(messages))
+        await self.line.send(encode_frame(messages))
 
 
 class ScriptedWorker:
@@ -112,16 +112,16 @@ class ScriptedWorker:
     def received(self) -> list[ToWorker]:
         return self.session.received
 
-    async def _session(self, frames: AsyncIterator[bytes], send: Send) -> None:
-        (hello,) = decode_to_worker(await anext(frames))
+    async def _session(self, line: Line) -> None:
+        (hello,) = decode_to_worker(await anext(line))
         assert isinstance(hello, Hello)
         self.hellos.append(hello)
-        session = Session(send)
+        session = Session(line)
         self.sessions.append(session)  # first: a test goes on as soon as the router has joined
         greeting = [self.welcome] if self.greeting is None else self.greeting
         if greeting:
             await session.say(*greeting)
-        reader = asyncio.create_task(self._read(frames, session))
+        reader = asyncio.create_task(self._read(session))
         broken = asyncio.create_task(session.broken.wait())
         try:
             await asyncio.wait([reader, broken], return_when=asyncio.FIRST_COMPLETED)
@@ -130,8 +130,8 @@ class ScriptedWorker:
             broken.cancel()
             session.ended = True
 
-    async def _read(self, frames: AsyncIterator[bytes], session: Session) -> None:
-        async for frame in frames:
+    async def _read(self, session: Session) -> None:
+        async for frame in session.line:
             for message in decode_to_worker(frame):
                 session.received.append(message)
                 await self._serve(session, message)

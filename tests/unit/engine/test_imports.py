@@ -1,4 +1,4 @@
-"""What modules load: the core no torch, transformers or Ray; nobody gRPC without its settings."""
+"""What modules load: the core no torch, transformers or Ray; only gateways gRPC."""
 
 import subprocess
 import sys
@@ -50,10 +50,13 @@ def test_core_imports_without_torch_or_ray():
     imported(IMPORT_ALL, *module_names())
 
 
-@pytest.mark.parametrize("name", ["deploy.services.gateway", "deploy.services.worker"])
-def test_services_load_grpc_with_its_settings(name: str):
-    """A library that loads it first costs the gateway a tenth of its throughput."""
-    assert "-event_engine_client" in imported(SETTINGS_OF_GRPC, name)
+def test_a_gateway_loads_grpc_with_its_settings():
+    assert "-event_engine_client" in imported(SETTINGS_OF_GRPC, "deploy.services.gateway")
+
+
+@pytest.mark.parametrize("name", ["deploy.services.worker", "deploy.services.store"])
+def test_workers_and_stores_load_no_grpc(name: str):
+    assert imported(SETTINGS_OF_GRPC, name) == ""
 
 
 def imported(program: str, *names: str) -> str:

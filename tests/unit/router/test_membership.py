@@ -84,14 +84,15 @@ def test_however_many_answers_there_are_a_report_is_sent_each_second():
         outbox = asyncio.Queue()
         outbox.put_nowait(RequestList(0, 0, []))
 
-        async def send(frame):
-            sent.extend(decode_from_gateway(frame))
-            if len(sent) == 20:
-                raise ConnectionError
-            world.clock.at_s += 0.125
-            outbox.put_nowait(RequestList(0, 0, []))
+        class Line:
+            async def send(self, frame):
+                sent.extend(decode_from_gateway(frame))
+                if len(sent) == 20:
+                    raise ConnectionError
+                world.clock.at_s += 0.125
+                outbox.put_nowait(RequestList(0, 0, []))
 
-        await world.server._send_all(outbox, send)
+        await world.server._send_all(outbox, Line())
 
     with pytest.raises(ConnectionError):
         asyncio.run(answer_for_ever())

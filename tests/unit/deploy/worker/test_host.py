@@ -1,7 +1,6 @@
 """Parts of a worker host that need no thread or socket: schedulers, roles, sessions."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import msgspec
@@ -9,7 +8,7 @@ import pytest
 
 from decode.hold import HOLD_S
 from deploy.worker import host as worker_host
-from deploy.worker.gateway_sessions import MAX_UNSENT_FRAMES
+from deploy.worker.gateway_sessions import MAX_UNSENT_BYTES
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.step_watch import StepWatch
 from engine.config import DeviceKind, WorkerConfig
@@ -141,21 +140,37 @@ async def test_failed_watch_ends_the_worker(monkeypatch):
 
 
 class FakeGateway:
-    """A gateway that reads nothing until `reads` is set."""
+    """The line of a gateway that says hello, and reads nothing once it `stalls`."""
 
     def __init__(self) -> None:
-        self.reads = asyncio.Event()
-        self.is_told = asyncio.Event()
+        self.num_unsent_bytes = 0
         self.heard: list[object] = []
+        self.session: asyncio.Task[None] | None = None
+        self._hello: bytes | None = encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"))])
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        yield encode_frame([Hello(PROTOCOL_VERSION, GatewayId("g"))])
-        await asyncio.Event().wait()
+    def __aiter__(self) -> "FakeGateway":
+        return self
 
-    async def send(self, frame: bytes) -> None:
-        self.is_told.set()
-        await self.reads.wait()
+    async def __anext__(self) -> bytes:
+        hello, self._hello = self._hello, None
+        if hello is None:
+            await asyncio.Event().wait()
+        assert hello is not None
+        return hello
+
+    def post(self, frame: bytes) -> None:
         self.heard += decode_to_gateway(frame)
+
+    def stall(self) -> None:
+        self.num_unsent_bytes = MAX_UNSENT_BYTES + 1
+
+    def fail(self, _: Exception) -> None:
+        assert self.session is not None
+        self.session.cancel()
+
+    def begin(self, worker: WorkerHost) -> "asyncio.Task[None]":
+        self.session = asyncio.create_task(worker._sessions._session(self))  # type: ignore[arg-type]
+        return self.session
 
 
 async def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
@@ -164,21 +179,18 @@ async def test_cut_off_gateway_reconnects_after_its_sequences_are_cancelled():
     worker = host(Role.MIXED)
     worker._events = None
     old, early, new = FakeGateway(), FakeGateway(), FakeGateway()
-    early.reads.set()
-    new.reads.set()
     async with asyncio.timeout(5):
-        first = asyncio.create_task(worker._sessions._session(old.frames(), old.send))
-        await old.is_told.wait()
-        for _ in range(MAX_UNSENT_FRAMES + 2):
-            worker._sessions.post(GatewayId("g"), b"")
-        await worker._sessions._session(early.frames(), early.send)
+        first = old.begin(worker)
+        await asyncio.sleep(0)
+        beginning = early.begin(worker)
+        old.stall()
+        worker._sessions.post(GatewayId("g"), b"")
+        await beginning
         assert early.heard == [Refused("a session of this gateway is open")]
-        assert worker._inbox.empty()
-        old.reads.set()
-        await first
+        await asyncio.gather(first, return_exceptions=True)
         assert worker._inbox.get_nowait() == GatewayLost(GatewayId("g"))
-        second = asyncio.create_task(worker._sessions._session(new.frames(), new.send))
-        await new.is_told.wait()
+        second = new.begin(worker)
+        await asyncio.sleep(0)
         assert isinstance(new.heard[0], Welcome)
         assert worker._inbox.empty()
         second.cancel()

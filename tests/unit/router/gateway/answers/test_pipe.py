@@ -14,6 +14,7 @@ from tests.kits.router.gateway import (
     FakeRouter,
     Never,
     answer,
+    fetch,
     make_app,
     tokens,
 )
@@ -25,6 +26,8 @@ class Pipe:
     def __init__(self, connection: Connection) -> None:
         self.is_ready = True
         self.num_written = 0
+        self.num_batched = 0
+        self.is_cut = False
         self._unsent = []
         self._connection = connection
         connection._scope["extensions"] = {EXTENSION: {"pipe": self}}
@@ -35,16 +38,31 @@ class Pipe:
         self.num_written += 1
         self._unsent.append({"body": data, "more_body": True})
 
+    def cut(self) -> None:
+        self.is_ready = False
+        self.is_cut = True
+        self._connection.leave()
+
+    def write_coded(self, data: bytes) -> None:
+        assert not self._unsent
+        size, _, rest = data.partition(b"\r\n")
+        assert rest.endswith(b"\r\n")
+        assert int(size, 16) == len(rest) - 2
+        self.num_batched += 1
+        self.write(rest[:-2])
+        self.flush()
+
     def flush(self) -> None:
         self._connection.reply.messages += self._unsent
         self._unsent.clear()
 
 
-def connect(router, path="/v1/chat/completions", **fields):
+def connect(router, path="/v1/chat/completions", *, has_native_text=False, **fields):
     prompt = (
         {"messages": [{"role": "user", "content": "yo"}]} if "chat" in path else {"prompt": "y"}
     )
-    connection = Connection(make_app(router), "POST", path, {})
+    app = make_app(router, has_native_text=has_native_text)
+    connection = Connection(app, "POST", path, {})
     connection.put_body(msgspec.json.encode({"stream": True, "seed": 1, **prompt, **fields}))
     return connection
 
@@ -168,3 +186,87 @@ async def test_a_client_leaving_during_piped_writes_cancels_its_request():
     connection.leave()
     assert not (await call).is_complete
     assert len(router.cancelled) == 1
+
+
+# ---------------------------------------------------------------- in C++
+
+BAD_UTF8 = b"\xf0\x9f\xff\xe2\x82 \xed\xa0\x80z\xed\xa0"
+BROKEN = [tokens("a"), *(Update(token_ids=(byte,)) for byte in BAD_UTF8)]
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "num_batched"),
+    [
+        (answer('hé, "a" \\ longer\n\x01 answer 😀'), {}, True),
+        (answer("a text"), {"path": "/v1/completions"}, True),
+        (answer("two answers"), {"n": 2}, True),
+        (answer("counted"), {"stream_options": {"include_usage": True}}, True),
+        (answer("shown"), {"skip_special_tokens": False}, True),
+        ([*BROKEN, Update(outcome=LENGTH)], {}, True),
+        ([*BROKEN, tokens("", outcome=LENGTH)], {"path": "/v1/completions"}, True),
+        ([*BROKEN[:4], tokens("b", timeline=None), *BROKEN[4:], Update(outcome=LENGTH)], {}, True),
+        (answer("ends HERE, not there"), {"stop": "HERE"}, False),
+        (answer("ids too"), {"return_token_ids": True}, False),
+        (answer("echoed"), {"path": "/v1/completions", "echo": True}, False),
+        (
+            answer("counts"),
+            {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+            False,
+        ),
+        (
+            [*SCORED, msgspec.structs.replace(SCORED[0], outcome=LENGTH)],
+            {"logprobs": 1, "path": "/v1/completions"},
+            False,
+        ),
+    ],
+)
+async def test_an_answer_is_the_same_in_python_and_in_cpp(script, fields, num_batched):
+    plain = connect(FakeRouter(script), **fields)
+    batched = connect(FakeRouter(script), has_native_text=True, **fields)
+    Pipe(plain)
+    pipe = Pipe(batched)
+    await plain.run()
+    await batched.run()
+    assert body(batched.reply) == body(plain.reply)
+    assert bool(pipe.num_batched) == num_batched
+
+
+async def test_tokens_count_the_same_in_python_and_in_cpp():
+    pages = []
+    for has_native_text in (False, True):
+        connection = connect(FakeRouter(answer("counted")), has_native_text=has_native_text)
+        Pipe(connection)
+        await connection.run()
+        page = await fetch(connection._app, "GET", "/metrics")
+        pages.append(
+            [
+                line
+                for line in page.body.decode().splitlines()
+                if line.startswith(("baton_generation", "baton_request", "baton_i", "baton_tpot"))
+            ]
+        )
+    assert pages[0] == pages[1]
+    assert len(pages[0]) > 40
+
+
+async def test_a_client_that_leaves_with_tokens_on_their_way_harms_nothing():
+    router = FakeRouter([*answer("abc")[:3], Never()])
+    connection = connect(router, has_native_text=True)
+    pipe = Pipe(connection)
+    running = asyncio.create_task(connection.run())
+    await router.waiting.wait()
+    pipe.is_ready = False
+    connection.leave()
+    await running
+    assert router.live == 0
+
+
+async def test_a_stream_whose_tokens_become_no_text_is_cut(caplog):
+    too_large = Update(token_ids=(2**63,))
+    router = FakeRouter([*answer("abc")[:3], too_large, Never()])
+    connection = connect(router, has_native_text=True)
+    pipe = Pipe(connection)
+    await connection.run()
+    assert pipe.is_cut
+    assert "tokens became no text" in caplog.text
+    assert router.live == 0

@@ -10,15 +10,22 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.net import rpc
-from engine.net.grpc_library import grpc
-from engine.net.rpc import PeerSilent, Send, SessionClient, SessionServer
-from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo, with_grpc
+from engine.messages import MAX_FRAME_BYTES
+from engine.net import sessions
+from engine.net.framing import FAREWELL
+from engine.net.sessions import (
+    MAX_UNREAD_BYTES,
+    Line,
+    PeerSilent,
+    SessionClient,
+    SessionServer,
+)
+from tests.kits.sessions import DEADLINE_S, SECRET, check_echo, echo
 
 
 @contextlib.asynccontextmanager
 async def session_with(
-    session: rpc.Session = echo, **options: Any
+    session: sessions.Session = echo, **options: Any
 ) -> AsyncIterator[tuple[SessionClient, SessionServer]]:
     """A session that has begun, and its server; both ends have these options."""
     server = SessionServer(session, SECRET, **options)
@@ -32,7 +39,6 @@ async def session_with(
         await server.close()
 
 
-@with_grpc
 async def test_frames_of_all_sizes_come_back_whole_and_in_order():
     sizes = [1, 3, 4, 5, 70_000, 2, 3_000_000, 1]
     frames = [bytes([i]) * size for i, size in enumerate(sizes)]
@@ -48,11 +54,10 @@ async def test_frames_of_all_sizes_come_back_whole_and_in_order():
         await sending
 
 
-@with_grpc
 async def test_a_session_that_ends_is_no_error():
-    async def farewell(frames: AsyncIterator[bytes], send: Send) -> None:
-        await anext(frames)
-        await send(b"bye")
+    async def farewell(line: Line) -> None:
+        await anext(line)
+        await line.send(b"bye")
 
     async with session_with(farewell) as (client, _):
         await client.send(b"hello")
@@ -61,7 +66,6 @@ async def test_a_session_that_ends_is_no_error():
         assert await client.receive() is None
 
 
-@with_grpc
 async def test_posted_frames_are_sent_in_order_without_waiting():
     async with session_with() as (client, _):
         for number in range(100):
@@ -70,7 +74,6 @@ async def test_posted_frames_are_sent_in_order_without_waiting():
             assert await client.receive() == str(number).encode()
 
 
-@with_grpc
 async def test_a_session_with_a_closed_port_fails_soon():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -81,7 +84,6 @@ async def test_a_session_with_a_closed_port_fails_soon():
     await client.close()
 
 
-@with_grpc
 async def test_closing_a_server_ends_its_sessions():
     async with session_with() as (client, server):
         await check_echo(client)
@@ -100,11 +102,10 @@ async def settled(seconds: float) -> None:
 
 @pytest.fixture
 def _quick_beats(monkeypatch):
-    monkeypatch.setattr(rpc, "BEAT_EVERY_S", 0.05)
+    monkeypatch.setattr(sessions, "BEAT_EVERY_S", 0.05)
 
 
 @pytest.mark.usefixtures("_quick_beats")
-@with_grpc
 async def test_idle_ends_keep_their_session():
     async with session_with(silence_s=0.5) as (client, _):
         await check_echo(client)
@@ -152,14 +153,14 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
+async def cut_off(session: sessions.Session) -> AsyncIterator[SessionClient]:
     """A client that has been answered; from then on nothing comes through, either way."""
     server = SessionServer(session, SECRET, silence_s=0.5)
     address = await server.open()
     relay = Relay(address)
-    relayed, dial = await relay.open(), grpc.aio.insecure_channel
+    host, _, port = (await relay.open()).rpartition(":")
     client = SessionClient(address, SECRET, silence_s=0.5)
-    with patch.object(grpc.aio, "insecure_channel", lambda _, **options: dial(relayed, **options)):
+    with patch.object(sessions, "place_of", lambda _: (host, int(port))):
         await client.open()
     await check_echo(client)
     relay.flows.clear()
@@ -173,13 +174,12 @@ async def cut_off(session: rpc.Session) -> AsyncIterator[SessionClient]:
 
 
 @pytest.mark.usefixtures("_quick_beats")
-@with_grpc
 async def test_both_ends_of_a_session_that_is_cut_off_end_it():
     ended = asyncio.Event()
 
-    async def session(frames: AsyncIterator[bytes], send: Send) -> None:
+    async def session(line: Line) -> None:
         try:
-            await echo(frames, send)
+            await echo(line)
         finally:
             ended.set()
 
@@ -212,33 +212,92 @@ def test_frames_in_flight_to_a_silent_peer_are_lost_without_errors():
     assert told == []
 
 
-@with_grpc
-async def test_a_crashed_heartbeat_ends_the_session():
-    async with session_with() as (client, _):
-        receiving = asyncio.create_task(client.receive())
-        await asyncio.sleep(0)
-        beating: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
-        beating.set_exception(RuntimeError("a bug"))
-        client._on_silence(beating)
-        with pytest.raises(RuntimeError, match="a bug"):
-            await receiving
+@pytest.mark.usefixtures("_quick_beats")
+def test_a_crashed_heartbeat_ends_the_session():
+    told: list[dict[str, Any]] = []
 
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with session_with() as (client, _):
+            client.line._silence = None  # type: ignore[assignment]
+            with pytest.raises(AttributeError):
+                await client.receive()
 
-@with_grpc
-async def test_a_cancellation_during_the_end_for_silence_is_kept():
-    async with session_with() as (client, _):
-        receiving = asyncio.create_task(client.receive())
-        await asyncio.sleep(0)
-        silence: asyncio.Future[PeerSilent] = asyncio.get_running_loop().create_future()
-        silence.set_result(PeerSilent(5.0))
-        client._on_silence(silence)
-        receiving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
+    asyncio.run(run())
+    assert len(told) == 1
 
 
 @pytest.mark.usefixtures("_quick_beats")
-@with_grpc
+async def test_a_long_frame_on_its_way_is_a_sign_of_life():
+    frame = bytes(MAX_FRAME_BYTES)
+    async with session_with(silence_s=0.5) as (client, _):
+        client.post(frame)
+        assert await client.receive() == frame
+
+
+async def test_a_frame_that_is_too_long_ends_the_session_of_its_sender():
+    async with session_with() as (client, _):
+        with pytest.raises(ConnectionError, match="too long"):
+            client.post(bytes(MAX_FRAME_BYTES + 1))
+        with pytest.raises(ConnectionError, match="too long"):
+            await client.receive()
+
+
+async def test_a_length_that_no_frame_may_have_ends_the_session():
+    ended = asyncio.Event()
+
+    async def session(line: Line) -> None:
+        try:
+            await echo(line)
+        finally:
+            ended.set()
+
+    async with session_with(session) as (client, _):
+        client.line._transport.write((MAX_FRAME_BYTES + 1).to_bytes(4, "little"))
+        with pytest.raises(ConnectionError):
+            await client.receive()
+        await ended.wait()
+
+
+async def test_an_end_that_handles_no_frames_stops_reading():
+    line_of_server: asyncio.Future[Line] = asyncio.get_running_loop().create_future()
+    handles = asyncio.Event()
+
+    async def slow(line: Line) -> None:
+        line_of_server.set_result(line)
+        await handles.wait()
+        await echo(line)
+
+    async with session_with(slow) as (client, _):
+        for _ in range(100):
+            client.post(bytes(MAX_UNREAD_BYTES))
+        line = await line_of_server
+        sending = asyncio.create_task(client.send(b"behind them"))
+        await settled(0.2)
+        assert line._num_unread_bytes <= 2 * MAX_UNREAD_BYTES
+        assert client.line.num_unsent_bytes > 0
+        assert not sending.done()
+        handles.set()
+        for _ in range(100):
+            assert await client.receive() == bytes(MAX_UNREAD_BYTES)
+        assert await client.receive() == b"behind them"
+        await sending
+
+
+async def test_nothing_counts_behind_the_farewell():
+    async def session(line: Line) -> None:
+        line.post(b"last")
+        line._transport.write(FAREWELL + b"\x01\x00\x00\x00x")
+        await anext(line)
+
+    async with session_with(session) as (client, _):
+        assert await client.receive() == b"last"
+        assert await client.receive() is None
+        with pytest.raises(ConnectionError, match="session ended"):
+            client.post(b"late")
+
+
+@pytest.mark.usefixtures("_quick_beats")
 async def test_own_pause_is_not_the_peers_silence(monkeypatch):
     monkeypatch.setattr("engine.net.silence.MAX_BETWEEN_LOOKS_S", 0.1)
     async with session_with(silence_s=0.5) as (client, _):

@@ -1,0 +1,1 @@
+"""Text of many streams in one call of C++."""

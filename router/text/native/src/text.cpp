@@ -1,0 +1,244 @@
+// From the tokens of one step to the bytes that streams send: detokenising, escaping for JSON and
+// HTTP's chunked coding, in one pass over all streams. Called through ctypes: see library.py.
+// Callers hold Python's global lock, so no two threads call at once.
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace {
+
+constexpr std::string_view REPLACEMENT = "\xef\xbf\xbd";
+
+// The bytes of each token, by id. They are put when they are first needed.
+class Vocabulary {
+ public:
+  explicit Vocabulary(int64_t size) : tokens_(static_cast<size_t>(size)) {}
+
+  bool knows(int64_t id) const { return !has(id) || tokens_[static_cast<size_t>(id)].is_known; }
+
+  void put(int64_t id, std::string_view bytes, bool is_special) {
+    if (!has(id)) return;
+    Token& token = tokens_[static_cast<size_t>(id)];
+    token = {bytes_.size(), static_cast<uint32_t>(bytes.size()), true, is_special};
+    bytes_.append(bytes);
+  }
+
+  // A token beyond the vocabulary has no bytes.
+  std::string_view bytes_of(int64_t id, bool shows_special) const {
+    if (!has(id)) return {};
+    const Token& token = tokens_[static_cast<size_t>(id)];
+    if (token.is_special && !shows_special) return {};
+    return std::string_view(bytes_).substr(token.offset, token.length);
+  }
+
+ private:
+  struct Token {
+    size_t offset = 0;
+    uint32_t length = 0;
+    bool is_known = false;
+    bool is_special = false;
+  };
+
+  bool has(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(tokens_.size()); }
+
+  std::vector<Token> tokens_;
+  std::string bytes_;
+};
+
+// One series of a histogram. A value counts in the first bucket whose bound is not below it.
+struct Series {
+  const double* bounds;
+  int64_t num_bounds;
+  int64_t* counts;
+  double* sum;
+
+  void observe(double value) {
+    counts[std::lower_bound(bounds, bounds + num_bounds, value) - bounds] += 1;
+    *sum += value;
+  }
+};
+
+// Mirrors `NativeText` of library.py.
+struct Text {
+  const Vocabulary* vocabulary;
+  const char* before;  // of a chunk, up to its text
+  int64_t before_len;
+  const char* after;
+  int64_t after_len;
+  const int64_t* end_ids;  // hidden behind `min_tokens` tokens
+  int64_t num_end_ids;
+  int64_t min_tokens;
+  Series* gaps;  // seconds between tokens
+  int64_t num_tokens;
+  int64_t num_batched;
+  double last_s;
+  int32_t shows_special;
+  int32_t rest_len;
+  uint8_t rest[4];  // the begin of a character
+
+  bool hides(int64_t id) const {
+    return num_tokens > min_tokens &&
+           std::find(end_ids, end_ids + num_end_ids, id) != end_ids + num_end_ids;
+  }
+};
+
+void escape(uint8_t byte, std::string& out) {
+  static constexpr char HEX[] = "0123456789abcdef";
+  switch (byte) {
+    case '"': out += "\\\""; return;
+    case '\\': out += "\\\\"; return;
+    case '\b': out += "\\b"; return;
+    case '\f': out += "\\f"; return;
+    case '\n': out += "\\n"; return;
+    case '\r': out += "\\r"; return;
+    case '\t': out += "\\t"; return;
+    default:
+      if (byte >= 0x20) {
+        out += static_cast<char>(byte);
+      } else {
+        out += "\\u00";
+        out += HEX[byte >> 4];
+        out += HEX[byte & 15];
+      }
+  }
+}
+
+// The range of the second byte of a character that begins with `first`, and the character's length.
+// The length is 0 for bytes that begin none. Source: Unicode 15, table 3-7.
+struct Lead {
+  int length;
+  uint8_t low, high;
+};
+
+Lead lead_of(uint8_t first) {
+  if (first < 0xc2 || first > 0xf4) return {0, 0, 0};
+  if (first < 0xe0) return {2, 0x80, 0xbf};
+  if (first < 0xf0) {
+    return {3, static_cast<uint8_t>(first == 0xe0 ? 0xa0 : 0x80),
+            static_cast<uint8_t>(first == 0xed ? 0x9f : 0xbf)};
+  }
+  return {4, static_cast<uint8_t>(first == 0xf0 ? 0x90 : 0x80),
+          static_cast<uint8_t>(first == 0xf4 ? 0x8f : 0xbf)};
+}
+
+// True for the first two bytes of a surrogate, which is no character. Python's decoder waits for the
+// third byte all the same.
+bool is_open_surrogate(std::string_view bytes) {
+  return bytes.size() == 2 && bytes[0] == '\xed' && (bytes[1] & 0xe0) == 0xa0;
+}
+
+// Adds bytes of UTF-8 to a JSON string. What begins no character, or breaks one off, becomes one
+// replacement character, as Python's decoder does it. Returns the length of an incomplete character
+// at the end, which is not added.
+size_t add_text(std::string_view bytes, std::string& out) {
+  size_t at = 0;
+  while (at < bytes.size()) {
+    const auto first = static_cast<uint8_t>(bytes[at]);
+    if (first < 0x80) {
+      escape(first, out);
+      ++at;
+      continue;
+    }
+    const Lead lead = lead_of(first);
+    size_t good = 1;
+    while (lead.length && good < static_cast<size_t>(lead.length) && at + good < bytes.size()) {
+      const auto next = static_cast<uint8_t>(bytes[at + good]);
+      const bool fits = good == 1 ? next >= lead.low && next <= lead.high : (next & 0xc0) == 0x80;
+      if (!fits) break;
+      ++good;
+    }
+    if (good == static_cast<size_t>(lead.length)) {
+      out += bytes.substr(at, good);
+    } else if (lead.length && at + good == bytes.size()) {
+      return good;
+    } else if (is_open_surrogate(bytes.substr(at))) {
+      return 2;
+    } else {
+      out += REPLACEMENT;
+    }
+    at += good;
+  }
+  return 0;
+}
+
+struct Step {
+  std::string out;      // all chunks, one after the other
+  std::string escaped;  // the text of the present one
+  std::string joined;   // the rest of a character, and the bytes that may complete it
+
+  void take(Text& text, int64_t id) {
+    text.num_tokens += 1;
+    if (text.hides(id)) return;
+    const std::string_view bytes = text.vocabulary->bytes_of(id, text.shows_special);
+    if (bytes.empty()) return;
+    std::string_view whole = bytes;
+    if (text.rest_len) {
+      joined.assign(reinterpret_cast<const char*>(text.rest), static_cast<size_t>(text.rest_len));
+      whole = joined.append(bytes);
+    }
+    const size_t rest = add_text(whole, escaped);
+    text.rest_len = static_cast<int32_t>(rest);
+    std::memcpy(text.rest, whole.data() + whole.size() - rest, rest);
+  }
+
+  void close_chunk(const Text& text) {
+    if (escaped.empty()) return;
+    char length[16];
+    const size_t size = static_cast<size_t>(text.before_len + text.after_len) + escaped.size() + 2;
+    const auto end = std::to_chars(length, length + sizeof length, size, 16).ptr;
+    out.append(length, end).append("\r\n");
+    out.append(text.before, static_cast<size_t>(text.before_len));
+    out.append("\"").append(escaped).append("\"");
+    out.append(text.after, static_cast<size_t>(text.after_len)).append("\r\n");
+    escaped.clear();
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+void* baton_text_open() { return new Step; }
+void baton_text_close(void* step) { delete static_cast<Step*>(step); }
+
+void* baton_vocabulary_open(int64_t size) { return new Vocabulary(size); }
+void baton_vocabulary_close(void* vocabulary) { delete static_cast<Vocabulary*>(vocabulary); }
+
+void baton_vocabulary_put(void* vocabulary, int64_t id, const char* bytes, int64_t length,
+                          int32_t is_special) {
+  static_cast<Vocabulary*>(vocabulary)->put(id, {bytes, static_cast<size_t>(length)}, is_special);
+}
+
+// Takes the next tokens of `count` texts: text i gets the next lengths[i] of `ids`, at times_s[i].
+// ends[i] is set to where its chunk ends in the output, which `begin` is set to. Without text there
+// is no chunk. Returns the place in `ids` of a token whose bytes are not known yet, and then nothing
+// is done; else -1.
+int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
+                        const double* times_s, int64_t count, const int64_t* ids, int64_t* ends,
+                        const char** begin) {
+  const int64_t* next = ids;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t j = 0; j < lengths[i]; ++j, ++next) {
+      if (!texts[i]->vocabulary->knows(*next)) return next - ids;
+    }
+  }
+  Step& step = *open;
+  step.out.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    Text& text = *texts[i];
+    text.gaps->observe(times_s[i] - text.last_s);
+    text.last_s = times_s[i];
+    text.num_batched += lengths[i];
+    for (int64_t j = 0; j < lengths[i]; ++j) step.take(text, *ids++);
+    step.close_chunk(text);
+    ends[i] = static_cast<int64_t>(step.out.size());
+  }
+  *begin = step.out.data();
+  return -1;
+}
+
+}  // extern "C"

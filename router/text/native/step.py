@@ -1,0 +1,132 @@
+"""Takes the tokens of many answers at once, and returns the chunks that their streams send.
+
+It does what `router.text.detokenizer` and `router.gateway.answers.stream` do one by one. It decodes
+tokens, escapes for JSON, and puts the constant parts of a chunk around the text. In tests these two
+are the slow twin. Only the bytes of a token are needed, so it is for ByteLevel tokenizers.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Protocol
+
+from router.text.native.library import NativeSeries, NativeText, opened
+
+
+class GapSeries(Protocol):
+    """A series of a histogram whose numbers are in arrays, which never move."""
+
+    @property
+    def bounds(self) -> "array[float]":
+        """Upper bounds of all buckets but the last."""
+        ...
+
+    @property
+    def counts(self) -> "array[int]":
+        """Values by bucket."""
+        ...
+
+    @property
+    def total(self) -> "array[float]":
+        """The sum of all values."""
+        ...
+
+
+class NativeVocabulary:
+    """The bytes of each token in C++, for one tokenizer; they are put there on demand."""
+
+    def __init__(
+        self, bytes_by_id: Mapping[int, bytes], size: int, special: frozenset[int]
+    ) -> None:
+        """For ids below `size`. Raises BuildError where there is no C++."""
+        self._library = library = opened()
+        self._bytes_by_id = bytes_by_id
+        self._special = special
+        self.handle: int = library.baton_vocabulary_open(size)
+
+    def __del__(self) -> None:
+        self._library.baton_vocabulary_close(self.handle)
+
+    def learn(self, token_id: int) -> None:
+        """Puts the bytes of a token there."""
+        data = self._bytes_by_id[token_id]
+        special = token_id in self._special
+        self._library.baton_vocabulary_put(self.handle, token_id, data, len(data), special)
+
+
+class BatchedText:
+    """One answer whose tokens can be taken in steps. `state` is shared with the slow path."""
+
+    def __init__(  # noqa: PLR0913 - all that a chunk is made of
+        self,
+        state: NativeText,
+        vocabulary: NativeVocabulary,
+        *,
+        frame: tuple[bytes, bytes],
+        end_ids: Sequence[int],
+        min_tokens: int,
+        gaps: GapSeries,
+        shows_special: bool,
+    ) -> None:
+        """`frame` comes before and behind the text, which is a JSON string.
+
+        Tokens of `end_ids` are not shown behind `min_tokens` tokens. The seconds between two steps
+        count in `gaps`.
+        """
+        self.state = state
+        self.vocabulary = vocabulary
+        self._end_ids = array("q", end_ids)
+        self._gaps = NativeSeries(
+            gaps.bounds.buffer_info()[0],
+            len(gaps.bounds),
+            gaps.counts.buffer_info()[0],
+            gaps.total.buffer_info()[0],
+        )
+        self._kept = (frame, gaps)  # C++ reads them
+        state.vocabulary = vocabulary.handle
+        state.before, state.after = frame
+        state.before_len, state.after_len = map(len, frame)
+        state.end_ids, state.num_end_ids = self._end_ids.buffer_info()
+        state.min_tokens = min_tokens
+        state.gaps = ctypes.addressof(self._gaps)
+        state.shows_special = shows_special
+        self.address = ctypes.addressof(state)
+
+
+class TextSteps:
+    """Makes chunks of tokens."""
+
+    def __init__(self) -> None:
+        """Raises BuildError where there is no C++."""
+        self._library = library = opened()
+        self._handle: int = library.baton_text_open()
+
+    def __del__(self) -> None:
+        self._library.baton_text_close(self._handle)
+
+    def take(self, added: Sequence[tuple[BatchedText, Sequence[int], float]]) -> list[bytes]:
+        """Takes the next tokens of answers, with the time at which they came.
+
+        Returns the chunk of each addition, in order; empty if it shows nothing.
+        """
+        addresses = array("Q", [text.address for text, _, _ in added])
+        lengths = array("q", [len(token_ids) for _, token_ids, _ in added])
+        times_s = array("d", [now_s for _, _, now_s in added])
+        ids = array("q", list(chain.from_iterable(token_ids for _, token_ids, _ in added)))
+        ends, begin = array("q", bytes(8 * len(added))), ctypes.c_void_p()
+        arguments = (
+            self._handle,
+            addresses.buffer_info()[0],
+            lengths.buffer_info()[0],
+            times_s.buffer_info()[0],
+            len(added),
+            ids.buffer_info()[0],
+            ends.buffer_info()[0],
+            ctypes.byref(begin),
+        )
+        while (unknown := self._library.baton_text_step(*arguments)) >= 0:
+            for vocabulary in {text.vocabulary for text, _, _ in added}:
+                vocabulary.learn(ids[unknown])
+        data = ctypes.string_at(begin, ends[-1]) if added else b""
+        return [data[start:end] for start, end in pairwise((0, *ends))]
