@@ -142,6 +142,11 @@ class SharedMemory:
             return memory
 
     @classmethod
+    def in_small_pages(cls, num_bytes: int) -> "SharedMemory":
+        """Takes little memory; it is zeroed. Raises OSError."""
+        return cls._take(num_bytes, 0, mmap.PAGESIZE)
+
+    @classmethod
     def of(cls, fd: int) -> "SharedMemory":
         """Maps memory that another process made, and takes over the descriptor. Raises OSError."""
         return cls(fd, mmap.mmap(fd, os.fstat(fd).st_size), mmap.PAGESIZE)
@@ -202,15 +207,24 @@ class SharedPool:
     def offer(self) -> ShmOffer:
         """Returns what another process needs to map this pool."""
         assert self._memory is not None, "open() first"
-        fd = self._memory.fd
-        stat = os.fstat(fd)
-        return ShmOffer(boot_id(), os.getpid(), fd, stat.st_ino, stat.st_size)
+        return shm_offer(self._memory)
 
     def close(self) -> None:
         """Closes the descriptor. The memory is freed with the last view of it."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+def shm_offer(memory: SharedMemory) -> ShmOffer:
+    """Returns what another process needs to map this memory."""
+    stat = os.fstat(memory.fd)
+    return ShmOffer(boot_id(), os.getpid(), memory.fd, stat.st_ino, stat.st_size)
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Returns where memory is mapped."""
+    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
 def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:

@@ -26,7 +26,7 @@ from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.effects import Fetch
 from kvtransfer.lease.pull import Means
 from kvtransfer.memory import Blocks
-from kvtransfer.messages import Data, Read
+from kvtransfer.messages import Data, LeaseWord, Read
 from kvtransfer.native.copying import copy_records
 from kvtransfer.nixl_backend import NixlReader
 from kvtransfer.packing import convert_blocks, unpack
@@ -40,11 +40,15 @@ READ_BYTES = 32 * 2**20  # of one one-sided read, which costs NIXL an exchange w
 
 @dataclass(frozen=True, slots=True)
 class BlocksArrived:
-    """Blocks of a lease that are in place. `sent_by_source`: the lease was open then."""
+    """Blocks of a lease that are in place. `sent_by_source`: the lease was open then.
+
+    If the lease's `word` is still the same, it was open too.
+    """
 
     lease_id: LeaseId
     indices: tuple[int, ...]
     sent_by_source: bool = False
+    word: LeaseWord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class ShmReader:
             copy_records(self._local, here, self._source, there, self._wire.pieces)
         else:
             convert_blocks(self._wire, self._source, there, self._local, here)
-        return [BlocksArrived(fetch.lease_id, fetch.indices)]
+        return [BlocksArrived(fetch.lease_id, fetch.indices, word=fetch.word)]
 
     def poll(self) -> Sequence[FetchNews]:
         """Returns nothing: `fetch` reports everything."""
@@ -202,7 +206,7 @@ class OneSidedReader:
         for read_id, reason in self._reader.poll() if self._reads else ():
             fetch = self._reads.pop(read_id)
             if reason is None:
-                news.append(BlocksArrived(fetch.lease_id, fetch.indices))
+                news.append(BlocksArrived(fetch.lease_id, fetch.indices, word=fetch.word))
             else:
                 news.append(BlocksFailed(fetch.lease_id, fetch.indices, reason))
         return news

@@ -6,6 +6,7 @@ sink and its leases, and a pull continues from the blocks that it has.
 
 import logging
 import secrets
+import select
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from kvtransfer.device.reader import CopyReader
 from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, SinkEffect, UseSource
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.terms import Timing
+from kvtransfer.lease_words import NoWords, SourcesWords
 from kvtransfer.memory import Blocks, ShmUnavailable, boot_id, map_offer
 from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
@@ -36,7 +38,7 @@ from kvtransfer.readers import (
     ShmReader,
     ZmqReader,
 )
-from kvtransfer.source_end import set_heartbeat
+from kvtransfer.source_end import has_mail, set_heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class _Link:
 
     socket: "zmq.Socket[bytes]"
     reader: Reader | None = None
+    words: SourcesWords | None = None  # of its leases, if it is on this host
     share_bytes: int = 0  # of a block here that come from this source
 
 
@@ -94,14 +97,15 @@ class SinkEnd:
         self._links: dict[str, _Link] = {}
         self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # blocks are still being written
         self._closing: list[PolledReader] = []
+        self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         secret: Secret,
-        poller: zmq.Poller,
+        poller: select.epoll,
     ) -> None:
-        """Sets the context that makes connections, and the poller that watches them."""
+        """Sets the context that makes connections, and the poller of their descriptors."""
         self._context = context
         self._secret = secret
         self._poller = poller
@@ -121,10 +125,17 @@ class SinkEnd:
 
     def receive(self) -> None:
         """Takes messages of sources, and reads that ended."""
+        self.has_mail = False
         for address in list(self._links):
             for _ in range(MAX_MESSAGES_PER_TURN):
                 if not self._receive_one(address):
                     break
+            else:
+                self.has_mail = True  # perhaps
+        self.poll()
+
+    def poll(self) -> None:
+        """Takes reads that ended."""
         for address, link in list(self._links.items()):
             for news in link.reader.poll() if link.reader is not None else ():
                 if self._links.get(address) is link:
@@ -136,12 +147,9 @@ class SinkEnd:
     def _receive_one(self, address: str) -> bool:
         """Takes one message, if there is one."""
         link = self._links.get(address)
-        if link is None:
+        if link is None or not has_mail(link.socket):
             return False
-        try:
-            header = link.socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+        header = link.socket.recv(zmq.NOBLOCK)
         now_s = self._clock.now_s()
         try:
             message = decode_to_sink(header)
@@ -180,14 +188,25 @@ class SinkEnd:
             num_bytes = len(news.indices) * self._links[address].share_bytes
             self._count("pulled_blocks", num_bytes / self._block_bytes)
             self._count("pulled_bytes", num_bytes)
+            are_good = news.sent_by_source or self._prove(address, news)
             return self._machine.fetched(
-                address, news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
+                address, news.lease_id, news.indices, now_s, are_good=are_good
             )
         log.warning("could not fetch blocks of lease %s: %s", news.lease_id, news.reason)
         self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
         if news.damaged:
             return self._machine.damaged(address, news.lease_id, news.indices, now_s)
         return self._machine.fetch_failed(address, news.lease_id, news.reason, now_s)
+
+    def _prove(self, address: str, news: BlocksArrived) -> bool:
+        """True if the lease was open after its blocks were copied, as its word says."""
+        words = self._links[address].words
+        if words is None:
+            return False
+        if news.word is None:
+            self._count("fallbacks:lease_without_word", 1)
+            return False
+        return words.prove(news.word)
 
     # ------------------------------------------------------------ what follows
 
@@ -245,6 +264,7 @@ class SinkEnd:
                 refused.append(f"{way}: {error}")
                 continue
             link.share_bytes = use.wire.wanted.block_bytes
+            link.words = self._open_words(way, use)
             self._machine.use_transport(use.address, link.reader.means)
             why = "; ".join(refused) or "the first choice"
             log.info("pulling from %s over %s (%s)", use.address, way, why)
@@ -264,6 +284,22 @@ class SinkEnd:
         if not use.source.offers.sends:
             raise _Unfit("source cannot send what is in a GPU's memory")
         return ZmqReader(use.wire, self._own_pool(), lambda read: self._send(use.address, read))
+
+    def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
+        """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
+        offer = use.source.offers.words
+        if way is Transport.ZMQ or (offer is not None and offer.boot_id != boot_id()):
+            return None
+        words = SourcesWords()
+        try:
+            if offer is None:
+                raise NoWords("source offers none")
+            words.open(offer)
+        except NoWords as error:
+            self._fall_back(way, "without_words")
+            log.warning("each pull from %s needs an answer to be done: %s", use.address, error)
+            return None
+        return words
 
     def _own_pool(self) -> Blocks | DeviceBlocks:
         if self._pool is None:
@@ -352,6 +388,7 @@ class SinkEnd:
         try:
             link = self._links.get(address) or self._open_link(address)
             link.socket.send(encode(message), zmq.NOBLOCK)
+            self.has_mail = self.has_mail or has_mail(link.socket)
         except zmq.ZMQError as error:
             self._count("unsent_messages", 1)  # the source counts as silent soon
             log.warning("could not send a message to %s: %s", address, error)
@@ -369,7 +406,8 @@ class SinkEnd:
             socket.close()
             raise
         link = self._links[address] = _Link(socket)
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(socket, select.EPOLLIN)
+        self.has_mail = True  # perhaps, before the descriptor was watched
         return link
 
     def _close_link(self, address: str) -> None:
@@ -378,6 +416,8 @@ class SinkEnd:
             return
         self._poller.unregister(link.socket)
         link.socket.close(linger=0)
+        if link.words is not None:
+            link.words.close()
         if isinstance(link.reader, PolledReader) and link.reader.num_reads:
             self._closing.append(link.reader)
         elif link.reader is not None:

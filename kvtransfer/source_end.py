@@ -20,9 +20,10 @@ from engine.net.curve import Channel, secure_server
 from engine.net.trust import Secret
 from engine.worker.events import LeaseEnded
 from kvtransfer.device.blocks import DeviceBlocks
-from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SourceEffect
+from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SetWord, SourceEffect
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
+from kvtransfer.lease_words import LeaseWords
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, ToSource, decode_to_source, encode
 from kvtransfer.packing import pack
@@ -85,18 +86,21 @@ class SourceEnd:
         machine: SourceMachine,
         pool: Blocks | DeviceBlocks | None,
         *,
+        words: LeaseWords | None,
         timing: Timing,
         on_ended: Callable[[LeaseEnded], None],
         count: Callable[[str], None],
     ) -> None:
         self._machine = machine
         self._pool = pool
+        self._words = words
         self._timing = timing
         self._on_ended = on_ended
         self._count = count
         pinned = pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
         self._staging = Staging(pinned)
         self._queued: dict[Peer, deque[SendBlocks]] = {}
+        self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
         """Binds the socket; returns where sinks connect."""
@@ -112,6 +116,8 @@ class SourceEnd:
 
     def close(self) -> None:
         """Closes the socket and lets go of the pool. Unsent messages are dropped."""
+        if self._words is not None:
+            self._words.close()
         self.socket.close(linger=0)
         del self._pool
 
@@ -122,11 +128,11 @@ class SourceEnd:
 
     def receive(self, handle: Callable[[Peer, ToSource], None]) -> None:
         """Takes a limited number of messages. A sink that sends an invalid one is cut off."""
+        self.has_mail = False
         for _ in range(MAX_MESSAGES_PER_TURN):
-            try:
-                peer = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_mail(self.socket):
                 return
+            peer = self.socket.recv(zmq.NOBLOCK)
             try:
                 message = decode_to_source(self._only_frame())
             except ProtocolError as error:
@@ -135,6 +141,7 @@ class SourceEnd:
                 self.perform(self._machine.send_away(peer))
                 continue
             handle(peer, message)
+        self.has_mail = True  # perhaps
 
     def _only_frame(self) -> bytes:
         frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""
@@ -151,6 +158,9 @@ class SourceEnd:
                     self._send(effect.peer, encode(effect.message))
                 case SendBlocks():
                     self._queue(effect)
+                case SetWord():
+                    assert self._words is not None, "words are used if they were offered"
+                    self._words.set(effect.place, effect.generation)
                 case LeaseEnded():
                     self._on_ended(effect)
 
@@ -221,6 +231,8 @@ class SourceEnd:
             self._count("unsent_messages")  # the sink's or the lease's deadline deals with it
             log.warning("could not send a message to a sink: %s", error)
             return None
+        finally:
+            self.has_mail = self.has_mail or has_mail(self.socket)
 
 
 def _host_bytes(num_bytes: int) -> Blocks:
@@ -239,6 +251,14 @@ def drain(socket: "zmq.Socket[bytes]") -> None:
     """Drops the remaining frames of a message, one by one: there may be any number."""
     while socket.get(zmq.RCVMORE):
         socket.recv(copy=False)
+
+
+def has_mail(socket: "zmq.Socket[bytes]") -> bool:
+    """True if a message waits. Its descriptor reports only messages after this call.
+
+    Sending takes note of new messages too. So whoever sent has to ask before it waits.
+    """
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def set_heartbeat(socket: "zmq.Socket[bytes]", timing: Timing) -> None:

@@ -6,7 +6,7 @@ The life of a pull:
       │                │                                    │
       └── abort, Ended(other reason), refusal, source silent for `silence_s` ──> PullFailed
 
-If the source itself sent every block, pulling leads to PullDone at once. The pull is then only
+If every block is known to be good, pulling leads to PullDone at once. The pull is then only
 releasing until the source confirms.
 
 What each event does (— cannot happen, or changes nothing):
@@ -30,10 +30,14 @@ The sink holds a lease before it has memory for it, so the lease outlives a queu
 
 A block is *good* when it is known to be what the lease promised. Blocks that the source sent are
 good, for it sends only blocks of an open lease. A block that the sink copied from the source's
-memory is good once the source confirms that the lease was open after the copy. The answer to a
-later Hold confirms that, and so does the answer to this pull's Release, which follows the last
-copy. If the source had given the blocks away meanwhile, what was read is thrown away. This needs
-nothing of the network: a late, lost, repeated or reordered message can only make a pull fail.
+memory is good once it is known that the lease was open after the copy. Three things prove that:
+
+* the lease's word in shared memory, read after the copy, which costs no message
+* the answer to a later Hold
+* the answer to this pull's Release, which follows the last copy
+
+If the source had given the blocks away meanwhile, what was read is thrown away. This needs nothing
+of the network: a late, lost, repeated or reordered message can only make a pull fail.
 
 A pull that fails reports its good blocks. Lost blocks are asked for again while the lease lasts.
 
@@ -220,13 +224,13 @@ class SinkMachine:
         indices: Sequence[int],
         now_s: float,
         *,
-        sent_by_source: bool,
+        are_good: bool,
     ) -> list[SinkEffect]:
-        """Notes blocks of a lease that are in place."""
+        """Notes blocks of a lease that are in place; `are_good`: and what the lease promised."""
         pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
-        pull.arrive(indices, now_s, sent_by_source=sent_by_source)
+        pull.arrive(indices, now_s, are_good=are_good)
         return self._advance_all(pull.source, now_s)
 
     def damaged(
@@ -302,7 +306,7 @@ class SinkMachine:
             pull.releasing = True
             release = pull.source.ask(pull.release(), now_s)
             if len(pull.good) == len(pull.wanted):
-                return [release, pull.finish(now_s)]
+                return [pull.finish(now_s), release]
             pull.busy(now_s)
             return [release]
         effects: list[SinkEffect] = []

@@ -80,6 +80,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             POINTER(Records),
         ),
     ),
+    "baton_set_word": (None, (c_void_p, c_uint64)),
+    "baton_word_is": (c_int32, (c_void_p, c_uint64, c_int32)),
 }
 
 

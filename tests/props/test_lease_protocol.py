@@ -259,7 +259,7 @@ class Sink:
                 fetched = self.machine.damaged(address, message.lease_id, message.indices, now_s)
             else:
                 fetched = self.machine.fetched(
-                    address, message.lease_id, tuple(good), now_s, sent_by_source=True
+                    address, message.lease_id, tuple(good), now_s, are_good=True
                 )
         self.perform(self.machine.receive(address, message, now_s) + fetched)
 
@@ -298,7 +298,7 @@ class Sink:
             content = self.mapped[effect.address].memory[source_block]
             self.write(block, content, effect.lease_id)
         return self.machine.fetched(
-            effect.address, effect.lease_id, effect.indices, self.world.now_s, sent_by_source=False
+            effect.address, effect.lease_id, effect.indices, self.world.now_s, are_good=False
         )
 
     def end(self, pull: Pull, event: PullDone | PullFailed) -> None:

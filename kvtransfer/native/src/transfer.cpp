@@ -2,6 +2,7 @@
 // keeps no state, so any number of threads may call at once.
 #include "convert.h"
 #include "copy.h"
+#include "words.h"
 
 using namespace baton;
 
@@ -39,6 +40,14 @@ int32_t baton_scatter_records(const Records* sink, const Records* frame, int64_t
 void baton_convert_records(const Section* sections, int64_t num_sections, int64_t block_size,
                            int32_t from, int32_t to, const Records* source, const Records* sink) {
   convert_records(sections, num_sections, block_size, converter(from, to), *source, *sink);
+}
+
+// Sets a lease's word.
+void baton_set_word(uint64_t* word, uint64_t generation) { set_word(word, generation); }
+
+// Returns 1 if a lease's word has that generation and its source's process lives.
+int32_t baton_word_is(const uint64_t* word, uint64_t generation, int32_t pidfd) {
+  return word_is(word, generation, pidfd);
 }
 
 }  // extern "C"
