@@ -262,6 +262,7 @@ class TransferEndpoint:
             if self._sink_end.must_poll:
                 self._sink_end.poll()
                 self._take_ends()
+            self._sink_end.send()
             return not self._must_go_on
         except BaseException as error:
             self._on_crash(error)
@@ -310,6 +311,7 @@ class TransferEndpoint:
         self._source_end.perform(self.source.sweep(now_s))
         self._sink_end.perform(self.sink.sweep(now_s))
         self._take_ends()
+        self._sink_end.send()
 
     def _wait(self, timeout_s: float) -> None:
         """Waits for a socket or an order. The turn is free meanwhile."""

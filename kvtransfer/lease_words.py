@@ -55,8 +55,8 @@ class LeaseWords:
 
     def close(self) -> None:
         """Closes the memory. Sinks that have mapped it find this process dead, or zeros."""
-        for place in range(NUM_WORDS):
-            self.set(place, 0)
+        self._memory.mapped[:] = bytes(NUM_WORDS * WORD_BYTES)
+        self.set(0, 0)  # a fence
         self._memory.close()
 
 
@@ -70,8 +70,8 @@ class SourcesWords:
             raise NoWords("C++ is not available")
         try:
             process = os.pidfd_open(offer.pid)  # before it is known to own the memory
-        except OSError as error:
-            raise NoWords(f"cannot watch the source's process: {error.strerror}") from error
+        except (OSError, OverflowError) as error:
+            raise NoWords(f"cannot watch the source's process: {error}") from error
         try:
             self._words = map_offer(offer, NUM_WORDS, WORD_BYTES)
         except ShmUnavailable as error:

@@ -27,7 +27,7 @@ from kvtransfer.lease.effects import Fetch
 from kvtransfer.lease.pull import Means
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import Data, LeaseWord, Read
-from kvtransfer.native.copying import copy_records
+from kvtransfer.native.copying import RecordCopier
 from kvtransfer.nixl_backend import NixlReader
 from kvtransfer.packing import convert_blocks, unpack
 from kvtransfer.wire import Wire
@@ -97,14 +97,16 @@ class ShmReader:
         self._wire = wire
         self._source = source
         self._local = local
+        pieces = wire.pieces
+        self._copier = None if pieces is None else RecordCopier(local, source, pieces)
         batch = num_records(BATCH_BYTES, wire)
         self.means = Means(Transport.SHM, batch_blocks=batch, window_blocks=batch)
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
         """All blocks are in place afterwards."""
         there, here = fetch.source_blocks, fetch.block_ids
-        if self._wire.pieces is not None:
-            copy_records(self._local, here, self._source, there, self._wire.pieces)
+        if self._copier is not None:
+            self._copier.copy(here, there)
         else:
             convert_blocks(self._wire, self._source, there, self._local, here)
         return [BlocksArrived(fetch.lease_id, fetch.indices, word=fetch.word)]
@@ -122,7 +124,7 @@ class ShmReader:
 
     def close(self) -> None:
         """Unmaps the source's memory, with the last view of it."""
-        del self._source
+        del self._source, self._copier
 
 
 class ZmqReader:

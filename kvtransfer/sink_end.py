@@ -97,6 +97,7 @@ class SinkEnd:
         self._links: dict[str, _Link] = {}
         self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # blocks are still being written
         self._closing: list[PolledReader] = []
+        self._outbox: list[SendToSource] = []
         self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(
@@ -217,7 +218,7 @@ class SinkEnd:
             effect = todo.pop(0)
             match effect:
                 case SendToSource():
-                    self._send(effect.address, effect.message)
+                    self._outbox.append(effect)
                 case UseSource():
                     todo += self._use_source(effect)
                 case Fetch():
@@ -283,7 +284,7 @@ class SinkEnd:
                 return self._open_nixl(use)
         if not use.source.offers.sends:
             raise _Unfit("source cannot send what is in a GPU's memory")
-        return ZmqReader(use.wire, self._own_pool(), lambda read: self._send(use.address, read))
+        return ZmqReader(use.wire, self._own_pool(), lambda read: self._post(use.address, read))
 
     def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
         """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
@@ -384,14 +385,20 @@ class SinkEnd:
 
     # ------------------------------------------------------------ sockets
 
-    def _send(self, address: str, message: ToSource) -> None:
-        try:
-            link = self._links.get(address) or self._open_link(address)
-            link.socket.send(encode(message), zmq.NOBLOCK)
-            self.has_mail = self.has_mail or has_mail(link.socket)
-        except zmq.ZMQError as error:
-            self._count("unsent_messages", 1)  # the source counts as silent soon
-            log.warning("could not send a message to %s: %s", address, error)
+    def _post(self, address: str, message: ToSource) -> None:
+        self._outbox.append(SendToSource(address, message))
+
+    def send(self) -> None:
+        """Sends the messages of this turn. It may wake another thread, so it comes last."""
+        outbox, self._outbox = self._outbox, []
+        for letter in outbox:
+            try:
+                link = self._links.get(letter.address) or self._open_link(letter.address)
+                link.socket.send(encode(letter.message), zmq.NOBLOCK)
+                self.has_mail = self.has_mail or has_mail(link.socket)
+            except zmq.ZMQError as error:
+                self._count("unsent_messages", 1)  # the source counts as silent soon
+                log.warning("could not send a message to %s: %s", letter.address, error)
 
     def _open_link(self, address: str) -> _Link:
         socket = self._context.socket(zmq.DEALER)
@@ -411,6 +418,7 @@ class SinkEnd:
         return link
 
     def _close_link(self, address: str) -> None:
+        self._outbox = [letter for letter in self._outbox if letter.address != address]
         link = self._links.pop(address, None)
         if link is None:
             return
