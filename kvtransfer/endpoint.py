@@ -8,8 +8,8 @@ thread watches. So once it reports the end of a pull, nothing of that pull can w
 The thread sleeps until a socket, an order or a deadline wakes it. While blocks wait for a staging
 buffer, or a one-sided read is under way, it polls, because nothing would wake it.
 
-To wake it takes as long as to copy 256 KiB. So the thread that orders a short pull carries it out
-itself, if the endpoint's thread sleeps. One of the two has the *turn* at any time. The sleeping
+To wake it and to be woken takes as long as to copy hundreds of KiB. So the thread that orders a
+short pull carries it out itself, if the endpoint's thread sleeps. One of the two has the *turn* at any time. The sleeping
 thread watches the descriptors of the sockets, because it may not touch the sockets themselves.
 """
 
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 MAX_POLL_S = 0.25
 BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders have their turn
-SHORT_PULL_BYTES = 256 * 2**10  # the thread that orders it may copy that itself
+SHORT_PULL_BYTES = 2**20  # the thread that orders it may copy that itself
 
 
 @dataclass(frozen=True, slots=True)
