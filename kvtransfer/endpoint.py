@@ -9,8 +9,9 @@ The thread sleeps until a socket, an order or a deadline wakes it. While blocks 
 buffer, or a one-sided read is under way, it polls, because nothing would wake it.
 
 To wake it and to be woken takes as long as to copy hundreds of KiB. So the thread that orders a
-short pull carries it out itself, if the endpoint's thread sleeps. One of the two has the *turn* at any time. The sleeping
-thread watches the descriptors of the sockets, because it may not touch the sockets themselves.
+short pull carries it out itself, if the endpoint's thread sleeps. One of the two has the *turn* at
+any time. The sleeping thread watches the descriptors of the sockets, because it may not touch the
+sockets themselves.
 """
 
 import logging

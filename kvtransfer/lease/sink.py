@@ -125,7 +125,8 @@ class SinkMachine:
         if pull is None:
             return [PullFailed(seq_id, LOST_WHILE_WAITING)]
         assert pull.wanted is None
-        if not all(0 <= index < pull.lease.num_blocks for index, _ in blocks):
+        indices = [index for index, _ in blocks]
+        if blocks and not (min(indices) >= 0 and max(indices) < pull.lease.num_blocks):
             return self._give_up(pull, "lease is too short", now_s)
         pull.start(blocks)
         return self._advance(pull, now_s)
@@ -295,7 +296,9 @@ class SinkMachine:
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
         """Goes on with all pulls from a source, the oldest first: the window may have room."""
-        pulls = list(source.pulls.values())
+        pulls = [
+            pull for pull in source.pulls.values() if not (pull.wanted is None or pull.releasing)
+        ]
         return [effect for pull in pulls for effect in self._advance(pull, now_s)]
 
     def _advance(self, pull: Pull, now_s: float) -> list[SinkEffect]:
