@@ -56,8 +56,10 @@ from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing, counts_of
 from kvtransfer.lease_words import LeaseWords, NoWords
 from kvtransfer.memory import Pool, keep_freed_memory
-from kvtransfer.messages import Identity, IpcOffer, Offers, ToSource
+from kvtransfer.messages import Identity, IpcOffer, LeaseMessage, Offers
+from kvtransfer.native.sealing import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
+from kvtransfer.sealed import SealedSource
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
 from kvtransfer.wire import Disagreement, ranks_to_hold
@@ -117,12 +119,16 @@ class TransferEndpoint:
         self._nixl = self._open_nixl()
         blocks = reach(self._pool)
         words = self._open_words()
+        self._context = zmq.Context()
+        self._doorkeeper.open(self._context)
+        sealed = SealedSource(self._doorkeeper) if blocks is not None and can_seal() else None
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
             nixl=self._nixl.offer() if self._nixl is not None else None,
             sends=blocks is not None,
             ipc=self._open_ipc(),
             words=None if words is None else words.offer(),
+            sealed_port=None if sealed is None else sealed.open(self._context, config.host),
         )
         self.transports = tuple(_ways(offers))
         self.source = SourceMachine(
@@ -141,6 +147,7 @@ class TransferEndpoint:
             self.source,
             blocks,
             words=words,
+            sealed=sealed,
             timing=config.timing,
             on_ended=self._report,
             count=self._count,
@@ -156,9 +163,7 @@ class TransferEndpoint:
             on_end=self._ends.append,
             count=self._count,
         )
-        self._context = zmq.Context()
         self._poller = select.epoll()
-        self._doorkeeper.open(self._context)
         address = self._source_end.open(self._context, config.secret, config.host)
         self._sink_end.open(self._context, config.secret, self._poller)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -405,7 +410,7 @@ class TransferEndpoint:
             self._count(name, amount)
         self._on_event(report)
 
-    def _on_sinks_message(self, peer: Peer, message: ToSource) -> None:
+    def _on_sinks_message(self, peer: Peer, message: LeaseMessage) -> None:
         self._take_orders()  # the order that opened the lease is older than this message
         self._source_end.perform(self.source.receive(peer, message, self._clock.now_s()))
 

@@ -85,7 +85,8 @@ class NixlOffer(msgspec.Struct, frozen=True):
 class Offers(msgspec.Struct, frozen=True):
     """Ways to read a source's pool. `sends`: the source can send blocks over its socket.
 
-    `words` is memory with the words of `NUM_WORDS` leases.
+    `words` is memory with the words of `NUM_WORDS` leases. `sealed_port` is that of the socket for
+    sealed blocks, on the host of the source's address.
     """
 
     shm: ShmOffer | None = None
@@ -93,6 +94,7 @@ class Offers(msgspec.Struct, frozen=True):
     sends: bool = True
     ipc: IpcOffer | None = None
     words: ShmOffer | None = None
+    sealed_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
 class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
@@ -145,6 +147,17 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     pull_id: int
 
 
+class AskSealed(msgspec.Struct, frozen=True, tag=True):
+    """Asks for blocks over the socket for sealed ones, with that key. Answered by MaySeal.
+
+    `name` and `word` let the sink connect to it. All three are random.
+    """
+
+    name: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    word: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 # ---------------------------------------------------------------- source to sink
 
 
@@ -184,6 +197,10 @@ class Data(msgspec.Struct, frozen=True, tag=True):
     checksum: int
 
 
+class MaySeal(msgspec.Struct, frozen=True, tag=True):
+    """Answers AskSealed: the sink may connect. Until it has, blocks come as before."""
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """Says that a lease is over. `released`: it was open until the Release of `pull_id` arrived."""
 
@@ -192,8 +209,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     pull_id: int | None = None
 
 
-ToSource = Attach | Hold | Read | Release
-ToSink = Attached | AttachRefused | Ready | Data | Ended
+LeaseMessage = Attach | Hold | Read | Release
+ToSource = LeaseMessage | AskSealed
+ToSink = Attached | AttachRefused | Ready | Data | Ended | MaySeal
 
 encode = msgspec.msgpack.Encoder().encode
 _to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)

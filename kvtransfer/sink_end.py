@@ -27,7 +27,8 @@ from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import NoWords, SourcesWords
 from kvtransfer.memory import Blocks, ShmUnavailable, boot_id, map_offer
-from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
+from kvtransfer.messages import Data, MaySeal, ToSink, ToSource, decode_to_sink, encode
+from kvtransfer.native.sealing import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
 from kvtransfer.readers import (
     FRAME_BYTES,
@@ -38,10 +39,12 @@ from kvtransfer.readers import (
     ShmReader,
     ZmqReader,
 )
+from kvtransfer.sealed import SealedLink
 from kvtransfer.source_end import has_mail, set_heartbeat
 
 log = logging.getLogger(__name__)
 
+MAX_HEADER_BYTES = 2**16  # of a frame of sealed blocks
 MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
 WAYS = {  # in order of preference
     Transport.AUTO: (Transport.SHM, Transport.IPC, Transport.NIXL, Transport.ZMQ),
@@ -66,6 +69,8 @@ class _Link:
     socket: "zmq.Socket[bytes]"
     reader: Reader | None = None
     words: SourcesWords | None = None  # of its leases, if it is on this host
+    sealed: SealedLink | None = None  # if it sends its blocks
+    sealed_port: int = 0
     share_bytes: int = 0  # of a block here that come from this source
 
 
@@ -128,11 +133,12 @@ class SinkEnd:
         """Takes messages of sources, and reads that ended."""
         self.has_mail = False
         for address in list(self._links):
-            for _ in range(MAX_MESSAGES_PER_TURN):
-                if not self._receive_one(address):
-                    break
-            else:
-                self.has_mail = True  # perhaps
+            for receive in (self._receive_one, self._receive_sealed):
+                for _ in range(MAX_MESSAGES_PER_TURN):
+                    if not receive(address):
+                        break
+                else:
+                    self.has_mail = True  # perhaps
         self.poll()
 
     def poll(self) -> None:
@@ -156,14 +162,56 @@ class SinkEnd:
             message = decode_to_sink(header)
             news = self._receive_payload(link, address, message)
         except ProtocolError as error:
-            self._count("bad_messages", 1)
-            log.warning("cut off source %s: %s", address, error)
-            self.perform(self._machine.refuse_source(address, "source sends nonsense"))
+            self._cut_off(address, error)
             return False
+        if isinstance(message, MaySeal):
+            self._connect_sealed(address, link)
         self.perform(self._machine.receive(address, message, now_s))
         if news is not None:
             self.perform(self._take_news(address, news))
         return True
+
+    def _receive_sealed(self, address: str) -> bool:
+        """Takes one frame of sealed blocks, if there is one."""
+        link = self._links.get(address)
+        if link is None or link.sealed is None or link.sealed.socket is None:
+            return False
+        if not has_mail(link.sealed.socket):
+            return False
+        now_s = self._clock.now_s()
+        try:
+            frame = link.sealed.receive()
+        except ProtocolError as error:
+            self._cut_off(address, error)
+            return False
+        assert isinstance(link.reader, ZmqReader)
+        places = self._machine.places(address, frame.data)
+        self.perform(self._machine.receive(address, frame.data, now_s))
+        if any(place is not None for place in places):
+            news = link.reader.take_sealed(frame, places)
+            self.perform(self._take_news(address, news))
+        return True
+
+    def _cut_off(self, address: str, error: ProtocolError) -> None:
+        self._count("bad_messages", 1)
+        log.warning("cut off source %s: %s", address, error)
+        self.perform(self._machine.refuse_source(address, "source sends nonsense"))
+
+    def _connect_sealed(self, address: str, link: _Link) -> None:
+        if link.sealed is None or link.sealed.socket is not None:
+            return  # a source that answers twice
+        frame_bytes = max(self._block_bytes, FRAME_BYTES) + MAX_HEADER_BYTES
+        try:
+            socket = link.sealed.connect(
+                self._context, address, link.sealed_port, max_frame_bytes=frame_bytes
+            )
+        except zmq.ZMQError as error:
+            self._fall_back(Transport.ZMQ, "unsealed")
+            log.warning("blocks of %s are not sealed, which is slower: %s", address, error)
+            return
+        set_heartbeat(socket, self._timing)
+        self._poller.register(socket, select.EPOLLIN)
+        self.has_mail = True  # perhaps, before the descriptor was watched
 
     def _receive_payload(self, link: _Link, address: str, message: ToSink) -> FetchNews | None:
         """Receives the records of a Data, checks them and puts them in their places."""
@@ -284,7 +332,18 @@ class SinkEnd:
                 return self._open_nixl(use)
         if not use.source.offers.sends:
             raise _Unfit("source cannot send what is in a GPU's memory")
+        self._ask_sealed(use)
         return ZmqReader(use.wire, self._own_pool(), lambda read: self._post(use.address, read))
+
+    def _ask_sealed(self, use: UseSource) -> None:
+        """Asks a source to seal its blocks, if both can."""
+        link, port = self._links[use.address], use.source.offers.sealed_port
+        if port is None or not can_seal():
+            self._fall_back(Transport.ZMQ, "unsealed")
+            log.warning("blocks of %s are not sealed, which is slower", use.address)
+            return
+        link.sealed, link.sealed_port = SealedLink(), port
+        self._outbox.append(SendToSource(use.address, link.sealed.ask()))
 
     def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
         """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
@@ -423,6 +482,10 @@ class SinkEnd:
         if link is None:
             return
         self._poller.unregister(link.socket)
+        if link.sealed is not None:
+            if link.sealed.socket is not None:
+                self._poller.unregister(link.sealed.socket)
+            link.sealed.close()
         link.socket.close(linger=0)
         if link.words is not None:
             link.words.close()

@@ -1,8 +1,8 @@
 """The source's side of an endpoint: a ROUTER socket to which sinks connect.
 
-Blocks are gathered into staging buffers, from which ZeroMQ sends without another copy. The buffers
-bound the memory that a source holds for its sinks: reads wait, sink by sink, until one is free. A
-read whose lease ended meanwhile is dropped; its sink has been told.
+Blocks are gathered, or sealed, into staging buffers, from which ZeroMQ sends without another copy.
+The buffers bound the memory that a source holds for its sinks: reads wait, sink by sink, until one
+is free. A read whose lease ended meanwhile is dropped; its sink has been told.
 """
 
 import contextlib
@@ -25,9 +25,17 @@ from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import LeaseWords
 from kvtransfer.memory import Blocks
-from kvtransfer.messages import Data, ToSource, decode_to_source, encode
+from kvtransfer.messages import (
+    AskSealed,
+    Data,
+    LeaseMessage,
+    MaySeal,
+    decode_to_source,
+    encode,
+)
 from kvtransfer.packing import pack
 from kvtransfer.readers import FRAME_BYTES, num_records
+from kvtransfer.sealed import SealedSource, encode_header, num_sealed
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +89,13 @@ class Staging:
 class SourceEnd:
     """Performs the effects of the source's machine. Owned by the transfer thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - wiring
         self,
         machine: SourceMachine,
         pool: Blocks | DeviceBlocks | None,
         *,
         words: LeaseWords | None,
+        sealed: SealedSource | None,
         timing: Timing,
         on_ended: Callable[[LeaseEnded], None],
         count: Callable[[str], None],
@@ -94,6 +103,7 @@ class SourceEnd:
         self._machine = machine
         self._pool = pool
         self._words = words
+        self._sealed = sealed
         self._timing = timing
         self._on_ended = on_ended
         self._count = count
@@ -118,6 +128,8 @@ class SourceEnd:
         """Closes the socket and lets go of the pool. Unsent messages are dropped."""
         if self._words is not None:
             self._words.close()
+        if self._sealed is not None:
+            self._sealed.close()
         self.socket.close(linger=0)
         del self._pool
 
@@ -126,7 +138,7 @@ class SourceEnd:
         """True if blocks wait to be sent."""
         return bool(self._queued)
 
-    def receive(self, handle: Callable[[Peer, ToSource], None]) -> None:
+    def receive(self, handle: Callable[[Peer, LeaseMessage], None]) -> None:
         """Takes a limited number of messages. A sink that sends an invalid one is cut off."""
         self.has_mail = False
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -140,8 +152,16 @@ class SourceEnd:
                 log.warning("cut off a sink: %s", error)
                 self.perform(self._machine.send_away(peer))
                 continue
-            handle(peer, message)
+            if isinstance(message, AskSealed):
+                self._admit(peer, message)
+            else:
+                handle(peer, message)
         self.has_mail = True  # perhaps
+
+    def _admit(self, peer: Peer, ask: AskSealed) -> None:
+        if self._sealed is not None and self._machine.is_attached(peer):
+            self._sealed.admit(peer, ask)
+            self._send(peer, encode(MaySeal()))
 
     def _only_frame(self) -> bytes:
         frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""
@@ -198,13 +218,18 @@ class SourceEnd:
 
     def _send_frame(self, read: SendBlocks) -> bool:
         """Sends blocks in one Data. Returns False if they must wait."""
+        assert self._pool is not None, "a source that cannot reach its pool offers no sending"
         num_bytes = len(read.block_ids) * read.wire.record_bytes
-        buffer = self._staging.take(read.peer, num_bytes)
+        header = encode_header(read)
+        buffer = self._staging.take(read.peer, num_sealed(header, num_bytes))
         if buffer is None:
             return False
+        if self._sealed is not None and self._sealed.begin(read.peer):
+            out = buffer[: num_sealed(header, num_bytes)]
+            self._staging.lend(buffer, read.peer, self._sealed.send(read, header, self._pool, out))
+            return True
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
-        assert self._pool is not None, "a source that cannot reach its pool offers no sending"
         checksum = pack(read.wire, self._pool, read.block_ids, records)
         data = Data(read.lease_id, list(read.indices), checksum)
         tracker = self._send(read.peer, encode(data), payload.data)

@@ -64,6 +64,7 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    MaySeal,
     Ready,
     ToSink,
     attach,
@@ -155,6 +156,8 @@ class SinkMachine:
                 return self._on_ended(source, message, now_s)
             case Data():
                 source.data_s = now_s
+                return []
+            case MaySeal():
                 return []
 
     def _on_attached(

@@ -60,12 +60,12 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    LeaseMessage,
     LeaseWord,
     Offers,
     Read,
     Ready,
     Release,
-    ToSource,
     decode_attach_body,
 )
 from kvtransfer.wire import Disagreement, Wire, agree
@@ -206,7 +206,7 @@ class SourceMachine:
         """Ends a lease from this side."""
         return self._end(lease_id, "revoked")
 
-    def receive(self, peer: Peer, message: ToSource, now_s: float) -> list[SourceEffect]:
+    def receive(self, peer: Peer, message: LeaseMessage, now_s: float) -> list[SourceEffect]:
         """Handles a message of a sink."""
         if isinstance(message, Attach):
             return [SendToSink(peer, self._attach(peer, message))]
@@ -240,6 +240,10 @@ class SourceMachine:
         self._peers.pop(peer, None)
         held = [i for i, lease in self._leases.items() if lease.is_pulled_by(peer)]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
+
+    def is_attached(self, peer: Peer) -> bool:
+        """True if the peer may ask for blocks."""
+        return peer in self._peers
 
     def may_send(self, read: SendBlocks) -> bool:
         """True if that peer still holds the lease, so that its blocks are unchanged."""

@@ -41,8 +41,9 @@ def copy_records(
 ) -> None:
     """Copies the pieces of each record `source_ids[i]` to the record `sink_ids[i]`.
 
-    None stands for 0, 1, 2, …, as many as the other side names. The arrays must not overlap. A
-    record's bytes are contiguous; records need not be. Other threads run meanwhile.
+    None stands for 0, 1, 2, …, as many as the other side names. The arrays must not overlap, and a
+    sink's record is named once. A record's bytes are contiguous; records need not be. Other threads
+    run meanwhile.
 
     Raises IndexError if an id or a piece is out of bounds. Raises ValueError if the arrays are not
     records of bytes or the sides name different numbers of records. Nothing is written then.
@@ -61,7 +62,7 @@ class RecordCopier:
         _check_arrays(sink, source)
         self._arrays = sink, source
         self._pieces = pieces
-        self._table = _table(pieces)
+        self._table = piece_table(pieces)
         self._structs = records_struct(sink), records_struct(source)
         self._sides = byref(self._structs[0]), byref(self._structs[1])
         library = kernels()
@@ -143,7 +144,7 @@ def _copy_natively(
     library = kernels()
     if library is None:
         return False
-    table = _table(pieces)
+    table = piece_table(pieces)
     address, _ = table.buffer_info()
     sides = byref(_struct(to)), byref(_struct(of))
     results = () if found is None else (byref(found),)
@@ -177,7 +178,7 @@ def _check_frame(frame: Blocks) -> None:
         raise ValueError("the frame's records do not lie side by side")
 
 
-def _table(pieces: Sequence[RecordPiece]) -> "array[int]":
+def piece_table(pieces: Sequence[RecordPiece]) -> "array[int]":
     """Returns the pieces for C++, which gets its address."""
     table = array("q")
     for piece in pieces:

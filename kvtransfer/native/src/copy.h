@@ -81,20 +81,32 @@ struct Copies {
   const Piece* pieces;
   int64_t num_pieces;
 
-  bool are_within_bounds() const {
-    return sink.has_all(count) && source.has_all(count) &&
+  bool are_within_bounds() const { return sink.has_all(count) && have_places(); }
+
+  // The same, but negative ids of the sink are none.
+  bool are_within_bounds_or_unplaced() const {
+    return std::all_of(sink.ids, sink.ids + count,
+                       [&](int64_t id) { return id < sink.num_records; }) &&
+           have_places();
+  }
+
+  bool have_places() const {
+    return source.has_all(count) &&
            std::all_of(pieces, pieces + num_pieces, [&](const Piece& piece) {
              return sink.has(piece.sink_offset, piece.num_bytes) &&
                     source.has(piece.source_offset, piece.num_bytes);
            });
   }
 
-  // Whether the sink's bytes are written in ascending order, none twice.
-  bool ascend_at_sink() const {
+  // Whether the bytes of each of the sink's records are written in ascending order, none twice.
+  bool ascend_in_records() const {
     for (int64_t p = 1; p < num_pieces; ++p)
       if (pieces[p].sink_offset < pieces[p - 1].sink_offset + pieces[p - 1].num_bytes) return false;
-    return sink.ids == nullptr;
+    return true;
   }
+
+  // The same for all of the sink.
+  bool ascend_at_sink() const { return sink.ids == nullptr && ascend_in_records(); }
 
   template <class Seen>
   void perform(Seen seen) const {
@@ -104,6 +116,10 @@ struct Copies {
 
   // The bytes are not read again here.
   void perform() const {
+    if (!ascend_in_records()) {  // the order matters if pieces overlap
+      perform([](const uint8_t*, const uint8_t*) {});
+      return;
+    }
     PastCaches copier;
     add_all(copier);
   }
