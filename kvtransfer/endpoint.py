@@ -23,6 +23,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import zmq
@@ -61,7 +62,7 @@ from kvtransfer.native.sealing import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.sealed import SealedSource
 from kvtransfer.sink_end import SinkEnd
-from kvtransfer.source_end import SourceEnd
+from kvtransfer.source_end import SourceEnd, set_heartbeat
 from kvtransfer.wire import Disagreement, ranks_to_hold
 
 log = logging.getLogger(__name__)
@@ -121,14 +122,14 @@ class TransferEndpoint:
         words = self._open_words()
         self._context = zmq.Context()
         self._doorkeeper.open(self._context)
-        sealed = SealedSource(self._doorkeeper) if blocks is not None and can_seal() else None
+        sealed = self._open_sealed() if blocks is not None and can_seal() else None
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
             nixl=self._nixl.offer() if self._nixl is not None else None,
             sends=blocks is not None,
             ipc=self._open_ipc(),
             words=None if words is None else words.offer(),
-            sealed_port=None if sealed is None else sealed.open(self._context, config.host),
+            sealed_port=None if sealed is None else sealed.port,
         )
         self.transports = tuple(_ways(offers))
         self.source = SourceMachine(
@@ -229,6 +230,13 @@ class TransferEndpoint:
             log.warning("leases have no words, so each pull waits for an answer: %s", error)
             return None
         return words
+
+    def _open_sealed(self) -> SealedSource:
+        config = self._config
+        sealed = SealedSource(self._doorkeeper, self._count)
+        prepare = partial(set_heartbeat, timing=config.timing)
+        sealed.open(self._context, config.host, prepare=prepare)
+        return sealed
 
     def _open_ipc(self) -> IpcOffer | None:
         """Opens the device, and offers its memory. Raises ConfigError."""

@@ -18,13 +18,14 @@ Its two boxes have the numbers 2 n and 2 n + 1. A sink takes a frame only if its
 than the one before. Who reads the name and the word on the network can connect in the sink's place,
 and gets frames that it cannot open.
 
-While the sink is not connected, and where C++ or libcrypto is missing, blocks come as before, over
-CURVE; this is counted.
+Until the sink is connected, blocks come as before, over CURVE. So they do if the connection breaks,
+or if C++ or libcrypto is missing at an end; that is counted.
 """
 
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -47,30 +48,40 @@ MAX_LINES = 4096  # to sinks
 MAX_FROM_SINK_BYTES = 64  # a sink sends nothing here
 
 
-class _Line(NamedTuple):
+@dataclass(slots=True)
+class _Line:
     """The way to one sink."""
 
     sinks_pass: Pass
     sealer: Sealer
+    is_connected: bool = False
 
 
 class SealedSource:
     """A source's socket for sealed blocks."""
 
-    def __init__(self, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, doorkeeper: Doorkeeper, count: Callable[[str], None]) -> None:
         self._doorkeeper = doorkeeper
+        self._count = count
         self._lines: dict[Peer, _Line] = {}  # oldest first
         self._next_number = 0  # of a frame to any sink
 
-    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", host: str) -> int:
-        """Binds the socket; returns its port."""
+    def open(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        host: str,
+        *,
+        prepare: Callable[["zmq.Socket[bytes]"], None],
+    ) -> None:
+        """Prepares and binds the socket, to `port`."""
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # sending to a lost peer is an error
         self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sink that reconnects is the same sink
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RCVHWM, 1)
         pass_only_server(self.socket, max_message_bytes=MAX_FROM_SINK_BYTES)
-        return self.socket.bind_to_random_port(f"tcp://{host}")
+        prepare(self.socket)
+        self.port = self.socket.bind_to_random_port(f"tcp://{host}")
 
     def admit(self, peer: Peer, ask: AskSealed) -> None:
         """Lets a sink connect. It has one connection at a time."""
@@ -95,7 +106,11 @@ class SealedSource:
         try:
             self.socket.send(line.sinks_pass.name, zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.ZMQError:
+            if line.is_connected:
+                self._count("fallbacks:zmq_unsealed")
+            line.is_connected = False
             return False
+        line.is_connected = True
         return True
 
     def send(
@@ -168,7 +183,6 @@ class SealedLink:
         max_frame_bytes: int,
     ) -> "zmq.Socket[bytes]":
         """Connects to the port of the source at `address`. Raises ZMQError."""
-        self._opener = Opener(self._key)
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, self._pass.name)
         socket.set(zmq.LINGER, 0)
@@ -178,6 +192,7 @@ class SealedLink:
         except zmq.ZMQError:
             socket.close()
             raise
+        self._opener = Opener(self._key)
         self.socket = socket
         return socket
 

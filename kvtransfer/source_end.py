@@ -73,7 +73,8 @@ class Staging:
                 return buffer
         if len(self._sending) >= MAX_BUFFERS:
             return None
-        return self._allocate(max(num_bytes, FRAME_BYTES))
+        spare = FRAME_BYTES // 16  # for headers: any free buffer fits any frame of small blocks
+        return self._allocate(max(num_bytes, FRAME_BYTES) + spare)
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
         """Marks a buffer as being sent."""
@@ -150,13 +151,18 @@ class SourceEnd:
             except ProtocolError as error:
                 self._count("bad_messages")
                 log.warning("cut off a sink: %s", error)
-                self.perform(self._machine.send_away(peer))
+                self._send_away(peer, "bad message")
                 continue
             if isinstance(message, AskSealed):
                 self._admit(peer, message)
             else:
                 handle(peer, message)
         self.has_mail = True  # perhaps
+
+    def _send_away(self, peer: Peer, reason: str) -> None:
+        if self._sealed is not None:
+            self._sealed.dismiss(peer)
+        self.perform(self._machine.send_away(peer, reason))
 
     def _admit(self, peer: Peer, ask: AskSealed) -> None:
         if self._sealed is not None and self._machine.is_attached(peer):
@@ -250,7 +256,7 @@ class SourceEnd:
             return tracker
         except zmq.Again:
             self._count("slow_sinks")
-            self.perform(self._machine.send_away(peer, "unread answers"))
+            self._send_away(peer, "unread answers")
             return None
         except zmq.ZMQError as error:
             self._count("unsent_messages")  # the sink's or the lease's deadline deals with it

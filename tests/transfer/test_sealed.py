@@ -82,15 +82,17 @@ class Ends:
         self.context = context
         self.doorkeeper = Doorkeeper(SECRET, Channel.KV, MonotonicClock())
         self.doorkeeper.open(context)
-        self.source = SealedSource(self.doorkeeper)
-        self.address = f"tcp://127.0.0.1:{self.source.open(context, '127.0.0.1')}"
+        self.counted = []
+        self.source = SealedSource(self.doorkeeper, self.counted.append)
+        self.source.open(context, "127.0.0.1", prepare=lambda socket: None)
+        self.address = f"tcp://127.0.0.1:{self.source.port}"
         self.pool = PrivatePool(8, LAYOUT.block_bytes)
         self.pool.open()
         fill(self.pool, seed=1)
         self.link = SealedLink()
 
     def connect(self, link):
-        port = int(self.address.rpartition(":")[2])
+        port = self.source.port
         return link.connect(self.context, self.address, port, max_frame_bytes=2**20)
 
     def admit_and_connect(self):
@@ -163,6 +165,21 @@ def test_only_a_sink_that_was_admitted_may_connect(ends):
     ends.source.dismiss(SINK)
     assert not ends.source.begin(SINK)
     stranger.close()
+
+
+def test_a_broken_connection_is_counted_once(ends):
+    ends.admit_and_connect()
+    assert not ends.source.begin(b"another")
+    ends.send(3)
+    ends.link.socket.close()
+
+    def is_lost():
+        ends.source.begin(SINK) and ends.source.socket.send(b"")
+        return bool(ends.counted)
+
+    until(is_lost, "the source notices")
+    assert not ends.source.begin(SINK)
+    assert ends.counted == ["fallbacks:zmq_unsealed"]
 
 
 # ---------------------------------------------------------------- endpoints
