@@ -12,9 +12,13 @@ To wake it and to be woken takes as long as to copy hundreds of KiB. So the thre
 short pull carries it out itself, if the endpoint's thread sleeps. One of the two has the *turn* at
 any time. The sleeping thread watches the descriptors of the sockets, because it may not touch the
 sockets themselves.
+
+While a pull waits for its source, the thread lets the system give pages to its blocks. A pool's
+memory is touched for the first time by pulls, and that would take longer than to copy them.
 """
 
 import logging
+import math
 import os
 import queue
 import secrets
@@ -35,6 +39,7 @@ from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
 from engine.net.curve import Channel, Doorkeeper
 from engine.net.trust import Secret
+from engine.worker.blocks import BlockId
 from engine.worker.events import (
     AbortPull,
     Event,
@@ -56,7 +61,7 @@ from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing, counts_of
 from kvtransfer.lease_words import LeaseWords, NoWords
-from kvtransfer.memory import Pool, keep_freed_memory
+from kvtransfer.memory import Pool, keep_freed_memory, touch
 from kvtransfer.messages import Identity, IpcOffer, LeaseMessage, Offers
 from kvtransfer.native.sealing import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
@@ -104,8 +109,10 @@ class TransferEndpoint:
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
         self._turn = threading.Lock()  # of all below but the queue of orders
+        self._due_s = 0.0  # when the machines are to be swept, as of the thread's last turn
         self._stopping = False
         self._pulls = PullGroups()
+        self._untouched: deque[BlockId] = deque()  # blocks that are written soon, perhaps first
         self._ends: deque[PullDone | PullFailed] = deque()  # of parts
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
@@ -321,11 +328,20 @@ class TransferEndpoint:
         self._source_end.send_blocks()
         self._sink_end.receive()
         self._count_served_reads()
-        now_s = self._clock.now_s()
-        self._source_end.perform(self.source.sweep(now_s))
-        self._sink_end.perform(self.sink.sweep(now_s))
+        if (now_s := self._clock.now_s()) >= self._due_s:
+            self._source_end.perform(self.source.sweep(now_s))
+            self._sink_end.perform(self.sink.sweep(now_s))
         self._take_ends()
         self._sink_end.send()
+        self._touch_next()
+
+    def _touch_next(self) -> None:
+        """Touches one block, so that sockets and orders have their turn between two."""
+        blocks = self._pool.blocks
+        if not self._untouched:
+            return
+        if blocks is None or not touch(blocks, self._untouched.popleft()):
+            self._untouched.clear()
 
     def _wait(self, timeout_s: float) -> None:
         """Waits for a socket or an order. The turn is free meanwhile."""
@@ -336,14 +352,15 @@ class TransferEndpoint:
     def _must_go_on(self) -> bool:
         """True if there is work to do of which no descriptor will tell."""
         source, sink = self._source_end, self._sink_end
-        return sink.must_poll or source.has_work or sink.has_mail or source.has_mail
+        has_mail = sink.has_mail or source.has_mail
+        return has_mail or sink.must_poll or source.has_work or bool(self._untouched)
 
     def _timeout_s(self) -> float:
+        wakes = [self.source.next_wake_s(), self.sink.next_wake_s()]
+        self._due_s = min((wake_s for wake_s in wakes if wake_s is not None), default=math.inf)
         if self._must_go_on:
             return 0.0
-        wakes = [self.source.next_wake_s(), self.sink.next_wake_s()]
-        due_s = min((w - self._clock.now_s() for w in wakes if w is not None), default=MAX_POLL_S)
-        return min(max(due_s, 0.0), MAX_POLL_S)
+        return min(max(self._due_s - self._clock.now_s(), 0.0), MAX_POLL_S)
 
     def _count_served_reads(self) -> None:
         """Counts the reads that sinks finished over NIXL."""
@@ -397,7 +414,9 @@ class TransferEndpoint:
                 case ToMember(rank, HoldLease(seq_id, lease)):
                     self._sink_end.perform(self.sink.hold(part_id(seq_id, rank), lease, now_s))
                 case ToMember(rank, StartPull(seq_id, blocks)):
-                    self._sink_end.perform(self.sink.start(part_id(seq_id, rank), blocks, now_s))
+                    part = part_id(seq_id, rank)
+                    self._sink_end.perform(self.sink.start(part, blocks, now_s))
+                    self._untouched.extend(self.sink.awaited(part))
                 case ToMember(rank, AbortPull(seq_id)):
                     self._sink_end.perform(self.sink.abort(part_id(seq_id, rank), now_s))
                 case PullDone() | PullFailed():

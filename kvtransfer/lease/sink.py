@@ -132,6 +132,13 @@ class SinkMachine:
         pull.start(blocks)
         return self._advance(pull, now_s)
 
+    def awaited(self, seq_id: SeqId) -> list[BlockId]:
+        """Returns the places of a pull's blocks that were not asked for yet."""
+        pull = self._pulls.get(seq_id)
+        if pull is None or pull.wanted is None:
+            return []
+        return [pull.wanted[index] for index in pull.todo]
+
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
         """Gives a lease up. The PullFailed says that nothing of the pull writes any more."""
         pull = self._pulls.get(seq_id)
@@ -278,12 +285,10 @@ class SinkMachine:
     def next_wake_s(self) -> float | None:
         """Returns when the next renewal or deadline is due."""
         wakes = [source.deadline_s(self._timing) for source in self._sources.values()]
+        wakes += [pull.next_hold_s for pull in self._pulls.values()]
         for pull in self._pulls.values():
-            wakes += [
-                pull.next_hold_s,
-                pull.reread_s(self._timing),
-                pull.blocks_deadline_s(self._timing),
-            ]
+            if pull.asked:
+                wakes += [pull.reread_s(self._timing), pull.blocks_deadline_s(self._timing)]
         wake_s = min(wakes, default=math.inf)
         return None if wake_s == math.inf else wake_s
 

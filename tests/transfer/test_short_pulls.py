@@ -64,3 +64,19 @@ def test_only_a_short_pull_is_carried_out_by_the_thread_that_orders_it(
 
     pull_with(transport, then)
     assert (threading.current_thread() in threads) == is_short
+
+
+def test_blocks_of_a_pull_that_waits_are_touched_before_they_come(transport, monkeypatch):
+    touched = []
+    monkeypatch.setattr(endpoints, "touch", lambda blocks, block: touched.append(block) or True)
+
+    def then(source, sink):
+        lease = source.lease("l", [3, 4, 5], ready=0)
+        sink.hold("s", lease)
+        sink.start("s", [(0, 7), (1, 8), (2, 9)])
+        until(lambda: touched == [7, 8, 9], "touched")
+        source.grow("l", [3, 4, 5])
+        assert isinstance(sink.end_of_pull(), PullDone)
+        assert np.array_equal(sink.pool.blocks[[7, 8, 9]], source.pool.blocks[[3, 4, 5]])
+
+    pull_with(transport, then)
