@@ -126,6 +126,7 @@ class TransferEndpoint:
         keep_freed_memory()
         self._nixl = self._open_nixl()
         blocks = reach(self._pool)
+        ipc = self._open_ipc()
         words = self._open_words()
         self._context = zmq.Context()
         self._doorkeeper.open(self._context)
@@ -134,7 +135,7 @@ class TransferEndpoint:
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
             nixl=self._nixl.offer() if self._nixl is not None else None,
             sends=blocks is not None,
-            ipc=self._open_ipc(),
+            ipc=ipc,
             words=None if words is None else words.offer(),
             sealed_port=None if sealed is None else sealed.port,
         )
@@ -337,9 +338,9 @@ class TransferEndpoint:
 
     def _touch_next(self) -> None:
         """Touches one block, so that sockets and orders have their turn between two."""
-        blocks = self._pool.blocks
         if not self._untouched:
             return
+        blocks = self._pool.blocks
         if blocks is None or not touch(blocks, self._untouched.popleft()):
             self._untouched.clear()
 
