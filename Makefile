@@ -6,29 +6,41 @@ INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 CPP := $(wildcard */native/src/*.cpp */native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h)
 
-.PHONY: install environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-long fuzz clean
+.PHONY: install develop environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-long fuzz clean
 
+# What serving needs.
 install: .venv/.compiled
 
+# What checks, tests and benchmarks need too.
+develop: install .venv/.developed
+
 # All that tests need. With --jobs they are made side by side.
-environments: install .venv-core/.installed .venv-clients/.installed
+environments: develop .venv-core/.installed .venv-clients/.installed
 
 # torch comes first, so that no later package pulls in another build of it.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/$(INSTALL) -c constraints.txt torch
+	$(BIN)/$(INSTALL) -c constraints.txt -e '.[serve]'
+	@touch $@
+
+# After .compiled, which imports: an import must not meet a package that is half installed.
+.venv/.developed: .venv/.installed | .venv/.compiled
 	$(BIN)/$(INSTALL) -c constraints.txt -e '.[serve,dev]'
+	$(BIN)/python -c 'import hypothesis, openai, pytest'
 	@touch $@
 
 # Not by the first start, nor by each of several processes that start together.
 .venv/.compiled: .venv/.installed
-	$(BIN)/python -c 'import engine.model.runner, hypothesis, openai, pytest, ray'
+	$(BIN)/python -m deploy.services.prepare & \
+	$(BIN)/python -c 'import deploy.commands.serve, deploy.ray.launcher, deploy.services.gateway, deploy.services.worker, engine.model.runner' && \
+	wait $$!
 	@touch $@
 
 serve: install
 	$(BIN)/baton serve
 
-check: .venv/.installed
+check: .venv/.developed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -39,28 +51,28 @@ check: .venv/.installed
 
 # Three parts at a time, the longest first: services mostly wait, and parts that only compute give
 # way to them (`nice`). The output of each part is printed when it ends.
-test: install .venv-core/.installed
+test: develop .venv-core/.installed
 	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-api test-models test-core test-parts test-ray test-chaos
 
 # Real processes: what a gateway answers, and all else.
 API := tests/e2e/compat tests/e2e/gateway
 
-test-api: install .venv-clients/.installed
+test-api: develop .venv-clients/.installed
 	$(BIN)/python -m pytest -m 'not long and not ray' $(API)
 
-test-services: install .venv-clients/.installed
+test-services: develop .venv-clients/.installed
 	$(BIN)/python -m pytest -m 'not long and not ray' tests/e2e $(addprefix --ignore ,$(API))
 
-test-ray: install
+test-ray: develop
 	$(BIN)/python -m pytest -m 'ray and not long' tests/e2e
 
-test-chaos: install
+test-chaos: develop
 	$(BIN)/python -m pytest tests/chaos
 
-test-models: install
+test-models: develop
 	nice $(BIN)/python -m pytest tests/model
 
-test-parts: install
+test-parts: develop
 	nice $(BIN)/python -m pytest tests $(addprefix --ignore tests/,unit e2e chaos model)
 
 # The unit tests in an environment without torch and Ray: the core needs neither.
@@ -68,17 +80,17 @@ test-core: .venv-core/.installed
 	nice .venv-core/bin/python -m pytest -q tests/unit
 
 # The longest tests: GPU code interpreted on a CPU, networks that are cut, some benchmarks.
-test-long: install
+test-long: develop
 	$(BIN)/python -m pytest -m long tests
 
 # Searches longer than the tests do: hostile bytes from peers, and examples of properties.
-fuzz: install
+fuzz: develop
 	$(BIN)/python -m pytest --hypothesis-profile search tests/props tests/unit tests/fuzz/test_listeners.py
 	$(BIN)/python -m tests.fuzz.decoders -runs=200000
 	$(BIN)/python -m tests.fuzz.grammars --runs 20000
 
-# Not beside .venv/.installed: both write the package's metadata into this folder.
-.venv-core/.installed: .venv-core/.libraries | .venv/.installed
+# Not beside .venv/.developed: both write the package's metadata into this folder.
+.venv-core/.installed: .venv-core/.libraries | .venv/.developed
 	.venv-core/bin/$(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -104,12 +116,12 @@ export LIST_NEEDS
 	-npm install --silent --no-audit --no-fund --prefix .venv-clients openai@7.57.0
 	@touch $@
 
-format: install
+format: develop
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
 
-proto: install
+proto: develop
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. router/gateway/inference/inference.proto
 
 clean:

@@ -15,8 +15,11 @@ baton bench elastic-live --json elastic-live.json
 baton bench validation --json validation.json
 baton bench gateway --peer fastapi=/path/to/its/python --json gateway.json
 baton bench interference --json interference.json
+baton bench fluid --json fluid.json
+baton bench fluid --simulated --trace conversation_trace.jsonl --json fluid_simulated.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
+baton bench starts --json starts.json
 baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
 baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
@@ -36,6 +39,7 @@ from bench.elastic.cli import elastic
 from bench.elastic_live.cli import elastic_live
 from bench.engine.cli import engine
 from bench.eviction.cli import eviction
+from bench.fluid.cli import fluid
 from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
 from bench.interference.cli import interference
@@ -48,6 +52,7 @@ from bench.router.cli import router
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
+from bench.starts.cli import starts
 from bench.store.cli import store
 from bench.tiers.cli import tiers
 from bench.validation.cli import validation
@@ -62,6 +67,7 @@ app.command()(kv)
 app.command()(store)
 app.command()(gateway)
 app.command()(interference)
+app.command()(fluid)
 app.command()(speculate)
 app.command()(router)
 app.command()(simulator)
@@ -70,6 +76,7 @@ app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
 app.command()(moves)
+app.command()(starts)
 app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)

@@ -51,19 +51,12 @@ class InterferenceRun:
     @property
     def window_s(self) -> tuple[float, float]:
         """From the second chunk of the last stream to begin until the first stream's end."""
-        begin_s = max(stream.chunk_times_s[1] for stream in self.streams)
-        return begin_s, min(stream.chunk_times_s[-1] for stream in self.streams)
+        return window_of(self.streams)
 
     @property
     def gaps_s(self) -> list[float]:
         """Between the chunks of all streams, in the window."""
-        begin_s, end_s = self.window_s
-        return [
-            later - earlier
-            for stream in self.streams
-            for earlier, later in pairwise(stream.chunk_times_s)
-            if begin_s <= earlier and later <= end_s
-        ]
+        return gaps_within(self.streams, self.window_s)
 
     @property
     def loaded_share(self) -> float:
@@ -75,6 +68,23 @@ class InterferenceRun:
             under_way_s += max(0.0, last_s - max(prompt.sent_s, until_s))
             until_s = max(until_s, last_s)
         return under_way_s / (end_s - begin_s)
+
+
+def window_of(streams: Sequence[Answer]) -> tuple[float, float]:
+    """From the second chunk of the last stream to begin until the first stream's end."""
+    begin_s = max(stream.chunk_times_s[1] for stream in streams)
+    return begin_s, min(stream.chunk_times_s[-1] for stream in streams)
+
+
+def gaps_within(streams: Sequence[Answer], window_s: tuple[float, float]) -> list[float]:
+    """Gaps between the chunks of these answers that lie in the window."""
+    begin_s, end_s = window_s
+    return [
+        later - earlier
+        for stream in streams
+        for earlier, later in pairwise(stream.chunk_times_s)
+        if begin_s <= earlier and later <= end_s
+    ]
 
 
 def results(runs: Sequence[InterferenceRun]) -> tuple[Result, ...]:

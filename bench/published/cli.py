@@ -7,6 +7,8 @@ import typer
 
 from bench.common.command import printed_errors
 from bench.comparison import results as simulator
+from bench.fluid import results as fluid
+from bench.fluid import simulated as fluid_simulated
 from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports
@@ -14,7 +16,12 @@ from bench.router import plan as router
 from engine.errors import ConfigError
 
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-GOALS = {"router": router.GOALS, "simulator": simulator.GOALS}
+GOALS = {
+    "fluid": fluid.GOALS,
+    "fluid_simulated": fluid_simulated.GOALS,
+    "router": router.GOALS,
+    "simulator": simulator.GOALS,
+}
 DOCUMENTS = (BENCHMARKS, ROOT / "README.md")
 
 

@@ -29,5 +29,15 @@ HEADLINES: tuple[Headline, ...] = (
         "ttft_gain/memory",
     ),
     Headline("the same after everything was stopped, from disk", "store", "ttft_gain/disk"),
+    Headline(
+        "requests/s of fluid pools over the better of walled and mixed ones, a load that turns",
+        "fluid",
+        "fluid/turning",
+    ),
+    Headline(
+        "goodput of fluid pools over the best walled split, simulated",
+        "fluid_simulated",
+        "goodput_fluid/best_split/conversation_trace",
+    ),
     Headline("goodput of planned pools over the best fixed split, simulated", "elastic", "ratio"),
 )

@@ -31,13 +31,21 @@ def distserve_goodput(
     is_bounded = slo.ttft_s is not None or slo.tpot_s is not None
     if not is_bounded or not trace.duration_s:
         return {}
+    rate_per_s = attained_per_s(trace, simulate, slo)
+    return {"goodput/distserve": Figure(rate_per_s / gpus, "1/s/GPU")}
+
+
+def attained_per_s(
+    trace: Trace, simulate: Simulate, slo: SloBounds, *, num_halvings: int = NUM_HALVINGS
+) -> float:
+    """Returns the highest rate, in requests/s, at which enough requests keep both bounds."""
     speed = greatest_speed(
         lambda speed_up: attainment(simulate(trace.sped_up(speed_up)), slo) >= ATTAINMENT,
         least=LEAST,
         most=MOST,
+        num_halvings=num_halvings,
     )
-    rate_per_s = len(trace.requests) / trace.duration_s
-    return {"goodput/distserve": Figure(speed * rate_per_s / gpus, "1/s/GPU")}
+    return speed * len(trace.requests) / trace.duration_s
 
 
 def attainment(run: SimulatedRun, slo: SloBounds) -> float:
@@ -45,7 +53,13 @@ def attainment(run: SimulatedRun, slo: SloBounds) -> float:
     return sum(meets(latencies_of(r), slo) for r in run.records) / len(run.records)
 
 
-def greatest_speed(keeps: Callable[[float], bool], *, least: float, most: float) -> float:
+def greatest_speed(
+    keeps: Callable[[float], bool],
+    *,
+    least: float,
+    most: float,
+    num_halvings: int = NUM_HALVINGS,
+) -> float:
     """Returns the greatest factor for which `keeps` holds; 0 if not even `least` does."""
     low = 1.0
     while not keeps(low):
@@ -58,7 +72,7 @@ def greatest_speed(keeps: Callable[[float], bool], *, least: float, most: float)
             low, high = high, 2 * high
     if high > most:
         return low
-    for _ in range(NUM_HALVINGS):
+    for _ in range(num_halvings):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
+from deploy.local.nursery import SERVICES, Nursery
 from deploy.local.places import load_places
 from deploy.local.service_manager import ServiceManager
 from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
@@ -56,7 +58,7 @@ _OPTIONS = {
         *("chat_template", "generation_config", "tool_call_parser", "reasoning_parser"),
     ),
     "router": ("policy",),
-    "pools": ("prefill", "decode", "mixed", "max_workers"),
+    "pools": ("prefill", "decode", "mixed", "fluid", "max_workers"),
     "worker": (
         *("device", "weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib"),
         "max_model_len",
@@ -86,6 +88,10 @@ def serve(  # noqa: PLR0913 - a command's options
     prefill: Annotated[int | None, typer.Option(help="prefill workers (default: 1)")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers (default: 1)")] = None,
     mixed: Annotated[int | None, typer.Option(help="workers that do both (default: 0)")] = None,
+    fluid: Annotated[
+        bool | None,
+        typer.Option("--fluid/--no-fluid", help="pools take each other's work (default: yes)"),
+    ] = None,
     max_workers: Annotated[int | None, typer.Option(help="bound on the number of workers")] = None,
     launcher: Annotated[
         LauncherKind, typer.Option(help="run services as Ray actors or as processes")
@@ -203,11 +209,12 @@ def serve(  # noqa: PLR0913 - a command's options
     as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     forget_environment(os.environ)
+    manager = ServiceManager(os.environ)
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     console = Console(stderr=True)
     if as_json:
         console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
-    raise typer.Exit(run(deployment, console))
+    raise typer.Exit(run(deployment, console, manager))
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,19 +279,21 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
         return ProcessLauncher(place_of=None if places is None else load_places(places))
     if places is not None:
         raise ConfigError("--places needs --launcher process")
+    nursery = Nursery()
+    with suppress(OSError):  # the launcher tries again, and reports it
+        nursery.open(*SERVICES)  # so it imports while Ray starts; it has no token of Ray
     own_ray.prepare(os.environ)
     from deploy.ray.launcher import OwnRayLauncher
 
-    return OwnRayLauncher()
+    return OwnRayLauncher(nursery)
 
 
-def run(deployment: Deployment, console: Console) -> int:
+def run(deployment: Deployment, console: Console, manager: ServiceManager) -> int:
     """Opens the deployment, prints its news until a signal, and closes it.
 
     Returns the exit status: 0, or 128 plus the number of a signal that came before it served, or
     that came while it waited for answers.
     """
-    manager = ServiceManager(os.environ)
     signals = StopSignals()
     signals.install()
     try:

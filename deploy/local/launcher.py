@@ -11,7 +11,7 @@ import msgspec
 
 from deploy.launcher import STOP_TIMEOUT_S, Launcher, ServiceReady
 from deploy.local.gpus import FoundGpus, GpuBooks, find_gpus
-from deploy.local.nursery import Nursery
+from deploy.local.nursery import SERVICES, Nursery
 from deploy.local.places import PlaceOf, ServicePlace
 from deploy.local.service_process import ServiceProcess
 from deploy.pools.placement import LEAST_ROOM
@@ -65,7 +65,7 @@ class ProcessLauncher(Launcher):
     def open(self) -> None:
         """Starts the nursery, which begins to import what services need. Raises ConfigError."""
         try:
-            self._nursery.open()
+            self._nursery.open(*SERVICES)
         except OSError as error:
             raise ConfigError(f"no process can be started: {error}") from error
 

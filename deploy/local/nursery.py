@@ -4,7 +4,8 @@ Nearly all of a worker's start is the import of torch and transformers, seconds 
 (`deploy.local.nursery_main`) pays for them once. The launcher and the nursery share a socket pair:
 
     request   the kind of service and three descriptors: the child's standard input, its standard
-              output, and one end of another socket pair, for news of this child
+              output, and one end of another socket pair, for news of this child. Without
+              descriptors it is a hint: the nursery imports what that kind needs when it is idle
     news      ChildStarted with a descriptor of the child, or ChildRefused; at its end ChildEnded
 
 A child is watched and killed through its pidfd, which never comes to mean another process. If the
@@ -27,7 +28,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
@@ -40,6 +41,7 @@ CLOSE_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery still imports
 REAPED_WITHIN_S = 5.0  # from a child's end until the nursery has collected its exit status
 MAX_NEWS_BYTES = 4096
+SERVICES = ("worker", "gateway")  # what each deployment starts, in this order
 STOP_WORD = b"stop\n"  # ends a child's standard input; without it the parent has died
 
 
@@ -188,7 +190,36 @@ class Child:
             log.warning("the exit status of process %d is unknown: the nursery ended", self._pid)
 
 
-class Nursery:
+class Forks(Protocol):
+    """Gives children: a nursery, or a port of one that belongs to another process."""
+
+    def fork(self, kind: str) -> Child:
+        """Asks for a child, which becomes a service of that kind. Raises OSError."""
+        ...
+
+    def give_up(self) -> None:
+        """Kills a nursery that does not answer. The next request starts another one."""
+        ...
+
+
+def ask_for_child(kind: str, send: Callable[[bytes, Sequence[int]], object]) -> Child:
+    """Sends a request and its descriptors. Raises the errors of `send`, and OSError."""
+    with ExitStack() as theirs, ExitStack() as ours:
+        stdin, to_child = os.pipe()
+        theirs.callback(os.close, stdin)
+        to_stdin = ours.enter_context(open(to_child, "wb"))
+        from_child, stdout = os.pipe()
+        theirs.callback(os.close, stdout)
+        from_stdout = ours.enter_context(open(from_child, "rb"))
+        news, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.enter_context(news)
+        theirs.enter_context(told)
+        send(kind.encode(), [stdin, stdout, told.fileno()])
+        ours.pop_all()
+    return Child(stdin=to_stdin, stdout=from_stdout, news=news)
+
+
+class Nursery(Forks):
     """Starts the nursery process on demand and asks it for children. Safe to use from any thread.
 
     `command` are Python's arguments; the number of the nursery's socket is added. `entered` wraps
@@ -206,31 +237,27 @@ class Nursery:
         self._entered = entered
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._has_children = False  # has been asked for some
         self._lock = threading.Lock()
 
-    def open(self) -> None:
-        """Starts the process, so that it imports meanwhile; `fork` does too. Raises OSError."""
+    def open(self, *kinds: str) -> None:
+        """Starts the process, which imports meanwhile what these kinds need. Raises OSError."""
         with self._lock:
-            self._opened()
+            asked = self._opened()
+            for kind in kinds:
+                asked.send(kind.encode())
 
     def fork(self, kind: str) -> Child:
         """Asks for a child, which becomes a service of that kind. Raises OSError."""
-        with ExitStack() as theirs, ExitStack() as ours:
-            stdin, to_child = os.pipe()
-            theirs.callback(os.close, stdin)
-            to_stdin = ours.enter_context(open(to_child, "wb"))
-            from_child, stdout = os.pipe()
-            theirs.callback(os.close, stdout)
-            from_stdout = ours.enter_context(open(from_child, "rb"))
-            news, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.enter_context(news)
-            theirs.enter_context(told)
-            with self._lock:
-                asked = self._opened()
-                asked.settimeout(SEND_TIMEOUT_S)
-                socket.send_fds(asked, [kind.encode()], [stdin, stdout, told.fileno()])
-            ours.pop_all()
-        return Child(stdin=to_stdin, stdout=from_stdout, news=news)
+        return ask_for_child(kind, self.pass_on)
+
+    def pass_on(self, kind: bytes, descriptors: Sequence[int]) -> None:
+        """Sends a request for a child, perhaps of another process. Raises OSError."""
+        with self._lock:
+            self._has_children = True
+            asked = self._opened()
+            asked.settimeout(SEND_TIMEOUT_S)
+            socket.send_fds(asked, [kind], descriptors)
 
     def give_up(self) -> None:
         """Kills a nursery that does not answer. The next request starts another one."""
@@ -263,6 +290,8 @@ class Nursery:
         if self._process is None or self._socket is None:
             return
         self._socket.close()
+        if not self._has_children:  # a start that fails need not wait for its imports
+            self._process.kill()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # it still imports

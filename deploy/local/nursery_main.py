@@ -14,6 +14,7 @@ that must differ come from `os.urandom`; `random` seeds itself again after a for
 
 import contextlib
 import gc
+import logging
 import os
 import select
 import signal
@@ -32,6 +33,8 @@ from engine.errors import BatonError
 OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 MAX_REQUEST_BYTES = 64
 
+log = logging.getLogger(__name__)
+
 Prepare = Callable[[str], None]  # imports what a kind of service needs. May raise ImportError
 
 
@@ -40,7 +43,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # services ignore it too
     # OpenBLAS starts its threads when numpy is imported; the few small products here need none.
     os.environ[OPENBLAS_THREADS] = "1"
-    import_services("gateway")
     kind = fork_until_closed(socket.socket(fileno=int(sys.argv[1])), import_services)
     if kind is None:
         return 0
@@ -52,7 +54,9 @@ def main() -> int:
 def import_services(kind: str) -> None:
     """Imports what services of a kind need. A gateway needs no torch, which may be absent."""
     import deploy.local.process_main  # noqa: F401
+    from deploy.services.build import import_service
 
+    import_service(kind)
     if kind == "worker":
         import engine.model.runner  # noqa: F401
 
@@ -60,8 +64,9 @@ def import_services(kind: str) -> None:
 def fork_until_closed(requests: socket.socket, prepare: Prepare) -> str | None:
     """Forks a child for each request. Returns the kind in a child, None when the socket ends.
 
-    The garbage collector is off here, and in a child it skips all inherited objects: a collection
-    writes to each object, which would copy every shared page.
+    The garbage collector is off here: collections would take a fifth of the imports' time. In a
+    child it skips all inherited objects, since a collection writes to each one, which would copy
+    every shared page.
     """
     gc.disable()
     with _Children(requests, prepare) as children:
@@ -85,6 +90,11 @@ class _Request:
         self.news.close()
 
 
+def _request(kind: str, descriptors: list[int]) -> _Request:
+    stdin, stdout, news = descriptors
+    return _Request(kind, stdin, stdout, socket.socket(fileno=news))
+
+
 class _Children:
     """The forked children that have not ended. Leaving the context in a child closes all of it."""
 
@@ -92,6 +102,7 @@ class _Children:
         self._requests = requests
         self._prepare = prepare
         self._news: dict[int, socket.socket] = {}  # by descriptor of the child
+        self._expected: list[str] = []  # kinds to import, the next one last
         self._poll = select.poll()  # no epoll: a fork would share it
         self._poll.register(requests, select.POLLIN)
 
@@ -106,24 +117,33 @@ class _Children:
 
     def serve(self) -> str | None:
         while True:
-            for descriptor, _ in self._poll.poll():
+            events = self._poll.poll(0 if self._expected else None)
+            if not events:
+                self._import(self._expected.pop())
+            for descriptor, _ in events:
                 if descriptor != self._requests.fileno():
                     self._tell_end(descriptor)
                     continue
-                request = self._receive()
-                if request is None:
+                kind, descriptors = self._receive()
+                if not kind:
                     return None
-                if self._fork(request) == 0:
-                    return request.kind
+                if not descriptors:
+                    self._expected.insert(0, kind)
+                elif self._fork(_request(kind, descriptors)) == 0:
+                    return kind
 
-    def _receive(self) -> _Request | None:
+    def _receive(self) -> tuple[str, list[int]]:
         kind, descriptors, *_ = socket.recv_fds(
             self._requests, MAX_REQUEST_BYTES, 3, socket.MSG_CMSG_CLOEXEC
         )
-        if not kind:
-            return None
-        stdin, stdout, news = descriptors
-        return _Request(kind.decode(), stdin, stdout, socket.socket(fileno=news))
+        return kind.decode(), descriptors
+
+    def _import(self, kind: str) -> None:
+        """Imports ahead of a request, which is refused if this fails."""
+        try:
+            self._prepare(kind)
+        except ImportError as error:
+            log.warning("what a %s needs cannot be imported: %s", kind, error)
 
     def _fork(self, request: _Request) -> int | None:
         """Returns the child's process id, 0 in the child itself, or None if refused."""

@@ -77,6 +77,8 @@ def main(kind: str) -> int:
     try:
         _answer(ready)
         is_orphan = sys.stdin.buffer.readline() != STOP_WORD
+    except BrokenPipeError:  # it died during the start
+        is_orphan = True
     except _Stop:
         is_orphan = False
     stopping.has_begun = True

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
-from deploy.local.nursery import Child, NoChild, Nursery
+from deploy.local.nursery import Child, Forks, NoChild
 from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.services.reasons import explain_status
 from deploy.services.spec import (
@@ -30,6 +30,7 @@ from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 
 FORK_TIMEOUT_S = 120.0  # most of it is the nursery's imports from a cold disk
+LOOK_FOR_END_S = 60.0
 
 _FETCHING = msgspec.json.encode(Fetching()) + b"\n"
 _FETCHED = msgspec.json.encode(Fetched()) + b"\n"
@@ -41,7 +42,7 @@ T = TypeVar("T")
 class ServiceProcess:
     """The process of one service: started, watched and stopped from any thread."""
 
-    def __init__(self, name: str, kind: str, nursery: Nursery) -> None:
+    def __init__(self, name: str, kind: str, nursery: Forks) -> None:
         self.name = name
         self.kind = kind
         self.ready: Any = None  # the service's answer, once it has started
@@ -73,6 +74,14 @@ class ServiceProcess:
     def is_running(self) -> bool:
         """Returns true from the start of the process to its end."""
         return self._child is not None and self._child.is_running()
+
+    def await_end(self) -> None:
+        """Returns when the started process has ended, which may take for ever."""
+        assert self._child is not None
+        while True:
+            with contextlib.suppress(TimeoutError):
+                self._child.wait(LOOK_FOR_END_S)
+                return
 
     @property
     def exit_status(self) -> int | str:

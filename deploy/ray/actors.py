@@ -19,9 +19,8 @@ import msgspec
 import ray
 
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
-from deploy.logs.lines import configure_logging
 from deploy.model_source import FETCH_TIMEOUT_S
-from deploy.services.build import service_of
+from deploy.ray.hosting import READY_TYPES, Hosting, HostingChild, HostingThread
 from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from deploy.services.reasons import explain
 from deploy.services.spec import (
@@ -33,7 +32,6 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
-from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 
@@ -42,12 +40,7 @@ log = logging.getLogger(__name__)
 ADOPT_TIMEOUT_S = 10.0
 NODE_CHARS = 16
 KILLED_WITHIN_S = 2.0  # by Ray; then by a signal
-
-_READY_TYPES: dict[str, type[ServiceReady]] = {
-    "worker": WorkerReady,
-    "gateway": GatewayReady,
-    "store": StoreReady,
-}
+NURSERY = b"deploy.local.nursery_main"  # in the command line of its children
 
 
 def node_name() -> str:
@@ -58,14 +51,17 @@ def node_name() -> str:
 class ServiceActor:
     """The actor: hosts one service. Specs and answers are JSON bytes; Ray pickles none of ours."""
 
-    def __init__(self, kind: str, spec: bytes) -> None:
-        host = ray.util.get_node_ip_address()
-        service, source = service_of(kind, spec, host=host, node=node_name())
-        configure_logging(source, MonotonicClock())
+    def __init__(self, kind: str, spec: bytes, nursery: str | None) -> None:
+        """`nursery`: the port of one on this machine, whose child runs the service."""
         self._kind = kind
         self._spec = spec
         self._ready = b""
-        self._thread: ServiceThread[Any] = ServiceThread(service, kind)
+        self._hosting: Hosting
+        if nursery is None:
+            host = ray.util.get_node_ip_address()
+            self._hosting = HostingThread(kind, spec, host=host, node=node_name())
+        else:
+            self._hosting = HostingChild(kind, spec, port=nursery)
 
     def fetch(self) -> str:
         """Fetches the model to this node; returns the error, or nothing."""
@@ -85,13 +81,12 @@ class ServiceActor:
     def start(self) -> tuple[bytes, str]:
         """Opens the service; returns its answer, or else the error."""
         try:
-            ready = self._thread.open(self.limit_s())
+            ready = self._hosting.start(self.limit_s())
         except BatonError as error:
             return b"", str(error)
         except (OSError, MemoryError) as error:
             log.exception("the service did not start")
             return b"", explain(error)
-        freeze_heap()
         self._ready = msgspec.json.encode(ready)
         return self._ready, ""
 
@@ -101,11 +96,11 @@ class ServiceActor:
 
     def stop(self) -> None:
         """Closes the service."""
-        self._thread.close()
+        self._hosting.stop()
 
     def hurry(self) -> None:
         """Makes `stop` wait for nothing."""
-        self._thread.hurry()
+        self._hosting.hurry()
 
     def ping(self) -> None:
         """Answers while the actor lives."""
@@ -128,9 +123,11 @@ class ServiceActors:
     """The actors of one launcher, by service name.
 
     `options` are Ray's options of every actor. A standing ping on each actor fails when it dies.
+    `nursery` is the port of the nursery whose children run the services, once there is one.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
+        self.nursery: str | None = None
         self._options = options
         self._hosted: dict[str, _Hosted] = {}
         self._hurry = threading.Event()
@@ -197,6 +194,7 @@ class ServiceActors:
                 if self._hosted.get(name) is hosted:  # no other thread has stopped it meanwhile
                     if isinstance(error, ray.exceptions.ActorDiedError):
                         del self._hosted[name]  # Ray has ended it and freed its name
+                        self._end_child(hosted)
                     else:
                         self._drop(name)
                     dead[name] = f"{name} ended: {_reason(error)}"
@@ -220,7 +218,7 @@ class ServiceActors:
         if not answer:
             ray.kill(actor)
             return None
-        ready = msgspec.json.decode(answer, type=_READY_TYPES[kind])
+        ready = msgspec.json.decode(answer, type=READY_TYPES[kind])
         self._hosted[name] = _Hosted(actor, kind, ready, actor.ping.remote())
         return str(kind)
 
@@ -236,7 +234,7 @@ class ServiceActors:
         hosted = None
         try:
             chosen = {**options, **self._options}
-            actor = actor_class.options(name=name, **chosen).remote(kind, encoded)
+            actor = actor_class.options(name=name, **chosen).remote(kind, encoded, self.nursery)
             self._hosted[name] = hosted = _Hosted(actor, kind)
             answer, error = b"", ""
             # The actor may never get its place, so this wait has a deadline of its own.
@@ -259,7 +257,7 @@ class ServiceActors:
             self._drop_own(name, hosted)
             raise ConfigError(f"{name} did not start: {_reason(failure)}") from failure
         hosted.ping = actor.ping.remote()
-        hosted.ready = ready = msgspec.json.decode(bytes(answer), type=_READY_TYPES[kind])
+        hosted.ready = ready = msgspec.json.decode(bytes(answer), type=READY_TYPES[kind])
         return ready
 
     def _await_stops(self, hosted: Mapping[str, _Hosted]) -> None:
@@ -290,24 +288,32 @@ class ServiceActors:
         if hosted is not None and self._hosted.get(name) is hosted:
             self._drop(name)
 
+    def _end_child(self, hosted: _Hosted) -> None:
+        """Ends what a dead actor may leave. It ends by itself, unless it is stopped or hangs."""
+        if self.nursery is not None and hosted.ready is not None:
+            with _ended_after(hosted.ready.pid, at_once=True):
+                pass
+
     def _drop(self, name: str) -> None:
         """Forgets an actor and kills it, so that its name is free again."""
         hosted = self._hosted.pop(name, None)
         if hosted is None:
             return
-        if not isinstance(hosted.ready, GatewayReady):
+        is_child = self.nursery is not None
+        if hosted.ready is None or not (is_child or isinstance(hosted.ready, GatewayReady)):
             ray.kill(hosted.actor)
             return
-        with _ended_after(hosted.ready.pid):
+        with _ended_after(hosted.ready.pid, at_once=is_child):
             ray.kill(hosted.actor)
 
 
 @contextmanager
-def _ended_after(pid: int) -> Iterator[None]:
-    """Returns from the block when a gateway of this machine has ended; by force if Ray is slow.
+def _ended_after(pid: int, *, at_once: bool) -> Iterator[None]:
+    """Returns from the block when a service of this machine has ended; by force if Ray is slow.
 
     Ray asks a process to end. One that is stopped does not hear it, and keeps its ports. Once its
-    raylet is dead, Ray can ask no process.
+    raylet is dead, Ray can ask no process. A child of a nursery is killed `at_once`: Ray asks only
+    its actor.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -316,7 +322,11 @@ def _ended_after(pid: int) -> Iterator[None]:
         return
     try:
         yield
-        if _is_service(pid) and not _has_ended(pidfd):
+        if at_once:
+            if _is_service(pid):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                _has_ended(pidfd)
+        elif _is_service(pid) and not _has_ended(pidfd):
             log.info("Ray did not end process %d in %g s: it is killed", pid, KILLED_WITHIN_S)
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             _has_ended(pidfd)
@@ -334,7 +344,8 @@ def _has_ended(pidfd: int) -> bool:
 def _is_service(pid: int) -> bool:
     """False if the process has ended, and perhaps another one has its number."""
     try:
-        return ServiceActor.__name__.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(name in command for name in (ServiceActor.__name__.encode(), NURSERY))
     except OSError:
         return False
 

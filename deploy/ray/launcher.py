@@ -25,6 +25,9 @@ from ray.util.scheduling_strategies import (
 
 from deploy.launcher import Launcher, ServiceReady
 from deploy.local.gpus import FoundGpus, find_gpus
+from deploy.local.nursery import SERVICES, Nursery
+from deploy.local.nursery_port import NurseryPort
+from deploy.local.private_folder import PrivateFolder
 from deploy.local.run_dir import log_folder
 from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
 from deploy.pools.placement import ANYWHERE, NodePlacement
@@ -56,9 +59,14 @@ class OwnRayLauncher(Launcher):
     Ray's raylet cannot be started again: its actors outlive it, but no actor can be made or ended.
     So once it has died, the services are stopped in order, and a new Ray starts. Calls that come
     meanwhile wait, and calls under way fail: Ray raises SystemExit in them.
+
+    `nursery` is one that imports already: its children run the services (`deploy.ray.hosting`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: Nursery | None = None) -> None:
+        self._nursery = nursery or Nursery()
+        self._port: NurseryPort | None = None
+        self._folder = PrivateFolder()  # of the port
         self._ray = OwnRay()
         self._actors = ServiceActors({})
         self._session = ""
@@ -71,6 +79,7 @@ class OwnRayLauncher(Launcher):
 
     def open(self) -> None:
         """Starts Ray. Raises ConfigError."""
+        self._open_port()
         with _own_sigterm():
             self._ray.open()
         self._session = _session_name()
@@ -122,6 +131,7 @@ class OwnRayLauncher(Launcher):
         return {
             "restarts of Ray's GCS": self._ray.num_gcs_restarts,
             "restarts of Ray": self._num_raylet_deaths,
+            "nurseries lost": self._nursery.num_lost,
         }
 
     def dead(self) -> dict[str, str]:
@@ -138,11 +148,30 @@ class OwnRayLauncher(Launcher):
         with self._restarting:
             self._actors.stop_all()
             self._ray.close()
+        self._nursery.close()
+        if self._port is not None:
+            self._port.close()
+            self._folder.close()
+            self._port = None
         self._thread.shutdown()
 
     def hurry(self) -> None:
         """Makes stopping actors end their answers at once."""
         self._actors.hurry()
+
+    def _open_port(self) -> None:
+        """Lets actors ask the nursery, which goes on when Ray is replaced. Raises ConfigError."""
+        if self._port is not None:
+            return
+        try:
+            self._nursery.open(*SERVICES)
+            self._folder.open()
+            port = NurseryPort(self._nursery, self._folder.path / "nursery")
+            port.open()
+        except OSError as error:
+            raise ConfigError(f"no process can be started: {error}") from error
+        self._port = port
+        self._actors.nursery = str(port.path)
 
     def _begin_again(self) -> dict[str, str]:
         """Replaces Ray. Returns the services, which have ended. Raises ConfigError."""

@@ -1,14 +1,18 @@
-"""Builds a service from its encoded spec."""
+"""Builds a service from its encoded spec. Each kind is imported only where it is needed."""
+
+import importlib
 
 import msgspec
 
 from deploy.local.run_dir import log_folder
 from deploy.logs.lines import LogSource
-from deploy.services.gateway import GatewayService
 from deploy.services.spec import GatewaySpec, StoreSpec, WorkerSpec
-from deploy.services.store import StoreService
 from deploy.services.thread import LoopService
-from deploy.services.worker import WorkerService
+
+
+def import_service(kind: str) -> None:
+    """Imports what `service_of` does for this kind: "worker", "gateway" or "store"."""
+    importlib.import_module(f"deploy.services.{kind}")
 
 
 def service_of(
@@ -19,17 +23,23 @@ def service_of(
     `host` is this node's address in its cluster; None outside of a cluster. `node` is its name.
     """
     if kind == "worker":
+        from deploy.services.worker import WorkerService
+
         worker = msgspec.json.decode(spec, type=WorkerSpec)
         if host is not None:
             worker = msgspec.structs.replace(worker, host=host)
         folder = log_folder(worker.log_folder, node)
         return WorkerService(worker), LogSource(worker.worker_id, worker.logs, folder)
     if kind == "store":
+        from deploy.services.store import StoreService
+
         store = msgspec.json.decode(spec, type=StoreSpec)
         if host is not None:
             store = msgspec.structs.replace(store, host=host)
         # Its process keeps the lines; those of the keeper are few.
         return StoreService(store, node), LogSource(store.name, store.logs, None)
+    from deploy.services.gateway import GatewayService
+
     gateway = msgspec.json.decode(spec, type=GatewaySpec)
     if host is not None:
         gateway = msgspec.structs.replace(gateway, control_host=host)

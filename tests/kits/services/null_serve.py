@@ -1,6 +1,7 @@
 """`python -m tests.kits.services.null_serve DRAIN_S PACE_S [NAME]`: `baton serve`, whose workers
 compute nothing. NAME is the deployment's."""
 
+import os
 import sys
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.commands.serve import run
 from deploy.local.deployment import Deployment
 from deploy.local.nursery import Nursery
+from deploy.local.service_manager import ServiceManager
 from deploy.logs.lines import LogSource, configure_logging
 from engine.clock import MonotonicClock
 from engine.config import AdminConfig, Config, GatewayConfig, PoolsConfig
@@ -23,7 +25,8 @@ def main() -> None:
     pools = PoolsConfig(mixed=1, max_workers=4)
     config = Config(gateway=gateway, pools=pools, admin=AdminConfig(name=name))
     launcher = NullWorkers(Nursery(), pace_s)
-    sys.exit(run(Deployment(launcher, model=BUNDLED_MODEL, config=config), Console(stderr=True)))
+    deployment = Deployment(launcher, model=BUNDLED_MODEL, config=config)
+    sys.exit(run(deployment, Console(stderr=True), ServiceManager(os.environ)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ class NullWorkers(ProcessLauncher):
         self._kernels = kernels or {}
         self._workers: list[Driven] = []
 
+    def open(self) -> None:
+        self._nursery.open("gateway")  # its workers need no torch
+
     def start_worker(self, spec: WorkerSpec) -> WorkerReady:
         options = NullWorkerOptions(
             spec.token,

@@ -209,6 +209,7 @@ class FakeOwnRay:
         parts = {"gcs": True}
         monkeypatch.setattr(module, "_session_name", lambda: f"session_{self.session}")
         monkeypatch.setattr(module, "parts_of_ray", lambda _: {**parts, "raylet": self.raylet_runs})
+        monkeypatch.setattr(launcher, "_open_port", lambda: None)
         launcher._ray = self
         launcher.open()
 

@@ -1,0 +1,208 @@
+"""`bench fluid --simulated`: goodput of fluid pools beside walled splits and mixed workers.
+
+All settings have the same workers and play the same loads, with pools of fixed sizes:
+
+    fluid_P+D        pools that lend each other idle workers
+    split_P+D        the same with walls, for every split of the workers
+    mixed_N_chunk_C  N mixed workers that compute prompts in chunks of C tokens at most
+
+**Bounds.** DistServe's: a load is sped up as a whole until fewer than nine of ten requests have
+TTFT and TPOT inside their bounds. The router knows the bound on TPOT, which it keeps by how far it
+fills workers. It has no bound on TTFT, so it refuses no prompt that is late. The chunk of mixed
+workers trades TTFT for TPOT. They are tried with several, and the best counts.
+
+A load should last many times longer than the bound on TTFT at the rates that are found. A shorter
+one is a burst: its requests may all wait, and keep the bound.
+
+**Loads.** `synthetic` are conversations whose lengths are drawn (`bench.simulator.traces`).
+`turning` alternates between long prompts and long answers (`bench.elastic.plan`). The other loads
+are traces.
+
+| result                        | unit  |                                                        |
+|-------------------------------|-------|--------------------------------------------------------|
+| goodput_fluid/best_split/LOAD |       | goodput of `fluid` over that of the best walled split  |
+| goodput_fluid/colocated/LOAD  |       | the same over the best mixed workers                   |
+| goodput/SETTING/LOAD          | 1/s   | highest rate that keeps the bounds                     |
+| attainment/…, ttft_p90/…      |       | fluid, best split and best mixed workers, each at the  |
+| tpot_p90/…, busy_ROLE/…       |       | best split's goodput                                   |
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from bench.client.load import SloBounds
+from bench.common.goals import Goals
+from bench.common.progress import Say
+from bench.common.report import Figure, Result, results_of
+from bench.common.stats import percentile
+from bench.elastic.plan import TurningLoad
+from bench.simulator.cluster import (
+    MAX_ANSWER_TOKENS,
+    SimulatedPools,
+    SimulatedRun,
+    SimulationSetup,
+    simulate,
+)
+from bench.simulator.goodput import attained_per_s, attainment
+from bench.simulator.hardware import HardwareProfile
+from bench.simulator.results import latencies_of
+from bench.simulator.traces import Trace
+from engine.config import PoolsConfig, RouterConfig
+from router.native.machine import native_machine
+
+GOALS = Goals({"goodput_fluid/best_split/*": 1.1, "goodput_fluid/colocated/*": 1.0})
+NUM_HALVINGS = 5  # goodput is exact to 2 %
+PATIENCE_S = 3600.0  # every request is answered, if late
+CHUNKS = (128, 256, 512)
+TURNS = TurningLoad(4, 30.0)
+QUICK_CHUNKS = (256,)
+QUICK_TURNS = TurningLoad(2, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsUse:
+    """One way to use the workers."""
+
+    name: str
+    pools: SimulatedPools
+    is_fluid: bool = False
+    chunk_tokens: int | None = None  # None: as the profile has it
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFluidPlan:
+    """All that is compared. `fluid` and each of `splits` have the same number of workers."""
+
+    hardware: HardwareProfile
+    loads: Mapping[str, Trace]
+    fluid: SimulatedPools
+    splits: Sequence[SimulatedPools]
+    chunks: Sequence[int]
+    slo: SloBounds
+    stretch: float = PoolsConfig().stretch
+    seed: int = 0
+    num_halvings: int = NUM_HALVINGS
+
+    def settings(self) -> Iterator[PoolsUse]:
+        """Yields all ways to use the workers, the fluid one first."""
+        yield PoolsUse(f"fluid_{_named(self.fluid)}", self.fluid, is_fluid=True)
+        for pools in self.splits:
+            yield PoolsUse(f"split_{_named(pools)}", pools)
+        total = self.fluid.total
+        for chunk in self.chunks:
+            pools = SimulatedPools(mixed=total)
+            yield PoolsUse(f"mixed_{total}_chunk_{chunk}", pools, chunk_tokens=chunk)
+
+
+def splits_of_all(num_workers: int) -> list[SimulatedPools]:
+    """Returns every split of the workers into two pools."""
+    return [SimulatedPools(prefill, num_workers - prefill) for prefill in range(1, num_workers)]
+
+
+def splits_near(pools: SimulatedPools) -> list[SimulatedPools]:
+    """Returns the split, and those that have one prefill worker more or less."""
+    near = range(pools.prefill - 1, pools.prefill + 2)
+    return [
+        SimulatedPools(prefill, pools.total - prefill)
+        for prefill in near
+        if 0 < prefill < pools.total
+    ]
+
+
+def study(plan: SimulatedFluidPlan, say: Say) -> tuple[Result, ...]:
+    """Returns all figures; the ratios first."""
+    by_load = {load: _of_load(plan, load, say) for load in plan.loads}
+    things = dict.fromkeys(thing for figures in by_load.values() for thing in figures)
+    ordered = {
+        f"{thing}/{load}": figures[thing]
+        for thing in things
+        for load, figures in by_load.items()
+        if thing in figures
+    }
+    return results_of([ordered])
+
+
+def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
+    """Plays a load on the workers, used this way."""
+    hardware = plan.hardware
+    if use.chunk_tokens is not None:
+        hardware = msgspec.structs.replace(hardware, chunk_tokens=use.chunk_tokens)
+    setup = SimulationSetup(
+        hardware,
+        use.pools,
+        max_answer_tokens=MAX_ANSWER_TOKENS,
+        stretch=plan.stretch if use.is_fluid else None,
+    )
+    router = RouterConfig(
+        seed=plan.seed,
+        max_queue=len(trace.requests),
+        queue_timeout_s=PATIENCE_S,
+        slo_tpot_s=plan.slo.tpot_s,
+    )
+    return simulate(trace, setup, native_machine(router))
+
+
+def ratios(goodput_per_s: Mapping[str, float]) -> dict[str, Figure]:
+    """Returns the goodput of fluid pools over the best split's and over that of mixed workers."""
+    fluid = goodput_per_s[best_of(goodput_per_s, "fluid")]
+    kinds = {"best_split": "split", "colocated": "mixed"}
+    best = {name: goodput_per_s[best_of(goodput_per_s, kind)] for name, kind in kinds.items()}
+    return {
+        f"goodput_fluid/{name}": Figure(fluid / theirs, "")
+        for name, theirs in best.items()
+        if theirs
+    }
+
+
+def best_of(goodput_per_s: Mapping[str, float], kind: str) -> str:
+    """Returns the setting of that kind that has the highest goodput."""
+    names = [name for name in goodput_per_s if name.startswith(f"{kind}_")]
+    return max(names, key=lambda name: goodput_per_s[name])
+
+
+def _of_load(plan: SimulatedFluidPlan, load: str, say: Say) -> dict[str, Figure]:
+    trace, uses = plan.loads[load], {use.name: use for use in plan.settings()}
+    found: dict[str, float] = {}
+    for name, use in uses.items():
+        found[name] = attained_per_s(
+            trace, partial(play, plan, use), plan.slo, num_halvings=plan.num_halvings
+        )
+        say(f"{load}, {name}: {found[name]:.2f}/s")
+    figures = ratios(found)
+    figures |= {f"goodput/{name}": Figure(rate, "1/s") for name, rate in found.items()}
+    rate_per_s = found[best_of(found, "split")]
+    if rate_per_s:
+        at_rate = trace.sped_up(rate_per_s * trace.duration_s / len(trace.requests))
+        for kind in ("fluid", "split", "mixed"):
+            name = best_of(found, kind)
+            run = play(plan, uses[name], at_rate)
+            figures |= {f"{thing}/{name}": one for thing, one in _at_rate(run, plan.slo).items()}
+    return figures
+
+
+def _at_rate(run: SimulatedRun, slo: SloBounds) -> dict[str, Figure]:
+    """Returns what a run shows of its waits and of its workers."""
+    answered = [one for record in run.records if (one := latencies_of(record)) is not None]
+    samples_s = {
+        "ttft_p90": [one.ttft_s for one in answered],
+        "tpot_p90": [one.tpot_s for one in answered if one.tpot_s is not None],
+    }
+    busy: dict[str, list[float]] = {}
+    for worker in run.workers:
+        busy.setdefault(str(worker.role), []).append(worker.busy_s / run.duration_s)
+    return {
+        "attainment": Figure(attainment(run, slo), "share"),
+        **{
+            name: Figure(1e3 * percentile(values_s, 90), "ms")
+            for name, values_s in samples_s.items()
+            if values_s
+        },
+        **{f"busy_{role}": Figure(sum(s) / len(s), "share") for role, s in busy.items()},
+    }
+
+
+def _named(pools: SimulatedPools) -> str:
+    return f"{pools.prefill}+{pools.decode}"

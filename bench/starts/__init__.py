@@ -1,0 +1,1 @@
+"""`baton bench starts`: how long `baton serve` takes until it serves."""

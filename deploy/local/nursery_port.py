@@ -1,0 +1,107 @@
+"""Lets other processes of this user ask a nursery for children: actors of Ray do.
+
+The owner of the nursery listens at a Unix socket in a private folder and passes requests on. Pipes
+and news go directly between the child and the process that asked. A connection carries one request,
+as `deploy.local.nursery` describes it, or `GIVE_UP`.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.local.nursery import (
+    MAX_NEWS_BYTES,
+    SEND_TIMEOUT_S,
+    Child,
+    Forks,
+    Nursery,
+    ask_for_child,
+)
+
+log = logging.getLogger(__name__)
+
+GIVE_UP = b"give up"
+REQUEST_TIMEOUT_S = 5.0
+BACKLOG = 64
+_CLOSED = (errno.EINVAL, errno.EBADF)
+_PEER = struct.Struct("iII")  # process, user and group id: ucred in unix(7)
+
+
+class NurseryPort:
+    """The owner's side: a thread passes requests on, from `open` to `close`."""
+
+    def __init__(self, nursery: Nursery, path: Path) -> None:
+        self.path = path
+        self._nursery = nursery
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._thread = threading.Thread(target=self._serve, name="nursery port", daemon=True)
+
+    def open(self) -> None:
+        """Listens. Raises OSError."""
+        self._listener.bind(str(self.path))
+        self._listener.listen(BACKLOG)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Refuses later requests."""
+        with contextlib.suppress(OSError):  # it has never listened
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                asks, _ = self._listener.accept()
+            except OSError as error:
+                if self._listener.fileno() < 0 or error.errno in _CLOSED:
+                    return
+                log.warning("a request for a process is lost: %s", error)
+                continue
+            with asks:
+                try:
+                    self._pass_on(asks)
+                except OSError as error:  # who asked sees its sockets end
+                    log.warning("a request for a process is refused: %s", error)
+
+    def _pass_on(self, asks: socket.socket) -> None:
+        peer = asks.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        if _PEER.unpack(peer)[1] != os.geteuid():
+            raise PermissionError("it comes from another user")
+        asks.settimeout(REQUEST_TIMEOUT_S)
+        request, descriptors, *_ = socket.recv_fds(asks, MAX_NEWS_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if request == GIVE_UP:
+                self._nursery.give_up()
+            elif len(descriptors) == 3:
+                self._nursery.pass_on(request, descriptors)
+        finally:
+            for each in descriptors:
+                os.close(each)
+
+
+class DistantNursery(Forks):
+    """The side of a process that asks. `path` is that of the port."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def fork(self, kind: str) -> Child:
+        """Asks for a child, which becomes a service of that kind. Raises OSError."""
+        return ask_for_child(kind, self._send)
+
+    def give_up(self) -> None:
+        """Has the owner kill a nursery that does not answer."""
+        with contextlib.suppress(OSError):  # the owner has ended, and with it the nursery
+            self._send(GIVE_UP, [])
+
+    def _send(self, request: bytes, descriptors: Sequence[int]) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(SEND_TIMEOUT_S)
+            connection.connect(self._path)
+            socket.send_fds(connection, [request], descriptors)

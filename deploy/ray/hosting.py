@@ -1,0 +1,133 @@
+"""Where the service of an actor runs: in the actor's process, or in a child of a nursery.
+
+On a cluster each actor hosts its service. On one machine the launcher has a nursery, which imports
+torch once while Ray starts. There the actor is a thin shell: it asks the nursery for the process,
+and both end together:
+
+    the child ends    the actor ends too, so that Ray reports it
+    the actor ends    the child's standard input ends, and so does the child; the launcher, which
+                      knows its process id, kills it if it does not
+"""
+
+import logging
+import os
+import threading
+from typing import Any, Protocol
+
+import msgspec
+
+from deploy.launcher import ServiceReady
+from deploy.local.gpus import VISIBLE
+from deploy.local.nursery_port import DistantNursery
+from deploy.local.service_process import ServiceProcess
+from deploy.logs.lines import LogSource, configure_logging
+from deploy.services.reasons import explain_status
+from deploy.services.spec import (
+    GatewayReady,
+    GatewaySpec,
+    StoreReady,
+    StoreSpec,
+    WorkerReady,
+    WorkerSpec,
+)
+from engine.clock import MonotonicClock
+
+log = logging.getLogger(__name__)
+
+READY_TYPES: dict[str, type[ServiceReady]] = {
+    "worker": WorkerReady,
+    "gateway": GatewayReady,
+    "store": StoreReady,
+}
+SPEC_TYPES: dict[str, type[WorkerSpec | GatewaySpec | StoreSpec]] = {
+    "worker": WorkerSpec,
+    "gateway": GatewaySpec,
+    "store": StoreSpec,
+}
+ENDED = 70  # exit status of an actor whose child has ended
+
+
+class Hosting(Protocol):
+    """One service of an actor. `hurry` may be called while `stop` runs."""
+
+    def start(self, limit_s: float) -> ServiceReady:
+        """Starts the service. Raises BatonError, OSError, MemoryError."""
+        ...
+
+    def stop(self) -> None:
+        """Closes the service."""
+        ...
+
+    def hurry(self) -> None:
+        """Makes `stop` wait for nothing."""
+        ...
+
+
+class HostingThread(Hosting):
+    """The service runs in a thread of this process."""
+
+    def __init__(self, kind: str, spec: bytes, *, host: str, node: str) -> None:
+        from deploy.services.build import service_of  # not where a child hosts the service
+        from deploy.services.thread import ServiceThread
+
+        service, source = service_of(kind, spec, host=host, node=node)
+        configure_logging(source, MonotonicClock())
+        self._thread: ServiceThread[Any] = ServiceThread(service, kind)
+
+    def start(self, limit_s: float) -> ServiceReady:
+        """Opens the service."""
+        from deploy.services.thread import freeze_heap
+
+        ready: ServiceReady = self._thread.open(limit_s)
+        freeze_heap()
+        return ready
+
+    def stop(self) -> None:
+        """Closes the service."""
+        self._thread.close()
+
+    def hurry(self) -> None:
+        """Makes `stop` wait for nothing."""
+        self._thread.hurry()
+
+
+class HostingChild(Hosting):
+    """The service runs in a child of the nursery whose port is at `port`."""
+
+    def __init__(self, kind: str, spec: bytes, *, port: str) -> None:
+        self._spec = msgspec.json.decode(spec, type=SPEC_TYPES[kind])
+        if isinstance(self._spec, WorkerSpec):
+            # Ray has chosen the GPUs of this process. The nursery's environment names all.
+            seen = os.environ.get(VISIBLE, "").split(",") if self._spec.num_gpus else ()
+            self._spec = msgspec.structs.replace(self._spec, gpus=tuple(seen))
+            name: str = self._spec.worker_id
+        else:
+            name = self._spec.name
+        configure_logging(LogSource(name, self._spec.logs), MonotonicClock())
+        self._process = ServiceProcess(name, kind, DistantNursery(port))
+        self._hurry = threading.Event()
+        self._is_stopping = False
+
+    def start(self, limit_s: float) -> ServiceReady:
+        """Starts the child, and watches it from then on."""
+        kind = self._process.kind
+        ready = self._process.start(self._spec, READY_TYPES[kind])
+        threading.Thread(target=self._watch, name="child", daemon=True).start()
+        return ready
+
+    def stop(self) -> None:
+        """Stops the child."""
+        self._is_stopping = True
+        self._process.stop(self._hurry)
+
+    def hurry(self) -> None:
+        """Makes `stop` wait for nothing."""
+        self._hurry.set()
+
+    def _watch(self) -> None:
+        """Ends this process when the child has ended without being asked to."""
+        self._process.await_end()
+        if not self._is_stopping:
+            how = explain_status(self._process.exit_status)
+            log.error("the process of %s ended: %s", self._process.name, how)
+            os._exit(ENDED)

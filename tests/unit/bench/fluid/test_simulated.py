@@ -1,0 +1,102 @@
+"""`bench fluid --simulated`: its settings, its ratios, and its command."""
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from bench.client.load import SloBounds
+from bench.common.report import from_json
+from bench.fluid.cli import loads_of
+from bench.fluid.simulated import (
+    GOALS,
+    PoolsUse,
+    SimulatedFluidPlan,
+    best_of,
+    play,
+    ratios,
+    splits_near,
+    splits_of_all,
+)
+from bench.simulator.cluster import SimulatedPools
+from bench.simulator.hardware import hardware_named
+from bench.simulator.traces import Trace, TraceRequest
+
+TRACE = Trace("t", 512, tuple(TraceRequest(0.2 * i, 2000, 20) for i in range(20)))
+PLAN = SimulatedFluidPlan(
+    hardware_named("h200-qwen3-8b"),
+    {"t": TRACE},
+    SimulatedPools(2, 1),
+    splits=splits_of_all(3),
+    chunks=(256, 2048),
+    slo=SloBounds(1.0, 0.025),
+)
+
+
+def test_all_settings_have_the_same_number_of_workers():
+    uses = list(PLAN.settings())
+    assert [use.name for use in uses] == [
+        "fluid_2+1",
+        "split_1+2",
+        "split_2+1",
+        "mixed_3_chunk_256",
+        "mixed_3_chunk_2048",
+    ]
+    assert {use.pools.total for use in uses} == {3}
+    assert [use.is_fluid for use in uses] == [True, False, False, False, False]
+
+
+def test_splits_near_the_border_leave_a_worker_of_each_role():
+    assert splits_near(SimulatedPools(6, 2)) == [
+        SimulatedPools(prefill, 8 - prefill) for prefill in (5, 6, 7)
+    ]
+    assert splits_near(SimulatedPools(1, 1)) == [SimulatedPools(1, 1)]
+
+
+def test_fluid_is_held_against_the_best_of_each_kind():
+    goodput = {"fluid_2+1": 6.0, "split_1+2": 4.0, "split_2+1": 5.0, "mixed_3_chunk_256": 8.0}
+    found = ratios(goodput)
+    assert best_of(goodput, "split") == "split_2+1"
+    assert found["goodput_fluid/best_split"].value == pytest.approx(1.2)
+    assert found["goodput_fluid/colocated"].value == pytest.approx(0.75)
+    assert GOALS.bound("goodput_fluid/best_split/t") == 1.1
+    assert GOALS.bound("goodput/fluid_2+1/t") is None
+
+
+def test_no_ratio_to_workers_that_keep_no_rate():
+    goodput = {"fluid_2+1": 6.0, "split_1+2": 0.0, "mixed_3_chunk_256": 3.0}
+    assert list(ratios(goodput)) == ["goodput_fluid/colocated"]
+
+
+@pytest.mark.parametrize("use", [*PLAN.settings()], ids=lambda use: use.name)
+def test_every_setting_answers_the_whole_load(use):
+    run = play(PLAN, use, TRACE)
+    assert all(len(record.times_s) == 20 for record in run.records)
+
+
+def test_chunks_of_mixed_workers_are_no_longer_than_asked():
+    pools = SimulatedPools(mixed=1)
+    steps = [
+        play(PLAN, PoolsUse("m", pools, chunk_tokens=chunk), TRACE).workers[0].num_steps
+        for chunk in (256, 2048)
+    ]
+    assert steps[0] > steps[1]
+
+
+def test_loads_have_names_and_sizes():
+    loads = loads_of(("synthetic", "turning"), 30, 4, seed=1, is_quick=True)
+    assert list(loads) == ["synthetic", "turning"]
+    assert len(loads["synthetic"].requests) == 30
+    assert loads["turning"].duration_s == pytest.approx(20.0, abs=2.0)
+
+
+def test_command_writes_its_figures(tmp_path):
+    path = tmp_path / "fluid_simulated.json"
+    options = ["--hardware", "h200-qwen3-0.6b", "--prefill", "1", "--decode", "1"]
+    options += ["--trace", "synthetic", "--requests", "8", "--quick", "--json", str(path)]
+    result = CliRunner().invoke(app, ["fluid", "--simulated", *options])
+    assert result.exit_code == 0, result.output
+    report = from_json(path.read_bytes())
+    assert report.bench == "fluid_simulated"
+    names = {one.name for one in report.results}
+    assert {"goodput_fluid/best_split/synthetic", "goodput/fluid_1+1/synthetic"} <= names
+    assert report.value("goodput_fluid/colocated/synthetic") > 0
