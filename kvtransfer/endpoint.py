@@ -2,11 +2,19 @@
 real sockets.
 
 The worker's core gives it orders (`perform`) and gets events back through `on_event`, which is
-called on the endpoint's thread. All bytes are moved on that thread, or by reads that it watches. So
-once it reports the end of a pull, nothing of that pull can write any more.
+called on the endpoint's thread or within `perform`. All bytes are moved there, or by reads that the
+thread watches. So once it reports the end of a pull, nothing of that pull can write any more.
 
 The thread sleeps until a socket, an order or a deadline wakes it. While blocks wait for a staging
 buffer, or a one-sided read is under way, it polls, because nothing would wake it.
+
+To wake it and to be woken takes as long as to copy hundreds of KiB. So the thread that orders a
+short pull carries it out itself, if the endpoint's thread sleeps. One of the two has the *turn* at
+any time. The sleeping thread watches the descriptors of the sockets, because it may not touch the
+sockets themselves.
+
+While a pull waits for its source, the thread lets the system give pages to its blocks. A pool's
+memory is touched for the first time by pulls, and that would take longer than to copy them.
 """
 
 import logging
@@ -14,10 +22,12 @@ import math
 import os
 import queue
 import secrets
+import select
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import zmq
@@ -29,6 +39,7 @@ from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
 from engine.net.curve import Channel, Doorkeeper
 from engine.net.trust import Secret
+from engine.worker.blocks import BlockId
 from engine.worker.events import (
     AbortPull,
     Event,
@@ -49,17 +60,21 @@ from kvtransfer.lease.group import GroupEffect, PullGroups, ToMember, part_id, w
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing, counts_of
-from kvtransfer.memory import Pool, keep_freed_memory
-from kvtransfer.messages import Identity, IpcOffer, Offers, ToSource
+from kvtransfer.lease_words import LeaseWords, NoWords
+from kvtransfer.memory import Pool, keep_freed_memory, touch
+from kvtransfer.messages import Identity, IpcOffer, LeaseMessage, Offers
+from kvtransfer.native.sealing import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
+from kvtransfer.sealed import SealedSource
 from kvtransfer.sink_end import SinkEnd
-from kvtransfer.source_end import SourceEnd
+from kvtransfer.source_end import SourceEnd, set_heartbeat
 from kvtransfer.wire import Disagreement, ranks_to_hold
 
 log = logging.getLogger(__name__)
 
 MAX_POLL_S = 0.25
 BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders have their turn
+SHORT_PULL_BYTES = 2**20  # the thread that orders it may copy that itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +108,11 @@ class TransferEndpoint:
         self._on_event = on_event
         self._on_crash = on_crash
         self._orders: queue.SimpleQueue[TransferOrder] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # of all below but the queue of orders
+        self._due_s = 0.0  # when the machines are to be swept, as of the thread's last turn
         self._stopping = False
         self._pulls = PullGroups()
+        self._untouched: deque[BlockId] = deque()  # blocks that are written soon, perhaps first
         self._ends: deque[PullDone | PullFailed] = deque()  # of parts
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
@@ -108,11 +126,18 @@ class TransferEndpoint:
         keep_freed_memory()
         self._nixl = self._open_nixl()
         blocks = reach(self._pool)
+        ipc = self._open_ipc()
+        words = self._open_words()
+        self._context = zmq.Context()
+        self._doorkeeper.open(self._context)
+        sealed = self._open_sealed() if blocks is not None and can_seal() else None
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
             nixl=self._nixl.offer() if self._nixl is not None else None,
             sends=blocks is not None,
-            ipc=self._open_ipc(),
+            ipc=ipc,
+            words=None if words is None else words.offer(),
+            sealed_port=None if sealed is None else sealed.port,
         )
         self.transports = tuple(_ways(offers))
         self.source = SourceMachine(
@@ -130,6 +155,8 @@ class TransferEndpoint:
         self._source_end = SourceEnd(
             self.source,
             blocks,
+            words=words,
+            sealed=sealed,
             timing=config.timing,
             on_ended=self._report,
             count=self._count,
@@ -145,23 +172,23 @@ class TransferEndpoint:
             on_end=self._ends.append,
             count=self._count,
         )
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
-        self._doorkeeper.open(self._context)
+        self._poller = select.epoll()
         address = self._source_end.open(self._context, config.secret, config.host)
         self._sink_end.open(self._context, config.secret, self._poller)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._source_end.socket, zmq.POLLIN)
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._source_end.socket, select.EPOLLIN)
+        self._poller.register(self._wake_fd, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
         shard = config.identity.shard
         return Address(config.worker_id, config.incarnation, address, shard)
 
     def perform(self, order: TransferOrder) -> None:
-        """Queues an order. Safe from any thread."""
+        """Queues an order, or carries it out if it is short. Safe from any thread."""
+        is_short = self._is_short(order) and self._orders.empty()
         self._orders.put(order)
-        os.eventfd_write(self._wake_fd, 1)
+        if not (is_short and self._perform_now()):
+            os.eventfd_write(self._wake_fd, 1)
 
     def counters(self) -> dict[str, float]:
         """Returns counters since the start, by `name` or `name:reason`. Safe from any thread."""
@@ -174,6 +201,7 @@ class TransferEndpoint:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=5)
         assert not self._thread.is_alive(), "the transfer thread did not stop"
+        self._poller.close()
         os.close(self._wake_fd)  # not by the thread, which may end before it is woken
         del self._source_end, self._sink_end  # they refer to this object; frees the pool at once
 
@@ -198,6 +226,26 @@ class TransferEndpoint:
             return None
         return agent
 
+    def _open_words(self) -> LeaseWords | None:
+        """Makes the words of leases, if sinks may read the pool's memory themselves."""
+        if self._config.transport is Transport.ZMQ:
+            return None
+        words = LeaseWords()
+        try:
+            words.open()
+        except NoWords as error:
+            self._count("fallbacks:lease_words_unavailable")
+            log.warning("leases have no words, so each pull waits for an answer: %s", error)
+            return None
+        return words
+
+    def _open_sealed(self) -> SealedSource:
+        config = self._config
+        sealed = SealedSource(self._doorkeeper, self._count)
+        prepare = partial(set_heartbeat, timing=config.timing)
+        sealed.open(self._context, config.host, prepare=prepare)
+        return sealed
+
     def _open_ipc(self) -> IpcOffer | None:
         """Opens the device, and offers its memory. Raises ConfigError."""
         pool, transport = self._pool, self._config.transport
@@ -218,48 +266,102 @@ class TransferEndpoint:
             log.warning("the GPU's memory is not offered to other workers: %s", error)
             return None
 
+    # ------------------------------------------------------------ the thread that orders
+
+    def _is_short(self, order: TransferOrder) -> bool:
+        if not isinstance(order, StartPull) or isinstance(self._pool, DevicePool):
+            return False  # a device's copies need its context, which this thread may not have
+        return len(order.blocks) * self._pool.block_bytes <= SHORT_PULL_BYTES
+
+    def _perform_now(self) -> bool:
+        """Takes the orders if the turn is free. Returns False if the thread must be woken."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if self._stopping:
+                return True
+            self._take_orders()
+            if self._sink_end.must_poll:
+                self._sink_end.poll()
+                self._take_ends()
+            self._sink_end.send()
+            return not self._must_go_on
+        except BaseException as error:
+            self._on_crash(error)
+            raise
+        finally:
+            self._turn.release()
+
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
             if isinstance(self._pool, DevicePool):
                 self._pool.device.driver.enter()
+            timeout_s = 0.0
             while not self._stopping:
-                self._wait()
-                self._take_orders()
-                self._source_end.receive(self._on_sinks_message)
-                self._source_end.send_blocks()
-                self._sink_end.receive()
-                self._count_served_reads()
-                now_s = self._clock.now_s()
-                self._source_end.perform(self.source.sweep(now_s))
-                self._sink_end.perform(self.sink.sweep(now_s))
-                self._take_ends()
+                self._wait(timeout_s)
+                with self._turn:
+                    self._take_turn()
+                    timeout_s = self._timeout_s()
         except BaseException as error:
             self._on_crash(error)
             raise
         finally:
-            self._sink_end.close()  # unmaps the sources' memory
-            self._source_end.close()
-            if self._nixl is not None:
-                self._nixl.close()
-            self._context.term()
-            if isinstance(self._pool, DevicePool):
-                self._pool.device.driver.close()
+            with self._turn:
+                self._stopping = True
+                self._close_ends()
 
-    def _wait(self) -> None:
+    def _close_ends(self) -> None:
+        self._sink_end.close()  # unmaps the sources' memory
+        self._source_end.close()
+        if self._nixl is not None:
+            self._nixl.close()
+        self._context.term()
+        if isinstance(self._pool, DevicePool):
+            self._pool.device.driver.close()
+
+    def _take_turn(self) -> None:
         if self._source_end.has_work:
             self._source_end.wait_for_buffer(BUFFER_WAIT_S)
-        events = dict(self._poller.poll(self._timeout_ms()))
-        if self._wake_fd in events:
+        self._take_orders()
+        self._source_end.receive(self._on_sinks_message)
+        self._source_end.send_blocks()
+        self._sink_end.receive()
+        self._count_served_reads()
+        if (now_s := self._clock.now_s()) >= self._due_s:
+            self._source_end.perform(self.source.sweep(now_s))
+            self._sink_end.perform(self.sink.sweep(now_s))
+        self._take_ends()
+        self._sink_end.send()
+        self._touch_next()
+
+    def _touch_next(self) -> None:
+        """Touches one block, so that sockets and orders have their turn between two."""
+        if not self._untouched:
+            return
+        blocks = self._pool.blocks
+        if blocks is None or not touch(blocks, self._untouched.popleft()):
+            self._untouched.clear()
+
+    def _wait(self, timeout_s: float) -> None:
+        """Waits for a socket or an order. The turn is free meanwhile."""
+        if any(fd == self._wake_fd for fd, _ in self._poller.poll(timeout_s)):
             os.eventfd_read(self._wake_fd)
 
-    def _timeout_ms(self) -> int:
-        if self._sink_end.must_poll or self._source_end.has_work:
-            return 0
+    @property
+    def _must_go_on(self) -> bool:
+        """True if there is work to do of which no descriptor will tell."""
+        source, sink = self._source_end, self._sink_end
+        has_mail = sink.has_mail or source.has_mail
+        return has_mail or sink.must_poll or source.has_work or bool(self._untouched)
+
+    def _timeout_s(self) -> float:
         wakes = [self.source.next_wake_s(), self.sink.next_wake_s()]
-        due_s = min((w - self._clock.now_s() for w in wakes if w is not None), default=MAX_POLL_S)
-        return math.ceil(1000 * min(max(due_s, 0.0), MAX_POLL_S))
+        self._due_s = min((wake_s for wake_s in wakes if wake_s is not None), default=math.inf)
+        if self._must_go_on:
+            return 0.0
+        return min(max(self._due_s - self._clock.now_s(), 0.0), MAX_POLL_S)
 
     def _count_served_reads(self) -> None:
         """Counts the reads that sinks finished over NIXL."""
@@ -313,7 +415,9 @@ class TransferEndpoint:
                 case ToMember(rank, HoldLease(seq_id, lease)):
                     self._sink_end.perform(self.sink.hold(part_id(seq_id, rank), lease, now_s))
                 case ToMember(rank, StartPull(seq_id, blocks)):
-                    self._sink_end.perform(self.sink.start(part_id(seq_id, rank), blocks, now_s))
+                    part = part_id(seq_id, rank)
+                    self._sink_end.perform(self.sink.start(part, blocks, now_s))
+                    self._untouched.extend(self.sink.awaited(part))
                 case ToMember(rank, AbortPull(seq_id)):
                     self._sink_end.perform(self.sink.abort(part_id(seq_id, rank), now_s))
                 case PullDone() | PullFailed():
@@ -334,7 +438,7 @@ class TransferEndpoint:
             self._count(name, amount)
         self._on_event(report)
 
-    def _on_sinks_message(self, peer: Peer, message: ToSource) -> None:
+    def _on_sinks_message(self, peer: Peer, message: LeaseMessage) -> None:
         self._take_orders()  # the order that opened the lease is older than this message
         self._source_end.perform(self.source.receive(peer, message, self._clock.now_s()))
 

@@ -24,7 +24,11 @@ from engine.layout import ALIGNMENT_BYTES
 from kvtransfer.messages import ShmOffer
 
 HUGE_PAGE_BYTES = 2 * 2**20
+MADV_POPULATE_WRITE = 23  # of linux/mman.h, since Linux 5.14
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
@@ -142,6 +146,11 @@ class SharedMemory:
             return memory
 
     @classmethod
+    def in_small_pages(cls, num_bytes: int) -> "SharedMemory":
+        """Takes little memory; it is zeroed. Raises OSError."""
+        return cls._take(num_bytes, 0, mmap.PAGESIZE)
+
+    @classmethod
     def of(cls, fd: int) -> "SharedMemory":
         """Maps memory that another process made, and takes over the descriptor. Raises OSError."""
         return cls(fd, mmap.mmap(fd, os.fstat(fd).st_size), mmap.PAGESIZE)
@@ -202,15 +211,24 @@ class SharedPool:
     def offer(self) -> ShmOffer:
         """Returns what another process needs to map this pool."""
         assert self._memory is not None, "open() first"
-        fd = self._memory.fd
-        stat = os.fstat(fd)
-        return ShmOffer(boot_id(), os.getpid(), fd, stat.st_ino, stat.st_size)
+        return shm_offer(self._memory)
 
     def close(self) -> None:
         """Closes the descriptor. The memory is freed with the last view of it."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+
+
+def shm_offer(memory: SharedMemory) -> ShmOffer:
+    """Returns what another process needs to map this memory."""
+    stat = os.fstat(memory.fd)
+    return ShmOffer(boot_id(), os.getpid(), memory.fd, stat.st_ino, stat.st_size)
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Returns where memory is mapped."""
+    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
 def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
@@ -239,6 +257,18 @@ def map_offer(offer: ShmOffer, num_blocks: int, block_bytes: int) -> Blocks:
     finally:
         os.close(fd)
     return _rows(mapped, num_blocks, block_bytes)
+
+
+def touch(blocks: Blocks, block: int) -> bool:
+    """Lets the system give pages to a block, whose contents stay. Other threads run meanwhile.
+
+    The first write to a page otherwise waits for it: that is four times as long as a copy of the
+    page. Returns False if the system cannot do it in advance.
+    """
+    num_bytes = blocks.shape[1]
+    address = blocks.ctypes.data + block * blocks.strides[0]
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return bool(_madvise(begin, address + num_bytes - begin, MADV_POPULATE_WRITE) == 0)
 
 
 def host_pool(num_blocks: int, block_bytes: int, transport: Transport) -> PrivatePool | SharedPool:

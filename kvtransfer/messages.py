@@ -16,10 +16,12 @@ from engine.messages import Incarnation, LeaseId
 
 T = TypeVar("T")
 
-TRANSFER_VERSION = 4
+TRANSFER_VERSION = 5
 MAX_BLOCKS_PER_READ = 4096
+NUM_WORDS = 4096  # of leases, at each rank of a source
 
 Shards = Annotated[tuple[Shard, ...], msgspec.Meta(max_length=MAX_RANKS)]
+Generation = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Reason = Annotated[str, msgspec.Meta(max_length=128)]  # it is logged, and passed on to a gateway
 
 
@@ -81,12 +83,28 @@ class NixlOffer(msgspec.Struct, frozen=True):
 
 
 class Offers(msgspec.Struct, frozen=True):
-    """Ways to read a source's pool. `sends`: the source can send blocks over its socket."""
+    """Ways to read a source's pool. `sends`: the source can send blocks over its socket.
+
+    `words` is memory with the words of `NUM_WORDS` leases. `sealed_port` is that of the socket for
+    sealed blocks, on the host of the source's address.
+    """
 
     shm: ShmOffer | None = None
     nixl: NixlOffer | None = None
     sends: bool = True
     ipc: IpcOffer | None = None
+    words: ShmOffer | None = None
+    sealed_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+class LeaseWord(msgspec.Struct, frozen=True, array_like=True):
+    """What a lease's word is while the lease is open, and its place in the source's memory.
+
+    No other lease of the source ever has the same `generation`, and none has zero.
+    """
+
+    place: int
+    generation: Generation
 
 
 # ---------------------------------------------------------------- sink to source
@@ -129,6 +147,17 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     pull_id: int
 
 
+class AskSealed(msgspec.Struct, frozen=True, tag=True):
+    """Asks for blocks over the socket for sealed ones, with that key. Answered by MaySeal.
+
+    `name` and `word` let the sink connect to it. All three are random.
+    """
+
+    name: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    word: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
 # ---------------------------------------------------------------- source to sink
 
 
@@ -150,13 +179,14 @@ class AttachRefused(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Names the computed blocks `first`, `first + 1`, … of a lease, by their ids at the source.
 
-    `stamp` is that of the Hold which this answers, if any.
+    `stamp` is that of the Hold which this answers, if any. `word` is the lease's, if it has one.
     """
 
     lease_id: LeaseId
     first: int
     block_ids: list[int]
     stamp: int | None = None
+    word: LeaseWord | None = None
 
 
 class Data(msgspec.Struct, frozen=True, tag=True):
@@ -167,6 +197,10 @@ class Data(msgspec.Struct, frozen=True, tag=True):
     checksum: int
 
 
+class MaySeal(msgspec.Struct, frozen=True, tag=True):
+    """Answers AskSealed: the sink may connect. Until it has, blocks come as before."""
+
+
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """Says that a lease is over. `released`: it was open until the Release of `pull_id` arrived."""
 
@@ -175,8 +209,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     pull_id: int | None = None
 
 
-ToSource = Attach | Hold | Read | Release
-ToSink = Attached | AttachRefused | Ready | Data | Ended
+LeaseMessage = Attach | Hold | Read | Release
+ToSource = LeaseMessage | AskSealed
+ToSink = Attached | AttachRefused | Ready | Data | Ended | MaySeal
 
 encode = msgspec.msgpack.Encoder().encode
 _to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)

@@ -26,10 +26,11 @@ from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.effects import Fetch
 from kvtransfer.lease.pull import Means
 from kvtransfer.memory import Blocks
-from kvtransfer.messages import Data, Read
-from kvtransfer.native.copying import copy_records
+from kvtransfer.messages import Data, LeaseWord, Read
+from kvtransfer.native.copying import RecordCopier
 from kvtransfer.nixl_backend import NixlReader
 from kvtransfer.packing import convert_blocks, unpack
+from kvtransfer.sealed import SealedFrame
 from kvtransfer.wire import Wire
 
 FRAME_BYTES = 2 * 2**20  # of one Data: smaller frames cost calls, larger ones exceed the caches
@@ -40,11 +41,15 @@ READ_BYTES = 32 * 2**20  # of one one-sided read, which costs NIXL an exchange w
 
 @dataclass(frozen=True, slots=True)
 class BlocksArrived:
-    """Blocks of a lease that are in place. `sent_by_source`: the lease was open then."""
+    """Blocks of a lease that are in place. `sent_by_source`: the lease was open then.
+
+    If the lease's `word` is still the same, it was open too.
+    """
 
     lease_id: LeaseId
     indices: tuple[int, ...]
     sent_by_source: bool = False
+    word: LeaseWord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +98,19 @@ class ShmReader:
         self._wire = wire
         self._source = source
         self._local = local
+        pieces = wire.pieces
+        self._copier = None if pieces is None else RecordCopier(local, source, pieces)
         batch = num_records(BATCH_BYTES, wire)
         self.means = Means(Transport.SHM, batch_blocks=batch, window_blocks=batch)
 
     def fetch(self, fetch: Fetch) -> Sequence[FetchNews]:
         """All blocks are in place afterwards."""
         there, here = fetch.source_blocks, fetch.block_ids
-        if self._wire.pieces is not None:
-            copy_records(self._local, here, self._source, there, self._wire.pieces)
+        if self._copier is not None:
+            self._copier.copy(here, there)
         else:
             convert_blocks(self._wire, self._source, there, self._local, here)
-        return [BlocksArrived(fetch.lease_id, fetch.indices)]
+        return [BlocksArrived(fetch.lease_id, fetch.indices, word=fetch.word)]
 
     def poll(self) -> Sequence[FetchNews]:
         """Returns nothing: `fetch` reports everything."""
@@ -118,7 +125,7 @@ class ShmReader:
 
     def close(self) -> None:
         """Unmaps the source's memory, with the last view of it."""
-        del self._source
+        del self._source, self._copier
 
 
 class ZmqReader:
@@ -161,6 +168,15 @@ class ZmqReader:
             data.lease_id, tuple(indices[row] for row in rows), sent_by_source=True
         )
 
+    def take_sealed(self, frame: SealedFrame, places: Sequence[BlockId | None]) -> FetchNews:
+        """Opens records into their places, as `take` puts them there."""
+        indices, lease_id = tuple(frame.data.indices), frame.data.lease_id
+        fits = frame.num_bytes == len(indices) * self._wire.record_bytes
+        if not (fits and frame.open(self._wire, self._local, places)):
+            return BlocksFailed(lease_id, indices, "blocks arrive damaged", damaged=True)
+        arrived = tuple(i for i, place in zip(indices, places, strict=True) if place is not None)
+        return BlocksArrived(lease_id, arrived, sent_by_source=True)
+
     def poll(self) -> Sequence[FetchNews]:
         """Returns nothing: `take` reports what comes."""
         return ()
@@ -202,7 +218,7 @@ class OneSidedReader:
         for read_id, reason in self._reader.poll() if self._reads else ():
             fetch = self._reads.pop(read_id)
             if reason is None:
-                news.append(BlocksArrived(fetch.lease_id, fetch.indices))
+                news.append(BlocksArrived(fetch.lease_id, fetch.indices, word=fetch.word))
             else:
                 news.append(BlocksFailed(fetch.lease_id, fetch.indices, reason))
         return news

@@ -6,6 +6,7 @@ sink and its leases, and a pull continues from the blocks that it has.
 
 import logging
 import secrets
+import select
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,8 +25,10 @@ from kvtransfer.device.reader import CopyReader
 from kvtransfer.lease.effects import CloseSource, Fetch, SendToSource, SinkEffect, UseSource
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.terms import Timing
+from kvtransfer.lease_words import NoWords, SourcesWords
 from kvtransfer.memory import Blocks, ShmUnavailable, boot_id, map_offer
-from kvtransfer.messages import Data, ToSink, ToSource, decode_to_sink, encode
+from kvtransfer.messages import Data, MaySeal, ToSink, ToSource, decode_to_sink, encode
+from kvtransfer.native.sealing import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
 from kvtransfer.readers import (
     FRAME_BYTES,
@@ -36,10 +39,12 @@ from kvtransfer.readers import (
     ShmReader,
     ZmqReader,
 )
-from kvtransfer.source_end import set_heartbeat
+from kvtransfer.sealed import SealedLink
+from kvtransfer.source_end import has_mail, set_heartbeat
 
 log = logging.getLogger(__name__)
 
+MAX_HEADER_BYTES = 2**16  # of a frame of sealed blocks
 MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
 WAYS = {  # in order of preference
     Transport.AUTO: (Transport.SHM, Transport.IPC, Transport.NIXL, Transport.ZMQ),
@@ -63,6 +68,9 @@ class _Link:
 
     socket: "zmq.Socket[bytes]"
     reader: Reader | None = None
+    words: SourcesWords | None = None  # of its leases, if it is on this host
+    sealed: SealedLink | None = None  # if it sends its blocks
+    sealed_port: int = 0
     share_bytes: int = 0  # of a block here that come from this source
 
 
@@ -94,14 +102,16 @@ class SinkEnd:
         self._links: dict[str, _Link] = {}
         self._ending: dict[SeqId, tuple[Reader, PullFailed]] = {}  # blocks are still being written
         self._closing: list[PolledReader] = []
+        self._outbox: list[SendToSource] = []
+        self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         secret: Secret,
-        poller: zmq.Poller,
+        poller: select.epoll,
     ) -> None:
-        """Sets the context that makes connections, and the poller that watches them."""
+        """Sets the context that makes connections, and the poller of their descriptors."""
         self._context = context
         self._secret = secret
         self._poller = poller
@@ -121,10 +131,18 @@ class SinkEnd:
 
     def receive(self) -> None:
         """Takes messages of sources, and reads that ended."""
+        self.has_mail = False
         for address in list(self._links):
-            for _ in range(MAX_MESSAGES_PER_TURN):
-                if not self._receive_one(address):
-                    break
+            for receive in (self._receive_one, self._receive_sealed):
+                for _ in range(MAX_MESSAGES_PER_TURN):
+                    if not receive(address):
+                        break
+                else:
+                    self.has_mail = True  # perhaps
+        self.poll()
+
+    def poll(self) -> None:
+        """Takes reads that ended."""
         for address, link in list(self._links.items()):
             for news in link.reader.poll() if link.reader is not None else ():
                 if self._links.get(address) is link:
@@ -136,25 +154,64 @@ class SinkEnd:
     def _receive_one(self, address: str) -> bool:
         """Takes one message, if there is one."""
         link = self._links.get(address)
-        if link is None:
+        if link is None or not has_mail(link.socket):
             return False
-        try:
-            header = link.socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+        header = link.socket.recv(zmq.NOBLOCK)
         now_s = self._clock.now_s()
         try:
             message = decode_to_sink(header)
             news = self._receive_payload(link, address, message)
         except ProtocolError as error:
-            self._count("bad_messages", 1)
-            log.warning("cut off source %s: %s", address, error)
-            self.perform(self._machine.refuse_source(address, "source sends nonsense"))
+            self._cut_off(address, error)
             return False
+        if isinstance(message, MaySeal):
+            self._connect_sealed(address, link)
         self.perform(self._machine.receive(address, message, now_s))
         if news is not None:
             self.perform(self._take_news(address, news))
         return True
+
+    def _receive_sealed(self, address: str) -> bool:
+        """Takes one frame of sealed blocks, if there is one."""
+        link = self._links.get(address)
+        if link is None or link.sealed is None or link.sealed.socket is None:
+            return False
+        if not has_mail(link.sealed.socket):
+            return False
+        now_s = self._clock.now_s()
+        try:
+            frame = link.sealed.receive()
+        except ProtocolError as error:
+            self._cut_off(address, error)
+            return False
+        assert isinstance(link.reader, ZmqReader)
+        places = self._machine.places(address, frame.data)
+        self.perform(self._machine.receive(address, frame.data, now_s))
+        if any(place is not None for place in places):
+            news = link.reader.take_sealed(frame, places)
+            self.perform(self._take_news(address, news))
+        return True
+
+    def _cut_off(self, address: str, error: ProtocolError) -> None:
+        self._count("bad_messages", 1)
+        log.warning("cut off source %s: %s", address, error)
+        self.perform(self._machine.refuse_source(address, "source sends nonsense"))
+
+    def _connect_sealed(self, address: str, link: _Link) -> None:
+        if link.sealed is None or link.sealed.socket is not None:
+            return  # a source that answers twice
+        frame_bytes = max(self._block_bytes, FRAME_BYTES) + MAX_HEADER_BYTES
+        try:
+            socket = link.sealed.connect(
+                self._context, address, link.sealed_port, max_frame_bytes=frame_bytes
+            )
+        except zmq.ZMQError as error:
+            self._fall_back(Transport.ZMQ, "unsealed")
+            log.warning("blocks of %s are not sealed, which is slower: %s", address, error)
+            return
+        set_heartbeat(socket, self._timing)
+        self._poller.register(socket, select.EPOLLIN)
+        self.has_mail = True  # perhaps, before the descriptor was watched
 
     def _receive_payload(self, link: _Link, address: str, message: ToSink) -> FetchNews | None:
         """Receives the records of a Data, checks them and puts them in their places."""
@@ -180,14 +237,25 @@ class SinkEnd:
             num_bytes = len(news.indices) * self._links[address].share_bytes
             self._count("pulled_blocks", num_bytes / self._block_bytes)
             self._count("pulled_bytes", num_bytes)
+            are_good = news.sent_by_source or self._prove(address, news)
             return self._machine.fetched(
-                address, news.lease_id, news.indices, now_s, sent_by_source=news.sent_by_source
+                address, news.lease_id, news.indices, now_s, are_good=are_good
             )
         log.warning("could not fetch blocks of lease %s: %s", news.lease_id, news.reason)
         self._count(f"failed_fetches:{news.reason.split(':')[0].replace(' ', '_')}", 1)
         if news.damaged:
             return self._machine.damaged(address, news.lease_id, news.indices, now_s)
         return self._machine.fetch_failed(address, news.lease_id, news.reason, now_s)
+
+    def _prove(self, address: str, news: BlocksArrived) -> bool:
+        """True if the lease was open after its blocks were copied, as its word says."""
+        words = self._links[address].words
+        if words is None:
+            return False
+        if news.word is None:
+            self._count("fallbacks:lease_without_word", 1)
+            return False
+        return words.prove(news.word)
 
     # ------------------------------------------------------------ what follows
 
@@ -198,7 +266,7 @@ class SinkEnd:
             effect = todo.pop(0)
             match effect:
                 case SendToSource():
-                    self._send(effect.address, effect.message)
+                    self._outbox.append(effect)
                 case UseSource():
                     todo += self._use_source(effect)
                 case Fetch():
@@ -245,6 +313,7 @@ class SinkEnd:
                 refused.append(f"{way}: {error}")
                 continue
             link.share_bytes = use.wire.wanted.block_bytes
+            link.words = self._open_words(way, use)
             self._machine.use_transport(use.address, link.reader.means)
             why = "; ".join(refused) or "the first choice"
             log.info("pulling from %s over %s (%s)", use.address, way, why)
@@ -263,7 +332,34 @@ class SinkEnd:
                 return self._open_nixl(use)
         if not use.source.offers.sends:
             raise _Unfit("source cannot send what is in a GPU's memory")
-        return ZmqReader(use.wire, self._own_pool(), lambda read: self._send(use.address, read))
+        self._ask_sealed(use)
+        return ZmqReader(use.wire, self._own_pool(), lambda read: self._post(use.address, read))
+
+    def _ask_sealed(self, use: UseSource) -> None:
+        """Asks a source to seal its blocks, if both can."""
+        link, port = self._links[use.address], use.source.offers.sealed_port
+        if port is None or not can_seal():
+            self._fall_back(Transport.ZMQ, "unsealed")
+            log.warning("blocks of %s are not sealed, which is slower", use.address)
+            return
+        link.sealed, link.sealed_port = SealedLink(), port
+        self._outbox.append(SendToSource(use.address, link.sealed.ask()))
+
+    def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
+        """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
+        offer = use.source.offers.words
+        if way is Transport.ZMQ or (offer is not None and offer.boot_id != boot_id()):
+            return None
+        words = SourcesWords()
+        try:
+            if offer is None:
+                raise NoWords("source offers none")
+            words.open(offer)
+        except NoWords as error:
+            self._fall_back(way, "without_words")
+            log.warning("each pull from %s needs an answer to be done: %s", use.address, error)
+            return None
+        return words
 
     def _own_pool(self) -> Blocks | DeviceBlocks:
         if self._pool is None:
@@ -348,13 +444,20 @@ class SinkEnd:
 
     # ------------------------------------------------------------ sockets
 
-    def _send(self, address: str, message: ToSource) -> None:
-        try:
-            link = self._links.get(address) or self._open_link(address)
-            link.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self._count("unsent_messages", 1)  # the source counts as silent soon
-            log.warning("could not send a message to %s: %s", address, error)
+    def _post(self, address: str, message: ToSource) -> None:
+        self._outbox.append(SendToSource(address, message))
+
+    def send(self) -> None:
+        """Sends the messages of this turn. It may wake another thread, so it comes last."""
+        outbox, self._outbox = self._outbox, []
+        for letter in outbox:
+            try:
+                link = self._links.get(letter.address) or self._open_link(letter.address)
+                link.socket.send(encode(letter.message), zmq.NOBLOCK)
+                self.has_mail = self.has_mail or has_mail(link.socket)
+            except zmq.ZMQError as error:
+                self._count("unsent_messages", 1)  # the source counts as silent soon
+                log.warning("could not send a message to %s: %s", letter.address, error)
 
     def _open_link(self, address: str) -> _Link:
         socket = self._context.socket(zmq.DEALER)
@@ -369,15 +472,23 @@ class SinkEnd:
             socket.close()
             raise
         link = self._links[address] = _Link(socket)
-        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(socket, select.EPOLLIN)
+        self.has_mail = True  # perhaps, before the descriptor was watched
         return link
 
     def _close_link(self, address: str) -> None:
+        self._outbox = [letter for letter in self._outbox if letter.address != address]
         link = self._links.pop(address, None)
         if link is None:
             return
         self._poller.unregister(link.socket)
+        if link.sealed is not None:
+            if link.sealed.socket is not None:
+                self._poller.unregister(link.sealed.socket)
+            link.sealed.close()
         link.socket.close(linger=0)
+        if link.words is not None:
+            link.words.close()
         if isinstance(link.reader, PolledReader) and link.reader.num_reads:
             self._closing.append(link.reader)
         elif link.reader is not None:

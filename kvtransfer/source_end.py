@@ -1,8 +1,8 @@
 """The source's side of an endpoint: a ROUTER socket to which sinks connect.
 
-Blocks are gathered into staging buffers, from which ZeroMQ sends without another copy. The buffers
-bound the memory that a source holds for its sinks: reads wait, sink by sink, until one is free. A
-read whose lease ended meanwhile is dropped; its sink has been told.
+Blocks are gathered, or sealed, into staging buffers, from which ZeroMQ sends without another copy.
+The buffers bound the memory that a source holds for its sinks: reads wait, sink by sink, until one
+is free. A read whose lease ended meanwhile is dropped; its sink has been told.
 """
 
 import contextlib
@@ -20,13 +20,22 @@ from engine.net.curve import Channel, secure_server
 from engine.net.trust import Secret
 from engine.worker.events import LeaseEnded
 from kvtransfer.device.blocks import DeviceBlocks
-from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SourceEffect
+from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SetWord, SourceEffect
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
+from kvtransfer.lease_words import LeaseWords
 from kvtransfer.memory import Blocks
-from kvtransfer.messages import Data, ToSource, decode_to_source, encode
+from kvtransfer.messages import (
+    AskSealed,
+    Data,
+    LeaseMessage,
+    MaySeal,
+    decode_to_source,
+    encode,
+)
 from kvtransfer.packing import pack
 from kvtransfer.readers import FRAME_BYTES, num_records
+from kvtransfer.sealed import SealedSource, encode_header, num_sealed
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +73,8 @@ class Staging:
                 return buffer
         if len(self._sending) >= MAX_BUFFERS:
             return None
-        return self._allocate(max(num_bytes, FRAME_BYTES))
+        spare = FRAME_BYTES // 16  # for headers: any free buffer fits any frame of small blocks
+        return self._allocate(max(num_bytes, FRAME_BYTES) + spare)
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
         """Marks a buffer as being sent."""
@@ -80,23 +90,28 @@ class Staging:
 class SourceEnd:
     """Performs the effects of the source's machine. Owned by the transfer thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - wiring
         self,
         machine: SourceMachine,
         pool: Blocks | DeviceBlocks | None,
         *,
+        words: LeaseWords | None,
+        sealed: SealedSource | None,
         timing: Timing,
         on_ended: Callable[[LeaseEnded], None],
         count: Callable[[str], None],
     ) -> None:
         self._machine = machine
         self._pool = pool
+        self._words = words
+        self._sealed = sealed
         self._timing = timing
         self._on_ended = on_ended
         self._count = count
         pinned = pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
         self._staging = Staging(pinned)
         self._queued: dict[Peer, deque[SendBlocks]] = {}
+        self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
         """Binds the socket; returns where sinks connect."""
@@ -112,6 +127,10 @@ class SourceEnd:
 
     def close(self) -> None:
         """Closes the socket and lets go of the pool. Unsent messages are dropped."""
+        if self._words is not None:
+            self._words.close()
+        if self._sealed is not None:
+            self._sealed.close()
         self.socket.close(linger=0)
         del self._pool
 
@@ -120,21 +139,35 @@ class SourceEnd:
         """True if blocks wait to be sent."""
         return bool(self._queued)
 
-    def receive(self, handle: Callable[[Peer, ToSource], None]) -> None:
+    def receive(self, handle: Callable[[Peer, LeaseMessage], None]) -> None:
         """Takes a limited number of messages. A sink that sends an invalid one is cut off."""
+        self.has_mail = False
         for _ in range(MAX_MESSAGES_PER_TURN):
-            try:
-                peer = self.socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_mail(self.socket):
                 return
+            peer = self.socket.recv(zmq.NOBLOCK)
             try:
                 message = decode_to_source(self._only_frame())
             except ProtocolError as error:
                 self._count("bad_messages")
                 log.warning("cut off a sink: %s", error)
-                self.perform(self._machine.send_away(peer))
+                self._send_away(peer, "bad message")
                 continue
-            handle(peer, message)
+            if isinstance(message, AskSealed):
+                self._admit(peer, message)
+            else:
+                handle(peer, message)
+        self.has_mail = True  # perhaps
+
+    def _send_away(self, peer: Peer, reason: str) -> None:
+        if self._sealed is not None:
+            self._sealed.dismiss(peer)
+        self.perform(self._machine.send_away(peer, reason))
+
+    def _admit(self, peer: Peer, ask: AskSealed) -> None:
+        if self._sealed is not None and self._machine.is_attached(peer):
+            self._sealed.admit(peer, ask)
+            self._send(peer, encode(MaySeal()))
 
     def _only_frame(self) -> bytes:
         frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""
@@ -151,6 +184,9 @@ class SourceEnd:
                     self._send(effect.peer, encode(effect.message))
                 case SendBlocks():
                     self._queue(effect)
+                case SetWord():
+                    assert self._words is not None, "words are used if they were offered"
+                    self._words.set(effect.place, effect.generation)
                 case LeaseEnded():
                     self._on_ended(effect)
 
@@ -188,13 +224,18 @@ class SourceEnd:
 
     def _send_frame(self, read: SendBlocks) -> bool:
         """Sends blocks in one Data. Returns False if they must wait."""
+        assert self._pool is not None, "a source that cannot reach its pool offers no sending"
         num_bytes = len(read.block_ids) * read.wire.record_bytes
-        buffer = self._staging.take(read.peer, num_bytes)
+        header = encode_header(read)
+        buffer = self._staging.take(read.peer, num_sealed(header, num_bytes))
         if buffer is None:
             return False
+        if self._sealed is not None and self._sealed.begin(read.peer):
+            out = buffer[: num_sealed(header, num_bytes)]
+            self._staging.lend(buffer, read.peer, self._sealed.send(read, header, self._pool, out))
+            return True
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
-        assert self._pool is not None, "a source that cannot reach its pool offers no sending"
         checksum = pack(read.wire, self._pool, read.block_ids, records)
         data = Data(read.lease_id, list(read.indices), checksum)
         tracker = self._send(read.peer, encode(data), payload.data)
@@ -215,12 +256,14 @@ class SourceEnd:
             return tracker
         except zmq.Again:
             self._count("slow_sinks")
-            self.perform(self._machine.send_away(peer, "unread answers"))
+            self._send_away(peer, "unread answers")
             return None
         except zmq.ZMQError as error:
             self._count("unsent_messages")  # the sink's or the lease's deadline deals with it
             log.warning("could not send a message to a sink: %s", error)
             return None
+        finally:
+            self.has_mail = self.has_mail or has_mail(self.socket)
 
 
 def _host_bytes(num_bytes: int) -> Blocks:
@@ -239,6 +282,14 @@ def drain(socket: "zmq.Socket[bytes]") -> None:
     """Drops the remaining frames of a message, one by one: there may be any number."""
     while socket.get(zmq.RCVMORE):
         socket.recv(copy=False)
+
+
+def has_mail(socket: "zmq.Socket[bytes]") -> bool:
+    """True if a message waits. Its descriptor reports only messages after this call.
+
+    Sending takes note of new messages too. So whoever sent has to ask before it waits.
+    """
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def set_heartbeat(socket: "zmq.Socket[bytes]", timing: Timing) -> None:

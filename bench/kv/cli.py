@@ -29,6 +29,7 @@ from bench.kv.plan import (
     HANDOFF_TRANSPORTS,
     KIB,
     PEERS,
+    PROMPT_LEN,
     HandoffPlan,
     KvPlan,
     check,
@@ -55,6 +56,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
     shape: Annotated[
         str, typer.Option(help=f"Random weights for the handoff: {', '.join(SHAPES)}.")
     ] = "88m",
+    prompt_len: Annotated[int, typer.Option(help="Tokens of a handoff's prompt.")] = PROMPT_LEN,
     repeat: RepeatOption = 7,
     peer: Annotated[list[str] | None, peer_option(*PEERS)] = None,
     seed: SeedOption = 0,
@@ -70,7 +72,7 @@ def kv(  # noqa: PLR0913 (one parameter for each option is how typer declares th
             backends=tuple(dict.fromkeys(name for name in backends.split(",") if name)),
             piece_sizes=tuple(kib * KIB for kib in numbers_of("--shards", shards)),
             num_repeats=repeat,
-            handoff=HandoffPlan(shape, HANDOFF_TRANSPORTS, num_requests=4, num_repeats=3)
+            handoff=HandoffPlan(shape, HANDOFF_TRANSPORTS, 4, num_repeats=3, prompt_len=prompt_len)
             if handoff
             else None,
             peers=peers_named(peer or (), PEERS),

@@ -148,6 +148,8 @@ def check(plan: KvPlan) -> KvPlan:
             )
     if plan.handoff is not None:
         shape_named(plan.handoff.shape)
+        if plan.handoff.prompt_len < 1:
+            raise ConfigError(f"--prompt-len must be positive: {plan.handoff.prompt_len}")
     return plan
 
 

@@ -57,7 +57,7 @@ class CopyReader:
             if not self._pool.driver.is_done(mark):  # later ones have not ended either
                 break
             del self._reads[mark]
-            news.append(BlocksArrived(fetch.lease_id, fetch.indices))
+            news.append(BlocksArrived(fetch.lease_id, fetch.indices, word=fetch.word))
         return news
 
     def cancel(self, seq_id: SeqId) -> None:

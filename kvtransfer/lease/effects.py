@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.messages import LeaseId, SeqId
 from engine.worker.blocks import BlockId
 from engine.worker.events import LeaseEnded, PullDone, PullFailed
-from kvtransfer.messages import Attached, ToSink, ToSource
+from kvtransfer.messages import Attached, LeaseWord, ToSink, ToSource
 from kvtransfer.wire import Wire
 
 Peer = bytes  # routing id of a sink's connection at the source's socket
@@ -21,6 +21,14 @@ class SendToSink:
 
     peer: Peer
     message: ToSink
+
+
+@dataclass(frozen=True, slots=True)
+class SetWord:
+    """Source: set a lease's word, which sinks read. Zero ends it, before its blocks change."""
+
+    place: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,7 @@ class Fetch:
     indices: tuple[int, ...]  # in the lease
     source_blocks: tuple[int, ...]  # block ids at the source
     block_ids: tuple[BlockId, ...]  # block ids here
+    word: LeaseWord | None = None  # of the lease; it proves the blocks if it is read after them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +79,5 @@ class CloseSource:
     address: str
 
 
-SourceEffect = SendToSink | SendBlocks | LeaseEnded
+SourceEffect = SendToSink | SendBlocks | SetWord | LeaseEnded
 SinkEffect = SendToSource | UseSource | Fetch | CloseSource | PullDone | PullFailed

@@ -138,7 +138,7 @@ class PullGroups:
         if pull.is_ending:
             return []
         assert pull.wanted is None
-        pull.wanted = frozenset(index for index, _ in order.blocks)
+        pull.wanted = frozenset([index for index, _ in order.blocks])
         nothing = StartPull(order.seq_id, ())
         return [ToMember(member, nothing if member in pull.idle else order) for member in pull.open]
 

@@ -16,7 +16,7 @@ from engine.worker.blocks import BlockId
 from engine.worker.events import PullDone, PullFailed
 from kvtransfer.lease.effects import Fetch, SendToSource
 from kvtransfer.lease.terms import Timing
-from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, Ready, Release, ToSource
+from kvtransfer.messages import MAX_BLOCKS_PER_READ, Hold, LeaseWord, Ready, Release, ToSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ class Pull:
     pull_id: int
     next_hold_s: float
     source_blocks: list[int] = field(default_factory=list)  # ids at the source, as far as ready
+    word: LeaseWord | None = None  # of the lease, as far as known
     wanted: dict[int, BlockId] | None = None  # None while the sequence waits for memory
     todo: deque[int] = field(default_factory=deque)  # to be asked for, in this order
     asked: set[int] = field(default_factory=set)  # in flight
@@ -108,10 +109,11 @@ class Pull:
         """Takes in which blocks are ready. Returns the source's fault, if it named bad blocks."""
         if ready.stamp == self.stamp:
             self.good.update(list(self.here)[: self.num_here_at_stamp])
+        self.word = ready.word
         if ready.first > len(self.source_blocks):
             return None  # a gap that the next Hold will fill
         blocks = ready.block_ids
-        if not all(0 <= b < self.source.num_blocks for b in blocks):
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.source.num_blocks):
             return "source named a block it has not"
         if ready.first < 0 or ready.first + len(blocks) > self.lease.num_blocks:
             return "source named too many blocks"
@@ -140,6 +142,7 @@ class Pull:
             indices=tuple(batch),
             source_blocks=tuple([self.source_blocks[i] for i in batch]),
             block_ids=tuple([self.wanted[i] for i in batch]),
+            word=self.word,
         )
 
     def _next_batch(self) -> list[int]:
@@ -153,18 +156,20 @@ class Pull:
         num_ready = len(self.source_blocks)
         if room < most and (room == 0 or self.todo[room] < num_ready):
             return []
+        if num_ready == self.lease.num_blocks:  # the same as below, in fewer steps
+            return [self.todo.popleft() for _ in range(most)]
         batch: list[int] = []
         while len(batch) < most and self.todo[0] < num_ready:
             batch.append(self.todo.popleft())
         return batch
 
-    def arrive(self, indices: Iterable[int], now_s: float, *, sent_by_source: bool) -> None:
-        """Notes blocks that are in place. A block sent by the source is good already."""
+    def arrive(self, indices: Iterable[int], now_s: float, *, are_good: bool) -> None:
+        """Notes blocks that are in place."""
         arrived = [i for i in indices if i in self.asked]
         self.source.num_asked -= len(set(arrived))
         self.asked.difference_update(arrived)
         self.here.update(dict.fromkeys(arrived))
-        if sent_by_source:
+        if are_good:
             self.good.update(arrived)
         self.waiting_s = now_s
         if not self.asked:

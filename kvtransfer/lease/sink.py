@@ -6,7 +6,7 @@ The life of a pull:
       │                │                                    │
       └── abort, Ended(other reason), refusal, source silent for `silence_s` ──> PullFailed
 
-If the source itself sent every block, pulling leads to PullDone at once. The pull is then only
+If every block is known to be good, pulling leads to PullDone at once. The pull is then only
 releasing until the source confirms.
 
 What each event does (— cannot happen, or changes nothing):
@@ -30,10 +30,14 @@ The sink holds a lease before it has memory for it, so the lease outlives a queu
 
 A block is *good* when it is known to be what the lease promised. Blocks that the source sent are
 good, for it sends only blocks of an open lease. A block that the sink copied from the source's
-memory is good once the source confirms that the lease was open after the copy. The answer to a
-later Hold confirms that, and so does the answer to this pull's Release, which follows the last
-copy. If the source had given the blocks away meanwhile, what was read is thrown away. This needs
-nothing of the network: a late, lost, repeated or reordered message can only make a pull fail.
+memory is good once it is known that the lease was open after the copy. Three things prove that:
+
+* the lease's word in shared memory, read after the copy, which costs no message
+* the answer to a later Hold
+* the answer to this pull's Release, which follows the last copy
+
+If the source had given the blocks away meanwhile, what was read is thrown away. This needs nothing
+of the network: a late, lost, repeated or reordered message can only make a pull fail.
 
 A pull that fails reports its good blocks. Lost blocks are asked for again while the lease lasts.
 
@@ -60,6 +64,7 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    MaySeal,
     Ready,
     ToSink,
     attach,
@@ -121,10 +126,18 @@ class SinkMachine:
         if pull is None:
             return [PullFailed(seq_id, LOST_WHILE_WAITING)]
         assert pull.wanted is None
-        if not all(0 <= index < pull.lease.num_blocks for index, _ in blocks):
+        indices = [index for index, _ in blocks]
+        if blocks and not (min(indices) >= 0 and max(indices) < pull.lease.num_blocks):
             return self._give_up(pull, "lease is too short", now_s)
         pull.start(blocks)
         return self._advance(pull, now_s)
+
+    def awaited(self, seq_id: SeqId) -> list[BlockId]:
+        """Returns the places of a pull's blocks that were not asked for yet."""
+        pull = self._pulls.get(seq_id)
+        if pull is None or pull.wanted is None:
+            return []
+        return [pull.wanted[index] for index in pull.todo]
 
     def abort(self, seq_id: SeqId, now_s: float) -> list[SinkEffect]:
         """Gives a lease up. The PullFailed says that nothing of the pull writes any more."""
@@ -150,6 +163,8 @@ class SinkMachine:
                 return self._on_ended(source, message, now_s)
             case Data():
                 source.data_s = now_s
+                return []
+            case MaySeal():
                 return []
 
     def _on_attached(
@@ -220,13 +235,13 @@ class SinkMachine:
         indices: Sequence[int],
         now_s: float,
         *,
-        sent_by_source: bool,
+        are_good: bool,
     ) -> list[SinkEffect]:
-        """Notes blocks of a lease that are in place."""
+        """Notes blocks of a lease that are in place; `are_good`: and what the lease promised."""
         pull = self._pull_under(address, lease_id)
         if pull is None:
             return []
-        pull.arrive(indices, now_s, sent_by_source=sent_by_source)
+        pull.arrive(indices, now_s, are_good=are_good)
         return self._advance_all(pull.source, now_s)
 
     def damaged(
@@ -270,12 +285,10 @@ class SinkMachine:
     def next_wake_s(self) -> float | None:
         """Returns when the next renewal or deadline is due."""
         wakes = [source.deadline_s(self._timing) for source in self._sources.values()]
+        wakes += [pull.next_hold_s for pull in self._pulls.values()]
         for pull in self._pulls.values():
-            wakes += [
-                pull.next_hold_s,
-                pull.reread_s(self._timing),
-                pull.blocks_deadline_s(self._timing),
-            ]
+            if pull.asked:
+                wakes += [pull.reread_s(self._timing), pull.blocks_deadline_s(self._timing)]
         wake_s = min(wakes, default=math.inf)
         return None if wake_s == math.inf else wake_s
 
@@ -291,7 +304,9 @@ class SinkMachine:
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
         """Goes on with all pulls from a source, the oldest first: the window may have room."""
-        pulls = list(source.pulls.values())
+        pulls = [
+            pull for pull in source.pulls.values() if not (pull.wanted is None or pull.releasing)
+        ]
         return [effect for pull in pulls for effect in self._advance(pull, now_s)]
 
     def _advance(self, pull: Pull, now_s: float) -> list[SinkEffect]:
@@ -302,7 +317,7 @@ class SinkMachine:
             pull.releasing = True
             release = pull.source.ask(pull.release(), now_s)
             if len(pull.good) == len(pull.wanted):
-                return [release, pull.finish(now_s)]
+                return [pull.finish(now_s), release]
             pull.busy(now_s)
             return [release]
         effects: list[SinkEffect] = []

@@ -31,6 +31,11 @@ To a holder that has released it, a lease is unknown. Any other sink hears Ended
 A worker of several ranks orders all of them to open a lease. A sink may hear of the lease before
 the order has reached each. So at such a rank, what concerns an unknown lease waits for `early_s`.
 
+While a lease is open, its *word* in memory that sinks can read is a generation that no other lease
+ever has. It is set to zero before the end of the lease is reported. So a sink that reads it after a
+copy knows that the lease was open then. Leases without a word, if too many are open, are confirmed
+by messages only.
+
 The machine knows no socket, memory or block pool. `next_wake_s` says when to call `sweep`.
 
 Source: leases with renewal, vLLM's NIXL connector.
@@ -43,10 +48,11 @@ from engine.layout import Shard
 from engine.messages import Incarnation, LeaseId
 from engine.worker.blocks import BlockId
 from engine.worker.events import LeaseEnded
-from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SourceEffect
+from kvtransfer.lease.effects import Peer, SendBlocks, SendToSink, SetWord, SourceEffect
 from kvtransfer.lease.terms import RELEASED, Timing
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
+    NUM_WORDS,
     TRANSFER_VERSION,
     Attach,
     Attached,
@@ -54,11 +60,12 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    LeaseMessage,
+    LeaseWord,
     Offers,
     Read,
     Ready,
     Release,
-    ToSource,
     decode_attach_body,
 )
 from kvtransfer.wire import Disagreement, Wire, agree
@@ -98,6 +105,7 @@ class _Holder:
 class _Lease:
     num_blocks: int
     expires_s: float  # unless all ranks of the sink have come by then
+    word: LeaseWord | None
     block_ids: list[BlockId] = field(default_factory=list)
     sink: Incarnation | None = None
     num_holders: int = 1  # that come in all
@@ -161,6 +169,8 @@ class SourceMachine:
         self._leases: dict[LeaseId, _Lease] = {}
         self._peers: dict[Peer, _Peer] = {}  # attached, oldest first
         self._early: list[_Early] = []  # oldest first; only at a worker of several ranks
+        self._free_words = [*range(NUM_WORDS)] if offers.words is not None else []
+        self._next_generation = 1
 
     @property
     def num_leases(self) -> int:
@@ -170,10 +180,13 @@ class SourceMachine:
     def open(self, lease_id: LeaseId, num_blocks: int, now_s: float) -> list[SourceEffect]:
         """Opens a lease on `num_blocks` blocks, none of them ready."""
         assert lease_id not in self._leases
-        self._leases[lease_id] = _Lease(num_blocks, now_s + self._timing.ttl_s)
+        word = self._take_word()
+        self._leases[lease_id] = _Lease(num_blocks, now_s + self._timing.ttl_s, word)
+        opened = [] if word is None else [SetWord(word.place, word.generation)]
         early = [one for one in self._early if one.message.lease_id == lease_id]
         self._early = [one for one in self._early if one not in early]
-        return [effect for one in early for effect in self.receive(one.peer, one.message, now_s)]
+        answers = [e for one in early for e in self.receive(one.peer, one.message, now_s)]
+        return [*opened, *answers]
 
     def grow(
         self, lease_id: LeaseId, block_ids: tuple[BlockId, ...], now_s: float
@@ -186,14 +199,14 @@ class SourceMachine:
         lease.block_ids.extend(block_ids)
         assert len(lease.block_ids) <= lease.num_blocks
         lease.renew(now_s + self._timing.ttl_s)
-        ready = Ready(lease_id, first, list(block_ids))
+        ready = Ready(lease_id, first, list(block_ids), word=lease.word)
         return [SendToSink(peer, ready) for peer in lease.pulling()]
 
     def revoke(self, lease_id: LeaseId, now_s: float) -> list[SourceEffect]:
         """Ends a lease from this side."""
         return self._end(lease_id, "revoked")
 
-    def receive(self, peer: Peer, message: ToSource, now_s: float) -> list[SourceEffect]:
+    def receive(self, peer: Peer, message: LeaseMessage, now_s: float) -> list[SourceEffect]:
         """Handles a message of a sink."""
         if isinstance(message, Attach):
             return [SendToSink(peer, self._attach(peer, message))]
@@ -214,7 +227,8 @@ class SourceMachine:
             case Hold():
                 known = max(0, min(message.num_known, len(lease.block_ids)))
                 news: list[int] = [*lease.block_ids[known:]]
-                return [SendToSink(peer, Ready(message.lease_id, known, news, message.stamp))]
+                ready = Ready(message.lease_id, known, news, message.stamp, lease.word)
+                return [SendToSink(peer, ready)]
             case Read():
                 return self._read(peer, rank.wire, lease, message)
             case Release():
@@ -226,6 +240,10 @@ class SourceMachine:
         self._peers.pop(peer, None)
         held = [i for i, lease in self._leases.items() if lease.is_pulled_by(peer)]
         return [effect for lease_id in held for effect in self._end(lease_id, reason)]
+
+    def is_attached(self, peer: Peer) -> bool:
+        """True if the peer may ask for blocks."""
+        return peer in self._peers
 
     def may_send(self, read: SendBlocks) -> bool:
         """True if that peer still holds the lease, so that its blocks are unchanged."""
@@ -254,6 +272,8 @@ class SourceMachine:
             shards = {holder.shard for holder in lease.holders.values()}
             assert len(shards) == len(lease.holders) <= lease.num_holders
             assert lease.is_awaited or lease.pulling(), "all have released it"
+        words = [lease.word.place for lease in self._leases.values() if lease.word is not None]
+        assert len({*words, *self._free_words}) == len(words) + len(self._free_words)
         assert not any(one.message.lease_id in self._leases for one in self._early)
 
     def _attach(self, peer: Peer, message: Attach) -> Attached | AttachRefused:
@@ -301,7 +321,20 @@ class SourceMachine:
         if lease is None:
             return []
         told = [SendToSink(peer, Ended(lease_id, reason)) for peer in lease.pulling()]
-        return [LeaseEnded(lease_id, reason), *told]
+        return [*self._end_word(lease.word), LeaseEnded(lease_id, reason), *told]
+
+    def _take_word(self) -> LeaseWord | None:
+        if not self._free_words:
+            return None
+        self._next_generation += 1
+        return LeaseWord(self._free_words.pop(), self._next_generation - 1)
+
+    def _end_word(self, word: LeaseWord | None) -> list[SourceEffect]:
+        """Ends a word. Its place may be used again at once, for another generation."""
+        if word is None:
+            return []
+        self._free_words.append(word.place)
+        return [SetWord(word.place, 0)]
 
 
 def _unknown(early: _Early) -> SourceEffect:

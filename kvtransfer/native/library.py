@@ -6,7 +6,7 @@ caller must keep the arrays alive.
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +63,12 @@ class Section(Structure):
     )
 
 
+class Cipher(Structure):
+    """Functions of libcrypto, and a context with a key: see `kvtransfer.native.sealing`."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("init", "update", "final", "control", "context"))
+
+
 _COPIES = (POINTER(Records), POINTER(Records), c_int64, c_void_p, c_int64)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_copy_records": (c_int32, _COPIES),
@@ -80,6 +86,18 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             POINTER(Records),
         ),
     ),
+    "baton_seal_bytes": (
+        c_int32,
+        (POINTER(Cipher), c_uint64, c_char_p, c_int64, c_void_p),
+    ),
+    "baton_open_bytes": (
+        c_int32,
+        (POINTER(Cipher), c_uint64, c_void_p, c_int64, c_void_p),
+    ),
+    "baton_seal_records": (c_int32, (POINTER(Cipher), c_uint64, *_COPIES, c_void_p)),
+    "baton_open_records": (c_int32, (POINTER(Cipher), c_uint64, *_COPIES, c_void_p)),
+    "baton_set_word": (None, (c_void_p, c_uint64)),
+    "baton_word_is": (c_int32, (c_void_p, c_uint64, c_int32)),
 }
 
 

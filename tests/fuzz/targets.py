@@ -48,8 +48,10 @@ from engine.worker.events import PullDone
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
+from kvtransfer.lease_words import LeaseWords
 from kvtransfer.memory import SharedPool
 from kvtransfer.messages import (
+    AskSealed,
     AttachBody,
     Attached,
     AttachRefused,
@@ -57,6 +59,8 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    LeaseWord,
+    MaySeal,
     NixlOffer,
     Offers,
     Read,
@@ -84,6 +88,7 @@ LEASE, OTHER_LEASE, HONEST_LEASE = LeaseId("l"), LeaseId("m"), LeaseId("g")
 LEASED = (5, 3)  # blocks of the source, of three that are to come
 WANTED = ((0, 6), (1, 2))  # by the sink: (index in the lease, block)
 WANTED_OF_HONEST = 4  # a block
+WORD = LeaseWord(7, 1)
 
 
 class FixedClock:
@@ -113,7 +118,9 @@ class FakeSocket:
         frame = self._frames.popleft()
         return frame if copy else zmq.Frame(frame)
 
-    def get(self, option: int) -> bool:
+    def get(self, option: int) -> int:
+        if option == zmq.EVENTS:
+            return zmq.POLLIN if self._frames or self._messages else 0
         assert option == zmq.RCVMORE
         return bool(self._frames)
 
@@ -169,6 +176,9 @@ class World:
         self.offered = SharedPool(*shape)
         self.offered.open()
         self.offered.blocks[:] = rng.integers(0, 256, shape, dtype=np.uint8)
+        self.words = LeaseWords()
+        self.words.open()
+        self.words.set(WORD.place, WORD.generation)
         wanted = {WANTED_OF_HONEST, *dict(WANTED).values()}
         self.unwanted = [b for b in range(NUM_BLOCKS) if b not in wanted]
 
@@ -185,7 +195,13 @@ def attack_source(world: World, script: Script) -> None:
         offers=offers,
     )
     end = SourceEnd(
-        machine, world.pool, timing=Timing(), on_ended=ended.append, count=lambda _: None
+        machine,
+        world.pool,
+        words=None,
+        sealed=None,
+        timing=Timing(),
+        on_ended=ended.append,
+        count=lambda _: None,
     )
     end.open(FakeContext([(b"peer", *message) for message in script]), SECRET, "host")  # type: ignore[arg-type]
     machine.open(LEASE, 3, 0.0)
@@ -241,8 +257,10 @@ def attack_sink(world: World, script: Script) -> None:
     end.perform(machine.start(SeqId("honest"), ((0, BlockId(WANTED_OF_HONEST)),), 0.0))
     end.perform(machine.hold(SeqId("t"), LeaseRef(OTHER_LEASE, ADDRESS, 2), 0.0))
     end.perform(machine.start(SeqId("s"), tuple((i, BlockId(b)) for i, b in WANTED), 0.0))
+    end.send()
     for _ in range(1 + len(script)):
         end.receive()
+        end.send()
         machine.validate()
     end.perform(machine.abort(SeqId("s"), 0.0))
     machine.validate()
@@ -326,13 +344,16 @@ def seeds(world: World) -> list[bytes]:
         attach(body),
         Hold(LEASE, 0, 0),
         Read(LEASE, [0, 1]),
+        AskSealed(bytes(16), bytes(16), bytes(32)),
         Hold(LEASE, 2, 1),
         Release(LEASE, 0),
     ]
     offer = NixlOffer("agent", b"metadata", 2**40, 2**20, "DRAM", 0)
-    shm = Attached(SOURCE, IDENTITY, NUM_BLOCKS, Offers(shm=world.offered.offer(), nixl=offer))
+    offers = Offers(shm=world.offered.offer(), nixl=offer, words=world.words.offer())
+    shm = Attached(SOURCE, IDENTITY, NUM_BLOCKS, offers)
     more = msgspec.structs.replace(shm, num_blocks=2 * NUM_BLOCKS)
-    sends = Attached(SOURCE, IDENTITY, NUM_BLOCKS, Offers())
+    sends = Attached(SOURCE, IDENTITY, NUM_BLOCKS, Offers(sealed_port=1))
+    proven = [Ready(LEASE, 0, [5], word=WORD), Ready(LEASE, 1, [3], 0, WORD)]
     ready = [Ready(LEASE, 0, [5]), Ready(LEASE, 1, [3], 0)]
     ended = Ended(LEASE, "released", 0)
     records = world.content[[5, 3]].tobytes()
@@ -340,6 +361,8 @@ def seeds(world: World) -> list[bytes]:
     scripts = [
         ("source", [(encode(message),) for message in sink]),
         ("sink", [(encode(m),) for m in (shm, *ready, ended)]),
+        ("sink", [(encode(m),) for m in (shm, *proven, ended)]),
+        ("sink", [(encode(m),) for m in (sends, MaySeal(), *ready)]),
         (
             "sink",
             [*((encode(m),) for m in (sends, *ready)), (encode(data), records), (encode(ended),)],

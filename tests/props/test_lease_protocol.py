@@ -4,13 +4,17 @@ A pull that is reported done always holds exactly what its lease promised. So do
 failed pull reports as good. To make mistakes visible, a source overwrites blocks the moment their
 lease ends, and a sink those of an ended pull. The two sinks may be ranks of one worker. Then both
 pull under each lease.
+
+Sources may have words, which sinks read after a copy. Then a lease may end, and its blocks be used
+again, in the middle of the copy or between it and the read. A word may also be lost or come late.
 """
 
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import pytest
@@ -24,6 +28,7 @@ from kvtransfer.lease.effects import (
     SendBlocks,
     SendToSink,
     SendToSource,
+    SetWord,
     SinkEffect,
     SourceEffect,
     UseSource,
@@ -32,7 +37,7 @@ from kvtransfer.lease.pull import Means
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
-from kvtransfer.messages import Data, Identity, Offers, Read, ToSink, ToSource
+from kvtransfer.messages import Data, Identity, Offers, Read, Ready, ShmOffer, ToSink, ToSource
 from tests.kits.seeds import seeds
 
 IDENTITY = Identity("model", KVLayout(4, KVFormat.FP32, (KVSection(1, 2, 2),)))
@@ -43,8 +48,10 @@ PAIR = tuple(Shard(rank, NUM_SINKS) for rank in range(NUM_SINKS))
 RANKS = [msgspec.structs.replace(IDENTITY, shard=shard, group=PAIR) for shard in PAIR]
 FAULTS = [
     "revoke", "abort", "restart", "disorder", "repeat", "drop", "damage", "cut", "delay", "busy",
-    "die",
+    "die", "end in a copy", "no word",
 ]  # fmt: skip
+NO_WORDS = Offers()
+WORDS = Offers(words=ShmOffer("this host", pid=1, fd=2, inode=3, num_bytes=4))
 
 Content = tuple[str, int]  # a lease's id and an index in it; rubbish has an id of its own
 rubbish: Iterator[Content] = (("rubbish", i) for i in itertools.count())
@@ -81,6 +88,7 @@ class Process:
     leased: dict[str, tuple[int, ...]] = field(default_factory=dict)
     num_ready: dict[str, int] = field(default_factory=dict)
     queued: list[SendBlocks] = field(default_factory=list)
+    words: dict[int, int] = field(default_factory=dict)  # by place
 
 
 class Source:
@@ -103,7 +111,7 @@ class Source:
             incarnation=self.incarnation,
             identity=self.identity,
             num_blocks=NUM_BLOCKS,
-            offers=Offers(),
+            offers=self.world.offers,
             timing=TIMING,
         )
         self.process = Process(machine)
@@ -163,6 +171,8 @@ class Source:
                     self.world.post_to_sink(peer, message, ())
                 case SendBlocks():
                     process.queued.append(effect)
+                case SetWord(place, generation):
+                    process.words[place] = generation
         if not self.world.busy:
             self.send_queued()
 
@@ -259,7 +269,7 @@ class Sink:
                 fetched = self.machine.damaged(address, message.lease_id, message.indices, now_s)
             else:
                 fetched = self.machine.fetched(
-                    address, message.lease_id, tuple(good), now_s, sent_by_source=True
+                    address, message.lease_id, tuple(good), now_s, are_good=True
                 )
         self.perform(self.machine.receive(address, message, now_s) + fetched)
 
@@ -297,9 +307,19 @@ class Sink:
         for source_block, block in zip(effect.source_blocks, effect.block_ids, strict=True):
             content = self.mapped[effect.address].memory[source_block]
             self.write(block, content, effect.lease_id)
+            self.world.meanwhile(effect)
         return self.machine.fetched(
-            effect.address, effect.lease_id, effect.indices, self.world.now_s, sent_by_source=False
+            *(effect.address, effect.lease_id, effect.indices, self.world.now_s),
+            are_good=self.is_proven(effect),
         )
+
+    def is_proven(self, fetch: Fetch) -> bool:
+        """Reads the lease's word, if it is known."""
+        process = self.mapped[fetch.address]
+        if fetch.word is None or self.world.loses_word():
+            return False
+        lives = self.world.sources[fetch.address].process is process
+        return lives and process.words[fetch.word.place] == fetch.word.generation
 
     def end(self, pull: Pull, event: PullDone | PullFailed) -> None:
         pull.ends.append(event)
@@ -333,8 +353,12 @@ class World:
         windows: tuple[int, ...],
         are_ranks: bool = False,
         sources: Sequence[Identity] = (IDENTITY,) * NUM_SOURCES,
+        offers: Offers = NO_WORDS,
     ) -> None:
         self.now_s = 0.0
+        self.offers = offers
+        self.meanwhile: Callable[[Fetch], None] = lambda fetch: None  # after each copied block
+        self.loses_word: Callable[[], bool] = lambda: False
         self.busy = False  # blocks wait at their sources
         self.letters: list[Letter] = []
         self.connections: dict[bytes, Connection] = {}  # by peer, also former ones
@@ -473,8 +497,23 @@ def disturb(world: World, rng: random.Random, faults: frozenset[str], pull: Pull
     return []
 
 
+def end_in_a_copy(world: World, rng: random.Random, fetch: Fetch) -> None:
+    """Now and then ends a lease whose blocks are being copied, and uses them for another one."""
+    if rng.random() > 0.1:
+        return
+    source = world.sources[fetch.address]
+    source.revoke(fetch.lease_id)
+    other = source.open(world.new_name("lease"), rng.randint(1, 4))
+    if other is not None:
+        source.grow(other.lease_id, 4)
+
+
 def busy_day(world: World, rng: random.Random, faults: frozenset[str]) -> list[Pull]:
     """Returns the ended pulls of leases that grew step by step."""
+    if "end in a copy" in faults:
+        world.meanwhile = partial(end_in_a_copy, world, rng)
+    if "no word" in faults:
+        world.loses_word = lambda: rng.random() < 0.3
     pulls: list[Pull] = []
     for _ in range(120):
         if rng.random() < 0.4:
@@ -521,6 +560,7 @@ def random_world(rng: random.Random) -> World:
         copies_at_once=(rng.random() < 0.5, rng.random() < 0.5),
         windows=(rng.choice([1, 2, 64]), rng.choice([1, 2, 64])),
         are_ranks=rng.random() < 0.5,
+        offers=WORDS if rng.random() < 0.7 else NO_WORDS,
     )
 
 
@@ -544,9 +584,11 @@ def test_on_a_bad_network_every_pull_ends_once_and_correctly(seed):
         assert any(isinstance(end, PullDone) for pull in pulls for end in pull.ends)
 
 
-def one_pull(*, copies_at_once: bool) -> tuple[World, Source, Pull]:
+def one_pull(*, copies_at_once: bool, offers: Offers = NO_WORDS) -> tuple[World, Source, Pull]:
     """Returns a held lease of two blocks; one is ready, and its sink knows so."""
-    world = World(copies_at_once=(copies_at_once,) * NUM_SINKS, windows=(64,) * NUM_SINKS)
+    world = World(
+        copies_at_once=(copies_at_once,) * NUM_SINKS, windows=(64,) * NUM_SINKS, offers=offers
+    )
     source = next(iter(world.sources.values()))
     lease = source.open("lease", 2)
     assert lease is not None
@@ -582,3 +624,65 @@ def test_an_unrelated_answer_makes_no_copy_good():
     pull.sink.abort(pull)
     world.run_down()
     assert pull.ends == [PullFailed("seq", "aborted")]
+
+
+def test_a_word_that_is_unchanged_after_the_copy_makes_a_pull_done_without_an_answer():
+    world, source, pull = one_pull(copies_at_once=True, offers=WORDS)
+    pull.sink.start(pull, [0])
+    assert [type(end) for end in pull.ends] == [PullDone]
+    world.run_down()
+    assert source.end_reasons == {"released"}
+
+
+@pytest.mark.parametrize("reason", ["revoked", "expired"])
+def test_a_lease_that_ends_between_copy_and_word_makes_no_block_good(reason):
+    world, source, pull = one_pull(copies_at_once=True, offers=WORDS)
+
+    def end(fetch: Fetch) -> None:
+        if reason == "revoked":
+            source.revoke("lease")
+        else:
+            world.now_s += TIMING.ttl_s
+            source.sweep()
+        source.open("other", NUM_BLOCKS)
+        source.grow("other", NUM_BLOCKS)
+
+    world.meanwhile = end
+    pull.sink.start(pull, [0])
+    assert not pull.ends
+    world.run_down()
+    (ended,) = pull.ends
+    assert isinstance(ended, PullFailed)
+    assert ended.arrived == ()
+    assert reason in source.end_reasons
+
+
+def test_a_source_that_dies_in_a_copy_proves_nothing_by_its_word():
+    world, source, pull = one_pull(copies_at_once=True, offers=WORDS)
+    world.meanwhile = lambda fetch: source.restart()
+    pull.sink.start(pull, [0])
+    assert not pull.ends
+    world.run_down()
+    assert isinstance(pull.ends[0], PullFailed)
+
+
+def test_without_its_word_a_pull_waits_for_the_answer_to_its_release():
+    world, _, pull = one_pull(copies_at_once=True, offers=WORDS)
+    world.loses_word = lambda: True
+    pull.sink.start(pull, [0])
+    assert not pull.ends
+    world.run_down()
+    assert isinstance(pull.ends[0], PullDone)
+
+
+def test_blocks_that_were_copied_without_a_word_wait_for_an_answer():
+    world, source, pull = one_pull(copies_at_once=True, offers=WORDS)
+    pull.sink.start(pull, [0, 1])
+    source.grow("lease", 1)
+    (ready,) = (x for x in world.letters if x.to_sink and isinstance(x.message, Ready))
+    world.letters.clear()
+    ready.message = msgspec.structs.replace(ready.message, word=None)
+    world.deliver(ready)
+    assert not pull.ends  # the second block is copied, and not proven
+    world.run_down()
+    assert isinstance(pull.ends[0], PullDone)

@@ -17,7 +17,7 @@ from engine.config import Transport
 from engine.layout import KVFormat
 from engine.messages import LeaseId, LeaseRef, SeqId, TransferAddress
 from engine.worker.events import AbortPull, PullDone, PullFailed, RevokeLease
-from kvtransfer import source_end
+from kvtransfer import endpoint, source_end
 from tests.kits.endpoints import (
     LAYOUT,
     NUM_BLOCKS,
@@ -177,6 +177,7 @@ def test_workers_that_do_not_agree_are_refused_by_the_name_of_the_field(backend,
 
 
 def test_damaged_blocks_are_sent_again(monkeypatch):
+    monkeypatch.setattr(endpoint, "can_seal", lambda: False)
     with worker("source", Transport.ZMQ) as source, worker("sink", Transport.ZMQ) as sink:
         fill(source.pool, seed=1)
         real = source_end.pack

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from engine.config import Transport
-from kvtransfer.memory import PrivatePool, SharedPool, ShmUnavailable, host_pool, map_offer
+from kvtransfer.memory import (
+    PrivatePool,
+    SharedPool,
+    ShmUnavailable,
+    host_pool,
+    map_offer,
+    touch,
+)
 
 NUM_BLOCKS, BLOCK_BYTES = 5, 4096
 
@@ -115,3 +122,14 @@ def test_a_private_pool_is_zeroed_writable_and_not_offered():
 )
 def test_a_pool_is_shared_only_where_another_worker_may_map_it(transport, kind):
     assert isinstance(host_pool(NUM_BLOCKS, BLOCK_BYTES, Transport(transport)), kind)
+
+
+@pytest.mark.parametrize("kind", [PrivatePool, SharedPool])
+def test_touching_a_block_changes_no_byte(kind):
+    pool = kind(3, 3 * 4096 + 64)
+    pool.open()
+    pool.blocks[:] = 7
+    for block in range(3):
+        touch(pool.blocks, block)
+    assert (pool.blocks == 7).all()
+    pool.close()

@@ -125,7 +125,7 @@ class FakeEndpoint:
                     good.append(index)
         self._do_sink(self.sink.receive(address, message, now_s))
         if isinstance(message, Data):
-            fetched = self.sink.fetched(address, message.lease_id, good, now_s, sent_by_source=True)
+            fetched = self.sink.fetched(address, message.lease_id, good, now_s, are_good=True)
             self._do_sink(fetched)
 
     def _write(self, block: BlockId, kvs: list[Kv]) -> None:
@@ -173,7 +173,7 @@ class FakeEndpoint:
             self._write(block_id, source.worker.runner.memory[source_block])
         now_s = self._cluster.now_s
         return self.sink.fetched(
-            effect.address, effect.lease_id, effect.indices, now_s, sent_by_source=False
+            effect.address, effect.lease_id, effect.indices, now_s, are_good=False
         )
 
     def _means(self) -> Means:

@@ -82,12 +82,12 @@ def releasing() -> SinkMachine:
 
 def sent(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
     """Reports these blocks of `l` as sent by the source."""
-    return sink.fetched(ADDRESS, "l", indices, now_s, sent_by_source=True)
+    return sink.fetched(ADDRESS, "l", indices, now_s, are_good=True)
 
 
 def copied(sink: SinkMachine, *indices: int, now_s: float = 0.0) -> list[object]:
     """Reports these blocks of `l` as copied from the source's memory."""
-    return sink.fetched(ADDRESS, "l", indices, now_s, sent_by_source=False)
+    return sink.fetched(ADDRESS, "l", indices, now_s, are_good=False)
 
 
 def waiting() -> SinkMachine:
@@ -243,7 +243,7 @@ def test_only_wanted_blocks_are_fetched():
 
 def test_a_pull_of_nothing_is_done_at_once_and_released():
     sink = attached()
-    assert sink.start("s", (), 0.1) == [to(Release("l", 0)), PullDone("s", "zmq")]
+    assert sink.start("s", (), 0.1) == [PullDone("s", "zmq"), to(Release("l", 0))]
     assert sink.receive(ADDRESS, Ended("l", "released", 0), 0.2) == []
     assert sink.num_pulls == 0
 
@@ -253,7 +253,7 @@ def test_a_pull_of_nothing_waits_to_be_attached():
     assert sink.start("s", (), 0.1) == []
     sink.receive(ADDRESS, ACCEPT, 0.2)
     effects = sink.receive(ADDRESS, Ready("l", 0, []), 0.3)
-    assert effects == [to(Release("l", 0)), PullDone("s", "")]
+    assert effects == [PullDone("s", ""), to(Release("l", 0))]
 
 
 def test_a_start_before_the_source_has_answered_waits():
@@ -510,8 +510,8 @@ def test_only_the_answer_to_a_later_hold_makes_copies_good(stamp):
 def done_early() -> SinkMachine:
     sink = pulling()
     assert sent(sink, 0, 1, 2, 3, now_s=0.5) == [
-        to(Release("l", 0)),
         PullDone("s", "zmq", transfer_s=0.5, exposed_s=0.5),
+        to(Release("l", 0)),
     ]
     return sink
 

@@ -5,11 +5,12 @@ import pytest
 
 from engine.layout import KVFormat, KVLayout, KVSection, Shard
 from engine.worker.events import LeaseEnded
-from kvtransfer.lease.effects import SendBlocks, SendToSink
+from kvtransfer.lease.effects import SendBlocks, SendToSink, SetWord
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing
 from kvtransfer.messages import (
     MAX_BLOCKS_PER_READ,
+    NUM_WORDS,
     TRANSFER_VERSION,
     Attach,
     AttachBody,
@@ -18,6 +19,7 @@ from kvtransfer.messages import (
     Ended,
     Hold,
     Identity,
+    LeaseWord,
     Offers,
     Read,
     Ready,
@@ -31,6 +33,7 @@ LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(2, 2, 64), KVSection(1, 1, 64)))
 IDENTITY = Identity("model 1", LAYOUT)
 TIMING = Timing(ttl_s=30.0, hold_every_s=1.0, silence_s=6.0)
 OFFERS = Offers(shm=ShmOffer("boot", 1, 2, 3, 4096))
+WITH_WORDS = Offers(words=OFFERS.shm)
 GOOD = AttachBody("life of sink", "life of source", IDENTITY)
 SINK, OTHER, STRANGER = b"sink", b"other", b"stranger"
 WIRE = agree(IDENTITY, IDENTITY)
@@ -522,3 +525,54 @@ def test_a_lease_opened_twice_is_a_bug():
 def test_a_lease_that_outgrows_itself_is_a_bug():
     with pytest.raises(AssertionError):
         held(7, num_blocks=1).grow("l", (8,), 0.0)
+
+
+# ---------------------------------------------------------------- words
+
+
+def opened(source: SourceMachine, lease_id: str) -> LeaseWord:
+    """Opens a lease; returns its word."""
+    (effect,) = source.open(lease_id, 1, 0.0)
+    assert isinstance(effect, SetWord)
+    return LeaseWord(effect.place, effect.generation)
+
+
+def test_a_sink_is_told_the_word_of_its_lease_with_every_ready():
+    source = machine(SINK, offers=WITH_WORDS)
+    word = opened(source, "l")
+    assert answer(source, Hold("l", 0, 3)) == SendToSink(SINK, Ready("l", 0, [], 3, word))
+    assert source.grow("l", (7,), 0.0) == [SendToSink(SINK, Ready("l", 0, [7], word=word))]
+
+
+def test_a_word_ends_before_the_end_of_its_lease_is_reported():
+    source = machine(SINK, offers=WITH_WORDS)
+    words = {name: opened(source, name) for name in ("revoked", "expired", "released")}
+    answer(source, Hold("released", 0, 0), now_s=1.0)
+    ends = [
+        *source.receive(SINK, Release("released", 1), 1.0),
+        *source.revoke("revoked", 1.0),
+        *source.sweep(1.0 + TIMING.ttl_s),
+    ]
+    source.validate()
+    for name, word in words.items():
+        assert ends.index(SetWord(word.place, 0)) == ends.index(LeaseEnded(name, name)) - 1
+
+
+def test_no_generation_is_used_twice():
+    source = machine(offers=WITH_WORDS)
+    generations = []
+    for number in range(3):
+        generations.append(opened(source, f"l{number}").generation)
+        source.revoke(f"l{number}", 0.0)
+    assert len({0, *generations}) == 4
+
+
+def test_a_lease_beyond_the_number_of_words_has_none():
+    source = machine(SINK, offers=WITH_WORDS)
+    for number in range(NUM_WORDS):
+        opened(source, f"l{number}")
+    assert source.open("one more", 1, 0.0) == []
+    assert answer(source, Hold("one more", 0, 0)) == SendToSink(SINK, Ready("one more", 0, [], 0))
+    source.revoke("l0", 0.0)
+    opened(source, "another")
+    source.validate()

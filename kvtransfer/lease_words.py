@@ -1,0 +1,94 @@
+"""Words of leases in shared memory: a sink reads one after a copy, instead of asking the source.
+
+A lease's word is a generation while the lease is open. The source sets it to zero before it lets go
+of any block, and no generation ever returns. So a word that a sink finds unchanged after a copy
+proves that the lease was open until then. There is no need to read it before the copy as well.
+
+    source   word = 0, fence, the lease's end is reported, its blocks are reused
+    sink     copy, fence, read the word
+
+Also the source's process must be alive after the copy. Its memory would outlive it here, but a
+GPU's need not. C++ reads and writes the words, since Python has no fences: `native/src/words.h`.
+Without C++ there are no words, and leases are confirmed by messages.
+
+A hostile source can set its words as it likes. It gains nothing: it could send wrong bytes as well.
+Sinks map the words read-only, and the memory cannot shrink under them.
+"""
+
+import os
+
+from engine.errors import BatonError
+from kvtransfer.memory import SharedMemory, ShmUnavailable, address_of, map_offer, shm_offer
+from kvtransfer.messages import NUM_WORDS, LeaseWord, ShmOffer
+from kvtransfer.native.library import kernels
+
+WORD_BYTES = 8
+
+
+class NoWords(BatonError):
+    """Words cannot be used here; the message says why."""
+
+
+class LeaseWords:
+    """The words of a source's own leases."""
+
+    def open(self) -> None:
+        """Takes the memory; all words are zero. Raises NoWords."""
+        library = kernels()
+        if library is None:
+            raise NoWords("C++ is not available")
+        try:
+            self._memory = SharedMemory.in_small_pages(NUM_WORDS * WORD_BYTES)
+        except OSError as error:
+            raise NoWords(f"no shared memory: {error.strerror}") from error
+        self._address = address_of(self._memory.mapped)
+        self._set = library.baton_set_word
+
+    def offer(self) -> ShmOffer:
+        """Returns what a sink needs to map them."""
+        return shm_offer(self._memory)
+
+    def set(self, place: int, generation: int) -> None:
+        """Sets a word. What this process writes later is seen by no reader before it."""
+        assert 0 <= place < NUM_WORDS
+        self._set(self._address + WORD_BYTES * place, generation)
+
+    def close(self) -> None:
+        """Closes the memory. Sinks that have mapped it find this process dead, or zeros."""
+        self._memory.mapped[:] = bytes(NUM_WORDS * WORD_BYTES)
+        self.set(0, 0)  # a fence
+        self._memory.close()
+
+
+class SourcesWords:
+    """The words of a source on this host, mapped."""
+
+    def open(self, offer: ShmOffer) -> None:
+        """Maps the words. Raises NoWords."""
+        library = kernels()
+        if library is None:
+            raise NoWords("C++ is not available")
+        try:
+            process = os.pidfd_open(offer.pid)  # before it is known to own the memory
+        except (OSError, OverflowError) as error:
+            raise NoWords(f"cannot watch the source's process: {error}") from error
+        try:
+            self._words = map_offer(offer, NUM_WORDS, WORD_BYTES)
+        except ShmUnavailable as error:
+            os.close(process)
+            raise NoWords(str(error)) from error
+        self._process = process
+        self._address = self._words.ctypes.data
+        self._is = library.baton_word_is
+
+    def prove(self, word: LeaseWord) -> bool:
+        """True if the lease was open, and its source alive, after all that was copied before."""
+        if not 0 <= word.place < NUM_WORDS:
+            return False
+        address = self._address + WORD_BYTES * word.place
+        return bool(self._is(address, word.generation, self._process))
+
+    def close(self) -> None:
+        """Unmaps the words."""
+        del self._words
+        os.close(self._process)
