@@ -1,4 +1,9 @@
-"""vLLM's build for CPUs, in fp32, without its prefix cache. Driven by `driver.py`.
+"""vLLM's build for CPUs, in fp32 or W8A8, without its prefix cache. Driven by `driver.py`.
+
+W8A8 are int8 weights with a scale for each output, and activations rounded to int8 token by token.
+The checkpoint is written so into a temporary folder, in the format of compressed-tensors. As is
+usual, embedding and output matrix stay as they are. All else is in bf16 if the processor multiplies
+bf16, else in fp32.
 
 The engine runs in this process, where all requests are there before the first step. The usual
 engine, in a process of its own, starts while they still come. Detokenising is off, as with all
@@ -6,7 +11,11 @@ engines.
 """
 
 import argparse
+import json
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,16 +26,64 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 from driver import Prompts, Stopwatch  # type: ignore[import-not-found]
 
 
+def write_w8a8(checkpoint: Path, folder: Path) -> None:
+    """Writes the checkpoint with int8 matrices in all layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    tensors = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if not name.endswith("proj.weight"):
+                tensors[name] = tensor
+                continue
+            wide = tensor.float()
+            scale = wide.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (wide / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = _compressed_tensors()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _compressed_tensors() -> dict[str, object]:
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False, "observer": "minmax"},
+        "input_activations": {**number, "strategy": "token", "dynamic": True, "observer": None},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def _multiplies_bf16() -> bool:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
 class Vllm:
     """One engine."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, checkpoint: Path, dtype: str) -> None:
         import vllm  # type: ignore[import-not-found]
 
         self.facts = {"version": vllm.__version__}
         self._engine = vllm.LLM(
-            options.checkpoint,
-            dtype="float32",
+            str(checkpoint),
+            dtype=dtype,
             enforce_eager=False,  # compiled is faster, though it loads a minute longer
             max_model_len=options.max_len,
             max_num_seqs=options.max_sequences,
@@ -64,8 +121,12 @@ class Vllm:
 
 def load(options: argparse.Namespace) -> Any:
     """The engine, loaded."""
-    if options.variant != "f32":
-        raise ValueError(f"no variant {options.variant}")
     cores = sorted(os.sched_getaffinity(0))[: options.threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    return Vllm(options)
+    if options.variant == "f32":
+        return Vllm(options, Path(options.checkpoint), "float32")
+    if options.variant != "w8a8":
+        raise ValueError(f"no variant {options.variant}")
+    with tempfile.TemporaryDirectory(prefix="baton-w8a8-") as folder:
+        write_w8a8(Path(options.checkpoint), Path(folder))
+        return Vllm(options, Path(folder), "bfloat16" if _multiplies_bf16() else "float32")

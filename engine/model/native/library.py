@@ -221,6 +221,7 @@ class NativeDrafting(Structure):
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_panel": (c_int32, ()),
     "baton_is_avx512": (c_int32, ()),
+    "baton_use_amx": (c_int32, (c_int32,)),
     "baton_team_open": (c_void_p, (c_int32,)),
     "baton_team_close": (None, (c_void_p,)),
     "baton_packed_bytes": (c_int64, (c_int32, c_int32, c_int32)),

@@ -10,6 +10,8 @@ extern "C" {
 
 int32_t baton_panel() { return kPanel; }
 int32_t baton_is_avx512() { return BATON_AVX512; }
+// Uses AMX from now on, or not. Returns 1 if it is used. Changes no bit.
+int32_t baton_use_amx(int32_t wanted) { return amx_is_used = wanted && amx_is_lent; }
 
 void* baton_team_open(int32_t threads) { return new Team(threads); }
 void baton_team_close(void* team) { delete static_cast<Team*>(team); }

@@ -18,7 +18,7 @@
 #include <cmath>
 #include <utility>
 
-#include "simd.h"
+#include "amx.h"
 #include "team.h"
 
 namespace baton {
@@ -42,6 +42,9 @@ constexpr int kPrefetchBytes = 2048;
 constexpr int kMaxColumns = 512;   // of one chunk, if all activations exceed kChunkBytes
 constexpr int kWaitingPanels = 8;  // panels whose sums wait for the next columns
 constexpr int kPackColumns = 128;
+constexpr int kAmxFromRows = 4;        // fewer rows are multiplied sooner without AMX
+constexpr int kBlockRows = kAmxBlock;  // the most rows of a block
+static_assert(kBlockRows >= kMaxRows && kBlockRows >= kMaxRowsInt8);
 
 // A packed matrix [rows, cols]; mirrored in library.py.
 struct Weight {
@@ -51,23 +54,44 @@ struct Weight {
   int32_t padded_cols;
   const void* panels;
   const float* scales;     // int8: [num_panels * kPanel]
-  const int32_t* offsets;  // int8: the start of a sum of byte products; undoes kByteZero
+  const int32_t* offsets;  // int8: added to a sum of byte products; undoes kByteZero
   const float* bias;       // [num_panels * kPanel] or null
 
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
 };
 
 // Activations of `rows` rows, packed so that the kernels read them from front to back. They are in
-// blocks of up to max_rows rows. A block is [cols][rows of the block] for fp32 and bf16 weights
-// (`values`), and [cols / 4][rows of the block][4] for int8 (`bytes`, with a scale for each row).
+// blocks of rows. A block is [cols][rows of the block] for fp32 and bf16 weights (`values`). For int8
+// it is [cols / 4][rows of the block][4], or with AMX [rows / 16][cols / 64][16][64] (`bytes`, with a
+// scale for each row).
 struct Rows {
   float* values;
   uint8_t* bytes;
   float* scales;
 };
 
-inline int max_rows(const Weight& w) { return w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows; }
-inline int num_blocks(const Weight& w, int rows) { return (rows + max_rows(w) - 1) / max_rows(w); }
+// How the rows of one product are divided into blocks.
+struct RowBlocks {
+  int rows;
+  int most;  // rows of a block
+  int count;
+  bool amx;
+
+  RowBlocks(const Weight& w, int rows)
+      : rows(rows), amx(w.kind == kInt8 && amx_is_used && rows >= kAmxFromRows) {
+    most = amx ? kAmxBlock : w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows;
+    count = (rows + most - 1) / most;
+  }
+  Share operator[](int block) const {
+    Share share(rows, block, count);
+    if (amx) share.begin = block * most, share.end = std::min(rows, share.begin + most);
+    return share;
+  }
+  Share of_row(int row) const {
+    if (amx) return (*this)[row / most];
+    return (*this)[static_cast<int>((static_cast<int64_t>(row + 1) * count - 1) / rows)];
+  }
+};
 
 // c [R, kPanel] = or += a [R, cols] times a panel; a's element (r, k) is a[r * step_r + k * step_k].
 template <int R, class Load>
@@ -119,14 +143,10 @@ struct LoadBf16 {
 #if BATON_AVX512
 
 template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, const int32_t* offsets,
-                      int32_t* c) {
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
   __m512i acc[R][2];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    acc[r][0] = _mm512_loadu_si512(offsets);
-    acc[r][1] = _mm512_loadu_si512(offsets + kLanes);
-  }
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
   for (int k = 0; k < cols; k += 4) {
     const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
@@ -154,7 +174,7 @@ constexpr int kByteZero = 128;
 
 // |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
 template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, const int32_t*, int32_t* c) {
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[R][2];
 #pragma GCC unroll 16
@@ -209,24 +229,29 @@ struct Columns {
 
 // One block of rows of x times one panel of w over some columns, into or (beyond the first column)
 // onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
-inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x,
+inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, bool amx,
                            Share block, Columns columns, float* tile) {
   const int rows = block.end - block.begin;
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
   const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
   if (w.kind == kInt8) {
-    alignas(64) int32_t sums[kMaxRowsInt8 * kPanel];
+    alignas(64) int32_t sums[kBlockRows * kPanel];
     const int8_t* bytes = static_cast<const int8_t*>(w.panels) + at;
     const int first = panel * kPanel;
-    with_rows<kMaxRowsInt8>(rows, [&](auto r) {
-      tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, w.offsets + first, sums);
-    });
-    for (int r = 0; r < rows; ++r) {
-      const Vec row_scale = fill(x.scales[block.begin + r]);
-      for (int v = 0; v < kPanelVecs; ++v) {
-        const Vec exact = from_int32(sums + r * kPanel + v * kLanes);
-        const Vec y = mul(mul(exact, load(w.scales + first + v * kLanes)), row_scale);
-        store(tile + r * kPanel + v * kLanes, y);
+    if (amx) {
+      if (rows > kAmxRows) amx_product<2>(x.bytes + start, bytes, w.padded_cols, sums);
+      else amx_product<1>(x.bytes + start, bytes, w.padded_cols, sums);
+    } else {
+      with_rows<kMaxRowsInt8>(
+          rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, sums); });
+    }
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const Vec scale = load(w.scales + first + v * kLanes);
+      const Words offset = load_words(w.offsets + first + v * kLanes);
+      for (int r = 0; r < rows; ++r) {
+        const int at = r * kPanel + v * kLanes;
+        const Vec exact = from_int32(add(load_words(sums + at), offset));
+        store(tile + at, mul(mul(exact, scale), fill(x.scales[block.begin + r])));
       }
     }
     return;
@@ -264,7 +289,8 @@ struct Blocking {
       columns = ((w.cols + parts - 1) / parts + kLanes - 1) / kLanes * kLanes;
       panels = kWaitingPanels / weights;
     }
-    const size_t block_bytes = max_rows(w) * (is_int8 ? row_bytes : columns * sizeof(float));
+    const size_t block_bytes =
+        RowBlocks(w, rows).most * (is_int8 ? row_bytes : columns * sizeof(float));
     blocks = std::max<int>(2, kChunkBytes / block_bytes);
     if (columns < w.cols) tiles = panels * blocks;
   }
@@ -295,12 +321,12 @@ inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) 
 inline size_t linear_floats(const Weight& w, int rows, int weights) {
   const Blocking by(w, rows, weights);
   const size_t wide = widens(w, rows) ? static_cast<size_t>(by.columns) : 0;
-  return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kMaxRows);
+  return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kBlockRows);
 }
 
 // Computes x @ w^T for panels share.begin … share.end - 1 of kWeights matrices of one shape and
 // calls, for each tile, consume(first row, number of rows, panel, tiles): tiles are kWeights times
-// [number of rows, kPanel], kMaxRows * kPanel apart, of the same panel of each matrix. `scratch`:
+// [number of rows, kPanel], kBlockRows * kPanel apart, of the same panel of each matrix. `scratch`:
 // linear_floats.
 template <int kWeights, class Consume>
 inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, Share share,
@@ -308,24 +334,25 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
   const Weight& w = *weights[0];
   const Blocking by(w, rows, kWeights);
   const bool widen = widens(w, rows);
-  const int blocks = num_blocks(w, rows);
+  const RowBlocks blocks(w, rows);
+  const AmxTiles registers(blocks.amx);
   float* tiles = scratch;
-  float* wide = scratch + static_cast<size_t>(kWeights) * by.tiles * kMaxRows * kPanel;
+  float* wide = scratch + static_cast<size_t>(kWeights) * by.tiles * kBlockRows * kPanel;
   const size_t wide_floats = static_cast<size_t>(by.columns) * kPanel;
-  for (int chunk = 0; chunk < blocks; chunk += by.blocks)
+  for (int chunk = 0; chunk < blocks.count; chunk += by.blocks)
     for (int group = share.begin; group < share.end; group += by.panels)
       for (int column = 0; column < w.cols; column += by.columns) {
         const Columns columns{column, std::min(w.cols, column + by.columns)};
         for (int panel = group; panel < std::min(share.end, group + by.panels); ++panel) {
           for (int i = 0; widen && i < kWeights; ++i)
             widen_panel(*weights[i], panel, columns, wide + i * wide_floats);
-          for (int block = chunk; block < std::min(blocks, chunk + by.blocks); ++block) {
-            const Share part(rows, block, blocks);
+          for (int block = chunk; block < std::min(blocks.count, chunk + by.blocks); ++block) {
+            const Share part = blocks[block];
             const int waiting = by.tiles > 1 ? (panel - group) * by.blocks + block - chunk : 0;
-            float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kMaxRows * kPanel;
+            float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kBlockRows * kPanel;
             for (int i = 0; i < kWeights; ++i)
-              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x, part,
-                             columns, sums + i * kMaxRows * kPanel);
+              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x,
+                             blocks.amx, part, columns, sums + i * kBlockRows * kPanel);
             if (columns.end == w.cols) consume(part.begin, part.end - part.begin, panel, sums);
           }
         }
@@ -345,8 +372,10 @@ inline int panel_columns(const Weight& w, int panel) {
   return std::min(kPanel, w.rows - panel * kPanel);
 }
 
-// Rounds row x [cols] to bytes, with `step` rows between groups of four. Returns its scale.
-inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y) {
+// Rounds row x [cols] to bytes. Each sixteen of them are given to put(first column, bytes). Returns
+// the row's scale.
+template <class Put>
+inline float round_to_bytes(const Weight& w, const float* x, Put put) {
   Vec most = zeros();
   int i = 0;
   for (; i + kLanes <= w.cols; i += kLanes) most = max(most, abs(load(x + i)));
@@ -354,6 +383,7 @@ inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y
   for (; i < w.cols; ++i) largest = std::max(largest, std::fabs(x[i]));
   const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
   alignas(16) int8_t whole[kLanes];
+  const __m128i zero = _mm_set1_epi8(static_cast<char>(kByteZero));
   for (i = 0; i < w.padded_cols; i += kLanes) {
     if (i + kLanes <= w.cols) {
       store_int8(whole, round_even(mul(load(x + i), fill(inverse))));
@@ -361,30 +391,50 @@ inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y
       for (int j = 0; j < kLanes; ++j)
         whole[j] = i + j < w.cols ? static_cast<int8_t>(std::nearbyintf(x[i + j] * inverse)) : 0;
     }
-    for (int j = 0; j < kLanes; ++j) whole[j] = static_cast<int8_t>(whole[j] + kByteZero);
-    for (int j = 0; j < kLanes && i + j < w.padded_cols; j += 4)
-      std::memcpy(y + (i + j) * step, whole + j, 4);
+    put(i, _mm_add_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(whole)), zero));
   }
   return largest / 127.0f;
 }
 
+// `to` has `step` rows between groups of four bytes.
+inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* to) {
+  return round_to_bytes(w, x, [&](int i, __m128i bytes) {
+    alignas(16) uint8_t whole[kLanes];
+    _mm_store_si128(reinterpret_cast<__m128i*>(whole), bytes);
+    for (int j = 0; j < kLanes && i + j < w.padded_cols; j += 4)
+      std::memcpy(to + (i + j) * step, whole + j, 4);
+  });
+}
+
+inline float pack_bytes_for_amx(const Weight& w, const float* x, uint8_t* to) {
+  return round_to_bytes(w, x, [&](int i, __m128i bytes) {
+    const int at = i / kAmxInputs * kAmxInputs * kAmxRows + i % kAmxInputs;
+    _mm_store_si128(reinterpret_cast<__m128i*>(to + at), bytes);
+  });
+}
+
 // Packs this thread's share of `rows` rows for `w`. fetch(row, slot) returns the row's address,
-// [cols]; it stays valid until the same slot, below max_rows, is fetched again.
+// [cols]; it stays valid until the same slot, below kBlockRows, is fetched again.
 template <class Fetch>
 inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fetch fetch) {
-  const int blocks = num_blocks(w, rows);
+  const RowBlocks blocks(w, rows);
   for (int row = mine.begin; row < mine.end;) {
-    const Share block(rows, static_cast<int>((static_cast<int64_t>(row + 1) * blocks - 1) / rows),
-                      blocks);
+    const Share block = blocks.of_row(row);
     const int step = block.end - block.begin, before = row - block.begin;
     const int count = std::min(mine.end, block.end) - row;
     const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
-    const float* x[std::max(kMaxRows, kMaxRowsInt8)];
-    for (int r = 0; r < count; ++r) x[r] = fetch(row + r, r);
+    const float* x[kBlockRows];
     if (w.kind == kInt8) {
-      for (int r = 0; r < count; ++r)
-        to.scales[row + r] = pack_bytes(w, x[r], step, to.bytes + start + (before + r) * 4);
+      for (int r = 0; r < count; ++r) {
+        const int at = before + r;
+        const size_t tile = static_cast<size_t>(at / kAmxRows * kAmxRows) * w.padded_cols;
+        to.scales[row + r] =
+            blocks.amx ? pack_bytes_for_amx(w, fetch(row + r, 0),
+                                            to.bytes + start + tile + at % kAmxRows * kAmxInputs)
+                       : pack_bytes(w, fetch(row + r, 0), step, to.bytes + start + at * 4);
+      }
     } else {
+      for (int r = 0; r < count; ++r) x[r] = fetch(row + r, r);
       for (int k = 0; k < w.cols; k += kPackColumns)  // so that the written lines stay in the cache
         for (int r = 0; r < count; ++r)
           for (int i = k; i < std::min(w.cols, k + kPackColumns); ++i)
@@ -394,7 +444,10 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
   }
 }
 
-inline int padded_cols(int kind, int cols) { return kind == kInt8 ? (cols + 3) / 4 * 4 : cols; }
+constexpr int kInputsUnit = BATON_AMX ? kAmxInputs : 4;
+inline int padded_cols(int kind, int cols) {
+  return kind == kInt8 ? (cols + kInputsUnit - 1) / kInputsUnit * kInputsUnit : cols;
+}
 
 inline size_t packed_bytes(int kind, int rows, int cols) {
   const size_t elements =
