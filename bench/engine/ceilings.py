@@ -4,6 +4,7 @@
                         comes from the cache, as an engine's weights do
     fp32_flops_per_s    multiply-adds of full vectors in registers
     int8_flops_per_s    byte products in registers, by AMX if the processor has it
+    bf16_flops_per_s    bf16 products in AMX's registers; 0 without it
 
 `src/peaks.cpp` has the loops. The median of a few runs counts. Clocks change with the load of all
 cores and with neighbours on the same machine, so ceilings are measured right before and after each
@@ -27,7 +28,12 @@ MOST_READ_BYTES = 512 * 2**20  # more than caches hold
 PAGE = 2**21
 NUM_TIMES = 5
 NUM_PASSES = 3
-ROUNDS = {"peaks_fp32": 150_000, "peaks_int8": 150_000, "peaks_int8_tiles": 60_000}  # some 4 ms
+ROUNDS = {  # some 4 ms
+    "peaks_fp32": 150_000,
+    "peaks_int8": 150_000,
+    "peaks_int8_tiles": 60_000,
+    "peaks_bf16_tiles": 60_000,
+}
 AHEAD_BYTES = (0, 4096)  # what is prefetched; whichever is faster counts
 
 SOURCES = Sources("peaks", Path(__file__).parent / "src", "peaks.cpp")
@@ -58,6 +64,7 @@ class CeilingProbe:
             "read_bytes_per_s": self._read(min(read_bytes, MOST_READ_BYTES)),
             "fp32_flops_per_s": self._peak("peaks_fp32"),
             "int8_flops_per_s": max(self._peak("peaks_int8"), self._peak("peaks_int8_tiles")),
+            "bf16_flops_per_s": self._peak("peaks_bf16_tiles"),
         }
 
     def _peak(self, name: str) -> float:

@@ -9,7 +9,7 @@
 | memory_weights/, memory_resident/ | MiB      | matrices as held; the process after all jobs   |
 | kv_token/<weights>                | B        | KV of one token, with scales and padding       |
 | load/, warm_up/<weights>          | s        |                                                |
-| ceiling/read, fp32, int8          |          | what the limits come from                      |
+| ceiling/read, fp32, int8, bf16    |          | what the limits come from                      |
 | background/cpu                    | %        | share of all cores that other programs used    |
 | same_tokens/<engine>              | %        | of the prefill's tokens, equal to our fp32's   |
 
@@ -229,6 +229,7 @@ def _peaks(ceilings: Ceilings) -> dict[str, Figure]:
         "ceiling/read": Figure(ceilings.read_bytes_per_s / 1e9, "GB/s"),
         "ceiling/fp32": Figure(ceilings.fp32_flops_per_s / 1e9, "GFLOP/s"),
         "ceiling/int8": Figure(ceilings.int8_flops_per_s / 1e9, "GOP/s"),
+        "ceiling/bf16": Figure(ceilings.bf16_flops_per_s / 1e9, "GFLOP/s"),
     }
 
 

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -56,7 +56,7 @@ void multiply_bytes(int64_t rounds) {
   asm volatile(CLEAR LOOP(SUMS(BYTES)) : "+r"(rounds)::REGISTERS);
 }
 
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
 
 bool has_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
@@ -67,6 +67,7 @@ struct alignas(64) TileConfig {
 };
 constexpr TileConfig kTiles;  // constant, since gcc drops stores that only _tile_loadconfig reads
 
+template <bool kBytes>
 void multiply_tiles(int64_t rounds) {
   _tile_loadconfig(&kTiles);
   alignas(64) static const uint8_t zeros[1024] = {};
@@ -79,10 +80,17 @@ void multiply_tiles(int64_t rounds) {
   _tile_zero(2);
   _tile_zero(3);
   for (; rounds > 0; --rounds) {
-    _tile_dpbusd(0, 4, 6);
-    _tile_dpbusd(1, 4, 7);
-    _tile_dpbusd(2, 5, 6);
-    _tile_dpbusd(3, 5, 7);
+    if constexpr (kBytes) {
+      _tile_dpbusd(0, 4, 6);
+      _tile_dpbusd(1, 4, 7);
+      _tile_dpbusd(2, 5, 6);
+      _tile_dpbusd(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
   _tile_release();
 }
@@ -90,6 +98,7 @@ void multiply_tiles(int64_t rounds) {
 #else
 
 bool has_tiles() { return false; }
+template <bool kBytes>
 void multiply_tiles(int64_t) {}
 
 #endif
@@ -157,7 +166,11 @@ double peaks_int8(int32_t threads, int64_t rounds) {
 // 0 without AMX.
 double peaks_int8_tiles(int32_t threads, int64_t rounds) {
   if (!has_tiles()) return 0;
-  return rate(threads, rounds, 4 * 2 * 16.0 * 16 * 64, multiply_tiles);
+  return rate(threads, rounds, 4 * 2 * 16.0 * 16 * 64, multiply_tiles<true>);
+}
+double peaks_bf16_tiles(int32_t threads, int64_t rounds) {
+  if (!has_tiles()) return 0;
+  return rate(threads, rounds, 4 * 2 * 16.0 * 16 * 32, multiply_tiles<false>);
 }
 
 // Bytes a second that `threads` threads read of `memory`, each a part of its own, once. `memory` is

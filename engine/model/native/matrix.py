@@ -2,7 +2,8 @@
 
     int8         one scale per output, symmetric; activations are quantised per token
     fp32, bf16   as they are. A matrix whose every value bf16 can hold, as in most checkpoints, is
-                 kept in bf16 and widened as it is read: the products are the same.
+                 kept in bf16 and widened as it is read: the products are the same. With AMX each
+                 activation is split instead, into three numbers of bf16 whose sum it is.
 
 The result for a row has the same bits in any batch.
 """
@@ -14,7 +15,7 @@ import mmap
 import torch
 
 from engine.config import WeightFormat
-from engine.model.native.library import BF16, FP32, INT8, Weight
+from engine.model.native.library import BF16, BF16_PAIRS, FP32, INT8, Weight
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
@@ -50,6 +51,8 @@ class PackedMatrix:
         """`form` is fp32, bf16 or int8; `weight` is fp32, bf16 or fp16."""
         rows, cols = weight.shape
         kind = _kind(weight, form)
+        if kind == BF16 and library.baton_uses_amx():
+            kind = BF16_PAIRS
         panel = library.baton_panel()
         padded_rows = -(-rows // panel) * panel
         self.form = form

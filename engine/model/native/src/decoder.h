@@ -233,13 +233,17 @@ class Decoder {
     qkv_stride_ = whole_vecs(query_size_ + 2 * kv_size_);
     attended_stride_ = whole_vecs(query_size_);
     wide_stride_ = whole_vecs(m_.feed_forward + kPanel);
-    const size_t widest = std::max({m_.hidden, query_size_, m_.feed_forward});
     residual_.reserve(tokens * hidden_stride_ * 4);
     added_.reserve(tokens * hidden_stride_ * 4);
     qkv_.reserve(tokens * qkv_stride_ * 4);
     attended_.reserve(tokens * attended_stride_ * 4);
     wide_.reserve(tokens * wide_stride_ * 4);
-    packed_.reserve((tokens + kAmxRows) * (widest + kAmxInputs) * 4);
+    size_t packed = packed_row_bytes(m_.head, wanted_->num_keep);
+    for (int i = 0; i < m_.num_layers; ++i)
+      for (const Weight* w :
+           {&m_.layers[i].qkv[0], &m_.layers[i].output, &m_.layers[i].gate, &m_.layers[i].down})
+        packed = std::max(packed, packed_row_bytes(*w, batch_->num_tokens));
+    packed_.reserve(packed);
     scales_.reserve(tokens * 4);
     rotary_floats_ = 0;
     for (int i = 0; i < m_.num_ropes; ++i) rotary_floats_ += m_.ropes[i].rotary_dim;

@@ -1,6 +1,7 @@
 // Linear layers over weights that are packed once, in panels of kPanel output columns.
 //
 //     fp32, bf16      [num_panels][cols][kPanel]
+//     bf16 in pairs   [num_panels][cols / 2][kPanel][2], to be multiplied with AMX
 //     int8            [num_panels][cols / 4][kPanel][4], one scale per output column
 //     int8 as float   the same weights with fp32 activations: slow, but activations are not rounded,
 //                     so that two ways to compute a model can be compared
@@ -23,7 +24,7 @@
 
 namespace baton {
 
-enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt8AsFloat = 3 };
+enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt8AsFloat = 3, kBf16Pairs = 4 };
 
 #if BATON_AVX512
 constexpr int kPanelVecs = 2;
@@ -64,6 +65,7 @@ struct Weight {
 // blocks of rows. A block is [cols][rows of the block] for fp32 and bf16 weights (`values`). For int8
 // it is [cols / 4][rows of the block][4], or with AMX [rows / 16][cols / 64][16][64] (`bytes`, with a
 // scale for each row).
+// For bf16 in pairs it is [rows / 5][cols / 32][16][32] of bf16: three rows for each, and an unused one.
 struct Rows {
   float* values;
   uint8_t* bytes;
@@ -78,8 +80,10 @@ struct RowBlocks {
   bool amx;
 
   RowBlocks(const Weight& w, int rows)
-      : rows(rows), amx(w.kind == kInt8 && amx_is_used && rows >= kAmxFromRows) {
-    most = amx ? kAmxBlock : w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows;
+      : rows(rows),
+        amx(w.kind == kBf16Pairs || (w.kind == kInt8 && amx_is_used && rows >= kAmxFromRows)) {
+    if (amx) most = w.kind == kInt8 ? kAmxBlock : kFloatBlock;
+    else most = w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows;
     count = (rows + most - 1) / most;
   }
   Share operator[](int block) const {
@@ -222,6 +226,18 @@ inline void multiply_float(const float* a, size_t lda, int rows, const float* pa
   });
 }
 
+// The first of the three rows of bf16 that row r of a block is.
+constexpr int float_row(int r) { return r / kFloatRows * kAmxRows + r % kFloatRows * kParts; }
+
+// Bytes of `rows` packed rows, rounded up to whole registers of AMX.
+inline size_t packed_row_bytes(const Weight& w, int rows) {
+  if (w.kind == kBf16Pairs)
+    return static_cast<size_t>((rows + kFloatRows - 1) / kFloatRows) * kAmxRows * 2 * w.padded_cols;
+  if (w.kind == kInt8)
+    return static_cast<size_t>((rows + kAmxRows - 1) / kAmxRows) * kAmxRows * w.padded_cols;
+  return sizeof(float) * rows * w.padded_cols;
+}
+
 // Columns begin … end - 1 of the inputs.
 struct Columns {
   int begin, end;
@@ -239,8 +255,9 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
     const int8_t* bytes = static_cast<const int8_t*>(w.panels) + at;
     const int first = panel * kPanel;
     if (amx) {
-      if (rows > kAmxRows) amx_product<2>(x.bytes + start, bytes, w.padded_cols, sums);
-      else amx_product<1>(x.bytes + start, bytes, w.padded_cols, sums);
+      const uint8_t* raw = reinterpret_cast<const uint8_t*>(bytes);
+      if (rows > kAmxRows) amx_product<2>(x.bytes + start, raw, w.padded_cols, sums);
+      else amx_product<1>(x.bytes + start, raw, w.padded_cols, sums);
     } else {
       with_rows<kMaxRowsInt8>(
           rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, sums); });
@@ -254,6 +271,20 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
         store(tile + at, mul(mul(exact, scale), fill(x.scales[block.begin + r])));
       }
     }
+    return;
+  }
+  if (w.kind == kBf16Pairs) {
+    alignas(64) float sums[kBlockRows * kPanel];
+    const uint8_t* a = x.bytes + packed_row_bytes(w, block.begin);
+    const uint8_t* raw = static_cast<const uint8_t*>(w.panels) + 2 * at;
+    if (rows > kFloatRows) amx_product<2>(a, raw, 2 * w.padded_cols, sums);
+    else amx_product<1>(a, raw, 2 * w.padded_cols, sums);
+    for (int r = 0; r < rows; ++r)
+      for (int v = 0; v < kPanelVecs; ++v) {
+        const float* part = sums + float_row(r) * kPanel + v * kLanes;
+        const Vec small = add(load(part + 2 * kPanel), load(part + kPanel));
+        store(tile + r * kPanel + v * kLanes, add(small, load(part)));
+      }
     return;
   }
   const int count = columns.end - columns.begin;
@@ -282,15 +313,16 @@ struct Blocking {
   int tiles;   // of each matrix, that wait
 
   Blocking(const Weight& w, int rows, int weights) : columns(w.cols), panels(1), tiles(1) {
-    const bool is_int8 = w.kind == kInt8;
-    const size_t row_bytes = static_cast<size_t>(w.padded_cols) * (is_int8 ? 1 : sizeof(float));
-    if (!is_int8 && row_bytes * rows > kChunkBytes && w.cols > kMaxColumns) {
+    const RowBlocks by(w, rows);
+    const bool is_whole = w.kind == kInt8 || by.amx;  // all columns are multiplied at once
+    const size_t row_bytes = sizeof(float) * w.padded_cols;
+    if (!is_whole && row_bytes * rows > kChunkBytes && w.cols > kMaxColumns) {
       const int parts = (w.cols + kMaxColumns - 1) / kMaxColumns;
       columns = ((w.cols + parts - 1) / parts + kLanes - 1) / kLanes * kLanes;
       panels = kWaitingPanels / weights;
     }
     const size_t block_bytes =
-        RowBlocks(w, rows).most * (is_int8 ? row_bytes : columns * sizeof(float));
+        is_whole ? packed_row_bytes(w, by.most) : by.most * columns * sizeof(float);
     blocks = std::max<int>(2, kChunkBytes / block_bytes);
     if (columns < w.cols) tiles = panels * blocks;
   }
@@ -413,6 +445,19 @@ inline float pack_bytes_for_amx(const Weight& w, const float* x, uint8_t* to) {
   });
 }
 
+inline void pack_parts(const Weight& w, const float* x, uint8_t* to) {
+  constexpr int kInputs = kAmxInputs / 2;
+  for (int i = 0; i < w.padded_cols; i += kLanes) {
+    alignas(64) float tail[kLanes] = {};
+    const float* from = x + i;
+    if (i + kLanes > w.cols) {
+      if (i < w.cols) std::memcpy(tail, from, sizeof(float) * (w.cols - i));
+      from = tail;
+    }
+    put_parts(from, to + i / kInputs * kAmxRows * kAmxInputs + i % kInputs * 2);
+  }
+}
+
 // Packs this thread's share of `rows` rows for `w`. fetch(row, slot) returns the row's address,
 // [cols]; it stays valid until the same slot, below kBlockRows, is fetched again.
 template <class Fetch>
@@ -424,14 +469,22 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
     const int count = std::min(mine.end, block.end) - row;
     const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
     const float* x[kBlockRows];
-    if (w.kind == kInt8) {
+    if (w.kind == kBf16Pairs) {
+      uint8_t* first = to.bytes + packed_row_bytes(w, block.begin);
+      for (int r = 0; r < count; ++r) {
+        const int at = before + r, tile = at / kFloatRows * kFloatRows;
+        pack_parts(w, fetch(row + r, 0),
+                   first + packed_row_bytes(w, tile) + at % kFloatRows * kParts * kAmxInputs);
+      }
+    } else if (w.kind == kInt8) {
       for (int r = 0; r < count; ++r) {
         const int at = before + r;
         const size_t tile = static_cast<size_t>(at / kAmxRows * kAmxRows) * w.padded_cols;
-        to.scales[row + r] =
-            blocks.amx ? pack_bytes_for_amx(w, fetch(row + r, 0),
-                                            to.bytes + start + tile + at % kAmxRows * kAmxInputs)
-                       : pack_bytes(w, fetch(row + r, 0), step, to.bytes + start + at * 4);
+        uint8_t* first = to.bytes + start;
+        to.scales[row + r] = blocks.amx
+                                 ? pack_bytes_for_amx(w, fetch(row + r, 0),
+                                                      first + tile + at % kAmxRows * kAmxInputs)
+                                 : pack_bytes(w, fetch(row + r, 0), step, first + at * 4);
       }
     } else {
       for (int r = 0; r < count; ++r) x[r] = fetch(row + r, r);
@@ -444,15 +497,17 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
   }
 }
 
-constexpr int kInputsUnit = BATON_AMX ? kAmxInputs : 4;
 inline int padded_cols(int kind, int cols) {
-  return kind == kInt8 ? (cols + kInputsUnit - 1) / kInputsUnit * kInputsUnit : cols;
+  const int unit = kind == kInt8        ? (BATON_AMX ? kAmxInputs : 4)
+                   : kind == kBf16Pairs ? kAmxInputs / 2
+                                        : 1;
+  return (cols + unit - 1) / unit * unit;
 }
 
 inline size_t packed_bytes(int kind, int rows, int cols) {
   const size_t elements =
       static_cast<size_t>((rows + kPanel - 1) / kPanel) * kPanel * padded_cols(kind, cols);
-  return elements * (kind == kFp32 ? 4 : kind == kBf16 ? 2 : 1);
+  return elements * (kind == kFp32 ? 4 : kind == kInt8 ? 1 : 2);
 }
 
 // Packs `source` [rows, cols] fp32; scales and offsets [num_panels * kPanel] are written for int8.
@@ -475,6 +530,9 @@ inline void pack(int kind, const float* source, int rows, int cols, void* panels
         const size_t at = panel + (static_cast<size_t>(k / 4) * kPanel + column) * 4 + k % 4;
         static_cast<int8_t*>(panels)[at] = q;
         sum += q;
+      } else if (kind == kBf16Pairs) {
+        const size_t at = panel + (static_cast<size_t>(k / 2) * kPanel + column) * 2 + k % 2;
+        static_cast<uint16_t*>(panels)[at] = float_to_bf16(value);
       } else {
         const size_t at = panel + static_cast<size_t>(k) * kPanel + column;
         if (kind == kBf16) static_cast<uint16_t*>(panels)[at] = float_to_bf16(value);

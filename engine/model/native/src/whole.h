@@ -108,7 +108,8 @@ inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int c
 #if BATON_AVX512
   int apart = rows;  // the sums of lower and upper bytes
   if (amx) {
-    amx_product<1, false>(a, panel, (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums);
+    amx_product<1, false>(a, reinterpret_cast<const uint8_t*>(panel),
+                          (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums);
     apart = kWholeRowsAmx;
   } else {
     with_rows<kWholeRows>(rows, [&](auto r) { tile_int8<2 * r()>(a, panel, cols, sums); });
