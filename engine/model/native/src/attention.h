@@ -89,6 +89,7 @@ struct LoadTokens {
 
 // A thread's working memory for int8 KV.
 struct WholeScratch {
+  bool amx;
   uint8_t* queries;    // blocks of queries as pack_whole writes them
   float* query_steps;  // what 1 stands for in each query's numbers
   int8_t* keys;        // [kTile / kPanel][cols / 4][kPanel][4]
@@ -199,8 +200,9 @@ class Attention {
     float* rest = q + max_queries() * padded_;
     load_queries(batch, task, query, query_stride, q);
     const int last = (end - 1) / kPartition;
-    const AmxTiles registers(is_whole_ && amx_is_used);
     WholeScratch whole{};
+    whole.amx = is_whole_ && amx_is_used && queries >= kWholeFromAmx;
+    const AmxTiles registers(whole.amx);
     if (is_whole_) rest = begin_whole(q, queries, rest, whole);
     if (task.partition >= 0) {
       Partial own = part(task.part, queries);
@@ -499,12 +501,12 @@ class Attention {
         static_cast<size_t>(kTile) * whole_cols_ + static_cast<size_t>(kWholeTokens) * padded_;
     std::fill_n(whole.keys, static_cast<size_t>(kTile) * whole_cols_, 0);
     std::fill_n(whole.values, static_cast<size_t>(kWholeTokens) * padded_, 0);
-    const int block = whole_block(amx_is_used);
-    alignas(64) uint16_t numbers[kWholeMaxCols + kAmxInputs] = {};
+    const int block = whole_block(whole.amx);
     for (int i = 0; i < queries; ++i, q += padded_) {
-      whole.query_steps[i] = round_row(q, padded_, kWholeZero, numbers);
       const int first = i / block * block, rows = std::min(block, queries - first);
-      pack_whole(numbers, whole_cols_, i - first, rows, amx_is_used, query_block(whole, i / block));
+      const float inverse = inverse_step(q, padded_, whole.query_steps[i]);
+      pack_whole(q, inverse, kWholeZero, whole_cols_, i - first, rows, whole.amx,
+                 query_block(whole, i / block));
     }
     return reinterpret_cast<float*>(memory);
   }
@@ -513,14 +515,14 @@ class Attention {
     return whole.queries + block * whole_bytes(whole_cols_);
   }
 
-  // Rounds x [n], n a multiple of kLanes. Returns what 1 stands for.
-  static float round_row(const float* x, int n, int zero, uint16_t* numbers) {
+  // What 1 stands for if x [n] is rounded to numbers, and its inverse. n is a multiple of kLanes.
+  static float inverse_step(const float* x, int n, float& step) {
     Vec most = zeros();
     for (int d = 0; d < n; d += kLanes) most = max(most, abs(load(x + d)));
     const float largest = max_lanes(most);
     const bool counts = largest > kWholeLeast;
-    round_whole(x, n, counts ? kWholeMost / largest : 0.0f, zero, numbers);
-    return counts ? largest / kWholeMost : 0.0f;
+    step = counts ? largest / kWholeMost : 0.0f;
+    return counts ? kWholeMost / largest : 0.0f;
   }
 
   // K of a tile for whole_product, and the sum of each token's elements.
@@ -568,7 +570,7 @@ class Attention {
 
   void score_whole(int queries, const WholeScratch& whole, const int32_t* key_sums,
                    float* scores) const {
-    const int block = whole_block(amx_is_used);
+    const int block = whole_block(whole.amx);
     Words offsets[kTile / kLanes];
     for (int v = 0; v < kTile / kLanes; ++v)
       offsets[v] = shifted_left(load_words(key_sums + v * kLanes), 15);
@@ -577,7 +579,7 @@ class Attention {
       for (int panel = 0; panel < kTile / kPanel; ++panel)
         whole_product(query_block(whole, first / block), rows,
                       whole.keys + static_cast<size_t>(panel) * whole_cols_ * kPanel, whole_cols_,
-                      amx_is_used, [&](int r, int v, Words sums) {
+                      whole.amx, [&](int r, int v, Words sums) {
                         const int at = panel * kPanelVecs + v;
                         if (kWholeZero > 0) sums = sub(sums, offsets[at]);
                         store(scores + (first + r) * kTile + at * kLanes,
@@ -609,20 +611,20 @@ class Attention {
   // sums [queries, padded] += weights [queries, kTile] times V.
   void add_whole_values(int queries, const float* weights, const WholeScratch& whole,
                         Partial& p) const {
-    const int block = whole_block(amx_is_used);
-    alignas(64) uint16_t numbers[kTile];
+    const int block = whole_block(whole.amx);
     alignas(64) uint8_t packed[2 * kWholeRowsAmx * kWholeTokens] = {};
     float steps[kWholeRowsAmx];
     for (int first = 0; first < queries; first += block) {
       const int rows = std::min(block, queries - first);
       for (int r = 0; r < rows; ++r) {
-        steps[r] = round_row(weights + (first + r) * kTile, kTile, 0, numbers);
-        pack_whole(numbers, kTile, r, rows, amx_is_used, packed);
+        const float* row = weights + (first + r) * kTile;
+        const float inverse = inverse_step(row, kTile, steps[r]);
+        pack_whole(row, inverse, 0, kTile, r, rows, whole.amx, packed);
       }
       for (int panel = 0; panel < padded_ / kPanel; ++panel)
         whole_product(packed, rows,
                       whole.values + static_cast<size_t>(panel) * kWholeTokens * kPanel, kTile,
-                      amx_is_used, [&](int r, int v, Words sums) {
+                      whole.amx, [&](int r, int v, Words sums) {
                         float* to = p.sums + static_cast<size_t>(first + r) * padded_ +
                                     panel * kPanel + v * kLanes;
                         store(to, fma(from_int32(sums), fill(steps[r]), load(to)));

@@ -16,6 +16,7 @@ constexpr float kWholeLeast = 1e-30f;             // rows without larger element
 constexpr int kWholeMaxCols = 512;                // more inputs could exceed 32 bits
 constexpr int kWholeRows = BATON_AVX512 ? 7 : 4;  // rows of a block, without AMX
 constexpr int kWholeRowsAmx = kAmxRows / 2;
+constexpr int kWholeFromAmx = 6;  // fewer rows are multiplied sooner without AMX
 constexpr int kWholeZero = BATON_AVX512 ? 32768 : 0;  // added to numbers that may be negative
 
 // How many rows of numbers are multiplied at once.
@@ -24,41 +25,58 @@ inline size_t whole_bytes(int cols) {
   return static_cast<size_t>(2 * kWholeRowsAmx) * (cols + kAmxInputs);
 }
 
-// The numbers of one row: round(x * inverse) + zero, for n elements rounded up to whole vectors.
-inline void round_whole(const float* x, int n, float inverse, int zero, uint16_t* to) {
-  alignas(64) int32_t words[kLanes];
-  for (int i = 0; i < n; i += kLanes) {
-    store_words(words, to_int32(mul(load(x + i), fill(inverse))));
-    for (int j = 0; j < kLanes; ++j) to[i + j] = static_cast<uint16_t>(words[j] + zero);
-  }
-}
-
-// Packs row r of `rows` for whole_product: `numbers` [cols], cols a multiple of four.
-inline void pack_whole(const uint16_t* numbers, int cols, int r, int rows, bool amx, uint8_t* to) {
+// Packs row r of `rows` for whole_product: the numbers round(x * inverse) + zero, for `cols` elements,
+// or rather more: x must have whole vectors.
+inline void pack_whole(const float* x, float inverse, int zero, int cols, int r, int rows, bool amx,
+                       uint8_t* to) {
 #if BATON_AVX512
-  alignas(64) uint8_t low[kWholeMaxCols], high[kWholeMaxCols];
-  for (int i = 0; i < cols; i += 32) {
-    const __m512i both = _mm512_loadu_si512(numbers + i);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(low + i), _mm512_cvtepi16_epi8(both));
-    _mm256_store_si256(reinterpret_cast<__m256i*>(high + i),
-                       _mm512_cvtepi16_epi8(_mm512_srli_epi16(both, 8)));
-  }
-  if (amx) {
-    for (int i = 0; i < cols; i += 32) {
-      uint8_t* at = to + i / kAmxInputs * kAmxInputs * kAmxRows + r * kAmxInputs + i % kAmxInputs;
-      std::memcpy(at, low + i, 32);
-      std::memcpy(at + kWholeRowsAmx * kAmxInputs, high + i, 32);
+  const Vec factor = fill(inverse);
+  const Words start = fill_words(static_cast<uint32_t>(zero));
+  const auto numbers = [&](int i) {
+    return _mm512_cvtepi32_epi16(add(to_int32(mul(load(x + i), factor)), start));
+  };
+  const auto both = [&](int i) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(numbers(i)), numbers(i + kLanes), 1);
+  };
+  const auto low = [](__m512i words) { return _mm512_cvtepi16_epi8(words); };
+  const auto high = [](__m512i words) { return _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8)); };
+  if (amx) {  // lines are written whole: a tile that is loaded from halves waits for them
+    for (int i = 0; i < cols; i += kAmxInputs, to += kAmxInputs * kAmxRows) {
+      __m512i words = both(i);
+      __m512i lows = _mm512_zextsi256_si512(low(words));
+      __m512i highs = _mm512_zextsi256_si512(high(words));
+      if (i + 32 < cols) {
+        words = both(i + 32);
+        lows = _mm512_inserti64x4(lows, low(words), 1);
+        highs = _mm512_inserti64x4(highs, high(words), 1);
+      }
+      _mm512_store_si512(to + r * kAmxInputs, lows);
+      _mm512_store_si512(to + (kWholeRowsAmx + r) * kAmxInputs, highs);
     }
     return;
   }
-  for (int i = 0; i < cols; i += 4, to += 8 * rows) {
-    std::memcpy(to + 4 * r, low + i, 4);
-    std::memcpy(to + 4 * (rows + r), high + i, 4);
+  alignas(32) uint8_t lows[32], highs[32];
+  for (int i = 0; i < cols; i += 32) {
+    const __m512i words = both(i);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lows), low(words));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(highs), high(words));
+    for (int j = 0; j < std::min(32, cols - i); j += 4, to += 8 * rows) {
+      std::memcpy(to + 4 * r, lows + j, 4);
+      std::memcpy(to + 4 * (rows + r), highs + j, 4);
+    }
   }
 #else
-  for (int i = 0; i < cols; i += 4, to += 8 * rows) {
-    const uint16_t pairs[4] = {numbers[i], numbers[i + 2], numbers[i + 1], numbers[i + 3]};
-    std::memcpy(to + 8 * r, pairs, 8);
+  (void)amx;
+  alignas(64) int32_t whole[kLanes];
+  for (int i = 0; i < cols; i += kLanes) {
+    store_words(whole, to_int32(mul(load(x + i), fill(inverse))));
+    for (int& number : whole) number += zero;
+    for (int j = 0; j < std::min(kLanes, cols - i); j += 4, to += 8 * rows) {
+      const int order[4] = {whole[j], whole[j + 2], whole[j + 1], whole[j + 3]};
+      int16_t pairs[4];
+      for (int n = 0; n < 4; ++n) pairs[n] = static_cast<int16_t>(order[n]);
+      std::memcpy(to + 8 * r, pairs, 8);
+    }
   }
 #endif
 }
@@ -121,6 +139,7 @@ inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int c
       consume(r, v, add(load_words(low), high));
     }
 #else
+  (void)amx;
   with_rows<kWholeRows>(rows, [&](auto r) { tile_whole<r()>(a, panel, cols, sums); });
   for (int r = 0; r < rows; ++r) consume(r, 0, load_words(sums + r * kPanel));
 #endif
@@ -157,6 +176,7 @@ BATON_INLINE Words add_bytes(Words sums, Vec words) {
 #if BATON_AVX512
   return _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_castps_si512(words));
 #else
+  (void)words;
   return sums;  // not needed: kWholeZero is zero
 #endif
 }
