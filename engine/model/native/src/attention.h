@@ -499,8 +499,8 @@ class Attention {
     whole.values = whole.keys + static_cast<size_t>(kTile) * whole_cols_;
     memory +=
         static_cast<size_t>(kTile) * whole_cols_ + static_cast<size_t>(kWholeTokens) * padded_;
-    std::fill_n(whole.keys, static_cast<size_t>(kTile) * whole_cols_, 0);
-    std::fill_n(whole.values, static_cast<size_t>(kWholeTokens) * padded_, 0);
+    if (whole_cols_ != cache_.head_dim)  // padding of K is multiplied too
+      std::fill_n(whole.keys, static_cast<size_t>(kTile) * whole_cols_, 0);
     const int block = whole_block(whole.amx);
     for (int i = 0; i < queries; ++i, q += padded_) {
       const int first = i / block * block, rows = std::min(block, queries - first);
