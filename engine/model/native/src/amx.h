@@ -1,9 +1,8 @@
 // Products with AMX: 16 rows by 16 columns by 64 bytes of inputs in one instruction.
 //
 // Sums of byte products are exact, so their bits are those of any other way to add them. Sums of bf16
-// products are fp32 and have AMX's own rounding: matrices are packed for it or not. Linux lends the tile registers
-// to a process that asks for them. Without its leave, or without AMX, byte products take other
-// instructions.
+// products are fp32 with AMX's own rounding, so a matrix is packed either for AMX or for other
+// instructions. Linux lends the tile registers to a process that asks for them.
 #pragma once
 
 #include <type_traits>

@@ -8,8 +8,8 @@
 //
 // Activations are fp32, or for int8 bytes with one scale per row (absolute maximum / 127).
 // A tile of at most kMaxRows rows and one panel stays in registers for all of `cols`. So an element
-// of the result is one chain of fused additions in the order of `cols` (fp32) or an exact integer
-// (int8). Its bits depend neither on the number of rows nor on their order.
+// of the result is one chain of fused additions in the order of `cols` (fp32), three of AMX's own, or
+// an exact integer (int8). Its bits depend neither on the number of rows nor on their order.
 //
 // Weights that are bf16 in the checkpoint stay bf16 and are widened when they are read. The products
 // are the same as with fp32 weights, from half the memory.
@@ -64,8 +64,8 @@ struct Weight {
 // Activations of `rows` rows, packed so that the kernels read them from front to back. They are in
 // blocks of rows. A block is [cols][rows of the block] for fp32 and bf16 weights (`values`). For int8
 // it is [cols / 4][rows of the block][4], or with AMX [rows / 16][cols / 64][16][64] (`bytes`, with a
-// scale for each row).
-// For bf16 in pairs it is [rows / 5][cols / 32][16][32] of bf16: three rows for each, and an unused one.
+// scale for each row). For bf16 in pairs it is [rows / 5][cols / 32][16][32] numbers of bf16, also in
+// `bytes`: three rows for each row, and an unused one.
 struct Rows {
   float* values;
   uint8_t* bytes;
