@@ -50,7 +50,7 @@ JobKey = tuple[str, str]  # engine, job
 Formats = tuple[str, str]  # of weights, of KV
 
 
-class LimitExceeded(BatonError):
+class CeilingExceeded(BatonError):
     """Results above what the machine was measured to allow."""
 
 
@@ -112,11 +112,11 @@ def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
 
 
 def check_limits(found: Sequence[Result]) -> None:
-    """Raises LimitExceeded, which names the results above their limits."""
+    """Raises CeilingExceeded, which names the results above their limits."""
     above = [r for r in found if r.of_limit is not None and r.of_limit > 1 + TOLERATED]
     if above:
         names = ", ".join(f"{r.name} ({r.of_limit:.0%})" for r in above)
-        raise LimitExceeded(f"above what this machine was measured to allow: {names}")
+        raise CeilingExceeded(f"above what this machine was measured to allow: {names}")
 
 
 def warnings(measured: EngineMeasured) -> list[str]:

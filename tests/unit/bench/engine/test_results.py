@@ -19,7 +19,7 @@ from bench.engine.plan import (
 from bench.engine.results import (
     EngineMeasured,
     JobTime,
-    LimitExceeded,
+    CeilingExceeded,
     OurMemory,
     Repetition,
     check_limits,
@@ -115,7 +115,7 @@ def test_a_result_above_its_limit_fails_the_run():
     slow = {key: replace(s, seconds=1e6) for key, s in first.samples.items()}
     check_limits(results(PLAN, measured(repetitions=(Repetition(slow),))))
     wrong = slow | {("int8", "prefill"): replace(first.samples["int8", "prefill"], seconds=1e-9)}
-    with pytest.raises(LimitExceeded, match=r"prefill/int8 \(\d+%\)") as raised:
+    with pytest.raises(CeilingExceeded, match=r"prefill/int8 \(\d+%\)") as raised:
         check_limits(results(PLAN, measured(repetitions=(Repetition(wrong),))))
     assert "fp32" not in str(raised.value)
 
