@@ -17,9 +17,9 @@ from bench.engine.plan import (
     jobs_of,
 )
 from bench.engine.results import (
+    CeilingExceeded,
     EngineMeasured,
     JobTime,
-    CeilingExceeded,
     OurMemory,
     Repetition,
     check_limits,
