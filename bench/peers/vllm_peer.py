@@ -34,7 +34,7 @@ def write_w8a8(checkpoint: Path, folder: Path) -> None:
     for file in checkpoint.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             if not name.endswith("proj.weight"):
