@@ -106,8 +106,8 @@ class Attention {
       : cache_(cache), group_(group), padded_(padded_head(cache.head_dim)),
         tokens_per_task_(std::max(1, kTaskQueries / group)),
         is_whole_(cache.format == kKvInt8 && cache.head_dim <= kWholeMaxCols),
-        whole_cols_(padded_cols(kInt8, cache.head_dim)), nothing_(cache.token_bytes + kGroupBytes) {
-  }
+        whole_cols_(round_up(cache.head_dim, BATON_AMX ? kAmxInputs : 4)),
+        nothing_(cache.token_bytes + kGroupBytes) {}
 
   // Plans the tasks of a batch for so many threads. With few rows, long contexts are split.
   void plan(const Batch& batch, int threads) {
@@ -647,7 +647,7 @@ class Attention {
   int padded_;
   int tokens_per_task_;
   bool is_whole_;   // int8 KV is multiplied in whole numbers
-  int whole_cols_;  // head_dim, padded as inputs of int8 weights are
+  int whole_cols_;  // head_dim, padded for whole_product
   int num_parts_ = 0;
   std::vector<uint8_t> nothing_;  // a token of zeros, and its scale
   std::vector<Task> tasks_;

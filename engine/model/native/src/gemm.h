@@ -81,7 +81,8 @@ struct RowBlocks {
 
   RowBlocks(const Weight& w, int rows)
       : rows(rows),
-        amx(w.kind == kBf16Pairs || (w.kind == kInt8 && amx_is_used && rows >= kAmxFromRows)) {
+        amx(w.kind == kBf16Pairs || (w.kind == kInt8 && amx_is_used && rows >= kAmxFromRows &&
+                                     w.padded_cols % kAmxInputs == 0)) {
     if (amx) most = w.kind == kInt8 ? kAmxBlock : kFloatBlock;
     else most = w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows;
     count = (rows + most - 1) / most;
@@ -497,11 +498,13 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
   }
 }
 
+inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// AMX multiplies int8 if a row fills whole registers, so rows are padded unless they are short.
 inline int padded_cols(int kind, int cols) {
-  const int unit = kind == kInt8        ? (BATON_AMX ? kAmxInputs : 4)
-                   : kind == kBf16Pairs ? kAmxInputs / 2
-                                        : 1;
-  return (cols + unit - 1) / unit * unit;
+  if (kind == kBf16Pairs) return round_up(cols, kAmxInputs / 2);
+  if (kind != kInt8) return cols;
+  return round_up(cols, BATON_AMX && cols >= kAmxInputs ? kAmxInputs : 4);
 }
 
 inline size_t packed_bytes(int kind, int rows, int cols) {
