@@ -117,7 +117,7 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
                 repetitions.append(_repetition(contest, plan, vocab_size, repeat))
         return EngineMeasured(
             size=size,
-            ours={name: _described(engine, facts[name]) for name, engine in contest.ours.items()},
+            ours={w: _described(contest.ours[w], facts[w]) for w in plan.weights},
             repetitions=tuple(repetitions),
             background=tuple(busy.shares),
             versions={p.name: facts[p.name]["version"] for p in plan.peers if p.name in facts},
