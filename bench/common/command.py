@@ -69,9 +69,25 @@ def publish(
     warnings: Iterable[str] = (),
 ) -> None:
     """Writes the report as JSON if `--json` gave a path, and prints it with its warnings."""
+    write_report(report, path)
+    show_report(report, title=title, show=show, warnings=warnings)
+
+
+def write_report(report: Report, path: Path | None) -> None:
+    """Writes the report as JSON if `--json` gave a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(to_json(report))
+
+
+def show_report(
+    report: Report,
+    *,
+    title: str,
+    show: Callable[[Console, Report], None] = print_results,
+    warnings: Iterable[str] = (),
+) -> None:
+    """Prints the report with its warnings."""
     console = Console()
     print_head(console, report, title=title)
     show(console, report)

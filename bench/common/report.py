@@ -5,7 +5,8 @@
                   "peers": {"vllm": {"value", "ratio"}}}]}
 
 `runs` has one figure for each repetition that defines it; `value` is their median. `limit` is what
-the machine allowed, measured in the same run; `of_limit` is the share of it that was reached.
+the machine allowed, measured in the same run; `of_limit` is the share of it that was reached. Where
+each repetition has a limit of its own, both are medians.
 Names are `thing/statistic`: `ttft/p50`, `throughput/output_tokens`.
 `bench.common.machine.report_here` makes a report.
 """
@@ -50,6 +51,11 @@ class Result:
     def limited(self, limit: float) -> "Result":
         """This result with what the machine allowed."""
         return replace(self, limit=limit, of_limit=self.value / limit)
+
+    def limited_each(self, limits: Sequence[float]) -> "Result":
+        """This result with what the machine allowed in each run; medians of limits and shares."""
+        shares = [value / limit for value, limit in zip(self.runs, limits, strict=True)]
+        return replace(self, limit=statistics.median(limits), of_limit=statistics.median(shares))
 
     def beside(self, theirs: Mapping[str, float]) -> "Result":
         """This result with other systems' figures on the same inputs."""

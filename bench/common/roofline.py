@@ -8,20 +8,24 @@ b sequences and KV of kv bytes a token:
     bytes of a step        (bytes of the matrices as held) + kv·(sum of the contexts)
 
 The least time is the greater of flops over peak and bytes over read bandwidth. If weights are int8,
-matrices run at the peak of int8; everything else runs at that of fp32. Norms, activations, the
-embedding and writes are left out, so an engine can approach the limit but not reach it.
+matrices run at the peak of int8. Else they run at the peak of fp32, or a third of that of bf16 if
+this is more: weights are bf16 in the checkpoint, and activations are sums of three such numbers.
+If KV is int8, attention runs at half of the peak of int8, because queries have 16 bits; else at
+that of fp32. Norms, activations, the embedding and writes are left out, so an engine can approach
+the limit but not reach it.
 
 Source: the roofline, Williams, Waterman & Patterson, CACM 52(4), 2009.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.model.loading.files import read_header, read_json, weight_files
 
+BF16_PARTS = 3
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -50,6 +54,11 @@ class Ceilings:
     read_bytes_per_s: float
     fp32_flops_per_s: float
     int8_flops_per_s: float  # a multiplication and an addition count as two
+    bf16_flops_per_s: float = 0.0  # with sums in fp32
+
+    def or_higher(self, other: "Ceilings") -> "Ceilings":
+        """The higher of each pair of peaks."""
+        return Ceilings(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +130,10 @@ def decode_work(model: ModelSize, memory: ModelMemory, contexts: Sequence[int]) 
     )
 
 
-def least_time_s(work: Work, ceilings: Ceilings, weights: str) -> float:
-    """The least seconds that this machine needs for the work."""
-    peak = ceilings.int8_flops_per_s if weights == "int8" else ceilings.fp32_flops_per_s
-    compute_s = work.matrix_flops / peak + work.attention_flops / ceilings.fp32_flops_per_s
-    return max(compute_s, work.read_bytes / ceilings.read_bytes_per_s)
+def least_time_s(work: Work, ceilings: Ceilings, weights: str, kv: str = "fp32") -> float:
+    """The least seconds that this machine needs for the work; `weights` and `kv` are formats."""
+    fp32, int8 = ceilings.fp32_flops_per_s, ceilings.int8_flops_per_s
+    matrices = int8 if weights == "int8" else max(fp32, ceilings.bf16_flops_per_s / BF16_PARTS)
+    matrices_s = work.matrix_flops / matrices
+    attention_s = work.attention_flops / (max(fp32, int8 / 2) if kv == "int8" else fp32)
+    return max(matrices_s + attention_s, work.read_bytes / ceilings.read_bytes_per_s)

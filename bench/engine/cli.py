@@ -13,9 +13,10 @@ from bench.common.command import (
     numbers_of,
     peer_option,
     printed_errors,
-    publish,
     quick_option,
+    show_report,
     values_of,
+    write_report,
 )
 from bench.common.machine import hardware, report_here
 from bench.common.plots import plot_bars, require_matplotlib
@@ -32,7 +33,7 @@ from bench.engine.plan import (
     peers_of,
     quick,
 )
-from bench.engine.results import results, warnings
+from bench.engine.results import check_limits, results, warnings
 from bench.engine.run import measure
 from engine.config import WeightFormat
 from engine.layout import KVFormat
@@ -92,7 +93,9 @@ def engine(  # noqa: PLR0913 (one parameter for each option is how typer declare
             config=config_of(plan) | notes_on(measured.versions, measured.failed),
             results=results(plan, measured),
         )
-        publish(report, json, title=_title(plan), warnings=warnings(measured))
+        show_report(report, title=_title(plan), warnings=warnings(measured))
+        check_limits(report.results)
+        write_report(report, json)
         if plot:
             _plot(plan, report, plot)
 

@@ -33,7 +33,7 @@ NAMED_PREFILL_LEN = 512
 # For each kind of peer: the names of its engines in reports, and the variants of its driver.
 PEERS = {
     "transformers": {"transformers": "f32"},
-    "vllm": {"vllm": "f32"},
+    "vllm": {"vllm": "f32", "vllm_w8a8": "w8a8"},
     "llamacpp": {"llamacpp_f32": "f32", "llamacpp_q8_0": "q8_0"},
 }
 KV_OF_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.BF16: KVFormat.BF16}

@@ -2,18 +2,21 @@
 
 | result                            | unit     |                                                |
 |-----------------------------------|----------|------------------------------------------------|
-| <job>/<weights>                   | tokens/s | limit: the roofline of this run's ceilings     |
+| <job>/<weights>                   | tokens/s | limit: the roofline of the ceilings beside it  |
 | <job>_compute/<weights>           | GFLOP/s  | limit: what matrices and attention allow       |
 | <job>_bandwidth/<weights>         | GB/s     | weights and KV a step; limit: read bandwidth   |
 | decode_b32_overhead/<weights>     | %        | of the steps' time, outside the forward pass   |
 | memory_weights/, memory_resident/ | MiB      | matrices as held; the process after all jobs   |
 | kv_token/<weights>                | B        | KV of one token, with scales and padding       |
 | load/, warm_up/<weights>          | s        |                                                |
-| ceiling/read, fp32, int8          |          | what the limits come from                      |
+| ceiling/read, fp32, int8, bf16    |          | what the limits come from                      |
 | background/cpu                    | %        | share of all cores that other programs used    |
 | same_tokens/<engine>              | %        | of the prefill's tokens, equal to our fp32's   |
 
 A peer's `value` is the median of its own runs, `ratio` ours over theirs.
+
+Each of our samples has its own ceilings: the higher of those right before and right after it. A
+result above its limit shows that a ceiling is wrong, so such a run fails (`check_limits`).
 """
 
 import statistics
@@ -33,12 +36,22 @@ from bench.common.roofline import (
     least_time_s,
     prefill_work,
 )
-from bench.engine.plan import EngineJob, EnginePlan, is_comparable, jobs_of
+from bench.engine.plan import EngineJob, EnginePlan, is_comparable, jobs_of, kv_format_of
+from engine.config import WeightFormat
+from engine.errors import BatonError
 
 OVERHEAD_JOB = "decode_b32"
 REFERENCE = "fp32"
+TOLERATED = 0.05  # by which neighbours' load lets the clock change between a job and its ceilings
 
 JobKey = tuple[str, str]  # engine, job
+
+
+Formats = tuple[str, str]  # of weights, of KV
+
+
+class CeilingExceeded(BatonError):
+    """Results above what the machine was measured to allow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,7 @@ class JobTime:
     seconds: float
     first_tokens: tuple[int, ...] = ()
     outside_forward_s: float | None = None
+    ceilings: Ceilings | None = None  # measured beside it; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,6 @@ class Repetition:
     """The times of all jobs, done once by every engine."""
 
     samples: Mapping[JobKey, JobTime]
-    ceilings: Ceilings
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,7 @@ class EngineMeasured:
     """All measurements of one run."""
 
     size: ModelSize | None  # None: this model has no known limits
-    ours: Mapping[str, OurMemory]  # by weights
+    ours: Mapping[WeightFormat, OurMemory]
     repetitions: tuple[Repetition, ...]
     background: tuple[float, ...] = ()  # share of the CPU that others used, by repetition
     versions: Mapping[str, str] = field(default_factory=dict)  # of the peers
@@ -82,14 +95,28 @@ class EngineMeasured:
 
 def results(plan: EnginePlan, measured: EngineMeasured) -> tuple[Result, ...]:
     """All results, in the order of the table above."""
-    ceilings = _median_ceilings([repetition.ceilings for repetition in measured.repetitions])
     found: list[Result] = []
     for weights, ours in measured.ours.items():
         for job in jobs_of(plan):
-            found += _job_results(plan, measured, job, weights, ceilings)
+            found += _job_results(plan, measured, job, weights)
         found += _facts(weights, ours)
-    found += results_of([_peaks(repetition.ceilings) for repetition in measured.repetitions])
+    found += results_of(
+        [
+            _peaks(sample.ceilings)
+            for repetition in measured.repetitions
+            for sample in repetition.samples.values()
+            if sample.ceilings is not None
+        ]
+    )
     return (*found, *busy_results(measured.background), *_same_tokens(measured))
+
+
+def check_limits(found: Sequence[Result]) -> None:
+    """Raises CeilingExceeded, which names the results above their limits."""
+    above = [r for r in found if r.of_limit is not None and r.of_limit > 1 + TOLERATED]
+    if above:
+        names = ", ".join(f"{r.name} ({r.of_limit:.0%})" for r in above)
+        raise CeilingExceeded(f"above what this machine was measured to allow: {names}")
 
 
 def warnings(measured: EngineMeasured) -> list[str]:
@@ -105,12 +132,20 @@ def work_of(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Work:
 
 
 def limit_s(
-    job: EngineJob, size: ModelSize, ours: ModelMemory, ceilings: Ceilings, weights: str
+    job: EngineJob, size: ModelSize, ours: ModelMemory, ceilings: Ceilings, formats: Formats
 ) -> float:
     """The least seconds of a job: the sum over its steps of each step's bound."""
     if not job.num_steps:
-        return least_time_s(work_of(job, size, ours), ceilings, weights)
-    return sum(least_time_s(step, ceilings, weights) for step in _steps(job, size, ours))
+        return least_time_s(work_of(job, size, ours), ceilings, *formats)
+    return sum(least_time_s(step, ceilings, *formats) for step in _steps(job, size, ours))
+
+
+def step_bytes(job: EngineJob, size: ModelSize, memory: ModelMemory) -> int:
+    """Bytes that the last step of a job reads: all of a prefill is one step."""
+    if not job.num_steps:
+        return int(work_of(job, size, memory).read_bytes)
+    *_, last = _steps(job, size, memory)
+    return int(last.read_bytes)
 
 
 def _steps(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Iterator[Work]:
@@ -119,18 +154,21 @@ def _steps(job: EngineJob, size: ModelSize, memory: ModelMemory) -> Iterator[Wor
 
 
 def _job_results(
-    plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: str, ceilings: Ceilings
+    plan: EnginePlan, measured: EngineMeasured, job: EngineJob, weights: WeightFormat
 ) -> Iterator[Result]:
     samples = _samples(measured, (weights, job.name))
     runs = [job.num_tokens / sample.seconds for sample in samples]
     speed = result_of(f"{job.name}/{weights}", runs, "tokens/s")
     speed = speed.beside(_peers(plan, measured, job, weights))
+    ceilings = [sample.ceilings for sample in samples if sample.ceilings is not None]
     size, memory = measured.size, measured.ours[weights].memory
-    if size is None:
+    if size is None or len(ceilings) < len(samples):
         yield speed
     else:
-        yield speed.limited(job.num_tokens / limit_s(job, size, memory, ceilings, weights))
-        yield from _rates(job, work_of(job, size, memory), samples, weights, ceilings)
+        formats = (weights, kv_format_of(plan, weights))
+        least_s = [limit_s(job, size, memory, each, formats) for each in ceilings]
+        yield speed.limited_each([job.num_tokens / seconds for seconds in least_s])
+        yield from _rates(job, work_of(job, size, memory), samples, formats)
     if job.name == OVERHEAD_JOB:
         outside = [
             100 * sample.outside_forward_s / sample.seconds
@@ -142,21 +180,24 @@ def _job_results(
 
 
 def _rates(
-    job: EngineJob, work: Work, samples: Sequence[JobTime], weights: str, ceilings: Ceilings
+    job: EngineJob, work: Work, samples: Sequence[JobTime], formats: Formats
 ) -> Iterator[Result]:
     """Flops/s and, for decoding, bytes/s."""
     in_registers = replace(work, read_bytes=0.0)
-    peak = work.flops / least_time_s(in_registers, ceilings, weights)
-    yield _rate(f"{job.name}_compute/{weights}", Figure(work.flops, "GFLOP/s"), samples, peak)
+    ceilings = [sample.ceilings for sample in samples if sample.ceilings is not None]
+    peaks = [work.flops / least_time_s(in_registers, each, *formats) for each in ceilings]
+    weights = formats[0]
+    yield _rate(f"{job.name}_compute/{weights}", Figure(work.flops, "GFLOP/s"), samples, peaks)
     if job.num_steps:
         amount = Figure(work.read_bytes, "GB/s")
-        yield _rate(f"{job.name}_bandwidth/{weights}", amount, samples, ceilings.read_bytes_per_s)
+        peaks = [each.read_bytes_per_s for each in ceilings]
+        yield _rate(f"{job.name}_bandwidth/{weights}", amount, samples, peaks)
 
 
-def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limit: float) -> Result:
-    """`amount` per second, in 10⁹, beside its limit."""
+def _rate(name: str, amount: Figure, samples: Sequence[JobTime], limits: Sequence[float]) -> Result:
+    """`amount` per second, in 10⁹, beside its limits."""
     runs = [amount.value / sample.seconds / 1e9 for sample in samples]
-    return result_of(name, runs, amount.unit).limited(limit / 1e9)
+    return result_of(name, runs, amount.unit).limited_each([limit / 1e9 for limit in limits])
 
 
 def _peers(
@@ -188,6 +229,7 @@ def _peaks(ceilings: Ceilings) -> dict[str, Figure]:
         "ceiling/read": Figure(ceilings.read_bytes_per_s / 1e9, "GB/s"),
         "ceiling/fp32": Figure(ceilings.fp32_flops_per_s / 1e9, "GFLOP/s"),
         "ceiling/int8": Figure(ceilings.int8_flops_per_s / 1e9, "GOP/s"),
+        "ceiling/bf16": Figure(ceilings.bf16_flops_per_s / 1e9, "GFLOP/s"),
     }
 
 
@@ -217,11 +259,3 @@ def _share_equal(found: Sequence[int], expected: Sequence[int]) -> float:
 
 def _samples(measured: EngineMeasured, key: JobKey) -> list[JobTime]:
     return [r.samples[key] for r in measured.repetitions if key in r.samples]
-
-
-def _median_ceilings(runs: Sequence[Ceilings]) -> Ceilings:
-    return Ceilings(
-        read_bytes_per_s=statistics.median(run.read_bytes_per_s for run in runs),
-        fp32_flops_per_s=statistics.median(run.fp32_flops_per_s for run in runs),
-        int8_flops_per_s=statistics.median(run.int8_flops_per_s for run in runs),
-    )

@@ -3,7 +3,8 @@
 Every engine is a process of its own with the same number of threads; ours is one process for each
 format of weights. Only one works at a time. All are loaded and have run the jobs once before the
 first measurement. Then each job goes to all engines before the next job begins. The order is
-reversed with each repetition, so that other load on the machine affects all engines alike.
+reversed with each repetition, so that other load on the machine affects all engines alike. The
+machine's ceilings are measured right before and right after each job of ours.
 """
 
 import os
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from bench.common.background import BusyWatch
 from bench.common.options import environment_of_peers
 from bench.common.progress import Say, say_nothing
 from bench.common.report import Missing
-from bench.common.roofline import Ceilings, ModelMemory, model_size
+from bench.common.roofline import Ceilings, ModelMemory, ModelSize, model_size
 from bench.common.shapes import cached_checkpoint
 from bench.engine.plan import (
     EngineJob,
@@ -32,7 +33,14 @@ from bench.engine.plan import (
     prompts_of,
     warm_up_jobs,
 )
-from bench.engine.results import EngineMeasured, JobKey, JobTime, OurMemory, Repetition
+from bench.engine.results import (
+    EngineMeasured,
+    JobKey,
+    JobTime,
+    OurMemory,
+    Repetition,
+    step_bytes,
+)
 from bench.processes.driven import Answer, Driven, DrivenFailed
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
@@ -52,7 +60,9 @@ class Contest:
 
     ours: dict[str, Driven]
     peers: dict[str, Driven]
-    ceilings: Driven
+    ceilings: Driven | None
+    size: ModelSize | None = None  # None: this model has no known limits
+    memory: dict[str, ModelMemory] = field(default_factory=dict)  # of our engines
     failed: list[Missing] = field(default_factory=list)
 
     def engines(self, job: EngineJob, repeat: int) -> list[Driven]:
@@ -62,8 +72,18 @@ class Contest:
 
     def sessions(self) -> list[int]:
         """Session ids of all processes that still run."""
-        engines = (self.ceilings, *self.ours.values(), *self.peers.values())
-        return [engine.session for engine in engines if engine.session]
+        engines = (*self.ours.values(), *self.peers.values(), self.ceilings)
+        return [engine.session for engine in engines if engine is not None and engine.session]
+
+    def ceilings_beside(self, engine: Driven, job: EngineJob) -> Ceilings | None:
+        """The machine's peaks now, for a job of ours; None for a peer's, or if there are none."""
+        memory = self.memory.get(engine.name)
+        if self.ceilings is None or self.size is None or memory is None:
+            return None
+        answer = self.ceilings.ask(
+            "measure", timeout_s=JOB_TIMEOUT_S, read_bytes=step_bytes(job, self.size, memory)
+        )
+        return msgspec.convert(answer, Ceilings)
 
     def drop(self, peer: Driven, error: DrivenFailed) -> None:
         """Removes a failed peer. Raises the error if the engine is ours."""
@@ -83,6 +103,7 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
             ours={w: stack.enter_context(_ours(plan, w, checkpoint)) for w in plan.weights},
             peers={p.name: stack.enter_context(_peer(plan, p, checkpoint)) for p in plan.peers},
             ceilings=stack.enter_context(_ceilings(plan)),
+            size=size,
         )
         facts = _load_all(contest, say)
         for job in warm_up_jobs(plan):
@@ -96,7 +117,7 @@ def measure(plan: EnginePlan, say: Say = say_nothing) -> EngineMeasured:
                 repetitions.append(_repetition(contest, plan, vocab_size, repeat))
         return EngineMeasured(
             size=size,
-            ours={name: _described(engine, facts[name]) for name, engine in contest.ours.items()},
+            ours={w: _described(contest.ours[w], facts[w]) for w in plan.weights},
             repetitions=tuple(repetitions),
             background=tuple(busy.shares),
             versions={p.name: facts[p.name]["version"] for p in plan.peers if p.name in facts},
@@ -110,10 +131,12 @@ def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
     Returns what each engine reports.
     """
     facts = {}
-    for engine in (contest.ceilings, *contest.ours.values()):
+    _load_ceilings(contest, say)
+    for engine in contest.ours.values():
         say(f"loading: {engine.name}")
         engine.start()
         facts[engine.name] = engine.ready(LOAD_TIMEOUT_S)
+        contest.memory[engine.name] = _memory(facts[engine.name])
     peers = list(contest.peers.values())
     for peer in peers:
         peer.start()
@@ -126,12 +149,23 @@ def _load_all(contest: Contest, say: Say) -> dict[str, Answer]:
     return facts
 
 
+def _load_ceilings(contest: Contest, say: Say) -> None:
+    """Without them (no compiler, another processor) results have no limits."""
+    assert contest.ceilings is not None
+    say(f"loading: {contest.ceilings.name}")
+    contest.ceilings.start()
+    try:
+        contest.ceilings.ready(LOAD_TIMEOUT_S)
+    except DrivenFailed as error:
+        contest.failed.append(Missing(error.name, error.reason))
+        contest.ceilings = None
+
+
 def _repetition(contest: Contest, plan: EnginePlan, vocab_size: int, repeat: int) -> Repetition:
-    ceilings = contest.ceilings.ask("measure", timeout_s=JOB_TIMEOUT_S)
     samples: dict[JobKey, JobTime] = {}
     for job in jobs_of(plan):
         samples |= _round(contest, job, vocab_size, seed=plan.seed, repeat=repeat)
-    return Repetition(samples, msgspec.convert(ceilings, Ceilings))
+    return Repetition(samples)
 
 
 def _round(
@@ -143,9 +177,16 @@ def _round(
     for engine in contest.engines(job, repeat):
         _settle()
         try:
-            samples[engine.name, job.name] = _sample(engine, job, prompts)
+            before = contest.ceilings_beside(engine, job)
+            sample = _sample(engine, job, prompts)
         except DrivenFailed as error:
             contest.drop(engine, error)
+            continue
+        if before is not None:
+            _settle()
+            after = contest.ceilings_beside(engine, job) or before
+            sample = replace(sample, ceilings=before.or_higher(after))
+        samples[engine.name, job.name] = sample
     return samples
 
 
@@ -206,11 +247,15 @@ def _threads(plan: EnginePlan) -> dict[str, str]:
 def _described(engine: Driven, facts: Answer) -> OurMemory:
     memory = engine.ask("memory", timeout_s=JOB_TIMEOUT_S)
     return OurMemory(
-        memory=ModelMemory(facts["weights_bytes"], facts["kv_token_bytes"]),
+        memory=_memory(facts),
         resident_bytes=memory["resident_bytes"],
         load_s=facts["load_s"],
         warm_up_s=facts["warm_up_s"],
     )
+
+
+def _memory(facts: Answer) -> ModelMemory:
+    return ModelMemory(facts["weights_bytes"], facts["kv_token_bytes"])
 
 
 def _vocab_size(checkpoint: Path, plan: EnginePlan) -> int:

@@ -1,9 +1,13 @@
-"""vLLM without its prefix cache: on CPUs in fp32, or in bf16 with weights that are made up.
-
-Driven by `driver.py`. Variants:
+"""vLLM without its prefix cache. Driven by `driver.py`. Variants:
 
     f32           the checkpoint's weights, on CPUs
+    w8a8          int8 weights with a scale for each output, and activations rounded to int8 token by
+                  token, on CPUs
     bf16-dummy    weights that need no checkpoint, on a GPU; `--checkpoint` has config.json only
+
+The checkpoint in W8A8 is written into a temporary folder, in the format of compressed-tensors. As
+is usual, embedding and output matrix stay as they are. All else is in bf16 if the processor
+multiplies bf16, else in fp32.
 
 The engine runs in this process, where all requests are there before the first step. The usual
 engine, in a process of its own, starts while they still come. Detokenising is off, as with all
@@ -11,7 +15,11 @@ engines.
 """
 
 import argparse
+import json
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,18 +30,65 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 from driver import Prompts, Stopwatch  # type: ignore[import-not-found]
 
 
+def write_w8a8(checkpoint: Path, folder: Path) -> None:
+    """Writes the checkpoint with int8 matrices in all layers."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            if not name.endswith("proj.weight"):
+                tensors[name] = tensor
+                continue
+            wide = tensor.float()
+            scale = wide.abs().amax(1, keepdim=True) / 127
+            tensors[name] = (wide / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = _compressed_tensors()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _compressed_tensors() -> dict[str, object]:
+    number = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "strategy": "channel", "dynamic": False, "observer": "minmax"},
+        "input_activations": {**number, "strategy": "token", "dynamic": True, "observer": None},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def _multiplies_bf16() -> bool:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "amx_bf16" in flags or "avx512_bf16" in flags
+
+
 class Vllm:
     """One engine."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, checkpoint: Path, dtype: str) -> None:
         import vllm  # type: ignore[import-not-found]
 
         self.facts = {"version": vllm.__version__}
-        is_dummy = options.variant != "f32"
         self._engine = vllm.LLM(
-            options.checkpoint,
-            dtype="bfloat16" if is_dummy else "float32",
-            load_format="dummy" if is_dummy else "auto",
+            str(checkpoint),
+            dtype=dtype,
+            load_format="dummy" if options.variant == "bf16-dummy" else "auto",
             enforce_eager=False,  # compiled is faster, though it loads a minute longer
             max_model_len=options.max_len,
             max_num_seqs=options.max_sequences,
@@ -102,8 +157,13 @@ class Vllm:
 
 def load(options: argparse.Namespace) -> Any:
     """The engine, loaded."""
-    if options.variant not in ("f32", "bf16-dummy"):
-        raise ValueError(f"no variant {options.variant}")
     cores = sorted(os.sched_getaffinity(0))[: options.threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    return Vllm(options)
+    dtypes = {"f32": "float32", "bf16-dummy": "bfloat16"}
+    if options.variant in dtypes:
+        return Vllm(options, Path(options.checkpoint), dtypes[options.variant])
+    if options.variant != "w8a8":
+        raise ValueError(f"no variant {options.variant}")
+    with tempfile.TemporaryDirectory(prefix="baton-w8a8-") as folder:
+        write_w8a8(Path(options.checkpoint), Path(folder))
+        return Vllm(options, Path(folder), "bfloat16" if _multiplies_bf16() else "float32")

@@ -34,7 +34,7 @@ from engine.model.native import speculate
 from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
 from engine.model.native.invariant import InvariantProducts
-from engine.model.native.library import INT8, INT8_AS_FLOAT, kernels
+from engine.model.native.library import INT8, INT8_AS_FLOAT, instructions, kernels
 from engine.model.native.linear import PackedLinear, Team, pack_linears
 from engine.model.native.sampling import sample as sample_natively
 from engine.model.parallel.steps import PackedStep
@@ -137,15 +137,16 @@ class CpuForward:
 
     @property
     def kernels(self) -> str:
-        """What computes. Compilers agree on the bits of a vector width (`engine.native_build`)."""
+        """What computes. Compilers agree on the bits of the same instructions
+        (`engine.native_build`).
+        """
         library = kernels()
         if library is None:
             return (
                 f"cpu torch-{torch.__version__} {torch.backends.cpu.get_cpu_capability().lower()}"
             )
-        width = "avx512" if library.baton_is_avx512() else "avx2"
         parts = "" if self._loaded.group is None else f" {self._loaded.group.place.name}"
-        return f"cpu {width} {'fused' if self.is_fused else 'by-layer'}{parts}"
+        return f"cpu {instructions(library)} {'fused' if self.is_fused else 'by-layer'}{parts}"
 
     @property
     def is_fused(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.layout import ALIGNMENT_BYTES, SCALE_BYTES, KVFormat, KVLayout
+from engine.model.memory import aligned_bytes
 
 ELEMENT_DTYPES = {
     KVFormat.FP32: torch.float32,
@@ -30,6 +31,8 @@ LARGEST = {KVFormat.FP8_E4M3: 448.0, KVFormat.INT8: 127.0, KVFormat.INT4: 15.0}
 def allocate_buffer(layout: KVLayout, num_blocks: int, device: str = "cpu") -> torch.Tensor:
     """A zeroed buffer [num_blocks, block_bytes] that starts on a cache line."""
     num_bytes = num_blocks * layout.block_bytes
+    if str(device) == "cpu":
+        return aligned_bytes(num_bytes).view(num_blocks, layout.block_bytes)
     raw = torch.zeros(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % ALIGNMENT_BYTES
     return raw[start : start + num_bytes].view(num_blocks, layout.block_bytes)

@@ -298,6 +298,8 @@ class _Builder:
         for i, part in enumerate(parts):
             layer.qkv[i] = self._linear(part).struct
         layer.num_qkv = len(parts)
+        if len({layer.qkv[i].kind for i in range(len(parts))}) > 1:
+            raise NotFused("queries, keys and values have weights of different formats")
         layer.output = self._linear(attention.o_proj).struct
         layer.gate, layer.up = self._gate_and_up(mlp)
         layer.down = self._linear(mlp.down_proj).struct
@@ -320,7 +322,10 @@ class _Builder:
     def _gate_and_up(self, mlp: nn.Module) -> tuple[native.Weight, native.Weight]:
         merged = getattr(mlp, "gate_up_proj", None)
         if merged is None:
-            return self._linear(mlp.gate_proj).struct, self._linear(mlp.up_proj).struct
+            gate, up = (self._linear(x).struct for x in (mlp.gate_proj, mlp.up_proj))
+            if gate.kind != up.kind:
+                raise NotFused("gate and up have weights of different formats")
+            return gate, up
         matrix = self._linear(merged)
         half = matrix.struct.rows // 2
         if half % self._team.library.baton_panel() or matrix.bias is not None:

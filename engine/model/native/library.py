@@ -17,7 +17,7 @@ from engine.native_build import Sources, built_library, open_library
 log = logging.getLogger(__name__)
 
 SOURCES = Sources("kernels", Path(__file__).parent / "src", "baton.cpp")
-FP32, BF16, INT8, INT8_AS_FLOAT = range(4)  # kinds of weights
+FP32, BF16, INT8, INT8_AS_FLOAT, BF16_PAIRS = range(5)  # kinds of weights
 FORMATS = {
     KVFormat.FP32: 0,
     KVFormat.BF16: 1,
@@ -221,6 +221,8 @@ class NativeDrafting(Structure):
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "baton_panel": (c_int32, ()),
     "baton_is_avx512": (c_int32, ()),
+    "baton_use_amx": (c_int32, (c_int32,)),
+    "baton_uses_amx": (c_int32, ()),
     "baton_team_open": (c_void_p, (c_int32,)),
     "baton_team_close": (None, (c_void_p,)),
     "baton_packed_bytes": (c_int64, (c_int32, c_int32, c_int32)),
@@ -272,6 +274,13 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
     ),
 }
+
+
+def instructions(library: ctypes.CDLL) -> str:
+    """The instructions on which the bits of products depend."""
+    if library.baton_uses_amx():
+        return "amx"
+    return "avx512" if library.baton_is_avx512() else "avx2"
 
 
 @cache

@@ -2,22 +2,21 @@
 
     int8         one scale per output, symmetric; activations are quantised per token
     fp32, bf16   as they are. A matrix whose every value bf16 can hold, as in most checkpoints, is
-                 kept in bf16 and widened as it is read: the products are the same.
+                 kept in bf16 and widened as it is read: the products are the same. With AMX each
+                 activation is split instead, into three numbers of bf16 whose sum it is.
 
 The result for a row has the same bits in any batch.
 """
 
-import contextlib
 import ctypes
 import mmap
 
 import torch
 
 from engine.config import WeightFormat
-from engine.model.native.library import BF16, FP32, INT8, Weight
+from engine.model.memory import ALIGNMENT, aligned_bytes
+from engine.model.native.library import BF16, BF16_PAIRS, FP32, INT8, Weight
 
-ALIGNMENT = 64
-HUGE_PAGE = 2**21
 CHECKED_AT_ONCE = 2**18
 
 
@@ -50,10 +49,12 @@ class PackedMatrix:
         """`form` is fp32, bf16 or int8; `weight` is fp32, bf16 or fp16."""
         rows, cols = weight.shape
         kind = _kind(weight, form)
+        if kind == BF16 and library.baton_uses_amx():
+            kind = BF16_PAIRS
         panel = library.baton_panel()
         padded_rows = -(-rows // panel) * panel
         self.form = form
-        self.panels = _aligned(library.baton_packed_bytes(kind, rows, cols))
+        self.panels = aligned_bytes(library.baton_packed_bytes(kind, rows, cols))
         self.scales = torch.zeros(padded_rows)
         self.offsets = torch.zeros(padded_rows, dtype=torch.int32)
         self.bias: torch.Tensor | None = None
@@ -134,20 +135,3 @@ def _fp32(weight: torch.Tensor) -> torch.Tensor:
     memory = mmap.mmap(-1, 4 * weight.numel())
     copy = torch.frombuffer(memory, dtype=torch.float32, count=weight.numel())
     return copy.view(weight.shape).copy_(weight)
-
-
-def _aligned(num_bytes: int) -> torch.Tensor:
-    """Bytes that start on a cache line, or on a huge page if they fill one and the kernel
-    has them.
-    """
-    if num_bytes < HUGE_PAGE:
-        alignment = ALIGNMENT
-        raw = torch.empty(num_bytes + alignment, dtype=torch.uint8)
-    else:
-        alignment = HUGE_PAGE
-        memory = mmap.mmap(-1, num_bytes + alignment)
-        with contextlib.suppress(OSError):  # a Linux kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        raw = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -raw.data_ptr() % alignment
-    return raw[start : start + num_bytes]

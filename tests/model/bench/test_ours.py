@@ -77,8 +77,9 @@ def test_int8_weights_take_a_quarter_of_the_memory(ours, checkpoint):
     assert small.memory()["resident_bytes"] > matrices
 
 
+@pytest.mark.skipif(kernels() is None, reason="no C++ compiler is here")
 def test_ceilings_are_measured_and_plausible():
-    found = CeilingProbe(threads=1).measure()
+    found = CeilingProbe(threads=1).measure(read_bytes=2**24)
     assert found["read_bytes_per_s"] > 1e8
     assert found["fp32_flops_per_s"] > 1e8
     assert found["int8_flops_per_s"] > 1e8

@@ -11,8 +11,7 @@
 #include <limits>
 #include <vector>
 
-#include "gemm.h"
-#include "kv.h"
+#include "whole.h"
 
 namespace baton {
 
@@ -88,12 +87,26 @@ struct LoadTokens {
   }
 };
 
+// A thread's working memory for int8 KV.
+struct WholeScratch {
+  bool amx;
+  uint8_t* queries;    // blocks of queries as pack_whole writes them
+  float* query_steps;  // what 1 stands for in each query's numbers
+  int8_t* keys;        // [kTile / kPanel][cols / 4][kPanel][4]
+  int8_t* values;      // [padded / kPanel][kWholeTokens / 4][kPanel][4]
+};
+
+constexpr int kWholeTokens = BATON_AMX ? kAmxInputs : kTile;  // of a panel of V; the rest is empty
+static_assert(kTile <= kWholeTokens);
+
 class Attention {
  public:
   // `group`: query heads that share a KV head.
   Attention(const Cache& cache, int group)
       : cache_(cache), group_(group), padded_(padded_head(cache.head_dim)),
         tokens_per_task_(std::max(1, kTaskQueries / group)),
+        is_whole_(cache.format == kKvInt8 && cache.head_dim <= kWholeMaxCols),
+        whole_cols_(round_up(cache.head_dim, BATON_AMX ? kAmxInputs : 4)),
         nothing_(cache.token_bytes + kGroupBytes) {}
 
   // Plans the tasks of a batch for so many threads. With few rows, long contexts are split.
@@ -155,7 +168,8 @@ class Attention {
   size_t scratch_floats() const {
     const size_t queries = max_queries();
     return 2 * part_floats() + queries * (padded_ + kTile) +
-           2 * kTile * static_cast<size_t>(padded_) + 3 * queries + 64;
+           2 * kTile * static_cast<size_t>(padded_) + 3 * queries + 64 +
+           (is_whole_ ? whole_floats() : 0);
   }
 
  private:
@@ -186,10 +200,14 @@ class Attention {
     float* rest = q + max_queries() * padded_;
     load_queries(batch, task, query, query_stride, q);
     const int last = (end - 1) / kPartition;
+    WholeScratch whole{};
+    whole.amx = is_whole_ && amx_is_used && queries >= kWholeFromAmx;
+    const AmxTiles registers(whole.amx);
+    if (is_whole_) rest = begin_whole(q, queries, rest, whole);
     if (task.partition >= 0) {
       Partial own = part(task.part, queries);
       reset(own, queries);
-      walk<format>(batch, task, layer, scoring, q, end, oldest, task.partition, own, rest);
+      walk<format>(batch, task, layer, scoring, q, end, oldest, task.partition, own, whole, rest);
       return;
     }
     Partial total(rest, queries, padded_);
@@ -198,11 +216,11 @@ class Attention {
     const int first = oldest / kPartition;
     reset(total, queries);
     if (first == last) {
-      walk<format>(batch, task, layer, scoring, q, end, oldest, first, total, rest);
+      walk<format>(batch, task, layer, scoring, q, end, oldest, first, total, whole, rest);
     } else {
       for (int p = first; p <= last; ++p) {
         reset(own, queries);
-        walk<format>(batch, task, layer, scoring, q, end, oldest, p, own, rest);
+        walk<format>(batch, task, layer, scoring, q, end, oldest, p, own, whole, rest);
         merge(total, own, queries);
       }
     }
@@ -224,7 +242,8 @@ class Attention {
 
   template <int32_t format>
   void walk(const Batch& batch, const Task& task, int layer, const Scoring& scoring, const float* q,
-            int end, int oldest, int partition, Partial& p, float* scratch) const {
+            int end, int oldest, int partition, Partial& p, const WholeScratch& whole,
+            float* scratch) const {
     const int queries = task.count * group_;
     float* keys = scratch;                     // [kTile / kPanel][padded][kPanel]
     float* values = keys + kTile * padded_;    // [kTile][padded]
@@ -232,6 +251,7 @@ class Attention {
     if (padded_ != cache_.head_dim)
       std::fill_n(keys, 2 * kTile * padded_, 0.0f);  // padding stays zero
     alignas(64) float key_scales[kTile], value_scales[kTile];
+    alignas(64) int32_t key_sums[kTile];
     Places keys_at[2], values_at[2];  // of this tile and the next
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
     const int stop = std::min((partition + 1) * kPartition, end);
@@ -245,12 +265,17 @@ class Attention {
       const Places &value_places = values_at[now], &next_values = values_at[1 - now];
       const int later = tile + kTile < stop ? tile + kTile : tile;  // to prefetch meanwhile
       find_tile(table, layer, task.head, later, end, keys_at[1 - now], values_at[1 - now]);
-      read_keys<format>(key_places, next_keys, keys);
       if (scales_apart(format)) {
         read_scales(key_places, key_scales);
         read_scales(value_places, value_scales);
       }
-      for (int row = 0; row < queries; row += kMaxRows) {
+      if (format == kKvInt8 && is_whole_) {
+        read_whole_keys(key_places, next_keys, whole.keys, key_sums);
+        score_whole(queries, whole, key_sums, scores);
+      } else {
+        read_keys<format>(key_places, next_keys, keys);
+      }
+      for (int row = 0; !(format == kKvInt8 && is_whole_) && row < queries; row += kMaxRows) {
         const int rows = std::min(kMaxRows, queries - row);
         for (int panel = 0; panel < kTile / kPanel; ++panel)
           multiply_float(q + row * padded_, padded_, rows,
@@ -263,6 +288,11 @@ class Attention {
           weigh<scales_apart(format)>(scoring, end - task.count + t, tile, key_scales, value_scales,
                                       scores + i * kTile, p, i);
         }
+      if (format == kKvInt8 && is_whole_) {
+        read_whole_values(value_places, next_values, whole.values);
+        add_whole_values(queries, scores, whole, p);
+        continue;
+      }
       if (reads_values_once) {
         const LoadTokens<format> load{&value_places, &next_values, 0};
         add_values(queries, scores, load, p.sums);
@@ -448,6 +478,160 @@ class Attention {
     }
   }
 
+  static size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+  size_t query_blocks_bytes(int queries) const {
+    const int blocks = (queries + kWholeRows - 1) / kWholeRows;
+    return lines(blocks * whole_bytes(whole_cols_));
+  }
+  size_t whole_floats() const {
+    const size_t keys = static_cast<size_t>(kTile) * whole_cols_;
+    const size_t values = static_cast<size_t>(kWholeTokens) * padded_;
+    return (query_blocks_bytes(max_queries()) + lines(4 * max_queries()) + keys + values) / 4 + 64;
+  }
+
+  // Rounds the queries [queries, padded]. Takes memory from `scratch` and returns the rest.
+  float* begin_whole(const float* q, int queries, float* scratch, WholeScratch& whole) const {
+    uint8_t* memory = reinterpret_cast<uint8_t*>(scratch);
+    memory += -reinterpret_cast<uintptr_t>(memory) % 64;
+    whole.queries = memory;
+    whole.query_steps = reinterpret_cast<float*>(memory += query_blocks_bytes(queries));
+    whole.keys = reinterpret_cast<int8_t*>(memory += lines(4 * queries));
+    whole.values = whole.keys + static_cast<size_t>(kTile) * whole_cols_;
+    memory +=
+        static_cast<size_t>(kTile) * whole_cols_ + static_cast<size_t>(kWholeTokens) * padded_;
+    if (whole_cols_ != cache_.head_dim)  // padding of K is multiplied too
+      std::fill_n(whole.keys, static_cast<size_t>(kTile) * whole_cols_, 0);
+    const int block = whole_block(whole.amx);
+    for (int i = 0; i < queries; ++i, q += padded_) {
+      const int first = i / block * block, rows = std::min(block, queries - first);
+      const float inverse = inverse_step(q, padded_, whole.query_steps[i]);
+      pack_whole(q, inverse, kWholeZero, whole_cols_, i - first, rows, whole.amx,
+                 query_block(whole, i / block));
+    }
+    return reinterpret_cast<float*>(memory);
+  }
+
+  uint8_t* query_block(const WholeScratch& whole, int block) const {
+    return whole.queries + block * whole_bytes(whole_cols_);
+  }
+
+  // What 1 stands for if x [n] is rounded to numbers, and its inverse. n is a multiple of kLanes.
+  static float inverse_step(const float* x, int n, float& step) {
+    Vec most = zeros();
+    for (int d = 0; d < n; d += kLanes) most = max(most, abs(load(x + d)));
+    const float largest = max_lanes(most);
+    const bool counts = largest > kWholeLeast;
+    step = counts ? largest / kWholeMost : 0.0f;
+    return counts ? kWholeMost / largest : 0.0f;
+  }
+
+  // K of a tile for whole_product, and the sum of each token's elements.
+  void read_whole_keys(const Places& places, const Places& next, int8_t* keys,
+                       int32_t* sums) const {
+    const int words = (cache_.token_bytes + kWord - 1) / kWord;
+    alignas(64) uint8_t tails[kLanes][kGroupBytes] = {};
+    const uint8_t* tail_rows[kLanes];
+    for (int token = 0; token < kTile; token += kLanes) {
+      int8_t* to = keys + (static_cast<size_t>(token / kPanel) * whole_cols_ * kPanel +
+                           token % kPanel * kWord);
+      Words sum = fill_words(0);
+      for (int word = 0; word < words; word += kLanes) {
+        const int bytes = std::min(kGroupBytes, cache_.token_bytes - word * kWord);
+        const uint8_t* const* rows = places.elements + token;
+        size_t before = word * kWord;
+        if (bytes < kGroupBytes) {  // no byte beyond the token may be read
+          for (int i = 0; i < kLanes; ++i) {
+            std::memcpy(tails[i], rows[i] + before, bytes);
+            tail_rows[i] = tails[i];
+          }
+          rows = tail_rows;
+          before = 0;
+        }
+        Vec columns[kLanes];
+        transpose(rows, before, columns);
+        const auto put = [&](int w) {
+          sum = add_bytes(sum, columns[w]);
+          store(reinterpret_cast<float*>(to + static_cast<size_t>(word + w) * kWord * kPanel),
+                columns[w]);
+        };
+        if (words - word < kLanes) {
+          for (int w = 0; w < words - word; ++w) put(w);
+          continue;
+        }
+#pragma GCC unroll 16
+        for (int w = 0; w < kLanes; ++w) {
+          next.request(token + w, word * kWord);
+          put(w);
+        }
+      }
+      store_words(sums + token, sum);
+    }
+  }
+
+  void score_whole(int queries, const WholeScratch& whole, const int32_t* key_sums,
+                   float* scores) const {
+    const int block = whole_block(whole.amx);
+    Words offsets[kTile / kLanes];
+    for (int v = 0; v < kTile / kLanes; ++v)
+      offsets[v] = shifted_left(load_words(key_sums + v * kLanes), 15);
+    for (int first = 0; first < queries; first += block) {
+      const int rows = std::min(block, queries - first);
+      for (int panel = 0; panel < kTile / kPanel; ++panel)
+        whole_product(query_block(whole, first / block), rows,
+                      whole.keys + static_cast<size_t>(panel) * whole_cols_ * kPanel, whole_cols_,
+                      whole.amx, [&](int r, int v, Words sums) {
+                        const int at = panel * kPanelVecs + v;
+                        if (kWholeZero > 0) sums = sub(sums, offsets[at]);
+                        store(scores + (first + r) * kTile + at * kLanes,
+                              mul(from_int32(sums), fill(whole.query_steps[first + r])));
+                      });
+    }
+  }
+
+  // V of a tile for whole_product.
+  void read_whole_values(const Places& places, const Places& next, int8_t* values) const {
+    const int n = cache_.head_dim;
+    for (int token = 0; token < kTile; token += 4) {
+      for (int t = token; t < token + 4; ++t)
+        for (int byte = 0; byte < cache_.token_bytes; byte += 64) next.request(t, byte);
+      const uint8_t* const* rows = places.elements + token;
+      for (int d = 0; d < n; d += kLanes) {
+        int8_t* to = values + (static_cast<size_t>(d / kPanel) * kWholeTokens + token) * kPanel +
+                     d % kPanel * kWord;
+        if (d + kLanes <= n) {
+          interleave(rows, d, to);
+          continue;
+        }
+        for (int t = 0; t < 4; ++t)  // no byte beyond the token may be read
+          for (int i = d; i < n; ++i) to[(i - d) * kWord + t] = static_cast<int8_t>(rows[t][i]);
+      }
+    }
+  }
+
+  // sums [queries, padded] += weights [queries, kTile] times V.
+  void add_whole_values(int queries, const float* weights, const WholeScratch& whole,
+                        Partial& p) const {
+    const int block = whole_block(whole.amx);
+    alignas(64) uint8_t packed[2 * kWholeRowsAmx * kWholeTokens] = {};
+    float steps[kWholeRowsAmx];
+    for (int first = 0; first < queries; first += block) {
+      const int rows = std::min(block, queries - first);
+      for (int r = 0; r < rows; ++r) {
+        const float* row = weights + (first + r) * kTile;
+        const float inverse = inverse_step(row, kTile, steps[r]);
+        pack_whole(row, inverse, 0, kTile, r, rows, whole.amx, packed);
+      }
+      for (int panel = 0; panel < padded_ / kPanel; ++panel)
+        whole_product(packed, rows,
+                      whole.values + static_cast<size_t>(panel) * kWholeTokens * kPanel, kTile,
+                      whole.amx, [&](int r, int v, Words sums) {
+                        float* to = p.sums + static_cast<size_t>(first + r) * padded_ +
+                                    panel * kPanel + v * kLanes;
+                        store(to, fma(from_int32(sums), fill(steps[r]), load(to)));
+                      });
+    }
+  }
+
   void read_scales(const Places& places, float* scales) const {
     for (int t = 0; t < kTile; t += kLanes) {
       if (places.scales[t + kLanes - 1] == places.scales[t] + 4 * (kLanes - 1)) {  // of one block
@@ -462,6 +646,8 @@ class Attention {
   int group_;
   int padded_;
   int tokens_per_task_;
+  bool is_whole_;   // int8 KV is multiplied in whole numbers
+  int whole_cols_;  // head_dim, padded for whole_product
   int num_parts_ = 0;
   std::vector<uint8_t> nothing_;  // a token of zeros, and its scale
   std::vector<Task> tasks_;

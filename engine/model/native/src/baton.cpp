@@ -10,6 +10,10 @@ extern "C" {
 
 int32_t baton_panel() { return kPanel; }
 int32_t baton_is_avx512() { return BATON_AVX512; }
+// Uses AMX from now on, or not. Returns 1 if it is used. Changes no bit of products with matrices that
+// are packed already, except bf16 in pairs, which need it.
+int32_t baton_use_amx(int32_t wanted) { return amx_is_used = wanted && amx_is_lent; }
+int32_t baton_uses_amx() { return amx_is_used; }
 
 void* baton_team_open(int32_t threads) { return new Team(threads); }
 void baton_team_close(void* team) { delete static_cast<Team*>(team); }
@@ -28,8 +32,8 @@ void baton_pack(int32_t kind, const float* source, int32_t rows, int32_t cols, v
 // baton_linear_scratch bytes.
 int64_t baton_linear_scratch(void* team, const Weight* w, int32_t rows) {
   const int64_t threads = static_cast<Team*>(team)->size();
-  const int64_t floats = rows * static_cast<int64_t>(w->padded_cols + 1) + 2 * kLanes;
-  return 4 * (threads * static_cast<int64_t>(linear_floats(*w, rows, 1)) + floats);
+  const int64_t packed = packed_row_bytes(*w, rows) / 4 + rows + 2 * kLanes;
+  return 4 * (threads * static_cast<int64_t>(linear_floats(*w, rows, 1)) + packed);
 }
 
 void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, float* y,
@@ -46,7 +50,7 @@ void baton_linear(void* team_, const Weight* w, const float* x, int32_t rows, fl
   } job{team, *w, x, y, rows, static_cast<float*>(scratch), {}};
   job.packed.values = job.threads_scratch + linear_floats(*w, rows, 1) * team.size();
   job.packed.bytes = reinterpret_cast<uint8_t*>(job.packed.values);
-  job.packed.scales = job.packed.values + static_cast<size_t>(rows) * w->padded_cols + kLanes;
+  job.packed.scales = job.packed.values + packed_row_bytes(*w, rows) / 4 + kLanes;
   team.run(
       [](void* context, int thread) {
         const Job& j = *static_cast<Job*>(context);

@@ -178,7 +178,10 @@ struct Store {
     const int columns = panel_columns(*w, panel);
     for (int r = 0; r < rows; ++r) {
       float* y = to + (row + r) * stride + panel * kPanel;
-      std::memcpy(y, tile + r * kPanel, sizeof(float) * columns);
+      const float* x = tile + r * kPanel;
+      if (columns == kPanel)
+        for (int c = 0; c < kPanel; c += kLanes) store(y + c, load(x + c));
+      else std::memcpy(y, x, sizeof(float) * columns);
       for (int c = 0; softcap > 0 && c < columns; ++c) y[c] = softcap * std::tanh(y[c] / softcap);
     }
   }
@@ -230,18 +233,22 @@ class Decoder {
     qkv_stride_ = whole_vecs(query_size_ + 2 * kv_size_);
     attended_stride_ = whole_vecs(query_size_);
     wide_stride_ = whole_vecs(m_.feed_forward + kPanel);
-    const size_t widest = std::max({m_.hidden, query_size_, m_.feed_forward});
     residual_.reserve(tokens * hidden_stride_ * 4);
     added_.reserve(tokens * hidden_stride_ * 4);
     qkv_.reserve(tokens * qkv_stride_ * 4);
     attended_.reserve(tokens * attended_stride_ * 4);
     wide_.reserve(tokens * wide_stride_ * 4);
-    packed_.reserve(tokens * (widest + kLanes) * 4);
+    size_t packed = packed_row_bytes(m_.head, wanted_->num_keep);
+    for (int i = 0; i < m_.num_layers; ++i)
+      for (const Weight* w :
+           {&m_.layers[i].qkv[0], &m_.layers[i].output, &m_.layers[i].gate, &m_.layers[i].down})
+        packed = std::max(packed, packed_row_bytes(*w, batch_->num_tokens));
+    packed_.reserve(packed);
     scales_.reserve(tokens * 4);
     rotary_floats_ = 0;
     for (int i = 0; i < m_.num_ropes; ++i) rotary_floats_ += m_.ropes[i].rotary_dim;
     rotary_.reserve(tokens * rotary_floats_ * 4);
-    size_t most = std::max(attention_.scratch_floats(), kMaxRows * hidden_stride_);
+    size_t most = std::max(attention_.scratch_floats(), kBlockRows * hidden_stride_);
     most = std::max(most, linear_floats(m_.head, wanted_->num_keep, 1));
     for (int i = 0; i < m_.num_layers; ++i) {
       const Layer& layer = m_.layers[i];
@@ -346,11 +353,11 @@ class Decoder {
                     Share(layer.gate.num_panels(), thread, team_.size()), scratch(thread),
                     [&](int row, int rows, int panel, float* tiles) {
                       add_bias(layer.gate, panel, rows, tiles);
-                      add_bias(layer.up, panel, rows, tiles + kMaxRows * kPanel);
+                      add_bias(layer.up, panel, rows, tiles + kBlockRows * kPanel);
                       for (int r = 0; r < rows; ++r)
                         for (int c = 0; c < kPanel; c += kLanes) {
                           const Vec gate = load(tiles + r * kPanel + c);
-                          const Vec up = load(tiles + (kMaxRows + r) * kPanel + c);
+                          const Vec up = load(tiles + (kBlockRows + r) * kPanel + c);
                           store(wide + (row + r) * wide_stride_ + panel * kPanel + c,
                                 mul(activate(gate, m_.activation), up));
                         }

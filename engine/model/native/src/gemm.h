@@ -1,14 +1,15 @@
 // Linear layers over weights that are packed once, in panels of kPanel output columns.
 //
 //     fp32, bf16      [num_panels][cols][kPanel]
+//     bf16 in pairs   [num_panels][cols / 2][kPanel][2], to be multiplied with AMX
 //     int8            [num_panels][cols / 4][kPanel][4], one scale per output column
 //     int8 as float   the same weights with fp32 activations: slow, but activations are not rounded,
 //                     so that two ways to compute a model can be compared
 //
 // Activations are fp32, or for int8 bytes with one scale per row (absolute maximum / 127).
 // A tile of at most kMaxRows rows and one panel stays in registers for all of `cols`. So an element
-// of the result is one chain of fused additions in the order of `cols` (fp32) or an exact integer
-// (int8). Its bits depend neither on the number of rows nor on their order.
+// of the result is one chain of fused additions in the order of `cols` (fp32), three of AMX's own, or
+// an exact integer (int8). Its bits depend neither on the number of rows nor on their order.
 //
 // Weights that are bf16 in the checkpoint stay bf16 and are widened when they are read. The products
 // are the same as with fp32 weights, from half the memory.
@@ -18,12 +19,12 @@
 #include <cmath>
 #include <utility>
 
-#include "simd.h"
+#include "amx.h"
 #include "team.h"
 
 namespace baton {
 
-enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt8AsFloat = 3 };
+enum Kind : int32_t { kFp32 = 0, kBf16 = 1, kInt8 = 2, kInt8AsFloat = 3, kBf16Pairs = 4 };
 
 #if BATON_AVX512
 constexpr int kPanelVecs = 2;
@@ -42,6 +43,9 @@ constexpr int kPrefetchBytes = 2048;
 constexpr int kMaxColumns = 512;   // of one chunk, if all activations exceed kChunkBytes
 constexpr int kWaitingPanels = 8;  // panels whose sums wait for the next columns
 constexpr int kPackColumns = 128;
+constexpr int kAmxFromRows = 4;        // fewer rows are multiplied sooner without AMX
+constexpr int kBlockRows = kAmxBlock;  // the most rows of a block
+static_assert(kBlockRows >= kMaxRows && kBlockRows >= kMaxRowsInt8);
 
 // A packed matrix [rows, cols]; mirrored in library.py.
 struct Weight {
@@ -51,23 +55,48 @@ struct Weight {
   int32_t padded_cols;
   const void* panels;
   const float* scales;     // int8: [num_panels * kPanel]
-  const int32_t* offsets;  // int8: the start of a sum of byte products; undoes kByteZero
+  const int32_t* offsets;  // int8: added to a sum of byte products; undoes kByteZero
   const float* bias;       // [num_panels * kPanel] or null
 
   int num_panels() const { return (rows + kPanel - 1) / kPanel; }
 };
 
 // Activations of `rows` rows, packed so that the kernels read them from front to back. They are in
-// blocks of up to max_rows rows. A block is [cols][rows of the block] for fp32 and bf16 weights
-// (`values`), and [cols / 4][rows of the block][4] for int8 (`bytes`, with a scale for each row).
+// blocks of rows. A block is [cols][rows of the block] for fp32 and bf16 weights (`values`). For int8
+// it is [cols / 4][rows of the block][4], or with AMX [rows / 16][cols / 64][16][64] (`bytes`, with a
+// scale for each row). For bf16 in pairs it is [rows / 5][cols / 32][16][32] numbers of bf16, also in
+// `bytes`: three rows for each row, and an unused one.
 struct Rows {
   float* values;
   uint8_t* bytes;
   float* scales;
 };
 
-inline int max_rows(const Weight& w) { return w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows; }
-inline int num_blocks(const Weight& w, int rows) { return (rows + max_rows(w) - 1) / max_rows(w); }
+// How the rows of one product are divided into blocks.
+struct RowBlocks {
+  int rows;
+  int most;  // rows of a block
+  int count;
+  bool amx;
+
+  RowBlocks(const Weight& w, int rows)
+      : rows(rows),
+        amx(w.kind == kBf16Pairs || (w.kind == kInt8 && amx_is_used && rows >= kAmxFromRows &&
+                                     w.padded_cols % kAmxInputs == 0)) {
+    if (amx) most = w.kind == kInt8 ? kAmxBlock : kFloatBlock;
+    else most = w.kind == kInt8 ? kMaxRowsInt8 : kMaxRows;
+    count = (rows + most - 1) / most;
+  }
+  Share operator[](int block) const {
+    Share share(rows, block, count);
+    if (amx) share.begin = block * most, share.end = std::min(rows, share.begin + most);
+    return share;
+  }
+  Share of_row(int row) const {
+    if (amx) return (*this)[row / most];
+    return (*this)[static_cast<int>((static_cast<int64_t>(row + 1) * count - 1) / rows)];
+  }
+};
 
 // c [R, kPanel] = or += a [R, cols] times a panel; a's element (r, k) is a[r * step_r + k * step_k].
 template <int R, class Load>
@@ -119,14 +148,10 @@ struct LoadBf16 {
 #if BATON_AVX512
 
 template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, const int32_t* offsets,
-                      int32_t* c) {
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
   __m512i acc[R][2];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    acc[r][0] = _mm512_loadu_si512(offsets);
-    acc[r][1] = _mm512_loadu_si512(offsets + kLanes);
-  }
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
   for (int k = 0; k < cols; k += 4) {
     const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
@@ -154,7 +179,7 @@ constexpr int kByteZero = 128;
 
 // |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
 template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, const int32_t*, int32_t* c) {
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[R][2];
 #pragma GCC unroll 16
@@ -202,6 +227,18 @@ inline void multiply_float(const float* a, size_t lda, int rows, const float* pa
   });
 }
 
+// The first of the three rows of bf16 that row r of a block is.
+constexpr int float_row(int r) { return r / kFloatRows * kAmxRows + r % kFloatRows * kParts; }
+
+// Bytes of `rows` packed rows, rounded up to whole registers of AMX.
+inline size_t packed_row_bytes(const Weight& w, int rows) {
+  if (w.kind == kBf16Pairs)
+    return static_cast<size_t>((rows + kFloatRows - 1) / kFloatRows) * kAmxRows * 2 * w.padded_cols;
+  if (w.kind == kInt8)
+    return static_cast<size_t>((rows + kAmxRows - 1) / kAmxRows) * kAmxRows * w.padded_cols;
+  return sizeof(float) * rows * w.padded_cols;
+}
+
 // Columns begin … end - 1 of the inputs.
 struct Columns {
   int begin, end;
@@ -209,26 +246,46 @@ struct Columns {
 
 // One block of rows of x times one panel of w over some columns, into or (beyond the first column)
 // onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
-inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x,
+inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, bool amx,
                            Share block, Columns columns, float* tile) {
   const int rows = block.end - block.begin;
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
   const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
   if (w.kind == kInt8) {
-    alignas(64) int32_t sums[kMaxRowsInt8 * kPanel];
+    alignas(64) int32_t sums[kBlockRows * kPanel];
     const int8_t* bytes = static_cast<const int8_t*>(w.panels) + at;
     const int first = panel * kPanel;
-    with_rows<kMaxRowsInt8>(rows, [&](auto r) {
-      tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, w.offsets + first, sums);
-    });
-    for (int r = 0; r < rows; ++r) {
-      const Vec row_scale = fill(x.scales[block.begin + r]);
-      for (int v = 0; v < kPanelVecs; ++v) {
-        const Vec exact = from_int32(sums + r * kPanel + v * kLanes);
-        const Vec y = mul(mul(exact, load(w.scales + first + v * kLanes)), row_scale);
-        store(tile + r * kPanel + v * kLanes, y);
+    if (amx) {
+      const uint8_t* raw = reinterpret_cast<const uint8_t*>(bytes);
+      if (rows > kAmxRows) amx_product<2>(x.bytes + start, raw, w.padded_cols, sums);
+      else amx_product<1>(x.bytes + start, raw, w.padded_cols, sums);
+    } else {
+      with_rows<kMaxRowsInt8>(
+          rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, sums); });
+    }
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const Vec scale = load(w.scales + first + v * kLanes);
+      const Words offset = load_words(w.offsets + first + v * kLanes);
+      for (int r = 0; r < rows; ++r) {
+        const int at = r * kPanel + v * kLanes;
+        const Vec exact = from_int32(add(load_words(sums + at), offset));
+        store(tile + at, mul(mul(exact, scale), fill(x.scales[block.begin + r])));
       }
     }
+    return;
+  }
+  if (w.kind == kBf16Pairs) {
+    alignas(64) float sums[kBlockRows * kPanel];
+    const uint8_t* a = x.bytes + packed_row_bytes(w, block.begin);
+    const uint8_t* raw = static_cast<const uint8_t*>(w.panels) + 2 * at;
+    if (rows > kFloatRows) amx_product<2>(a, raw, 2 * w.padded_cols, sums);
+    else amx_product<1>(a, raw, 2 * w.padded_cols, sums);
+    for (int r = 0; r < rows; ++r)
+      for (int v = 0; v < kPanelVecs; ++v) {
+        const float* part = sums + float_row(r) * kPanel + v * kLanes;
+        const Vec small = add(load(part + 2 * kPanel), load(part + kPanel));
+        store(tile + r * kPanel + v * kLanes, add(small, load(part)));
+      }
     return;
   }
   const int count = columns.end - columns.begin;
@@ -257,14 +314,16 @@ struct Blocking {
   int tiles;   // of each matrix, that wait
 
   Blocking(const Weight& w, int rows, int weights) : columns(w.cols), panels(1), tiles(1) {
-    const bool is_int8 = w.kind == kInt8;
-    const size_t row_bytes = static_cast<size_t>(w.padded_cols) * (is_int8 ? 1 : sizeof(float));
-    if (!is_int8 && row_bytes * rows > kChunkBytes && w.cols > kMaxColumns) {
+    const RowBlocks by(w, rows);
+    const bool is_whole = w.kind == kInt8 || by.amx;  // all columns are multiplied at once
+    const size_t row_bytes = sizeof(float) * w.padded_cols;
+    if (!is_whole && row_bytes * rows > kChunkBytes && w.cols > kMaxColumns) {
       const int parts = (w.cols + kMaxColumns - 1) / kMaxColumns;
       columns = ((w.cols + parts - 1) / parts + kLanes - 1) / kLanes * kLanes;
       panels = kWaitingPanels / weights;
     }
-    const size_t block_bytes = max_rows(w) * (is_int8 ? row_bytes : columns * sizeof(float));
+    const size_t block_bytes =
+        is_whole ? packed_row_bytes(w, by.most) : by.most * columns * sizeof(float);
     blocks = std::max<int>(2, kChunkBytes / block_bytes);
     if (columns < w.cols) tiles = panels * blocks;
   }
@@ -295,12 +354,12 @@ inline void widen_panel(const Weight& w, int panel, Columns columns, float* to) 
 inline size_t linear_floats(const Weight& w, int rows, int weights) {
   const Blocking by(w, rows, weights);
   const size_t wide = widens(w, rows) ? static_cast<size_t>(by.columns) : 0;
-  return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kMaxRows);
+  return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kBlockRows);
 }
 
 // Computes x @ w^T for panels share.begin … share.end - 1 of kWeights matrices of one shape and
 // calls, for each tile, consume(first row, number of rows, panel, tiles): tiles are kWeights times
-// [number of rows, kPanel], kMaxRows * kPanel apart, of the same panel of each matrix. `scratch`:
+// [number of rows, kPanel], kBlockRows * kPanel apart, of the same panel of each matrix. `scratch`:
 // linear_floats.
 template <int kWeights, class Consume>
 inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, Share share,
@@ -308,24 +367,25 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
   const Weight& w = *weights[0];
   const Blocking by(w, rows, kWeights);
   const bool widen = widens(w, rows);
-  const int blocks = num_blocks(w, rows);
+  const RowBlocks blocks(w, rows);
+  const AmxTiles registers(blocks.amx);
   float* tiles = scratch;
-  float* wide = scratch + static_cast<size_t>(kWeights) * by.tiles * kMaxRows * kPanel;
+  float* wide = scratch + static_cast<size_t>(kWeights) * by.tiles * kBlockRows * kPanel;
   const size_t wide_floats = static_cast<size_t>(by.columns) * kPanel;
-  for (int chunk = 0; chunk < blocks; chunk += by.blocks)
+  for (int chunk = 0; chunk < blocks.count; chunk += by.blocks)
     for (int group = share.begin; group < share.end; group += by.panels)
       for (int column = 0; column < w.cols; column += by.columns) {
         const Columns columns{column, std::min(w.cols, column + by.columns)};
         for (int panel = group; panel < std::min(share.end, group + by.panels); ++panel) {
           for (int i = 0; widen && i < kWeights; ++i)
             widen_panel(*weights[i], panel, columns, wide + i * wide_floats);
-          for (int block = chunk; block < std::min(blocks, chunk + by.blocks); ++block) {
-            const Share part(rows, block, blocks);
+          for (int block = chunk; block < std::min(blocks.count, chunk + by.blocks); ++block) {
+            const Share part = blocks[block];
             const int waiting = by.tiles > 1 ? (panel - group) * by.blocks + block - chunk : 0;
-            float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kMaxRows * kPanel;
+            float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kBlockRows * kPanel;
             for (int i = 0; i < kWeights; ++i)
-              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x, part,
-                             columns, sums + i * kMaxRows * kPanel);
+              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x,
+                             blocks.amx, part, columns, sums + i * kBlockRows * kPanel);
             if (columns.end == w.cols) consume(part.begin, part.end - part.begin, panel, sums);
           }
         }
@@ -345,8 +405,10 @@ inline int panel_columns(const Weight& w, int panel) {
   return std::min(kPanel, w.rows - panel * kPanel);
 }
 
-// Rounds row x [cols] to bytes, with `step` rows between groups of four. Returns its scale.
-inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y) {
+// Rounds row x [cols] to bytes. Each sixteen of them are given to put(first column, bytes). Returns
+// the row's scale.
+template <class Put>
+inline float round_to_bytes(const Weight& w, const float* x, Put put) {
   Vec most = zeros();
   int i = 0;
   for (; i + kLanes <= w.cols; i += kLanes) most = max(most, abs(load(x + i)));
@@ -354,6 +416,7 @@ inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y
   for (; i < w.cols; ++i) largest = std::max(largest, std::fabs(x[i]));
   const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
   alignas(16) int8_t whole[kLanes];
+  const __m128i zero = _mm_set1_epi8(static_cast<char>(kByteZero));
   for (i = 0; i < w.padded_cols; i += kLanes) {
     if (i + kLanes <= w.cols) {
       store_int8(whole, round_even(mul(load(x + i), fill(inverse))));
@@ -361,30 +424,71 @@ inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* y
       for (int j = 0; j < kLanes; ++j)
         whole[j] = i + j < w.cols ? static_cast<int8_t>(std::nearbyintf(x[i + j] * inverse)) : 0;
     }
-    for (int j = 0; j < kLanes; ++j) whole[j] = static_cast<int8_t>(whole[j] + kByteZero);
-    for (int j = 0; j < kLanes && i + j < w.padded_cols; j += 4)
-      std::memcpy(y + (i + j) * step, whole + j, 4);
+    put(i, _mm_add_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(whole)), zero));
   }
   return largest / 127.0f;
 }
 
+// `to` has `step` rows between groups of four bytes.
+inline float pack_bytes(const Weight& w, const float* x, size_t step, uint8_t* to) {
+  return round_to_bytes(w, x, [&](int i, __m128i bytes) {
+    alignas(16) uint8_t whole[kLanes];
+    _mm_store_si128(reinterpret_cast<__m128i*>(whole), bytes);
+    for (int j = 0; j < kLanes && i + j < w.padded_cols; j += 4)
+      std::memcpy(to + (i + j) * step, whole + j, 4);
+  });
+}
+
+inline float pack_bytes_for_amx(const Weight& w, const float* x, uint8_t* to) {
+  return round_to_bytes(w, x, [&](int i, __m128i bytes) {
+    const int at = i / kAmxInputs * kAmxInputs * kAmxRows + i % kAmxInputs;
+    _mm_store_si128(reinterpret_cast<__m128i*>(to + at), bytes);
+  });
+}
+
+inline void pack_parts(const Weight& w, const float* x, uint8_t* to) {
+  constexpr int kInputs = kAmxInputs / 2;
+  for (int i = 0; i < w.padded_cols; i += kLanes) {
+    alignas(64) float tail[kLanes] = {};
+    const float* from = x + i;
+    if (i + kLanes > w.cols) {
+      if (i < w.cols) std::memcpy(tail, from, sizeof(float) * (w.cols - i));
+      from = tail;
+    }
+    put_parts(from, to + i / kInputs * kAmxRows * kAmxInputs + i % kInputs * 2);
+  }
+}
+
 // Packs this thread's share of `rows` rows for `w`. fetch(row, slot) returns the row's address,
-// [cols]; it stays valid until the same slot, below max_rows, is fetched again.
+// [cols]; it stays valid until the same slot, below kBlockRows, is fetched again.
 template <class Fetch>
 inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fetch fetch) {
-  const int blocks = num_blocks(w, rows);
+  const RowBlocks blocks(w, rows);
   for (int row = mine.begin; row < mine.end;) {
-    const Share block(rows, static_cast<int>((static_cast<int64_t>(row + 1) * blocks - 1) / rows),
-                      blocks);
+    const Share block = blocks.of_row(row);
     const int step = block.end - block.begin, before = row - block.begin;
     const int count = std::min(mine.end, block.end) - row;
     const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
-    const float* x[std::max(kMaxRows, kMaxRowsInt8)];
-    for (int r = 0; r < count; ++r) x[r] = fetch(row + r, r);
-    if (w.kind == kInt8) {
-      for (int r = 0; r < count; ++r)
-        to.scales[row + r] = pack_bytes(w, x[r], step, to.bytes + start + (before + r) * 4);
+    const float* x[kBlockRows];
+    if (w.kind == kBf16Pairs) {
+      uint8_t* first = to.bytes + packed_row_bytes(w, block.begin);
+      for (int r = 0; r < count; ++r) {
+        const int at = before + r, tile = at / kFloatRows * kFloatRows;
+        pack_parts(w, fetch(row + r, 0),
+                   first + packed_row_bytes(w, tile) + at % kFloatRows * kParts * kAmxInputs);
+      }
+    } else if (w.kind == kInt8) {
+      for (int r = 0; r < count; ++r) {
+        const int at = before + r;
+        const size_t tile = static_cast<size_t>(at / kAmxRows * kAmxRows) * w.padded_cols;
+        uint8_t* first = to.bytes + start;
+        to.scales[row + r] = blocks.amx
+                                 ? pack_bytes_for_amx(w, fetch(row + r, 0),
+                                                      first + tile + at % kAmxRows * kAmxInputs)
+                                 : pack_bytes(w, fetch(row + r, 0), step, first + at * 4);
+      }
     } else {
+      for (int r = 0; r < count; ++r) x[r] = fetch(row + r, r);
       for (int k = 0; k < w.cols; k += kPackColumns)  // so that the written lines stay in the cache
         for (int r = 0; r < count; ++r)
           for (int i = k; i < std::min(w.cols, k + kPackColumns); ++i)
@@ -394,12 +498,19 @@ inline void pack_rows(const Weight& w, Share mine, int rows, const Rows& to, Fet
   }
 }
 
-inline int padded_cols(int kind, int cols) { return kind == kInt8 ? (cols + 3) / 4 * 4 : cols; }
+inline int round_up(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// AMX multiplies int8 if a row fills whole registers, so rows are padded unless they are short.
+inline int padded_cols(int kind, int cols) {
+  if (kind == kBf16Pairs) return round_up(cols, kAmxInputs / 2);
+  if (kind != kInt8) return cols;
+  return round_up(cols, BATON_AMX && cols >= kAmxInputs ? kAmxInputs : 4);
+}
 
 inline size_t packed_bytes(int kind, int rows, int cols) {
   const size_t elements =
       static_cast<size_t>((rows + kPanel - 1) / kPanel) * kPanel * padded_cols(kind, cols);
-  return elements * (kind == kFp32 ? 4 : kind == kBf16 ? 2 : 1);
+  return elements * (kind == kFp32 ? 4 : kind == kInt8 ? 1 : 2);
 }
 
 // Packs `source` [rows, cols] fp32; scales and offsets [num_panels * kPanel] are written for int8.
@@ -422,6 +533,9 @@ inline void pack(int kind, const float* source, int rows, int cols, void* panels
         const size_t at = panel + (static_cast<size_t>(k / 4) * kPanel + column) * 4 + k % 4;
         static_cast<int8_t*>(panels)[at] = q;
         sum += q;
+      } else if (kind == kBf16Pairs) {
+        const size_t at = panel + (static_cast<size_t>(k / 2) * kPanel + column) * 2 + k % 2;
+        static_cast<uint16_t*>(panels)[at] = float_to_bf16(value);
       } else {
         const size_t at = panel + static_cast<size_t>(k) * kPanel + column;
         if (kind == kBf16) static_cast<uint16_t*>(panels)[at] = float_to_bf16(value);

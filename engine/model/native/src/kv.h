@@ -92,6 +92,28 @@ inline void largest_and_range(const float* x, int n, float* largest, float* low,
   }
 }
 
+inline void write_int8(Place to, const float* x, int n) {
+  Vec most = zeros();
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) most = max(most, abs(load(x + i)));
+  float largest = max_lanes(most);
+  for (; i < n; ++i) largest = std::max(largest, std::fabs(x[i]));
+  const float scale = largest / 127.0f;
+  int8_t* y = reinterpret_cast<int8_t*>(to.elements);
+  if (!(scale > 0)) {
+    std::memset(y, 0, n);
+  } else {
+    const Vec step = fill(scale), limit = fill(127.0f);
+    for (i = 0; i + kLanes <= n; i += kLanes) {
+      const Vec q = min(round_even(div(load(x + i), step)), limit);
+      store_int8(y + i, max(q, sub(zeros(), limit)));
+    }
+    for (; i < n; ++i)
+      y[i] = static_cast<int8_t>(std::clamp(std::nearbyintf(x[i] / scale), -127.0f, 127.0f));
+  }
+  std::memcpy(to.scale, &scale, 4);
+}
+
 // Stores one token's K or V of one head.
 inline void write_token(const Cache& c, Place to, const float* x) {
   const int n = c.head_dim;
@@ -111,16 +133,7 @@ inline void write_token(const Cache& c, Place to, const float* x) {
       std::memcpy(to.scale, &scale, 4);
       return;
     }
-    case kKvInt8: {
-      largest_and_range(x, n, &largest, &low, &high);
-      const float scale = largest / 127.0f;
-      for (int i = 0; i < n; ++i) {
-        const float q = scale > 0 ? std::nearbyintf(x[i] / scale) : 0.0f;
-        to.elements[i] = static_cast<uint8_t>(static_cast<int8_t>(std::clamp(q, -127.0f, 127.0f)));
-      }
-      std::memcpy(to.scale, &scale, 4);
-      return;
-    }
+    case kKvInt8: write_int8(to, x, n); return;
     default: {
       largest_and_range(x, n, &largest, &low, &high);
       const uint16_t low_bits = float_to_bf16(low);

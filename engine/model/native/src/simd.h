@@ -63,9 +63,6 @@ BATON_INLINE Vec load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
 }
 BATON_INLINE Vec from_bytes(__m128i raw) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw)); }
-BATON_INLINE Vec from_int32(const int32_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_loadu_si512(reinterpret_cast<const void*>(p)));
-}
 // Whole numbers in -128 … 127 as bytes.
 BATON_INLINE void store_int8(int8_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
@@ -94,8 +91,13 @@ BATON_INLINE __m256 high_half(Vec x) { return _mm512_extractf32x8_ps(x, 1); }
 
 using Words = __m512i;  // sixteen times 32 bits
 BATON_INLINE Words fill_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-BATON_INLINE Words load_words(const uint32_t* p) { return _mm512_loadu_si512(p); }
+BATON_INLINE Words load_words(const void* p) { return _mm512_loadu_si512(p); }
+BATON_INLINE void store_words(void* p, Words x) { _mm512_storeu_si512(p, x); }
+BATON_INLINE Words shifted_left(Words x, int n) { return _mm512_slli_epi32(x, n); }
+BATON_INLINE Vec from_int32(Words x) { return _mm512_cvtepi32_ps(x); }
+BATON_INLINE Words to_int32(Vec x) { return _mm512_cvtps_epi32(x); }  // halves to even
 BATON_INLINE Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+BATON_INLINE Words sub(Words a, Words b) { return _mm512_sub_epi32(a, b); }
 BATON_INLINE Words bits_xor(Words a, Words b) { return _mm512_xor_si512(a, b); }
 struct WidePair {
   Words high, low;
@@ -198,10 +200,6 @@ BATON_INLINE Vec from_bytes(__m128i raw) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(raw)),
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(raw, 8)))};
 }
-BATON_INLINE Vec from_int32(const int32_t* p) {
-  return {_mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
-          _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8)))};
-}
 BATON_INLINE void store_int8(int8_t* p, Vec x) {
   __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
@@ -246,12 +244,25 @@ struct Words {
 };
 BATON_INLINE __m256i fill_words_half(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 BATON_INLINE Words fill_words(uint32_t x) { return {fill_words_half(x), fill_words_half(x)}; }
-BATON_INLINE Words load_words(const uint32_t* p) {
-  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+BATON_INLINE Words load_words(const void* p) {
+  const __m256i* halves = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
 }
+BATON_INLINE void store_words(void* p, Words x) {
+  __m256i* halves = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(halves, x.a);
+  _mm256_storeu_si256(halves + 1, x.b);
+}
+BATON_INLINE Words shifted_left(Words x, int n) {
+  return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)};
+}
+BATON_INLINE Vec from_int32(Words x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+BATON_INLINE Words to_int32(Vec x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 BATON_INLINE Words add(Words x, Words y) {
   return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+BATON_INLINE Words sub(Words x, Words y) {
+  return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)};
 }
 BATON_INLINE Words bits_xor(Words x, Words y) {
   return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};

@@ -84,8 +84,11 @@ def test_drivers_get_the_largest_sizes_of_their_jobs():
 
 def test_a_peer_option_may_stand_for_several_engines():
     peers = peers_of([f"llamacpp={PYTHON}", f"vllm={PYTHON}"])
-    assert [peer.name for peer in peers] == ["llamacpp_f32", "llamacpp_q8_0", "vllm"]
-    assert peers[-1] == EnginePeer("vllm", "vllm", "f32", PYTHON)
+    assert [peer.name for peer in peers] == [
+        *("llamacpp_f32", "llamacpp_q8_0"),
+        *("vllm", "vllm_w8a8"),
+    ]
+    assert peers[-1] == EnginePeer("vllm_w8a8", "vllm", "w8a8", PYTHON)
 
 
 def test_valid_plan_is_returned_unchanged():

@@ -1,6 +1,6 @@
 """The figures that `baton bench engine` makes of its samples."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
@@ -17,12 +17,15 @@ from bench.engine.plan import (
     jobs_of,
 )
 from bench.engine.results import (
+    CeilingExceeded,
     EngineMeasured,
     JobTime,
     OurMemory,
     Repetition,
+    check_limits,
     limit_s,
     results,
+    step_bytes,
     warnings,
     work_of,
 )
@@ -33,8 +36,12 @@ MEMORY = ModelMemory(weights_bytes=1100.0, kv_token_bytes=10.0)
 CEILINGS = Ceilings(read_bytes_per_s=1e6, fp32_flops_per_s=1e7, int8_flops_per_s=4e7)
 
 
-def sample(seconds, tokens=(), outside_s=None):
-    return JobTime(seconds, tuple(tokens), outside_s)
+def sample(seconds, tokens=(), outside_s=None, ceilings=None):
+    return JobTime(seconds, tuple(tokens), outside_s, ceilings)
+
+
+def ours(seconds, tokens):
+    return sample(seconds, tokens, 0.1, CEILINGS)
 
 
 def measured(**changes):
@@ -44,14 +51,15 @@ def measured(**changes):
         samples = {}
         for job in jobs_of(PLAN):
             tokens = [1, 2, 3, 4] if job.name == "prefill" else []
-            samples["fp32", job.name] = sample(2.0 * slow, tokens, outside_s=0.1)
-            samples["int8", job.name] = sample(1.0 * slow, [*tokens[:3], 9][: len(tokens)], 0.1)
+            samples["fp32", job.name] = ours(2.0 * slow, tokens)
+            samples["int8", job.name] = ours(1.0 * slow, [*tokens[:3], 9][: len(tokens)])
             if job.for_peers:
                 samples["transformers", job.name] = sample(6.0, tokens)
                 samples["llamacpp_q8_0", job.name] = sample(6.0, tokens)
-        repetitions.append(Repetition(samples, CEILINGS))
-    ours = OurMemory(MEMORY, resident_bytes=2**30, load_s=1.5, warm_up_s=0.5)
-    found = EngineMeasured(SIZE, {"fp32": ours, "int8": ours}, tuple(repetitions), (0.01, 0.02))
+        repetitions.append(Repetition(samples))
+    memory = OurMemory(MEMORY, resident_bytes=2**30, load_s=1.5, warm_up_s=0.5)
+    both = {"fp32": memory, "int8": memory}
+    found = EngineMeasured(SIZE, both, tuple(repetitions), (0.01, 0.02))
     return replace(found, **changes)
 
 
@@ -73,16 +81,59 @@ def test_each_speed_has_the_roofline_as_its_limit():
     found = by_name(results(PLAN, measured()))
     for job in jobs_of(PLAN):
         result = found[f"{job.name}/int8"]
-        expected = job.num_tokens / limit_s(job, SIZE, MEMORY, CEILINGS, "int8")
+        expected = job.num_tokens / limit_s(job, SIZE, MEMORY, CEILINGS, ("int8", "int8"))
         assert result.limit == pytest.approx(expected)
         assert result.of_limit == pytest.approx(result.value / expected)
+
+
+def test_each_run_is_a_share_of_the_limit_measured_beside_it():
+    complete = measured()
+    first, second = complete.repetitions
+    half = Ceilings(*(peak / 2 for peak in astuple(CEILINGS)))
+    slower = {key: replace(s, ceilings=s.ceilings and half) for key, s in second.samples.items()}
+    throttled = replace(complete, repetitions=(first, replace(second, samples=slower)))
+    found = by_name(results(PLAN, throttled))["prefill/fp32"]
+    whole = by_name(results(PLAN, complete))["prefill/fp32"]
+    assert found.limit == pytest.approx(0.75 * whole.limit)
+    assert found.of_limit == pytest.approx(first_share := found.runs[0] / whole.limit)
+    assert first_share > whole.of_limit  # the second run took twice as long, with half the peaks
+
+
+def test_a_run_without_ceilings_has_no_limits():
+    complete = measured()
+    bare = [
+        Repetition({key: replace(s, ceilings=None) for key, s in r.samples.items()})
+        for r in complete.repetitions
+    ]
+    found = results(PLAN, replace(complete, repetitions=tuple(bare)))
+    assert all(result.limit is None for result in found)
+    check_limits(found)
+
+
+def test_a_result_above_its_limit_fails_the_run():
+    first, _ = measured().repetitions
+    slow = {key: replace(s, seconds=1e6) for key, s in first.samples.items()}
+    check_limits(results(PLAN, measured(repetitions=(Repetition(slow),))))
+    wrong = slow | {("int8", "prefill"): replace(first.samples["int8", "prefill"], seconds=1e-9)}
+    with pytest.raises(CeilingExceeded, match=r"prefill/int8 \(\d+%\)") as raised:
+        check_limits(results(PLAN, measured(repetitions=(Repetition(wrong),))))
+    assert "fp32" not in str(raised.value)
+
+
+def test_ceilings_are_read_over_as_many_bytes_as_a_step_reads():
+    prefill, decode = (
+        EngineJob("p", 2, 10, 0, for_peers=True),
+        EngineJob("d", 2, 10, 3, for_peers=True),
+    )
+    assert step_bytes(prefill, SIZE, MEMORY) == 1100 + 10 * 20
+    assert step_bytes(decode, SIZE, MEMORY) == 1100 + 10 * 2 * 13
 
 
 def test_the_limit_of_decoding_sums_steps_of_growing_contexts():
     job = EngineJob("decode", 2, 10, 3, for_peers=False)
     steps = [decode_work(SIZE, MEMORY, [context] * 2) for context in (11, 12, 13)]
-    expected_s = sum(least_time_s(step, CEILINGS, "fp32") for step in steps)
-    assert limit_s(job, SIZE, MEMORY, CEILINGS, "fp32") == pytest.approx(expected_s)
+    expected_s = sum(least_time_s(step, CEILINGS, "fp32", "fp32") for step in steps)
+    assert limit_s(job, SIZE, MEMORY, CEILINGS, ("fp32", "fp32")) == pytest.approx(expected_s)
     assert work_of(job, SIZE, MEMORY).read_bytes == 3 * 1100 + 10 * 2 * (11 + 12 + 13)
 
 

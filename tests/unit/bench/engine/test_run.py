@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.common.report import Missing
+from bench.common.roofline import Ceilings, ModelMemory, ModelSize
 from bench.engine import run as bench_engine
 from bench.engine.ours import prefill_steps, tables_of
 from bench.engine.plan import (
@@ -16,7 +17,7 @@ from bench.engine.results import (
     JobTime,
 )
 from bench.engine.run import Contest
-from bench.processes.driven import DrivenFailed
+from bench.processes.driven import Driven, DrivenFailed
 from tests.kits.driven import started
 
 
@@ -48,6 +49,7 @@ def test_block_tables_do_not_overlap():
     assert tables_of([1, 4, 5], 4) == [[0], [1], [2, 3]]
 
 
+SIZE = ModelSize(num_layers=2, attention_size=16, layer_weights=1000, head_weights=100)
 JOB = EngineJob("prefill", 1, 4, 0, for_peers=True)
 WORKS = """
     say(ready={"version": "1"})
@@ -57,16 +59,26 @@ WORKS = """
 """
 
 
+PEAKS = """
+    say(ready={"version": "1"})
+    for line in sys.stdin:
+        peak = json.loads(line)["read_bytes"]
+        say(read_bytes_per_s=peak, fp32_flops_per_s=2.0, int8_flops_per_s=3.0)
+"""
+
+
 def contest_of(peer_script, our_script=WORKS):
     return Contest(
         ours={"fp32": started(our_script, "fp32")},
         peers={"other": started(peer_script, "other"), "last": started(WORKS, "last")},
-        ceilings=started(WORKS, "ceilings"),
+        ceilings=started(PEAKS, "ceilings"),
+        size=SIZE,
     )
 
 
 def all_of(contest):
-    return [*contest.ours.values(), *contest.peers.values(), contest.ceilings]
+    engines = [*contest.ours.values(), *contest.peers.values(), contest.ceilings]
+    return [engine for engine in engines if engine is not None]
 
 
 def run_round(contest, monkeypatch, *, job=JOB, repeat=0):
@@ -86,6 +98,24 @@ def test_order_of_engines_is_reversed_in_the_next_repetition(monkeypatch):
         samples = run_round(contest_of(WORKS), monkeypatch, repeat=repeat)
         assert [engine for engine, _ in samples] == order
         assert set(samples.values()) == {JobTime(0.5, (7,))}
+
+
+def test_our_samples_have_the_ceilings_beside_them(monkeypatch):
+    contest = contest_of(WORKS)
+    contest.memory["fp32"] = ModelMemory(weights_bytes=100.0, kv_token_bytes=5.0)
+    samples = run_round(contest, monkeypatch)
+    assert samples["fp32", "prefill"].ceilings == Ceilings(100 + 4 * 5, 2.0, 3.0)
+    assert samples["other", "prefill"].ceilings is None
+
+
+def test_without_ceilings_jobs_are_timed_all_the_same(monkeypatch):
+    contest = contest_of(WORKS)
+    contest.ceilings.close()
+    contest.ceilings = Driven("ceilings", ["no-such-program"])
+    bench_engine._load_ceilings(contest, lambda _: None)
+    assert contest.failed == [Missing("ceilings", "it could not be started")]
+    samples = run_round(contest, monkeypatch)
+    assert samples["fp32", "prefill"] == JobTime(0.5, (7,))
 
 
 def test_grid_job_is_not_given_to_peers(monkeypatch):

@@ -1,0 +1,144 @@
+// Products with AMX: 16 rows by 16 columns by 64 bytes of inputs in one instruction.
+//
+// Sums of byte products are exact, so their bits are those of any other way to add them. Sums of bf16
+// products are fp32 with AMX's own rounding, so a matrix is packed either for AMX or for other
+// instructions. Linux lends the tile registers to a process that asks for them.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+#if BATON_AVX512 && defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && \
+    defined(__AVX512BF16__) && defined(__linux__)
+#define BATON_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define BATON_AMX 0
+#endif
+
+namespace baton {
+
+constexpr int kAmxRows = 16;    // of one register
+constexpr int kAmxInputs = 64;  // bytes of a register's row
+constexpr int kAmxBlock = 2 * kAmxRows;
+
+// A float is the sum of three numbers of bf16, exactly unless it is next to nothing. So products of
+// floats with weights of bf16 are three products of bf16 each. The parts are rows of their own, and
+// are added at the end.
+constexpr int kParts = 3;
+constexpr int kFloatRows = kAmxRows / kParts;  // rows of floats in a register
+constexpr int kFloatBlock = 2 * kFloatRows;
+
+#if BATON_AMX
+
+inline bool request_amx() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+// Static: an `inline` variable would be shared by all libraries of a process.
+static const bool amx_is_lent = request_amx();
+static bool amx_is_used = amx_is_lent;
+
+// While one exists, the thread's eight registers are tiles of 16 rows of 64 bytes.
+class AmxTiles {
+ public:
+  explicit AmxTiles(bool wanted) : wanted_(wanted) {
+    if (wanted) _tile_loadconfig(&kConfig);
+  }
+  ~AmxTiles() {
+    if (wanted_) _tile_release();
+  }
+  AmxTiles(const AmxTiles&) = delete;
+
+ private:
+  struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+  static const Config kConfig;
+  bool wanted_;
+};
+
+// A constant, since gcc drops stores that only _tile_loadconfig reads.
+inline constexpr AmxTiles::Config AmxTiles::kConfig;
+
+// c [16 kRowTiles, 32] = a times a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of
+// `row_bytes`, and so again for the next 16 rows. Bytes: the panel is [inputs / 4][32][4], c int32_t.
+// bf16: [inputs / 2][32][2], and c is float.
+template <int kRowTiles, bool kPrefetch = true, class Sum>
+inline void amx_product(const uint8_t* a, const uint8_t* panel, int row_bytes, Sum* c) {
+  constexpr int kTileBytes = kAmxRows * kAmxInputs;
+  constexpr int kAhead = 8192;
+  constexpr bool kFloat = std::is_same_v<Sum, float>;
+  const uint8_t* second = a + static_cast<size_t>(kAmxRows) * row_bytes;
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (kRowTiles == 2) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < row_bytes; k += kAmxInputs) {
+    if constexpr (kPrefetch) {
+      const char* ahead = reinterpret_cast<const char*>(panel) + kAhead;
+#pragma GCC unroll 32
+      for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
+    }
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, panel, 128);
+    _tile_loadd(7, panel + 64, 128);
+    if constexpr (kFloat) {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+    } else {
+      _tile_dpbusd(0, 4, 6);
+      _tile_dpbusd(1, 4, 7);
+    }
+    if constexpr (kRowTiles == 2) {
+      _tile_loadd(5, second, 64);
+      if constexpr (kFloat) {
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      } else {
+        _tile_dpbusd(2, 5, 6);
+        _tile_dpbusd(3, 5, 7);
+      }
+      second += kTileBytes;
+    }
+    a += kTileBytes;
+    panel += 2 * kTileBytes;
+  }
+  _tile_stored(0, c, 128);
+  _tile_stored(1, c + 16, 128);
+  if constexpr (kRowTiles == 2) {
+    _tile_stored(2, c + 16 * 32, 128);
+    _tile_stored(3, c + 16 * 32 + 16, 128);
+  }
+}
+
+// Writes sixteen floats as three rows of bf16 whose sum they are: to, to + 64, to + 128.
+inline void put_parts(const float* x, uint8_t* to) {
+  Vec rest = load(x);
+  for (int part = 0; part < kParts; ++part, to += kAmxInputs) {
+    const __m256i bits = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(rest));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+    rest = sub(rest, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+}
+
+#else
+
+static bool amx_is_used = false;
+constexpr bool amx_is_lent = false;
+struct AmxTiles {
+  explicit AmxTiles(bool) {}
+};
+template <int kRowTiles, bool kPrefetch = true, class Sum>
+inline void amx_product(const uint8_t*, const uint8_t*, int, Sum*) {}
+inline void put_parts(const float*, uint8_t*) {}
+
+#endif
+
+}  // namespace baton

@@ -1,0 +1,184 @@
+// Products of 16-bit numbers and bytes, in whole numbers: attention over int8 KV.
+//
+// Rows of numbers (queries, or weights of tokens) are multiplied by a panel of signed bytes (K or V),
+// laid out as weights are: [cols / 4][kPanel][4]. Every sum is exact, so it has the same bits however
+// it is computed: with AVX2 as products of 16 bits, with AVX-512 or AMX as products of the numbers'
+// lower and upper bytes.
+#pragma once
+
+#include "gemm.h"
+#include "kv.h"
+
+namespace baton {
+
+constexpr float kWholeMost = 127 * 256;           // the largest number
+constexpr float kWholeLeast = 1e-30f;             // rows without larger elements count as zero
+constexpr int kWholeMaxCols = 512;                // more inputs could exceed 32 bits
+constexpr int kWholeRows = BATON_AVX512 ? 7 : 4;  // rows of a block, without AMX
+constexpr int kWholeRowsAmx = kAmxRows / 2;
+constexpr int kWholeFromAmx = 6;  // fewer rows are multiplied sooner without AMX
+constexpr int kWholeZero = BATON_AVX512 ? 32768 : 0;  // added to numbers that may be negative
+
+// How many rows of numbers are multiplied at once.
+inline int whole_block(bool amx) { return amx ? kWholeRowsAmx : kWholeRows; }
+inline size_t whole_bytes(int cols) {
+  return static_cast<size_t>(2 * kWholeRowsAmx) * (cols + kAmxInputs);
+}
+
+// Packs row r of `rows` for whole_product: the numbers round(x * inverse) + zero, for `cols` elements,
+// or rather more: x must have whole vectors.
+inline void pack_whole(const float* x, float inverse, int zero, int cols, int r, int rows, bool amx,
+                       uint8_t* to) {
+#if BATON_AVX512
+  const Vec factor = fill(inverse);
+  const Words start = fill_words(static_cast<uint32_t>(zero));
+  const auto numbers = [&](int i) {
+    return _mm512_cvtepi32_epi16(add(to_int32(mul(load(x + i), factor)), start));
+  };
+  const auto both = [&](int i) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(numbers(i)), numbers(i + kLanes), 1);
+  };
+  const auto low = [](__m512i words) { return _mm512_cvtepi16_epi8(words); };
+  const auto high = [](__m512i words) { return _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8)); };
+  if (amx) {  // lines are written whole: a tile that is loaded from halves waits for them
+    for (int i = 0; i < cols; i += kAmxInputs, to += kAmxInputs * kAmxRows) {
+      __m512i words = both(i);
+      __m512i lows = _mm512_zextsi256_si512(low(words));
+      __m512i highs = _mm512_zextsi256_si512(high(words));
+      if (i + 32 < cols) {
+        words = both(i + 32);
+        lows = _mm512_inserti64x4(lows, low(words), 1);
+        highs = _mm512_inserti64x4(highs, high(words), 1);
+      }
+      _mm512_store_si512(to + r * kAmxInputs, lows);
+      _mm512_store_si512(to + (kWholeRowsAmx + r) * kAmxInputs, highs);
+    }
+    return;
+  }
+  alignas(32) uint8_t lows[32], highs[32];
+  for (int i = 0; i < cols; i += 32) {
+    const __m512i words = both(i);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lows), low(words));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(highs), high(words));
+    for (int j = 0; j < std::min(32, cols - i); j += 4, to += 8 * rows) {
+      std::memcpy(to + 4 * r, lows + j, 4);
+      std::memcpy(to + 4 * (rows + r), highs + j, 4);
+    }
+  }
+#else
+  (void)amx;
+  alignas(64) int32_t whole[kLanes];
+  for (int i = 0; i < cols; i += kLanes) {
+    store_words(whole, to_int32(mul(load(x + i), fill(inverse))));
+    for (int& number : whole) number += zero;
+    for (int j = 0; j < std::min(kLanes, cols - i); j += 4, to += 8 * rows) {
+      const int order[4] = {whole[j], whole[j + 2], whole[j + 1], whole[j + 3]};
+      int16_t pairs[4];
+      for (int n = 0; n < 4; ++n) pairs[n] = static_cast<int16_t>(order[n]);
+      std::memcpy(to + 8 * r, pairs, 8);
+    }
+  }
+#endif
+}
+
+#if !BATON_AVX512
+
+template <int R>
+inline void tile_whole(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
+  __m256i acc[R][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm256_setzero_si256();
+  for (int k = 0; k < cols; k += 4, a += 8 * R) {
+    const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
+    __m256i even[2], odd[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * v));
+      even[v] = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8);
+      odd[v] = _mm256_srai_epi16(w, 8);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      int32_t pairs[2];
+      std::memcpy(pairs, a + 8 * r, 8);
+      const __m256i x = _mm256_set1_epi32(pairs[0]), y = _mm256_set1_epi32(pairs[1]);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(even[v], x));
+        acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(odd[v], y));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(c + r * kPanel + v * 8), acc[r][v]);
+}
+
+#endif
+
+// Multiplies a packed block of `rows` rows by a panel and calls consume(row, vector of the panel,
+// sums) for each. `cols`: those that count; with AMX the rest of 64 must be there.
+template <class Consume>
+inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int cols, bool amx,
+                          Consume consume) {
+  alignas(64) int32_t sums[2 * kWholeRowsAmx * kPanel];
+#if BATON_AVX512
+  int apart = rows;  // the sums of lower and upper bytes
+  if (amx) {
+    amx_product<1, false>(a, reinterpret_cast<const uint8_t*>(panel),
+                          (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums);
+    apart = kWholeRowsAmx;
+  } else {
+    with_rows<kWholeRows>(rows, [&](auto r) { tile_int8<2 * r()>(a, panel, cols, sums); });
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const int32_t* low = sums + r * kPanel + v * kLanes;
+      const Words high = shifted_left(load_words(low + apart * kPanel), 8);
+      consume(r, v, add(load_words(low), high));
+    }
+#else
+  (void)amx;
+  with_rows<kWholeRows>(rows, [&](auto r) { tile_whole<r()>(a, panel, cols, sums); });
+  for (int r = 0; r < rows; ++r) consume(r, 0, load_words(sums + r * kPanel));
+#endif
+}
+
+// Writes sixteen elements of each of four tokens as [16][4].
+BATON_INLINE void interleave(const uint8_t* const* tokens, size_t at, int8_t* to) {
+  __m128i x[4];
+  for (int t = 0; t < 4; ++t)
+    x[t] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tokens[t] + at));
+#if BATON_AVX512 && defined(__AVX512VBMI__)
+  const __m512i order = _mm512_set_epi8(
+      63, 47, 31, 15, 62, 46, 30, 14, 61, 45, 29, 13, 60, 44, 28, 12, 59, 43, 27, 11, 58, 42, 26,
+      10, 57, 41, 25, 9, 56, 40, 24, 8, 55, 39, 23, 7, 54, 38, 22, 6, 53, 37, 21, 5, 52, 36, 20, 4,
+      51, 35, 19, 3, 50, 34, 18, 2, 49, 33, 17, 1, 48, 32, 16, 0);
+  __m512i all = _mm512_castsi128_si512(x[0]);
+  all = _mm512_inserti32x4(all, x[1], 1);
+  all = _mm512_inserti32x4(all, x[2], 2);
+  all = _mm512_inserti32x4(all, x[3], 3);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi8(order, all));
+#else
+  const __m128i low01 = _mm_unpacklo_epi8(x[0], x[1]), high01 = _mm_unpackhi_epi8(x[0], x[1]);
+  const __m128i low23 = _mm_unpacklo_epi8(x[2], x[3]), high23 = _mm_unpackhi_epi8(x[2], x[3]);
+  __m128i* out = reinterpret_cast<__m128i*>(to);
+  _mm_storeu_si128(out, _mm_unpacklo_epi16(low01, low23));
+  _mm_storeu_si128(out + 1, _mm_unpackhi_epi16(low01, low23));
+  _mm_storeu_si128(out + 2, _mm_unpacklo_epi16(high01, high23));
+  _mm_storeu_si128(out + 3, _mm_unpackhi_epi16(high01, high23));
+#endif
+}
+
+// sums + the four signed bytes of each word.
+BATON_INLINE Words add_bytes(Words sums, Vec words) {
+#if BATON_AVX512
+  return _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_castps_si512(words));
+#else
+  (void)words;
+  return sums;  // not needed: kWholeZero is zero
+#endif
+}
+
+}  // namespace baton
