@@ -307,7 +307,6 @@ class SimWorker:
     def _begin(self, plan: BatchPlan) -> None:
         rows = plan.rows
         num_decoding = min(self._decode.num_running, len(rows))
-        num_alike = min(map(self._num_alike, rows[:num_decoding]), default=1)
         price = price_of(rows, num_decoding)
         if self._crowd.watches:
             self._run_in_crowd(rows, price)
@@ -315,7 +314,7 @@ class SimWorker:
         if price.num_new or not self._leaps:
             ends_s = array("d", (self._future.now_s + self._pricing.step_s(price),))
         else:
-            ends_s = self._ends_of_stretch(price, num_alike)
+            ends_s = self._ends_of_stretch(price, self._num_alike(rows))
         self._plan_end(self._run(rows, price, ends_s))
 
     def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> _Stretch:
@@ -347,12 +346,11 @@ class SimWorker:
                 break
         return ends_s
 
-    def _num_alike(self, row: Row) -> int:
+    def _num_alike(self, rows: Sequence[Row]) -> int:
         """Returns the steps until an answer ends or a block is full, which the last step may do."""
-        end = row.start + 1
-        until_full = len(row.block_table) * self._block_size - end + 1
-        until_end = self._told[row.seq_id].max_len - end
-        return until_end if until_end < until_full else until_full
+        told, size = self._told, self._block_size
+        until_end = min([told[row.seq_id].max_len - row.start for row in rows]) - 1
+        return min(until_end, min([len(row.block_table) * size - row.start for row in rows]))
 
     def _plan_end(self, stretch: _Stretch) -> None:
         stretch.planned_end_s = stretch.ends_s[-1]
@@ -392,9 +390,14 @@ class SimWorker:
     # ------------------------------------------------------------ frames and effects
 
     def _perform(self, effects: Sequence[Effect]) -> None:
+        told = self._told
         for effect in effects:
-            if isinstance(effect, Emit):  # most effects
-                self._say(effect.message)
+            if type(effect) is Emit:  # most effects
+                message = effect.message
+                if type(message) is Tokens and message.finish is None:
+                    if told[message.seq_id].has_begun:
+                        continue  # told with the next report, or before the next placement
+                self._say(message)
             elif isinstance(effect, EmitToAll):
                 self.role = effect.message.role
                 self._say(effect.message)

@@ -27,6 +27,7 @@ since their number of tokens does not determine their cost.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Protocol
 
 from engine.messages import (
@@ -298,9 +299,10 @@ class WorkerCore:
             if scheduled.waits or scheduled.held_until_s is not None:
                 assert not planned
                 return None, effects + scheduled.effects
-            budget -= sum(len(row.token_ids) + row.max_drafted for row in scheduled.rows)
             effects += scheduled.effects
-            planned += [(scheduler, row) for row in scheduled.rows]
+            if rows := scheduled.rows:
+                budget -= sum([len(r.token_ids) + len(r.draft) + r.num_to_draft for r in rows])
+                planned += zip(repeat(scheduler), rows)
         assert budget >= 0
         if not planned:
             return None, effects
@@ -342,16 +344,16 @@ class WorkerCore:
         """A step in numbers; None if the numbers would not explain how long it took."""
         rows = [row for scheduler, row in planned if scheduler is self._decoder]
         chunks = [row for scheduler, row in planned if scheduler is not self._decoder]
-        if any(row.max_drafted or row.draft_token_ids for row in rows):
+        if any([row.draft or row.num_to_draft or row.draft_token_ids for row in rows]):
             return None
-        if any(row.scored for row in chunks):
+        if any([row.scored for row in chunks]):
             return None
         return StepReport(
             seconds=seconds,
-            num_prefill_tokens=sum(len(row.token_ids) for row in chunks),
-            prefill_squares=sum(row.end * row.end - row.start * row.start for row in chunks),
+            num_prefill_tokens=sum([len(row.token_ids) for row in chunks]),
+            prefill_squares=sum([row.end * row.end - row.start * row.start for row in chunks]),
             num_rows=len(rows),
-            num_context_tokens=sum(row.end for row in rows),
+            num_context_tokens=sum([row.start + len(row.token_ids) for row in rows]),
         )
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
