@@ -394,9 +394,9 @@ class SimWorker:
         for effect in effects:
             if type(effect) is Emit:  # most effects
                 message = effect.message
-                if type(message) is Tokens and message.finish is None:
-                    if told[message.seq_id].has_begun:
-                        continue  # told with the next report, or before the next placement
+                is_tokens = type(message) is Tokens and message.finish is None
+                if is_tokens and told[message.seq_id].has_begun:
+                    continue  # told with the next report, or before the next placement
                 self._say(message)
             elif isinstance(effect, EmitToAll):
                 self.role = effect.message.role

@@ -344,9 +344,9 @@ class WorkerCore:
         """A step in numbers; None if the numbers would not explain how long it took."""
         rows = [row for scheduler, row in planned if scheduler is self._decoder]
         chunks = [row for scheduler, row in planned if scheduler is not self._decoder]
-        if any([row.draft or row.num_to_draft or row.draft_token_ids for row in rows]):
+        if any(row.draft or row.num_to_draft or row.draft_token_ids for row in rows):
             return None
-        if any([row.scored for row in chunks]):
+        if any(row.scored for row in chunks):
             return None
         return StepReport(
             seconds=seconds,

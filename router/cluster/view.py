@@ -11,6 +11,7 @@ that crosses a report is missing from the others' share until the next report. I
 twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -261,6 +262,8 @@ class ClusterView:
     severed: dict[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
     touched: set[WorkerId] = field(default_factory=set)
     capacity_tokens: int | None = None
+    _prefillers: list[tuple[WorkerId, WorkerView]] = field(default_factory=list, repr=False)
+    _decoders: list[WorkerView] = field(default_factory=list, repr=False)
 
     def add(self, info: Welcome) -> WorkerView:
         """Adds a worker, with no claims on it."""
@@ -278,15 +281,18 @@ class ClusterView:
         return worker
 
     def measure(self) -> None:
-        """Sets the length of the longest request that the workers could hold.
+        """Notes which workers have which role, and sets the length of the longest request that they
+        could hold.
 
         One worker must have memory for its prompt, and one for its end. While a role has no worker,
         the length stays: its workers are likely to come back as they were.
         """
-        workers = [worker for _, worker in self.prefillers()]
-        prompt_tokens = max((w.num_tokens for w in workers), default=0)
-        decoders = (w for w in self.workers.values() if w.info.role.decodes)
-        end_tokens = max((w.num_tokens for w in decoders), default=0)
+        workers = self.workers.items()
+        found = [(i, w) for i, w in workers if w.info.role.prefills]
+        self._prefillers = found or [(i, w) for i, w in workers if w.info.prefills_locally]
+        self._decoders = [w for _, w in workers if w.info.role.decodes]
+        prompt_tokens = max((w.num_tokens for _, w in self._prefillers), default=0)
+        end_tokens = max((w.num_tokens for w in self._decoders), default=0)
         if prompt_tokens and end_tokens:
             self.capacity_tokens = min(prompt_tokens, end_tokens)
 
@@ -294,17 +300,19 @@ class ClusterView:
         """Returns a worker that is no store: all have blocks of one size. None if there is none."""
         return next((w for w in self.workers.values() if w.info.role is not Role.STORE), None)
 
-    def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
+    def prefillers(self) -> Sequence[tuple[WorkerId, WorkerView]]:
         """Workers that prefill; if there are none, decode workers that can do it locally."""
-        workers = self.workers.items()
-        found = [(i, w) for i, w in workers if w.info.role.prefills]
-        return found or [(i, w) for i, w in workers if w.info.prefills_locally]
+        return self._prefillers
+
+    def decoders(self) -> Sequence[WorkerView]:
+        """Workers that decode."""
+        return self._decoders
 
     def missing(self) -> str | None:
         """The role whose absence keeps requests from being served; None if they can be served."""
         if not self.prefillers():
             return "no prefill worker"
-        if not any(worker.info.role.decodes for worker in self.workers.values()):
+        if not self._decoders:
             return "no decode worker"
         return None
 
@@ -315,6 +323,7 @@ class ClusterView:
 
     def validate(self) -> None:
         """Asserts that every sum is the sum of its parts."""
+        assert self._decoders == [w for w in self.workers.values() if w.info.role.decodes]
         for worker in self.workers.values():
             prefills, decodes = worker.prefills.values(), worker.decodes.values()
             assert not (worker.is_store and (prefills or decodes)), "work for a store"

@@ -163,6 +163,8 @@ class RouterMachine:
     def num_stranded(self) -> int:
         """Running requests that are to move, and wait for room elsewhere or for their turn."""
         moves = self.state.moves
+        if not moves.any_begun:
+            return 0
         return len(moves.at(MoveStage.STRANDED)) + len(moves.at(MoveStage.WAITING))
 
     @property
@@ -199,7 +201,9 @@ class RouterMachine:
             case Tick():
                 effects = self._on_tick(now_s)
         state = self.state
-        waits = state.waiting.queue or self.num_stranded or state.moves.at(MoveStage.COPIED)
+        waits = bool(state.waiting.queue)
+        if not waits and state.moves.any_begun:
+            waits = bool(self.num_stranded or state.moves.at(MoveStage.COPIED))
         if waits and self._may_make_room(event):
             effects += self._go_on(now_s)
             if type(event) is Arrived:
@@ -245,7 +249,10 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
         state = self.state
-        due_s = [state.deadlines.soonest_s(), state.moves.retry_s]
+        soonest_s = state.deadlines.soonest_s()
+        if not state.waiting.queue and state.moves.retry_s is None:
+            return soonest_s
+        due_s = [soonest_s, state.moves.retry_s]
         if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if self._placing.busy is None else self._placing.busy.until_s)
