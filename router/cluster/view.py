@@ -265,6 +265,9 @@ class ClusterView:
     _prefillers: list[tuple[WorkerId, WorkerView]] = field(default_factory=list, repr=False)
     _decoders: list[WorkerView] = field(default_factory=list, repr=False)
 
+    def __post_init__(self) -> None:
+        self.measure()
+
     def add(self, info: Welcome) -> WorkerView:
         """Adds a worker, with no claims on it."""
         if info.role is Role.STORE:
