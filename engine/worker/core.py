@@ -71,6 +71,9 @@ class Scheduled:
     waits: bool = False  # plan nothing before the step in flight has ended
 
 
+NOTHING = Scheduled()  # of a scheduler without work; its lists stay empty
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The work that a scheduler has accepted and not finished: see `LoadReport`."""
