@@ -179,7 +179,7 @@ class Admission:
         if not decoders:
             return True
         everything = DecodeLoad(
-            sum([len(w.decodes) + w.foreign.seqs for w in decoders]) / len(decoders) + 1,
+            state.view.decode_totals.num_seqs / len(decoders) + 1,
             self._mean_context(decoders) + flight.predicted_len(state.lengths),
         )
         return self._pace_s(decoders[0], everything) <= bound_s
@@ -244,8 +244,7 @@ class Admission:
         return DecodeLoad(num_seqs / number, tokens / number, sqrt(variance / number))
 
     def _mean_context(self, decoders: Sequence[WorkerView]) -> float:
-        tokens = sum([w.context_tokens + w.foreign.context_tokens for w in decoders])
-        return tokens / len(decoders)
+        return self._state.view.decode_totals.context_tokens / len(decoders)
 
     def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
         """Predicts the seconds per token; infinite if unknown."""
@@ -255,7 +254,7 @@ class Admission:
 
     def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
         """Returns when each sequence is predicted to end, with the blocks that it frees then."""
-        num_seqs = sum(worker.num_decodes for worker in decoders)
+        num_seqs = self._state.view.decode_totals.num_seqs
         load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
         pace_s = self._pace_s(decoders[0], load)
         left = self._state.lengths.left
