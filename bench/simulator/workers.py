@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
@@ -334,17 +335,16 @@ class SimWorker:
     def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
         """Returns the ends of equal decode steps, fewer if a report is due before."""
         cost = self._hardware.decode
-        at_s, due_s = self._future.now_s, self._next_report_s
+        now_s, due_s = self._future.now_s, self._next_report_s
         num_rows, num_context = price.num_rows, price.num_context
         rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
-        ends_s = array("d")
-        for _ in range(num_steps):
-            at_s += rows_s + context_s * num_context  # as `cost.seconds`, without its call
-            num_context += num_rows
-            ends_s.append(at_s)
-            if at_s >= due_s:
-                break
-        return ends_s
+        first_s = rows_s + context_s * num_context  # as `cost.seconds`, without its call
+        if first_s > 0.0:  # no later step is shorter
+            num_steps = min(num_steps, max(int((due_s - now_s) / first_s), 0) + 2)
+        contexts = range(num_context, num_context + num_steps * num_rows, num_rows)
+        ends_s = array("d", accumulate([rows_s + context_s * n for n in contexts], initial=now_s))
+        num_wanted = bisect_left(ends_s, due_s, 1) + 1  # the first step that ends then or later
+        return ends_s[1:num_wanted]
 
     def _num_alike(self, rows: Sequence[Row]) -> int:
         """Returns the steps until an answer ends or a block is full, which the last step may do."""
