@@ -77,6 +77,8 @@ from router.planning.planner import PlannerRules
 
 GATEWAY = GatewayId("gateway")
 _BEGINS = (Prefill, Generate, Decode)
+_MAKES_ROOM = (GivenBack, RoleChanged)
+_MAY_QUEUE = (Arrived, Tick)
 _Begins = Prefill | Generate | Decode
 MAX_ANSWER_TOKENS = 2048  # of a client that does not know how long its answer will be
 MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
@@ -407,7 +409,7 @@ class _Cluster:
                 continue
             if isinstance(message, RoleChanged):
                 self._note_role(worker_id)
-            if isinstance(message, GivenBack | RoleChanged):
+            if isinstance(message, _MAKES_ROOM):
                 self._settle(places=True)
             self._take(FromWorker(worker_id, message), said.times_s)
         if told:
@@ -473,7 +475,7 @@ class _Cluster:
             side = self._stores.get(worker_id) or self._workers[worker_id]
             self._future.plan(at_s, Rank.MESSAGE, side.receive, events)
         num_stranded = self._machine.num_stranded
-        if frames or num_stranded or isinstance(event, Arrived | Tick):
+        if frames or num_stranded or isinstance(event, _MAY_QUEUE):
             self._num_waiting = self._machine.queue_len + num_stranded
         if frames or self._num_waiting:  # otherwise there is no new deadline
             self._look_ahead()

@@ -192,6 +192,7 @@ class StepSamples:
         return kept
 
 
+_PASSED_ON = (Adopted, Leaving)  # made once: a union would be made for each effect
 Planned = list[tuple[Scheduler, Row]]  # the rows of a step, each with the scheduler that chose it
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -259,7 +260,7 @@ class WorkerCore:
         """The effects, with those that follow from sequences passed on between schedulers."""
         settled: list[Effect] = []
         for effect in effects:
-            if isinstance(effect, Adopted | Leaving):
+            if isinstance(effect, _PASSED_ON):
                 settled += self._dispatch(effect, now_s)
             else:
                 settled.append(effect)
@@ -324,7 +325,9 @@ class WorkerCore:
             self._sample_step(planned, result.times.total_s)
         for (scheduler, row), row_result in zip(planned, result.rows, strict=True):
             for effect in scheduler.advance(row, row_result, now_s):
-                if isinstance(effect, Adopted | Leaving):
+                if isinstance(effect, Emit):  # of most rows
+                    effects.append(effect)
+                elif isinstance(effect, _PASSED_ON):
                     effects += self._dispatch(effect, now_s)
                 else:
                     effects.append(effect)

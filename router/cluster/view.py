@@ -189,8 +189,8 @@ class WorkerView:
         self.load, self.reported_s = load, now_s
         block_size = self.info.layout.block_size
         own = [claim for claim in self.decodes.values() if claim.is_there]
-        own_blocks = sum(-(-claim.context_tokens // block_size) for claim in own)
-        own_tokens = sum(claim.context_tokens for claim in own)
+        own_blocks = sum([-(-claim.context_tokens // block_size) for claim in own])
+        own_tokens = sum([claim.context_tokens for claim in own])
         before = self.foreign
         self.foreign = Foreign(
             prompt_tokens=max(load.prompt_tokens - self.reserved_prompt_tokens, 0),

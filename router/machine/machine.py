@@ -181,25 +181,14 @@ class RouterMachine:
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
         """Handles an event. Returns its effects, in order."""
         effects: list[RouterEffect] = []
-        match event:
-            case Stepped(worker_id, tokens):
-                effects = self._progress.on_step(worker_id, tokens, now_s)
-            case FromWorker(worker_id, message):
-                effects = self._progress.on_message(worker_id, message, now_s)
-            case Arrived(request):
-                effects = self._on_arrived(request, now_s)
-            case ClientGone(request_id):
-                effects = self._on_client_gone(request_id, now_s)
-            case WorkerJoined(info):
-                self.state.workers.join(info)
-            case WorkerLost(worker_id, reason):
-                effects = self._on_worker_lost(worker_id, reason, now_s)
-            case BlocksChanged(worker_id, events):
-                self._on_blocks_changed(worker_id, events)
-            case BlocksUnheard(worker_id, reason):
-                self._on_blocks_unheard(worker_id, reason)
-            case Tick():
-                effects = self._on_tick(now_s)
+        if isinstance(event, FromWorker):  # the most frequent kinds first
+            effects = self._progress.on_message(event.worker_id, event.message, now_s)
+        elif isinstance(event, Stepped):
+            effects = self._progress.on_step(event.worker_id, event.tokens, now_s)
+        elif isinstance(event, BlocksChanged):
+            self._on_blocks_changed(event.worker_id, event.events)
+        else:
+            effects = self._on_rare(event, now_s)
         state = self.state
         waits = bool(state.waiting.queue)
         if not waits and state.moves.any_begun:
@@ -208,6 +197,23 @@ class RouterMachine:
             effects += self._go_on(now_s)
             if type(event) is Arrived:
                 effects += self._placing.prefetch(event.request.request_id, now_s)
+        return effects
+
+    def _on_rare(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
+        effects: list[RouterEffect] = []
+        match event:
+            case Arrived(request):
+                effects = self._on_arrived(request, now_s)
+            case ClientGone(request_id):
+                effects = self._on_client_gone(request_id, now_s)
+            case WorkerJoined(info):
+                self.state.workers.join(info)
+            case WorkerLost(worker_id, reason):
+                effects = self._on_worker_lost(worker_id, reason, now_s)
+            case BlocksUnheard(worker_id, reason):
+                self._on_blocks_unheard(worker_id, reason)
+            case Tick():
+                effects = self._on_tick(now_s)
         return effects
 
     def _go_on(self, now_s: float) -> list[RouterEffect]:
