@@ -392,10 +392,13 @@ class SimWorker:
     def _perform(self, effects: Sequence[Effect]) -> None:
         told = self._told
         for effect in effects:
-            if type(effect) is Emit:  # most effects
+            if isinstance(effect, Emit):  # most effects
                 message = effect.message
-                is_tokens = type(message) is Tokens and message.finish is None
-                if is_tokens and told[message.seq_id].has_begun:
+                if (
+                    isinstance(message, Tokens)
+                    and message.finish is None
+                    and told[message.seq_id].has_begun
+                ):
                     continue  # told with the next report, or before the next placement
                 self._say(message)
             elif isinstance(effect, EmitToAll):
