@@ -183,7 +183,8 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             )
         chat = Chat(rate_per_s=rate, families=families)
         if stream:
-            _check_stream(trace, plot=plot, write=write_trace_, speed_up=speed_up, shorten=shorten)
+            changes = speed_up != 1.0 or shorten != 1
+            _check_stream(trace, uses_requests=bool(plot or write_trace_ or changes or join))
             played = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
         else:
             played = _trace(trace, chat, requests=requests, seed=seed)
@@ -252,14 +253,12 @@ def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
     return read if requests is None else read.first(requests)
 
 
-def _check_stream(
-    trace: str, *, plot: Path | None, write: Path | None, speed_up: float, shorten: int
-) -> None:
+def _check_stream(trace: str, *, uses_requests: bool) -> None:
     """Raises ConfigError if an option needs the requests, which a stream does not keep."""
-    if trace != SYNTHETIC or plot or write or speed_up != 1.0 or shorten != 1:
+    if trace != SYNTHETIC or uses_requests:
         raise ConfigError(
             "--stream is for a synthetic trace as it is: "
-            "without --plot, --write-trace, --speed-up and --shorten"
+            "without --plot, --write-trace, --speed-up, --shorten and --join"
         )
 
 

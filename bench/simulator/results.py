@@ -107,7 +107,7 @@ def figures_of_tally(
     infinite_hits: float,
     usd_per_gpu_hour: float,
 ) -> dict[str, Figure]:
-    """Returns the figures of a simulation whose requests were not kept."""
+    """Returns the figures of a simulation by the tally of its requests."""
     return {
         **_latency_figures(tally, gaps),
         **_goodput_figures(run, tally, slo),
@@ -286,7 +286,7 @@ def _cost_figures(
 ) -> dict[str, Figure]:
     gpu_hours = _num_gpus(run) * run.duration_s / 3600
     usd = gpu_hours * usd_per_gpu_hour
-    num_tokens = tally.num_answered_tokens + tally.num_output_tokens
+    num_tokens = tally.num_prefilled_tokens + tally.num_output_tokens
     figures = {"cost/gpu_hours": Figure(gpu_hours, "h"), "cost/total": Figure(usd, "USD")}
     if num_tokens:
         figures["cost/per_million_tokens"] = Figure(usd / num_tokens * 1e6, "USD")

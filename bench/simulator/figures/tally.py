@@ -24,7 +24,6 @@ class RequestTally:
         self.num_input_tokens = 0  # of all prompts
         self.num_prefilled_tokens = 0  # of prompts with a first token, cached ones included
         self.num_cached_tokens = 0  # of these
-        self.num_answered_tokens = 0  # of prompts with a first token, as the trace has them
         self.num_output_tokens = 0
 
     @classmethod
@@ -42,13 +41,11 @@ class RequestTally:
         asked, timeline, num_tokens = record.asked, record.timeline, len(record.times_s)
         self.num_input_tokens += asked.input_len
         self.num_output_tokens += num_tokens
-        if num_tokens:
-            self.num_answered_tokens += asked.input_len
         if timeline is not None:
             self.num_retried += timeline.attempts > 1
-            if num_tokens:
-                self.num_prefilled_tokens += asked.input_len
-                self.num_cached_tokens += timeline.num_cached_tokens
+        if timeline is not None and num_tokens:
+            self.num_prefilled_tokens += asked.input_len
+            self.num_cached_tokens += timeline.num_cached_tokens
         latencies = latencies_of(record)
         if latencies is not None:
             self.ttft_s.append(latencies.ttft_s)
