@@ -60,6 +60,7 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake
 from engine.worker.leases import LeaseTable
+from engine.worker.pace import StepPace
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
 
@@ -67,13 +68,23 @@ class PrefillScheduler:
     """Prompts waiting, pulling a prefix, being computed, and leased out."""
 
     def __init__(
-        self, pool: BlockPool, *, intake: Intake, chunk_tokens: int, address: TransferAddress
+        self,
+        pool: BlockPool,
+        *,
+        intake: Intake,
+        chunk_tokens: int,
+        address: TransferAddress,
+        pace: StepPace | None = None,
     ) -> None:
-        """Gives back what `intake` does not let in. `address` is where sinks pull from."""
+        """Gives back what `intake` does not let in. `address` is where sinks pull from.
+
+        `pace` bounds chunks in steps that also decode.
+        """
         self._pool = pool
         self._intake = intake
         self._block_size = intake.block_size
         self._chunk_tokens = chunk_tokens
+        self._pace = pace
         self._num_prompts = 0  # that ever arrived
         self._counters: Counter[str] = Counter()
         self.waiting = WaitingPrompts(pool, block_size=intake.block_size, counters=self._counters)
@@ -176,7 +187,7 @@ class PrefillScheduler:
         scheduled = Scheduled()
         for prompt in self.computing.values():
             budget_tokens -= self._add_row(prompt, budget_tokens, scheduled)
-        while budget_tokens > 0 and self.waiting.waiting:
+        while budget_tokens > 0 and self.waiting.waiting and self._has_room():
             started, effects = self.waiting.start_next()
             scheduled.effects += effects
             if started is None:
@@ -185,6 +196,10 @@ class PrefillScheduler:
                 scheduled.effects += self._begin(started)
                 budget_tokens -= self._add_row(started, budget_tokens, scheduled)
         return scheduled
+
+    def _has_room(self) -> bool:
+        """True if the step may take a chunk of one more prompt."""
+        return self._pace is None or self._pace.most_tokens(0) != 0
 
     def _begin(self, prompt: PendingPrompt) -> list[Effect]:
         """Opens the lease of a prompt whose next chunk can run."""
@@ -220,8 +235,13 @@ class PrefillScheduler:
         seq = prompt.seq
         start = seq.num_planned_tokens
         num = min(budget_tokens, self._chunk_tokens, len(seq.token_ids) - start)
+        if self._pace is not None:
+            most = self._pace.most_tokens(start)
+            num = num if most is None else min(num, most)
         if num <= 0:
             return 0
+        if self._pace is not None:
+            self._pace.take(start, num)
         token_ids = seq.token_ids[start : start + num]
         last = start + num == len(seq.token_ids)
         row = Row(
