@@ -6,7 +6,6 @@ gateway, which continues it elsewhere or later with the same tokens; its blocks 
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from decode.drafts import DraftPlanner
 from engine.messages import PREEMPTED, DecodeStarted, GivenBack, SeqId
@@ -18,14 +17,6 @@ from engine.worker.sequence import Sequence
 PENDING = (0,)  # the token ids of a row whose token the step in flight chooses
 
 
-@dataclass(slots=True)
-class RunningSequence:
-    """A sequence that generates tokens."""
-
-    seq: Sequence
-    has_run: bool = False
-
-
 class RunningBatch:
     """Sequences that run, oldest first. Owns their blocks."""
 
@@ -33,7 +24,8 @@ class RunningBatch:
         self._pool = pool
         self._drafts = drafts
         self._counters = counters
-        self._members: dict[SeqId, RunningSequence] = {}
+        self._members: dict[SeqId, Sequence] = {}
+        self._joined: set[SeqId] = set()  # those that have not run
 
     def __len__(self) -> int:
         return len(self._members)
@@ -42,23 +34,25 @@ class RunningBatch:
         return seq_id in self._members
 
     def __getitem__(self, seq_id: SeqId) -> Sequence:
-        return self._members[seq_id].seq
+        return self._members[seq_id]
 
     def seqs(self) -> list[Sequence]:
         """Returns the sequences oldest first."""
-        return [running.seq for running in self._members.values()]
+        return list(self._members.values())
 
     # ------------------------------------------------------------ joining and leaving
 
     def join(self, seq: Sequence) -> None:
         """A sequence whose KV is here runs from the next step on."""
         self._drafts.join(seq)
-        self._members[seq.seq_id] = RunningSequence(seq)
+        self._members[seq.seq_id] = seq
+        self._joined.add(seq.seq_id)
 
     def leave(self, seq_id: SeqId) -> Sequence:
         """Removes a sequence and returns it, with its blocks."""
         self._drafts.leave(seq_id)
-        return self._members.pop(seq_id).seq
+        self._joined.discard(seq_id)
+        return self._members.pop(seq_id)
 
     def end(self, seq_id: SeqId) -> Sequence:
         """Removes a sequence and lets go of its blocks."""
@@ -68,13 +62,12 @@ class RunningBatch:
 
     def start(self, seqs: Iterable[Sequence]) -> list[Effect]:
         """Marks sequences as run; announces those that run for the first time."""
-        effects: list[Effect] = []
-        for seq in seqs:
-            running = self._members[seq.seq_id]
-            if not running.has_run:
-                running.has_run = True
-                effects.append(Emit(seq.gateway_id, DecodeStarted(seq.seq_id)))
-        return effects
+        joined = self._joined
+        if not joined:
+            return []
+        new = [seq for seq in seqs if seq.seq_id in joined]
+        joined.difference_update([seq.seq_id for seq in new])
+        return [Emit(seq.gateway_id, DecodeStarted(seq.seq_id)) for seq in new]
 
     def due(self) -> list[Sequence]:
         """Returns the sequences that have a next row, oldest first.
@@ -83,7 +76,7 @@ class RunningBatch:
         """
         return [
             seq
-            for seq in self.seqs()
+            for seq in self._members.values()
             if not seq.in_flight or len(seq.token_ids) + len(seq.in_flight) < seq.limits.max_len
         ]
 
@@ -93,7 +86,7 @@ class RunningBatch:
         is_pending = bool(seq.in_flight)
         row = Row(
             seq_id=seq.seq_id,
-            token_ids=PENDING if is_pending else seq.token_ids[-1:],
+            token_ids=PENDING if is_pending else [seq.token_ids[-1]],
             start=seq.num_planned_tokens,
             block_table=seq.block_table,
             sampling=seq.sampling,
@@ -110,10 +103,10 @@ class RunningBatch:
         seq.in_flight.append(row)
         return row
 
-    def lands(self, row: Row) -> bool:
-        """Takes a row whose step has ended. False if its sequence has ended meanwhile."""
-        running = self._members.get(row.seq_id)
-        return running is not None and running.seq.lands(row)
+    def land(self, row: Row) -> Sequence | None:
+        """Takes a row whose step has ended. None if its sequence has ended meanwhile."""
+        seq = self._members.get(row.seq_id)
+        return seq if seq is not None and seq.lands(row) else None
 
     # ------------------------------------------------------------ memory
 
@@ -129,9 +122,13 @@ class RunningBatch:
         sequence is given back, even if it is the sequence that needs the block.
         """
         effects: list[Effect] = []
-        for seq in self.due():
-            if len(seq.block_table) < _num_blocks(seq):
-                effects += self._give_blocks(seq.seq_id, drop_copy)
+        short = [
+            seq.seq_id
+            for seq in self.due()
+            if len(seq.block_table) * seq.block_size < len(seq.token_ids) + len(seq.in_flight)
+        ]
+        for seq_id in short:
+            effects += self._give_blocks(seq_id, drop_copy)
         return effects
 
     def _give_blocks(self, seq_id: SeqId, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
@@ -159,15 +156,16 @@ class RunningBatch:
     @property
     def num_blocks(self) -> int:
         """Blocks that all sequences need."""
-        return sum(running.seq.num_blocks for running in self._members.values())
+        return sum([seq.num_blocks for seq in self._members.values()])
 
     @property
     def num_context_tokens(self) -> int:
         """Tokens of all sequences."""
-        return sum(len(running.seq.token_ids) for running in self._members.values())
+        return sum([len(seq.token_ids) for seq in self._members.values()])
 
     def validate(self) -> None:
         """Asserts the invariants of running sequences."""
+        assert self._joined <= self._members.keys()
         for seq in self.seqs():
             assert seq.num_computed_tokens == len(seq.token_ids) - 1
             is_drafted = any(row.max_drafted for row in seq.in_flight)

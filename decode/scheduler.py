@@ -266,19 +266,20 @@ class DecodeScheduler:
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect]:
         """Appends the tokens that a row yielded; ends the sequence if its answer is complete."""
-        if not self.running.lands(row):
+        seq = self.running.land(row)
+        if seq is None:
             self._counters["void_rows"] += 1
             return []  # its sequence has ended meanwhile
-        seq = self.running[row.seq_id]
-        if (fault := seq.fault) is not None:
+        if seq.guide is not None and (fault := seq.fault) is not None:
             self.running.end(row.seq_id)
             return [Emit(seq.gateway_id, GivenBack(row.seq_id, fault, hopeless=True))]
         taken, finish = seq.extend(result.token_ids)  # tokens behind the end are not wanted
-        num_accepted = min(result.num_accepted, len(taken))
+        num_taken = len(taken)
+        num_accepted = min(max(len(result.token_ids) - 1, 0), num_taken)
         num_computed = len(row.token_ids) + num_accepted
         num_seen = self.drafts.num_seen(row, result, seq)
         seq.advance(num_computed, self._pool, num_draft_tokens=num_seen)
-        self._counters["step_tokens"] += len(taken)
+        self._counters["step_tokens"] += num_taken
         self.drafts.learn(row.seq_id, result, num_accepted)
         if finish is None:
             seq.trim(self._pool)

@@ -67,17 +67,21 @@ class Role(StrEnum):
     DRAINED = "drained"  # accepts nothing: its sequences end here or are moved away
     STORE = "store"  # computes nothing: it keeps blocks of others, and offers them
 
+    __hash__ = str.__hash__  # that of an enum is made in Python, and costs are found by role
+
     @property
     def prefills(self) -> bool:
         """True if the worker computes prompts, also for other workers to go on from."""
-        return self in (Role.PREFILL, Role.MIXED)
+        return self in _PREFILLING
 
     @property
     def decodes(self) -> bool:
         """True if the worker can generate tokens."""
-        return self in (Role.DECODE, Role.MIXED)
+        return self in _DECODING
 
 
+_PREFILLING = (Role.PREFILL, Role.MIXED)
+_DECODING = (Role.DECODE, Role.MIXED)
 # The roles that a worker can take. A store is a store for life.
 ROLES_OF_WORKERS = frozenset(Role) - {Role.STORE}
 

@@ -44,7 +44,7 @@ from engine.messages import (
 )
 from engine.worker.batch import Row, RowResult
 from engine.worker.blocks import BlockPool
-from engine.worker.core import Scheduled, Workload
+from engine.worker.core import NOTHING, Scheduled, Workload
 from engine.worker.events import (
     Adopted,
     Effect,
@@ -182,6 +182,8 @@ class PrefillScheduler:
 
         A chunk may follow one in flight. Nothing follows the last chunk.
         """
+        if not self.computing and not self.waiting.waiting:
+            return NOTHING
         scheduled = Scheduled()
         for prompt in self.computing.values():
             budget_tokens -= self._add_row(prompt, budget_tokens, scheduled)

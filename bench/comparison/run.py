@@ -17,9 +17,10 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
+from bench.simulator.figures.cache import infinite_cache_hits
+from bench.simulator.figures.latencies import latencies_of
 from bench.simulator.goodput import greatest_speed
-from bench.simulator.results import latencies_of
-from bench.simulator.traces import Trace, infinite_cache_hits
+from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
 from router.native.machine import native_machine
 

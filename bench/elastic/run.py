@@ -12,7 +12,7 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
-from bench.simulator.results import latencies_of, meets
+from bench.simulator.figures.latencies import latencies_of, meets
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig
 from router.machine.requests import Failed

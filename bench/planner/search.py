@@ -34,7 +34,7 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
-from bench.simulator.results import latencies_of, meets
+from bench.simulator.figures.latencies import latencies_of, meets
 from bench.simulator.tiers import SimulatedStores
 from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy

@@ -7,6 +7,7 @@ baton simulate --trace conversation_trace.jsonl --hardware h200-qwen3-32b-tp2 --
 
 import random
 from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from bench.common.series import panels_of
 from bench.simulator.cluster import MAX_ANSWER_TOKENS, SimulatedPools, SimulationSetup, simulate
 from bench.simulator.goodput import distserve_goodput
 from bench.simulator.hardware import PROFILES, HardwareProfile, hardware_named, write_hardware
-from bench.simulator.results import figures_of, series_ms, spans_of
+from bench.simulator.results import figures_of, series_ms, spans_of, streamed_figures
 from bench.simulator.tiers import (
     DISK_REQUESTS,
     GIB,
@@ -32,12 +33,21 @@ from bench.simulator.tiers import (
     StoreSizes,
     TierPrice,
 )
-from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
+from bench.simulator.traces import (
+    MOONCAKE_BLOCK_TOKENS,
+    Chat,
+    Trace,
+    conversations,
+    read_trace,
+    synthetic,
+    write_trace,
+)
 from engine.config import PoolsConfig, RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.errors import ConfigError
 from router.native.machine import native_machine
 
 SYNTHETIC = "synthetic"
+NUM_SYNTHETIC = 1000  # requests of such a trace by default
 
 
 def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -130,6 +140,9 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     store_take_gib_per_s: Annotated[
         float, typer.Option(help="A store takes blocks from workers no faster.")
     ] = 0.5,
+    stream: Annotated[
+        bool, typer.Option(help="Keep sums of the requests of a synthetic trace, but none of them.")
+    ] = False,
     seed: SeedOption = 0,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -173,8 +186,13 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
                 take_bytes_per_s=store_take_gib_per_s * GIB,
             )
         chat = Chat(rate_per_s=rate, families=families)
-        played = _trace(trace, chat, requests=requests, seed=seed)
-        played = played.sped_up(speed_up).shortened(shorten)
+        if stream:
+            changes = speed_up != 1.0 or shorten != 1
+            _check_stream(trace, uses_requests=bool(plot or write_trace_ or changes or join))
+            played = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
+        else:
+            played = _trace(trace, chat, requests=requests, seed=seed)
+            played = played.sped_up(speed_up).shortened(shorten)
         setup = SimulationSetup(
             profile,
             _pools(prefill, decode, mixed, join),
@@ -198,24 +216,32 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             write_trace(played, write_trace_)
         if write_hardware_:
             write_hardware(profile, write_hardware_)
-        run = simulate(played, setup, native_machine(router))
         price = profile.usd_per_gpu_hour if gpu_hour_usd is None else gpu_hour_usd
-        figures = figures_of(run, slo, usd_per_gpu_hour=price)
-        figures |= distserve_goodput(
-            played.first(goodput_requests),
-            lambda sped_up: simulate(sped_up, setup, native_machine(router)),
-            slo,
-            gpus=setup.pools.total * profile.gpus,
-        )
+        if stream:
+            number = requests or NUM_SYNTHETIC
+            asked = islice(conversations(chat, random.Random(seed)), number)
+            figures = streamed_figures(
+                played, asked, setup, native_machine(router), slo, usd_per_gpu_hour=price
+            )
+        else:
+            number = len(played.requests)
+            run = simulate(played, setup, native_machine(router))
+            figures = figures_of(run, slo, usd_per_gpu_hour=price)
+            figures |= distserve_goodput(
+                played.first(goodput_requests),
+                lambda sped_up: simulate(sped_up, setup, native_machine(router)),
+                slo,
+                gpus=setup.pools.total * profile.gpus,
+            )
         report = report_here(
             "simulate",
             seed=seed,
-            config=_config(played, setup, router, speed_up),
+            config=_config(played, number, setup, router, speed_up),
             results=results_of([figures]),
         )
-        title = _title(played, setup, router)
+        title = _title(played, number, setup, router)
         publish(report, json, title=title)
-        if plot:
+        if plot and not stream:
             plot_load(
                 series_ms(run),
                 panels_of(spans_of(run), bound_ttft_ms=slo_ttft_ms, bound_tpot_ms=slo_tpot_ms),
@@ -227,9 +253,18 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
 
 def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:
     if name == SYNTHETIC:
-        return synthetic(chat, requests or 1000, random.Random(seed))
+        return synthetic(chat, requests or NUM_SYNTHETIC, random.Random(seed))
     read = read_trace(Path(name))
     return read if requests is None else read.first(requests)
+
+
+def _check_stream(trace: str, *, uses_requests: bool) -> None:
+    """Raises ConfigError if an option needs the requests, which a stream does not keep."""
+    if trace != SYNTHETIC or uses_requests:
+        raise ConfigError(
+            "--stream is for a synthetic trace as it is: "
+            "without --plot, --write-trace, --speed-up, --shorten and --join"
+        )
 
 
 def _pools(prefill: int, decode: int, mixed: int, joins_s: float | None) -> SimulatedPools:
@@ -243,12 +278,12 @@ def _pools(prefill: int, decode: int, mixed: int, joins_s: float | None) -> Simu
 
 
 def _config(
-    trace: Trace, setup: SimulationSetup, router: RouterConfig, speed_up: float
+    trace: Trace, number: int, setup: SimulationSetup, router: RouterConfig, speed_up: float
 ) -> dict[str, Scalar]:
     profile: HardwareProfile = setup.hardware
     return {
         "trace": trace.name,
-        "requests": len(trace.requests),
+        "requests": number,
         "speed_up": speed_up,
         "block_tokens": trace.block_tokens,
         "profile": profile.name,
@@ -283,13 +318,13 @@ def _scalar(value: object) -> Scalar:
     return value if isinstance(value, int | float | None) else str(value)
 
 
-def _title(trace: Trace, setup: SimulationSetup, router: RouterConfig) -> str:
+def _title(trace: Trace, number: int, setup: SimulationSetup, router: RouterConfig) -> str:
     pools = setup.pools
     parts = [f"{pools.prefill} prefill", f"{pools.decode} decode"]
     if pools.mixed:
         parts.append(f"{pools.mixed} mixed")
     return (
-        f"simulated: {len(trace.requests)} requests of {trace.name} on {' + '.join(parts)} "
+        f"simulated: {number} requests of {trace.name} on {' + '.join(parts)} "
         f"× {setup.hardware.name}{_stores_in(setup)}, policy {router.policy}"
     )
 

@@ -14,10 +14,11 @@ the machine receives the tokens that it would have heard of by then. With `settl
 tokens up to a second late, which suits large clusters.
 """
 
+import dataclasses
 import gc
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -76,6 +77,8 @@ from router.planning.planner import PlannerRules
 
 GATEWAY = GatewayId("gateway")
 _BEGINS = (Prefill, Generate, Decode)
+_MAKES_ROOM = (GivenBack, RoleChanged)
+_MAY_QUEUE = (Arrived, Tick)
 _Begins = Prefill | Generate | Decode
 MAX_ANSWER_TOKENS = 2048  # of a client that does not know how long its answer will be
 MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
@@ -123,6 +126,9 @@ class SimulatedRequest:
     ended_s: float = math.nan
 
 
+OnEnd = Callable[[int, SimulatedRequest], None]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
     """The work of one worker."""
@@ -151,7 +157,25 @@ class SimulatedRun:
 
 def simulate(trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> SimulatedRun:
     """Plays a trace on an idle, empty cluster until all requests have ended."""
-    cluster = _Cluster(with_ids(trace), setup, machine)
+    trace = with_ids(trace)
+    records: dict[int, SimulatedRequest] = {}
+    run = simulate_stream(trace, trace.requests, setup, machine, records.__setitem__)
+    return dataclasses.replace(run, records=[records[i] for i in range(len(trace.requests))])
+
+
+def simulate_stream(
+    trace: Trace,
+    requests: Iterable[TraceRequest],
+    setup: SimulationSetup,
+    machine: RouterMachine,
+    ended: OnEnd,
+) -> SimulatedRun:
+    """Plays requests, which all have block ids, without keeping any. The run has no records.
+
+    `trace` gives the size of their blocks. `ended` is called with each request that has ended, and
+    its number in the order of arrival.
+    """
+    cluster = _Cluster(trace, iter(requests), setup, machine, ended)
     with _uncollected():
         cluster.run()
     cluster.validate()
@@ -171,8 +195,17 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Cluster:
-    def __init__(self, trace: Trace, setup: SimulationSetup, machine: RouterMachine) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        requests: Iterator[TraceRequest],
+        setup: SimulationSetup,
+        machine: RouterMachine,
+        ended: OnEnd,
+    ) -> None:
         self._trace = trace
+        self._requests = requests
+        self._on_ended = ended
         self._setup = setup
         self._machine = machine
         self._future = Future()
@@ -180,8 +213,8 @@ class _Cluster:
             self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
         )
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
-        self._records = [SimulatedRequest(asked) for asked in trace.requests]
-        self._num_open = len(self._records)
+        self._records: dict[int, SimulatedRequest] = {}  # of requests that have not ended
+        self._all_came = False
         self._num_waiting = 0  # in the machine, for a worker or for a move
         self._ended_s = 0.0
         self._wake_s: float | None = None
@@ -247,7 +280,7 @@ class _Cluster:
         self._plan_arrival(0)
         if self._planned is not None:
             self._on_plan_due(self._planned)
-        while self._num_open:
+        while self._goes_on:
             assert self._future.step(), "requests are open and nothing will happen"
         self._ended_s = self._future.now_s
         self._store_records = [store.record() for store in self._stores.values()]
@@ -275,7 +308,7 @@ class _Cluster:
     def _on_sample_due(self, evenness: Evenness) -> None:
         now_s = self._future.now_s
         evenness.sample(self._machine, now_s)
-        if self._num_open and now_s < evenness.began_s + AFTER_S:
+        if self._goes_on and now_s < evenness.began_s + AFTER_S:
             at_s = now_s + SAMPLED_EVERY_S
             self._future.plan(at_s, Rank.ROUTINE, self._on_sample_due, evenness)
 
@@ -297,7 +330,7 @@ class _Cluster:
         return SimulatedRun(
             self._trace,
             self._setup,
-            self._records,
+            (),
             workers,
             self._ended_s,
             self._future.num_events,
@@ -308,7 +341,7 @@ class _Cluster:
         )
 
     def _on_plan_due(self, planned: SimulatedPlanner) -> None:
-        if not self._num_open:
+        if not self._goes_on:
             return
         now_s = self._future.now_s
         for worker_id, message in planned.tick(now_s):
@@ -319,14 +352,22 @@ class _Cluster:
 
     # ------------------------------------------------------------ clients
 
-    def _plan_arrival(self, index: int) -> None:
-        if index < len(self._records):
-            arrived_s = self._records[index].asked.arrived_s
-            self._future.plan(arrived_s, Rank.MESSAGE, self._on_arrival, index)
+    @property
+    def _goes_on(self) -> bool:
+        """True until the last request has ended."""
+        return bool(self._records) or not self._all_came
 
-    def _on_arrival(self, index: int) -> None:
+    def _plan_arrival(self, index: int) -> None:
+        asked = next(self._requests, None)
+        if asked is None:
+            self._all_came = True
+        else:
+            self._future.plan(asked.arrived_s, Rank.MESSAGE, self._on_arrival, (index, asked))
+
+    def _on_arrival(self, arrival: tuple[int, TraceRequest]) -> None:
+        index, asked = arrival
+        self._records[index] = SimulatedRequest(asked)
         self._plan_arrival(index + 1)
-        asked = self._records[index].asked
         request_id = RequestId(str(index))
         sampling = Sampling(temperature=0.0, seed=index)
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
@@ -368,7 +409,7 @@ class _Cluster:
                 continue
             if isinstance(message, RoleChanged):
                 self._note_role(worker_id)
-            if isinstance(message, GivenBack | RoleChanged):
+            if isinstance(message, _MAKES_ROOM):
                 self._settle(places=True)
             self._take(FromWorker(worker_id, message), said.times_s)
         if told:
@@ -428,14 +469,13 @@ class _Cluster:
                     events.append(FromGateway(GATEWAY, message))
             elif isinstance(effect, End):
                 self._prompts.close(effect.request_id)
-                record = self._records[int(effect.request_id)]
-                self._end(record, effect.outcome, effect.timeline)
+                self._end(int(effect.request_id), effect.outcome, effect.timeline)
         for worker_id, events in frames.items():
             at_s = self._arrival_s(worker_id, events)
             side = self._stores.get(worker_id) or self._workers[worker_id]
             self._future.plan(at_s, Rank.MESSAGE, side.receive, events)
         num_stranded = self._machine.num_stranded
-        if frames or num_stranded or isinstance(event, Arrived | Tick):
+        if frames or num_stranded or isinstance(event, _MAY_QUEUE):
             self._num_waiting = self._machine.queue_len + num_stranded
         if frames or self._num_waiting:  # otherwise there is no new deadline
             self._look_ahead()
@@ -473,7 +513,7 @@ class _Cluster:
         self._future.plan(max(at_s, self._future.now_s), Rank.ROUTINE, self._on_wake, at_s)
 
     def _on_wake(self, at_s: float) -> None:
-        if at_s != self._wake_s or not self._num_open:
+        if at_s != self._wake_s or not self._goes_on:
             return  # another wake-up came first
         self._wake_s = None
         due_s = self._machine.next_wake_s()
@@ -482,14 +522,13 @@ class _Cluster:
         elif due_s is not None:
             self._plan_wake(due_s)
 
-    def _end(self, record: SimulatedRequest, outcome: Outcome, timeline: Timeline) -> None:
-        assert record.outcome is None, "a request ends once"
+    def _end(self, index: int, outcome: Outcome, timeline: Timeline) -> None:
+        record = self._records.pop(index)
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
-        np.asarray(record.times_s)[:] += (
-            self._setup.latency_s
-        )  # from now on: when the gateway heard
-        self._num_open -= 1
+        # From now on: when the gateway heard.
+        np.asarray(record.times_s)[:] += self._setup.latency_s
+        self._on_ended(index, record)
 
 
 def tokens_of(said: Said) -> Tokens:

@@ -22,7 +22,6 @@ the 0.6B model within 13 %). Pulls are not in these tables:
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -70,8 +69,7 @@ class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layout.block_bytes // self.layout.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class StepPrice:
+class StepPrice(msgspec.Struct, frozen=True):
     """The sums that price a step; `num_new` and `squares` cover prompts only."""
 
     num_new: int = 0

@@ -62,7 +62,9 @@ class Unwritten(Sequence[int]):
     def __getitem__(self, at: slice) -> "Unwritten": ...
     def __getitem__(self, at: int | slice) -> "int | Unwritten":
         if isinstance(at, int):
-            position = range(self._length)[at]
+            position = at if at >= 0 else at + self._length
+            if not 0 <= position < self._length:
+                raise IndexError(at)
             return self._fill if position < self._prompt_len else self._base + position
         start, stop, stride = at.indices(self._length)
         assert stride == 1

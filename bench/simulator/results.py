@@ -20,88 +20,111 @@ all GPUs for the whole run, divided by all tokens, prompts included.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.client.load import TBT_SHARE, SloBounds
+from bench.client.load import SloBounds
 from bench.common.report import Figure
 from bench.common.series import RequestSpan
 from bench.common.stats import Summary, summarize
-from bench.simulator.cluster import SimulatedRequest, SimulatedRun
+from bench.simulator.cluster import (
+    SimulatedRequest,
+    SimulatedRun,
+    SimulationSetup,
+    simulate_stream,
+)
+from bench.simulator.figures.cache import InfiniteCache, infinite_cache_hits
+from bench.simulator.figures.gaps import GapSketch
+from bench.simulator.figures.latencies import Values, latencies_of
+from bench.simulator.figures.tally import RequestTally
 from bench.simulator.joining import join_figures
-from bench.simulator.traces import infinite_cache_hits
+from bench.simulator.traces import Trace, TraceRequest
 from engine.worker.block_events import Medium
-from router.machine.requests import Finished
+from router.machine.machine import RouterMachine
 
 MOONCAKE_TTFT_S = 30.0
 MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
 NUM_BINS = 2**16  # of a histogram of gaps
 NUM_TOGETHER = 4096
 
-Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Latencies:
-    """Latencies of one finished answer in seconds; the last two are None for one token."""
-
-    ttft_s: float
-    e2e_s: float
-    tpot_s: float | None
-    tbt_s: float | None  # mean of the longest gaps
-
-
-def latencies_of(record: SimulatedRequest) -> Latencies | None:
-    """Returns the latencies of a request; None if it has no full answer."""
-    times_s = record.times_s
-    if not isinstance(record.outcome, Finished) or not times_s:
-        return None
-    ttft_s = times_s[0] - record.asked.arrived_s
-    e2e_s = times_s[-1] - record.asked.arrived_s
-    if len(times_s) == 1:
-        return Latencies(ttft_s, e2e_s, None, None)
-    gaps_s = np.diff(times_s)
-    tpot_s = (times_s[-1] - times_s[0]) / len(gaps_s)
-    return Latencies(ttft_s, e2e_s, tpot_s, _mean_of_longest(gaps_s, TBT_SHARE))
-
-
-def _mean_of_longest(values: Values, share: float) -> float:
-    """Computes `bench.common.stats.mean_of_longest` for an array."""
-    num_others = len(values) - math.ceil(share * len(values))
-    return float(np.partition(values, num_others)[num_others:].mean())
-
-
-def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
-    """True if TTFT and TPOT are inside their bounds."""
-    return latencies is not None and slo.hold(latencies.ttft_s, latencies.tpot_s)
-
 
 def figures_of(run: SimulatedRun, slo: SloBounds, *, usd_per_gpu_hour: float) -> dict[str, Figure]:
     """Returns all figures of one simulation."""
-    latencies = [latencies_of(record) for record in run.records]
     return {
-        **_latency_figures(run, latencies),
-        **_goodput_figures(run, latencies, slo),
-        **_prefix_figures(run),
-        **_store_figures(run),
-        **_pool_figures(run),
-        **_outcome_figures(run),
-        **_cost_figures(run, usd_per_gpu_hour),
+        **figures_of_tally(
+            run,
+            RequestTally.of(run.records),
+            slo,
+            gaps=summary_of_gaps(run.records),
+            infinite_hits=infinite_cache_hits(run.trace),
+            usd_per_gpu_hour=usd_per_gpu_hour,
+        ),
         **join_figures(run.evenness, run.num_moved),
     }
 
 
-def _latency_figures(run: SimulatedRun, latencies: Sequence[Latencies | None]) -> dict[str, Figure]:
-    answered = [one for one in latencies if one is not None]
+def streamed_figures(
+    trace: Trace,
+    requests: Iterable[TraceRequest],
+    setup: SimulationSetup,
+    machine: RouterMachine,
+    slo: SloBounds,
+    *,
+    usd_per_gpu_hour: float,
+) -> dict[str, Figure]:
+    """Simulates requests without keeping any, and returns the figures: see `simulate_stream`.
+
+    Percentiles of gaps are those of a sketch.
+    """
+    tally, gaps, cache = RequestTally(), GapSketch(), InfiniteCache(trace.block_tokens)
+
+    def ended(_: int, record: SimulatedRequest) -> None:
+        tally.add(record)
+        if len(record.times_s) > 1:
+            gaps.add(np.diff(record.times_s))
+
+    run = simulate_stream(trace, cache.watch(requests), setup, machine, ended)
+    return figures_of_tally(
+        run,
+        tally,
+        slo,
+        gaps=gaps.summary(),
+        infinite_hits=cache.hits,
+        usd_per_gpu_hour=usd_per_gpu_hour,
+    )
+
+
+def figures_of_tally(
+    run: SimulatedRun,
+    tally: RequestTally,
+    slo: SloBounds,
+    *,
+    gaps: Summary | None,
+    infinite_hits: float,
+    usd_per_gpu_hour: float,
+) -> dict[str, Figure]:
+    """Returns the figures of a simulation by the tally of its requests."""
+    return {
+        **_latency_figures(tally, gaps),
+        **_goodput_figures(run, tally, slo),
+        **_prefix_figures(tally, infinite_hits),
+        **_store_figures(run, tally),
+        **_pool_figures(run),
+        **_outcome_figures(run, tally),
+        **_cost_figures(run, tally, usd_per_gpu_hour),
+    }
+
+
+def _latency_figures(tally: RequestTally, gaps: Summary | None) -> dict[str, Figure]:
     summaries = {
-        "ttft": summarize([one.ttft_s for one in answered]),
-        "tpot": summarize([one.tpot_s for one in answered if one.tpot_s is not None]),
-        "itl": summary_of_gaps(run.records),
-        "e2e": summarize([one.e2e_s for one in answered]),
+        "ttft": summarize(tally.ttft_s),
+        "tpot": summarize(tally.tpot_s),
+        "itl": gaps,
+        "e2e": summarize(tally.e2e_s),
     }
     figures: dict[str, Figure] = {}
     for name, summary in summaries.items():
@@ -176,39 +199,31 @@ def _gaps_s(records: Sequence[SimulatedRequest], num_together: int) -> Iterator[
             yield np.concatenate(parts)
 
 
-def _goodput_figures(
-    run: SimulatedRun, latencies: Sequence[Latencies | None], slo: SloBounds
-) -> dict[str, Figure]:
-    num, gpus = len(latencies), _num_gpus(run)
-    num_good = sum(meets(one, slo) for one in latencies)
+def _goodput_figures(run: SimulatedRun, tally: RequestTally, slo: SloBounds) -> dict[str, Figure]:
+    num, gpus = tally.number, _num_gpus(run)
+    num_good = tally.num_within(slo)
     figures = {
         "goodput/attainment": Figure(num_good / num, "share"),
-        "goodput/effective_capacity": Figure(_num_effective(latencies, slo) / num, "share"),
+        "goodput/effective_capacity": Figure(tally.num_effective(slo) / num, "share"),
         "goodput/requests": Figure(num_good / run.duration_s, "1/s"),
         "goodput/requests_per_gpu": Figure(num_good / run.duration_s / gpus, "1/s"),
     }
     for tbt_s in MOONCAKE_TBT_S:
-        share = _num_effective(latencies, SloBounds(MOONCAKE_TTFT_S, tbt_s)) / num
+        share = tally.num_effective(SloBounds(MOONCAKE_TTFT_S, tbt_s)) / num
         figures[f"goodput/mooncake_tbt_{tbt_s * 1000:.0f}ms"] = Figure(share, "share")
     return figures
 
 
-def _num_effective(latencies: Sequence[Latencies | None], slo: SloBounds) -> int:
-    """Requests with TTFT and TBT inside the bounds."""
-    return sum(one is not None and slo.hold(one.ttft_s, one.tbt_s) for one in latencies)
-
-
-def _prefix_figures(run: SimulatedRun) -> dict[str, Figure]:
-    placed = [r for r in run.records if r.timeline is not None and r.times_s]
-    num_cached = sum(r.timeline.num_cached_tokens for r in placed if r.timeline is not None)
-    num_tokens = sum(r.asked.input_len for r in placed)
+def _prefix_figures(tally: RequestTally, infinite_hits: float) -> dict[str, Figure]:
+    num_tokens = tally.num_prefilled_tokens
+    hits = tally.num_cached_tokens / num_tokens if num_tokens else 0.0
     return {
-        "prefix/hits": Figure(num_cached / num_tokens if num_tokens else 0.0, "share"),
-        "prefix/infinite_cache": Figure(infinite_cache_hits(run.trace), "share"),
+        "prefix/hits": Figure(hits, "share"),
+        "prefix/infinite_cache": Figure(infinite_hits, "share"),
     }
 
 
-def _store_figures(run: SimulatedRun) -> dict[str, Figure]:
+def _store_figures(run: SimulatedRun, tally: RequestTally) -> dict[str, Figure]:
     """Returns hits and work of the stores by medium; nothing without stores."""
     if not run.stores:
         return {}
@@ -218,7 +233,7 @@ def _store_figures(run: SimulatedRun) -> dict[str, Figure]:
         counters.update(store.counters)
         held.update(store.num_held)
     block_size = run.setup.hardware.layout.block_size
-    num_tokens = sum(record.asked.input_len for record in run.records)
+    num_tokens = tally.num_input_tokens
     figures: dict[str, Figure] = {}
     for medium in held:
         share = counters[f"offered_blocks:{medium}"] * block_size / num_tokens
@@ -255,27 +270,23 @@ def _pool_figures(run: SimulatedRun) -> dict[str, Figure]:
     }
 
 
-def _outcome_figures(run: SimulatedRun) -> dict[str, Figure]:
-    kinds = Counter(type(record.outcome).__name__.lower() for record in run.records)
-    seconds = run.duration_s
-    num_out = sum(len(record.times_s) for record in run.records)
+def _outcome_figures(run: SimulatedRun, tally: RequestTally) -> dict[str, Figure]:
+    kinds, seconds = tally.kinds, run.duration_s
     return {
         **{f"requests/{kind}": Figure(kinds[kind], "") for kind in sorted(kinds)},
-        "requests/retried": Figure(
-            sum(r.timeline.attempts > 1 for r in run.records if r.timeline is not None), ""
-        ),
+        "requests/retried": Figure(tally.num_retried, ""),
         "throughput/requests": Figure(kinds["finished"] / seconds, "1/s"),
-        "throughput/output_tokens": Figure(num_out / seconds, "tokens/s"),
+        "throughput/output_tokens": Figure(tally.num_output_tokens / seconds, "tokens/s"),
         "duration": Figure(seconds, "s"),
     }
 
 
-def _cost_figures(run: SimulatedRun, usd_per_gpu_hour: float) -> dict[str, Figure]:
+def _cost_figures(
+    run: SimulatedRun, tally: RequestTally, usd_per_gpu_hour: float
+) -> dict[str, Figure]:
     gpu_hours = _num_gpus(run) * run.duration_s / 3600
     usd = gpu_hours * usd_per_gpu_hour
-    num_tokens = sum(
-        record.asked.input_len + len(record.times_s) for record in run.records if record.times_s
-    )
+    num_tokens = tally.num_prefilled_tokens + tally.num_output_tokens
     figures = {"cost/gpu_hours": Figure(gpu_hours, "h"), "cost/total": Figure(usd, "USD")}
     if num_tokens:
         figures["cost/per_million_tokens"] = Figure(usd / num_tokens * 1e6, "USD")

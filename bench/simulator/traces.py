@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from heapq import heappop, heappush
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -133,25 +133,6 @@ def with_ids(trace: Trace) -> Trace:
 def _fresh_ids(request: TraceRequest, block_tokens: int, fresh: Iterator[int]) -> tuple[int, ...]:
     num_blocks = -(-request.input_len // block_tokens)
     return tuple(next(fresh) for _ in range(num_blocks))
-
-
-def infinite_cache_hits(trace: Trace) -> float:
-    """Returns the share of prompt tokens that an infinite cache would hold.
-
-    Full blocks of earlier requests count. A prompt's last token never does, since it must be
-    computed for the answer to begin.
-    """
-    seen: set[int] = set()
-    num_hit = num_tokens = 0
-    for request in trace.requests:
-        usable = (request.input_len - 1) // trace.block_tokens
-        leading = 0
-        while leading < min(usable, len(request.block_ids)) and request.block_ids[leading] in seen:
-            leading += 1
-        num_hit += leading * trace.block_tokens
-        num_tokens += request.input_len
-        seen.update(request.block_ids[: request.input_len // trace.block_tokens])
-    return num_hit / num_tokens if num_tokens else 0.0
 
 
 # ---------------------------------------------------------------- reading
@@ -353,7 +334,13 @@ class Chat:
 
 
 def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
-    """Returns conversations in which each turn sends all earlier turns along."""
+    """Returns the first requests of `conversations`."""
+    requests = tuple(islice(conversations(chat, rng), num_requests))
+    return Trace("synthetic", MOONCAKE_BLOCK_TOKENS, requests)
+
+
+def conversations(chat: Chat, rng: Random) -> Iterator[TraceRequest]:
+    """Yields requests of conversations without end; each turn sends all earlier turns along."""
     block_tokens = MOONCAKE_BLOCK_TOKENS
     num_system_ids = -(-chat.system_tokens // block_tokens)
     shares = [*accumulate(1 / number for number in range(1, chat.families + 1))]
@@ -362,14 +349,11 @@ def synthetic(chat: Chat, num_requests: int, rng: Random) -> Trace:
     # begins are final, so few are made in vain.
     coming: list[tuple[float, int, TraceRequest]] = []
     places = count()
-    requests: list[TraceRequest] = []
     starts_s = 0.0
     while True:
         starts_s += rng.expovariate(chat.rate_per_s / chat.mean_turns)
         while coming and coming[0][0] <= starts_s:
-            requests.append(heappop(coming)[-1])
-        if len(requests) >= num_requests:
-            return Trace("synthetic", block_tokens, tuple(requests[:num_requests]))
+            yield heappop(coming)[-1]
         family = bisect_right(shares, rng.random() * shares[-1]) if chat.families > 1 else 0
         ids = tuple(range(family * num_system_ids, (family + 1) * num_system_ids))
         for request in _conversation(chat, starts_s, ids, fresh, rng):

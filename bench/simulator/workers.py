@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, Protocol, cast
 
 from bench.simulator.clock import Future, Rank
@@ -317,7 +318,6 @@ class SimWorker:
     def _begin(self, plan: BatchPlan) -> None:
         rows = plan.rows
         num_decoding = min(self._decode.num_running, len(rows))
-        num_alike = min(map(self._num_alike, rows[:num_decoding]), default=1)
         price = price_of(rows, num_decoding)
         if self._crowd.watches:
             self._run_in_crowd(rows, price)
@@ -325,7 +325,7 @@ class SimWorker:
         if price.num_new or not self._leaps:
             ends_s = array("d", (self._future.now_s + self._pricing.step_s(price),))
         else:
-            ends_s = self._ends_of_stretch(price, num_alike)
+            ends_s = self._ends_of_stretch(price, self._num_alike(rows))
         self._plan_end(self._run(rows, price, ends_s))
 
     def _run(self, rows: Sequence[Row], price: StepPrice, ends_s: "array[float]") -> _Stretch:
@@ -345,24 +345,22 @@ class SimWorker:
     def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
         """Returns the ends of equal decode steps, fewer if a report is due before."""
         cost = self._hardware.decode
-        at_s, due_s = self._future.now_s, self._next_report_s
+        now_s, due_s = self._future.now_s, self._next_report_s
         num_rows, num_context = price.num_rows, price.num_context
         rows_s, context_s = cost.fixed_s + cost.row_s * num_rows, cost.context_s
-        ends_s = array("d")
-        for _ in range(num_steps):
-            at_s += rows_s + context_s * num_context  # as `cost.seconds`, without its call
-            num_context += num_rows
-            ends_s.append(at_s)
-            if at_s >= due_s:
-                break
-        return ends_s
+        first_s = rows_s + context_s * num_context  # as `cost.seconds`, without its call
+        if first_s > 0.0:  # no later step is shorter
+            num_steps = min(num_steps, max(int((due_s - now_s) / first_s), 0) + 2)
+        contexts = range(num_context, num_context + num_steps * num_rows, num_rows)
+        ends_s = array("d", accumulate([rows_s + context_s * n for n in contexts], initial=now_s))
+        num_wanted = bisect_left(ends_s, due_s, 1) + 1  # the first step that ends then or later
+        return ends_s[1:num_wanted]
 
-    def _num_alike(self, row: Row) -> int:
+    def _num_alike(self, rows: Sequence[Row]) -> int:
         """Returns the steps until an answer ends or a block is full, which the last step may do."""
-        end = row.start + 1
-        until_full = len(row.block_table) * self._block_size - end + 1
-        until_end = self._told[row.seq_id].max_len - end
-        return until_end if until_end < until_full else until_full
+        told, size = self._told, self._block_size
+        until_end = min([told[row.seq_id].max_len - row.start for row in rows]) - 1
+        return min(until_end, min([len(row.block_table) * size - row.start for row in rows]))
 
     def _plan_end(self, stretch: _Stretch) -> None:
         stretch.planned_end_s = stretch.ends_s[-1]
@@ -402,9 +400,17 @@ class SimWorker:
     # ------------------------------------------------------------ frames and effects
 
     def _perform(self, effects: Sequence[Effect]) -> None:
+        told = self._told
         for effect in effects:
             if isinstance(effect, Emit):  # most effects
-                self._say(effect.message)
+                message = effect.message
+                if (
+                    isinstance(message, Tokens)
+                    and message.finish is None
+                    and told[message.seq_id].has_begun
+                ):
+                    continue  # told with the next report, or before the next placement
+                self._say(message)
             elif isinstance(effect, EmitToAll):
                 self.role = effect.message.role
                 self._say(effect.message)

@@ -27,6 +27,7 @@ since their number of tokens does not determine their cost.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Protocol
 
 from engine.messages import (
@@ -70,6 +71,9 @@ class Scheduled:
     effects: list[Effect] = field(default_factory=list)
     held_until_s: float | None = None  # hold the step until then, or until the next event
     waits: bool = False  # plan nothing before the step in flight has ended
+
+
+NOTHING = Scheduled()  # of a scheduler without work; its lists stay empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +191,7 @@ class StepSamples:
         return kept
 
 
+_PASSED_ON = (Adopted, Leaving)  # made once: a union would be made for each effect
 Planned = list[tuple[Scheduler, Row]]  # the rows of a step, each with the scheduler that chose it
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -257,7 +262,7 @@ class WorkerCore:
         """The effects, with those that follow from sequences passed on between schedulers."""
         settled: list[Effect] = []
         for effect in effects:
-            if isinstance(effect, Adopted | Leaving):
+            if isinstance(effect, _PASSED_ON):
                 settled += self._dispatch(effect, now_s)
             else:
                 settled.append(effect)
@@ -300,11 +305,12 @@ class WorkerCore:
             if scheduled.waits or scheduled.held_until_s is not None:
                 assert not planned
                 return None, effects + scheduled.effects
-            budget -= sum(len(row.token_ids) + row.max_drafted for row in scheduled.rows)
             if self._pace is not None and scheduler is self._decoder:
                 self._pace.begin(() if self.role is Role.MIXED else scheduled.rows)
             effects += scheduled.effects
-            planned += [(scheduler, row) for row in scheduled.rows]
+            if rows := scheduled.rows:
+                budget -= sum([len(r.token_ids) + len(r.draft) + r.num_to_draft for r in rows])
+                planned += zip(repeat(scheduler), rows)
         assert budget >= 0
         if not planned:
             return None, effects
@@ -323,7 +329,9 @@ class WorkerCore:
             self._sample_step(planned, result.times.total_s)
         for (scheduler, row), row_result in zip(planned, result.rows, strict=True):
             for effect in scheduler.advance(row, row_result, now_s):
-                if isinstance(effect, Adopted | Leaving):
+                if isinstance(effect, Emit):  # of most rows
+                    effects.append(effect)
+                elif isinstance(effect, _PASSED_ON):
                     effects += self._dispatch(effect, now_s)
                 else:
                     effects.append(effect)
@@ -351,16 +359,16 @@ class WorkerCore:
         """A step in numbers; None if the numbers would not explain how long it took."""
         rows = [row for scheduler, row in planned if scheduler is self._decoder]
         chunks = [row for scheduler, row in planned if scheduler is not self._decoder]
-        if any(row.max_drafted or row.draft_token_ids for row in rows):
+        if any(row.draft or row.num_to_draft or row.draft_token_ids for row in rows):
             return None
         if any(row.scored for row in chunks):
             return None
         return StepReport(
             seconds=seconds,
-            num_prefill_tokens=sum(len(row.token_ids) for row in chunks),
-            prefill_squares=sum(row.end * row.end - row.start * row.start for row in chunks),
+            num_prefill_tokens=sum([len(row.token_ids) for row in chunks]),
+            prefill_squares=sum([row.end * row.end - row.start * row.start for row in chunks]),
             num_rows=len(rows),
-            num_context_tokens=sum(row.end for row in rows),
+            num_context_tokens=sum([row.start + len(row.token_ids) for row in rows]),
         )
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:

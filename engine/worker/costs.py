@@ -111,8 +111,8 @@ class Fit:
     def __init__(self, num_features: int) -> None:
         self.error: float | None = None
         self.num_forgotten = 0  # new starts of the fit
-        self._products = np.zeros((num_features, num_features))
-        self._targets = np.zeros(num_features)
+        self._products = [[0.0] * num_features for _ in range(num_features)]
+        self._targets = [0.0] * num_features
         self._weights = (0.0,) * num_features
         self._num_seen = 0
         self._num_unsolved = 0
@@ -129,13 +129,13 @@ class Fit:
         if self._num_unsolved and (
             self._num_seen <= _NUM_EAGER or self._num_unsolved >= _SOLVE_EVERY
         ):
-            self._weights = _solve(self._products, self._targets)
+            self._weights = _solve(np.array(self._products), np.array(self._targets))
             self._num_unsolved = 0
         return self._weights
 
     def predict(self, x: Sequence[float]) -> float:
         """Predicts an observation with these features."""
-        return sum(w * f for w, f in zip(self.weights, x, strict=True))
+        return sum([w * f for w, f in zip(self.weights, x, strict=True)])
 
     def observe(self, x: Sequence[float], y: float) -> None:
         """Learns that these features gave `y`, if `y` is positive and finite."""
@@ -160,16 +160,21 @@ class Fit:
         return min(max(y, low), high)
 
     def _add(self, x: Sequence[float], y: float) -> None:
-        features = np.asarray(x, dtype=float) / y
-        self._products = self._products * _MEMORY + np.outer(features, features)
-        self._targets = self._targets * _MEMORY + features
+        # In plain floats: for so few of them NumPy takes several times as long.
+        features = [value / y for value in x]
+        targets, products = self._targets, self._products
+        for i, feature in enumerate(features):
+            targets[i] = targets[i] * _MEMORY + feature
+            row = products[i]
+            for j, other in enumerate(features):
+                row[j] = row[j] * _MEMORY + feature * other
         self._num_seen += 1
         self._num_unsolved += 1
 
     def _forget(self) -> None:
         self.num_forgotten += 1
-        self._products *= 0.0
-        self._targets *= 0.0
+        num = len(self._weights)
+        self._targets, self._products = [0.0] * num, [[0.0] * num for _ in range(num)]
         self._weights = (0.0,) * len(self._weights)
         self._num_seen = self._num_unsolved = self._surprises = 0
 

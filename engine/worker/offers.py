@@ -36,7 +36,7 @@ from engine.messages import (
 )
 from engine.worker.batch import Row, RowResult
 from engine.worker.blocks import BlockHash, BlockPool
-from engine.worker.core import Scheduled, Workload
+from engine.worker.core import NOTHING, Scheduled, Workload
 from engine.worker.events import (
     Adopted,
     Effect,
@@ -135,7 +135,7 @@ class PrefixOffers:
 
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
         """Empty: there is nothing to compute."""
-        return Scheduled()
+        return NOTHING
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
         """Never called, since there are no rows."""

@@ -174,7 +174,7 @@ class Sequence:
 
     def trim(self, pool: BlockPool) -> None:
         """Gives back blocks behind those that the tokens need: rejected drafts used them."""
-        num_blocks = self.num_blocks
+        num_blocks = -(-len(self.token_ids) // self.block_size)
         if len(self.block_table) > num_blocks:
             pool.disown(self.block_table[num_blocks:])
             del self.block_table[num_blocks:]

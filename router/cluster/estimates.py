@@ -13,7 +13,7 @@ Fits cost time. For a well-known class only one in `EVERY` observations is used.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.demand import DecodeCost
 from engine.messages import Role, StepReport
@@ -193,7 +193,7 @@ class Estimates:
     def pull_cost(self, worker: WorkerView) -> PullCost:
         """The formula for pulls to a worker, from the request for the blocks on."""
         cost = self._bare_pull_cost(worker)
-        return replace(cost, fixed_s=cost.fixed_s + PULL_OVERHEAD_S)
+        return PullCost(cost.fixed_s + PULL_OVERHEAD_S, cost.block_s, cost.bytes_per_s)
 
     def _bare_pull_cost(self, worker: WorkerView) -> PullCost:
         if self._of("pull", worker).are_enough:

@@ -11,6 +11,7 @@ that crosses a report is missing from the others' share until the next report. I
 twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -59,6 +60,14 @@ NOTHING = Foreign()
 
 
 @dataclass(slots=True)
+class DecodeTotals:
+    """What all workers that decode have together, for all gateways."""
+
+    num_seqs: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(slots=True)
 class WorkerView:
     """A live worker and the claims on it, by sequence, oldest first."""
 
@@ -77,6 +86,9 @@ class WorkerView:
     touched: set[WorkerId] = field(
         default_factory=set, repr=False
     )  # the view's set of changed workers
+    totals: DecodeTotals = field(
+        default_factory=DecodeTotals, repr=False, compare=False
+    )  # the view's, if it decodes
 
     def change_role(self, message: RoleChanged) -> None:
         """Changes the worker's role. Claims on it stay."""
@@ -142,6 +154,8 @@ class WorkerView:
         )
         self.reserved_blocks += num_blocks
         self.context_tokens += context_tokens
+        self.totals.num_seqs += 1
+        self.totals.context_tokens += context_tokens
         self.touched.add(self.info.worker_id)
 
     def grow_decode(self, seq_id: SeqId, num_tokens: int) -> None:
@@ -151,6 +165,7 @@ class WorkerView:
         """
         self.decodes[seq_id].context_tokens += num_tokens
         self.context_tokens += num_tokens
+        self.totals.context_tokens += num_tokens
 
     def extend_decode(self, seq_id: SeqId, num_blocks: int) -> None:
         """Raises the claim of a sequence that outgrew its prediction to `num_blocks` in all."""
@@ -165,6 +180,8 @@ class WorkerView:
         if claim is not None:
             self.reserved_blocks -= claim.blocks
             self.context_tokens -= claim.context_tokens
+            self.totals.num_seqs -= 1
+            self.totals.context_tokens -= claim.context_tokens
             self.touched.add(self.info.worker_id)
 
     def report(self, load: LoadReport, now_s: float) -> None:
@@ -172,14 +189,17 @@ class WorkerView:
         self.load, self.reported_s = load, now_s
         block_size = self.info.layout.block_size
         own = [claim for claim in self.decodes.values() if claim.is_there]
-        own_blocks = sum(-(-claim.context_tokens // block_size) for claim in own)
-        own_tokens = sum(claim.context_tokens for claim in own)
+        own_blocks = sum([-(-claim.context_tokens // block_size) for claim in own])
+        own_tokens = sum([claim.context_tokens for claim in own])
+        before = self.foreign
         self.foreign = Foreign(
             prompt_tokens=max(load.prompt_tokens - self.reserved_prompt_tokens, 0),
             seqs=max(load.decode_seqs - len(own), 0),
             blocks=max(load.decode_blocks - own_blocks, 0),
             context_tokens=max(load.context_tokens - own_tokens, 0),
         )
+        self.totals.num_seqs += self.foreign.seqs - before.seqs
+        self.totals.context_tokens += self.foreign.context_tokens - before.context_tokens
         self.touched.add(self.info.worker_id)
 
     def ready(self, foreign_s: float = 0.0) -> tuple[float, float]:
@@ -261,6 +281,12 @@ class ClusterView:
     severed: dict[tuple[WorkerId, WorkerId], float] = field(default_factory=dict)
     touched: set[WorkerId] = field(default_factory=set)
     capacity_tokens: int | None = None
+    decode_totals: DecodeTotals = field(default_factory=DecodeTotals)
+    _prefillers: list[tuple[WorkerId, WorkerView]] = field(default_factory=list, repr=False)
+    _decoders: list[WorkerView] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.measure()
 
     def add(self, info: Welcome) -> WorkerView:
         """Adds a worker, with no claims on it."""
@@ -276,33 +302,48 @@ class ClusterView:
         return worker
 
     def measure(self) -> None:
-        """Sets the length of the longest request that the workers could hold.
+        """Notes which workers have which role, and sets the length of the longest request that they
+        could hold.
 
         One worker must have memory for its prompt, and one for its end. While a role has no worker,
         the length stays: its workers are likely to come back as they were.
         """
-        workers = [worker for _, worker in self.prefillers()]
-        prompt_tokens = max((w.num_tokens for w in workers), default=0)
-        decoders = (w for w in self.workers.values() if w.info.role.decodes)
-        end_tokens = max((w.num_tokens for w in decoders), default=0)
+        workers = self.workers.items()
+        found = [(i, w) for i, w in workers if w.info.role.prefills]
+        self._prefillers = found or [(i, w) for i, w in workers if w.info.is_fluid]
+        self._decoders = [w for _, w in workers if w.info.role.decodes]
+        self.decode_totals = self._summed()
+        for _, worker in workers:
+            decodes = worker.info.role.decodes
+            worker.totals = self.decode_totals if decodes else DecodeTotals()
+        prompt_tokens = max((w.num_tokens for _, w in self._prefillers), default=0)
+        end_tokens = max((w.num_tokens for w in self._decoders), default=0)
         if prompt_tokens and end_tokens:
             self.capacity_tokens = min(prompt_tokens, end_tokens)
+
+    def _summed(self) -> DecodeTotals:
+        return DecodeTotals(
+            sum(w.num_decodes for w in self._decoders),
+            sum(w.context_tokens + w.foreign.context_tokens for w in self._decoders),
+        )
 
     def any_computing(self) -> WorkerView | None:
         """Returns a worker that is no store: all have blocks of one size. None if there is none."""
         return next((w for w in self.workers.values() if w.info.role is not Role.STORE), None)
 
-    def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
+    def prefillers(self) -> Sequence[tuple[WorkerId, WorkerView]]:
         """Workers that prefill; if there are none, fluid decode workers."""
-        workers = self.workers.items()
-        found = [(i, w) for i, w in workers if w.info.role.prefills]
-        return found or [(i, w) for i, w in workers if w.info.is_fluid]
+        return self._prefillers
+
+    def decoders(self) -> Sequence[WorkerView]:
+        """Workers that decode."""
+        return self._decoders
 
     def missing(self) -> str | None:
         """The role whose absence keeps requests from being served; None if they can be served."""
         if not self.prefillers():
             return "no prefill worker"
-        if not any(worker.info.role.decodes for worker in self.workers.values()):
+        if not self._decoders:
             return "no decode worker"
         return None
 
@@ -313,6 +354,8 @@ class ClusterView:
 
     def validate(self) -> None:
         """Asserts that every sum is the sum of its parts."""
+        assert self.decode_totals == self._summed()
+        assert self._decoders == [w for w in self.workers.values() if w.info.role.decodes]
         for worker in self.workers.values():
             prefills, decodes = worker.prefills.values(), worker.decodes.values()
             assert not (worker.is_store and (prefills or decodes)), "work for a store"

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 
-from engine.messages import Role, WorkerId
+from engine.messages import WorkerId
 from router.cluster.view import WorkerView
 from router.machine.flight import Flight
 from router.machine.placing import KnownPrefixes, likely_bid
@@ -151,7 +151,7 @@ class Admission:
     def _memory_wait_s(self, flight: Flight, now_s: float) -> float:
         """Predicts the seconds until decode workers have room for the queue and this request."""
         state = self._state
-        decoders, queue = self._decoders(), state.waiting.queue
+        decoders, queue = self._state.view.decoders(), state.waiting.queue
         if not decoders:
             return 0.0
         block_size = decoders[0].info.layout.block_size
@@ -175,11 +175,11 @@ class Admission:
         state = self._state
         if state.waiting.queue:
             return False
-        decoders = self._decoders()
+        decoders = self._state.view.decoders()
         if not decoders:
             return True
         everything = DecodeLoad(
-            sum([len(w.decodes) + w.foreign.seqs for w in decoders]) / len(decoders) + 1,
+            state.view.decode_totals.num_seqs / len(decoders) + 1,
             self._mean_context(decoders) + flight.predicted_len(state.lengths),
         )
         return self._pace_s(decoders[0], everything) <= bound_s
@@ -189,7 +189,7 @@ class Admission:
     ) -> Rejected | None:
         """Returns the refusal of a request with which a token would take longer than its bound."""
         state = self._state
-        decoders = self._decoders()
+        decoders = self._state.view.decoders()
         if not decoders:
             return None
         worker = decoders[0]
@@ -244,8 +244,7 @@ class Admission:
         return DecodeLoad(num_seqs / number, tokens / number, sqrt(variance / number))
 
     def _mean_context(self, decoders: Sequence[WorkerView]) -> float:
-        tokens = sum([w.context_tokens + w.foreign.context_tokens for w in decoders])
-        return tokens / len(decoders)
+        return self._state.view.decode_totals.context_tokens / len(decoders)
 
     def _pace_s(self, worker: WorkerView, load: DecodeLoad) -> float:
         """Predicts the seconds per token; infinite if unknown."""
@@ -255,7 +254,7 @@ class Admission:
 
     def _ends(self, decoders: Sequence[WorkerView], now_s: float) -> list[tuple[float, int]]:
         """Returns when each sequence is predicted to end, with the blocks that it frees then."""
-        num_seqs = sum(worker.num_decodes for worker in decoders)
+        num_seqs = self._state.view.decode_totals.num_seqs
         load = DecodeLoad(num_seqs / len(decoders), self._mean_context(decoders))
         pace_s = self._pace_s(decoders[0], load)
         left = self._state.lengths.left
@@ -274,11 +273,6 @@ class Admission:
         if not ends_s:
             return now_s
         return ends_s[min(max(ceil(number) - 1, 0), len(ends_s) - 1)]
-
-    def _decoders(self) -> list[WorkerView]:
-        workers = self._state.view.workers.values()
-        decode, mixed = Role.DECODE, Role.MIXED  # fast: for each request, of a thousand workers
-        return [w for w in workers if (role := w.info.role) is decode or role is mixed]
 
 
 def _least(*bounds_s: float | None) -> float | None:

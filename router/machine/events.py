@@ -1,7 +1,7 @@
 """Events and effects of the request machine.
 
-Kinds that occur once a token are msgspec structs, which are made in a fifth of the time of a
-dataclass.
+Kinds that occur once a token or a step are msgspec structs, which are made in a fifth of the time
+of a dataclass.
 """
 
 from collections.abc import Sequence
@@ -52,16 +52,14 @@ class FromWorker(msgspec.Struct, frozen=True):
     message: ToGateway
 
 
-@dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(msgspec.Struct, frozen=True):
     """The tokens of one step of a worker. Equals a `FromWorker` for each, in this order."""
 
     worker_id: WorkerId
     tokens: Sequence[Tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksChanged:
+class BlocksChanged(msgspec.Struct, frozen=True):
     """A worker's block events. From the first on, only they say what it caches."""
 
     worker_id: WorkerId

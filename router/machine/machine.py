@@ -165,6 +165,8 @@ class RouterMachine:
     def num_stranded(self) -> int:
         """Running requests that are to move, and wait for room elsewhere or for their turn."""
         moves = self.state.moves
+        if not moves.any_begun:
+            return 0
         return len(moves.at(MoveStage.STRANDED)) + len(moves.at(MoveStage.WAITING))
 
     @property
@@ -181,11 +183,27 @@ class RouterMachine:
     def handle(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
         """Handles an event. Returns its effects, in order."""
         effects: list[RouterEffect] = []
+        if isinstance(event, FromWorker):  # the most frequent kinds first
+            effects = self._progress.on_message(event.worker_id, event.message, now_s)
+        elif isinstance(event, Stepped):
+            effects = self._progress.on_step(event.worker_id, event.tokens, now_s)
+        elif isinstance(event, BlocksChanged):
+            self._on_blocks_changed(event.worker_id, event.events)
+        else:
+            effects = self._on_rare(event, now_s)
+        state = self.state
+        waits = bool(state.waiting.queue)
+        if not waits and state.moves.any_begun:
+            waits = bool(self.num_stranded or state.moves.at(MoveStage.COPIED))
+        if waits and self._may_make_room(event):
+            effects += self._go_on(now_s)
+            if type(event) is Arrived:
+                effects += self._placing.prefetch(event.request.request_id, now_s)
+        return effects
+
+    def _on_rare(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
+        effects: list[RouterEffect] = []
         match event:
-            case Stepped(worker_id, tokens):
-                effects = self._progress.on_step(worker_id, tokens, now_s)
-            case FromWorker(worker_id, message):
-                effects = self._progress.on_message(worker_id, message, now_s)
             case Arrived(request):
                 effects = self._on_arrived(request, now_s)
             case ClientGone(request_id):
@@ -194,18 +212,10 @@ class RouterMachine:
                 self.state.workers.join(info)
             case WorkerLost(worker_id, reason):
                 effects = self._on_worker_lost(worker_id, reason, now_s)
-            case BlocksChanged(worker_id, events):
-                self._on_blocks_changed(worker_id, events)
             case BlocksUnheard(worker_id, reason):
                 self._on_blocks_unheard(worker_id, reason)
             case Tick():
                 effects = self._on_tick(now_s)
-        state = self.state
-        waits = state.waiting.queue or self.num_stranded or state.moves.at(MoveStage.COPIED)
-        if waits and self._may_make_room(event):
-            effects += self._go_on(now_s)
-            if type(event) is Arrived:
-                effects += self._placing.prefetch(event.request.request_id, now_s)
         return effects
 
     def _go_on(self, now_s: float) -> list[RouterEffect]:
@@ -251,7 +261,10 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
         state = self.state
-        due_s = [state.deadlines.soonest_s(), state.moves.retry_s]
+        soonest_s = state.deadlines.soonest_s()
+        if not state.waiting.queue and state.moves.retry_s is None:
+            return soonest_s
+        due_s = [soonest_s, state.moves.retry_s]
         if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if self._placing.busy is None else self._placing.busy.until_s)

@@ -40,6 +40,10 @@ from router.machine.state import SEVERED_S, RouterState
 FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
 MAX_BACK_OFF_S = 8.0
 
+# Made once: a union would be made for each message.
+_NOT_OURS = (Welcome, Refused, StillStepping, BlocksOffered)
+_OWN_NEWS = (LoadReport, RoleChanged)
+
 
 class Progress:
     """Handles the messages of workers."""
@@ -58,9 +62,9 @@ class Progress:
     ) -> list[RouterEffect]:
         """Handles a worker's message."""
         state = self._state
-        if isinstance(message, Welcome | Refused | StillStepping | BlocksOffered):
+        if isinstance(message, _NOT_OURS):
             return []  # `router.service` handles these; stores alone ask for blocks
-        if isinstance(message, LoadReport | RoleChanged):
+        if isinstance(message, _OWN_NEWS):
             return self._on_own_news(worker_id, message, now_s)
         flight = state.by_seq.get(message.seq_id)
         if flight is None:

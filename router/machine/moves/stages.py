@@ -52,6 +52,11 @@ class Moves:
         """Notes that a sequence is to leave its worker. Returns the note, an old one if any."""
         return self.wanted.setdefault(request_id, MoveWanted(now_s))
 
+    @property
+    def any_begun(self) -> bool:
+        """True if any move is in a stage."""
+        return bool(self._stage)
+
     def at(self, stage: MoveStage) -> Mapping[RequestId, WorkerId]:
         """Requests in a stage, with the workers that they leave."""
         return self._at[stage]

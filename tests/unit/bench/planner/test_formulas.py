@@ -25,8 +25,8 @@ from bench.planner.pricing import (
     worker_of,
 )
 from bench.planner.workload import workload
+from bench.simulator.figures.cache import infinite_cache_hits
 from bench.simulator.hardware import PROFILES
-from bench.simulator.traces import infinite_cache_hits
 from engine.config import WeightFormat
 from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat

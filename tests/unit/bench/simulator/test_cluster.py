@@ -305,7 +305,8 @@ def test_unknown_lease_cannot_be_held():
 def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
     """Runs a trace with role changes of (time, worker, role); returns run and counters."""
     machine = native_machine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
-    cluster = Cluster(with_ids(trace), setup, machine)
+    trace, records = with_ids(trace), {}
+    cluster = Cluster(trace, iter(trace.requests), setup, machine, records.__setitem__)
     for at_s, worker_id, role in changes:
         events = [FromGateway(GATEWAY, SetRole(role))]
         worker = cluster._workers[WorkerId(worker_id)]
@@ -313,7 +314,8 @@ def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
     cluster.run()
     cluster.validate()
     machine.validate()
-    return cluster.result(), machine.counters
+    run = replace(cluster.result(), records=[records[i] for i in range(len(records))])
+    return run, machine.counters
 
 
 CHANGES = [

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulator.figures.cache import infinite_cache_hits
 from bench.simulator.traces import (
     Chat,
     Trace,
     TraceError,
     TraceRequest,
-    infinite_cache_hits,
     prompt_tokens,
     read_trace,
     synthetic,

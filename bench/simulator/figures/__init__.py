@@ -1,0 +1,1 @@
+"""Figures of a simulation that are made request by request, so that no request need be kept."""
