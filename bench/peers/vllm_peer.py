@@ -1,8 +1,8 @@
 """vLLM without its prefix cache. Driven by `driver.py`. Variants:
 
     f32           the checkpoint's weights, on CPUs
-    w8a8          int8 weights with a scale for each output, and activations rounded to int8 token by
-                  token, on CPUs
+    w8a8          int8 weights with a scale for each output, and activations rounded to int8 token
+                  by token, on CPUs
     bf16-dummy    weights that need no checkpoint, on a GPU; `--checkpoint` has config.json only
 
 The checkpoint in W8A8 is written into a temporary folder, in the format of compressed-tensors. As
@@ -85,10 +85,11 @@ class Vllm:
         import vllm  # type: ignore[import-not-found]
 
         self.facts = {"version": vllm.__version__}
+        is_dummy = options.variant == "bf16-dummy"
         self._engine = vllm.LLM(
             str(checkpoint),
             dtype=dtype,
-            load_format="dummy" if options.variant == "bf16-dummy" else "auto",
+            load_format="dummy" if is_dummy else "auto",
             enforce_eager=False,  # compiled is faster, though it loads a minute longer
             max_model_len=options.max_len,
             max_num_seqs=options.max_sequences,
