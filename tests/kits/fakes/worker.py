@@ -85,12 +85,12 @@ class SpoilingPool(BlockPool):
         self._runner.spoil(blocks)
         return blocks
 
-    def disown(self, blocks: Sequence[BlockId]) -> None:
-        super().disown(blocks)
+    def disown(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+        super().disown(blocks, are_spare=are_spare)
         self._spoil_free(blocks)
 
-    def end_lease(self, blocks: Sequence[BlockId]) -> None:
-        super().end_lease(blocks)
+    def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+        super().end_lease(blocks, are_spare=are_spare)
         self._spoil_free(blocks)
 
     def end_write(self, blocks: Sequence[BlockId]) -> None:
