@@ -112,7 +112,7 @@ class SpoilingPool(BlockPool):
         return ((block, block_hash) for block_hash, block in self._by_hash.items())
 
     def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
-        self._runner.spoil(b for b in blocks if b in self._idle and self._hash[b] is None)
+        self._runner.spoil(b for b in blocks if b in self._spare and self._hash[b] is None)
 
     def end_step(self) -> None:
         freed = list(self._freed_in_flight[0])
