@@ -96,6 +96,14 @@ def test_one_of_two_workers_keeps_a_prompt():
     assert set(kept) == {"p0", "d0"}
 
 
+def test_a_prompt_for_one_token_is_kept_where_it_is_computed():
+    driver = Driver("p0", "d0")
+    for number in range(4):
+        effects = driver.ask(f"r{number}", range(1000 * number, 1000 * number + 9), max_tokens=1)
+        prompts = [prompt for _, prompt in sent(effects, Prefill)]
+        assert not any(prompt.are_spare for prompt in prompts)
+
+
 def test_a_holder_that_does_not_keep_a_prompt_offers_spare_blocks():
     driver = learned("p0", "p1", "d0", "d1")
     driver.ask("backlog", range(500, 540))
