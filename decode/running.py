@@ -105,6 +105,7 @@ class RunningBatch:
             prompt_len=seq.limits.prompt_len,
             guide=seq.guide,
             is_pending=is_pending,
+            tpot_s=seq.limits.tpot_s,
         )
         seq.in_flight.append(row)
         return row

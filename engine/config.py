@@ -193,10 +193,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: KVFormat | None = None  # format of KV in the pools; None: fp32, or bf16 on a GPU
     decode_kv_dtype: KVFormat | None = None  # the same, of decode workers; None: kv_dtype
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
-    # Decode workers may compute short prompts themselves if that is predicted to be quicker than a
-    # hand-over. Never if prefill workers store KV in another format, or send it in one: answers
-    # would differ.
-    prefills_locally: bool = True
     kv_mib: int | None = None  # memory of the KV pool; None: depends on the memory that is free
     # Share of its GPU's memory that a worker takes: weights, activations and KV together. Of a part
     # of a GPU it is this share of that part.
@@ -460,6 +456,13 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int | None = None  # workers at the start; None: 1, or 0 if there are mixed ones
     decode: int | None = None  # as `prefill`
     mixed: int = 0  # workers that do both
+    # Workers of one pool take work of the other one that would wait there: decode workers compute
+    # prompts, idle prefill workers decode. Never if the pools store KV in different formats, or
+    # send it in another one: answers would differ.
+    fluid: bool = True
+    # How many times as long prompts may make a step of sequences without a bound on TPOT, in a
+    # fluid pool.
+    stretch: float = 4.0
     max_workers: int | None = None  # of all pools; None: as GPUs allow, or cores, and at least 4
     spares: int = 0  # workers with the model loaded that wait to take the place of a dead one
     drain_timeout_s: float = 60.0  # a drained worker that still holds sequences then stops
@@ -483,6 +486,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
         times = ("drain_timeout_s", "steady_s", "update_timeout_s", "inexact_after_s")
         _require_positive("pools", self, ("max_workers", *times))
+        _require(self.stretch > 1, "pools.stretch must be more than 1")
         _require_not_negative("pools", self, ("price_per_hour",))
 
 

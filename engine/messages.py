@@ -23,7 +23,7 @@ from engine.errors import ProtocolError
 from engine.layout import MAX_RANKS, KVFormat, KVLayout, Shard
 from engine.net.trust import SALT_BYTES
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 # Reasons for which a worker gives a sequence back.
 PREEMPTED = "preempted"  # no memory is left for it
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
@@ -170,13 +170,15 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     """The begin of the answer, and the rules for its end. Lengths are in tokens, prompt included.
 
     `prompt_len` is the length of the client's prompt, also when a request continues an answer that
-    began on another worker.
+    began on another worker. `tpot_s` is the bound on the time per output token that workers try to
+    keep, in seconds.
     """
 
     max_len: int
     min_len: int = 0
     stop_token_ids: tuple[int, ...] = ()
     prompt_len: int = 0
+    tpot_s: float | None = None
 
     def finish_reason(self, length: int, last_token: int) -> FinishReason | None:
         """The reason why a sequence this long, ending in `last_token`, is complete, or None."""
@@ -400,8 +402,10 @@ class SetRole(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """A worker's answer to `Hello`: its identity and its capacity.
 
-    If a decode worker `prefills_locally`, it may compute a prompt itself. It then answers with
-    exactly the tokens that would follow a hand-over.
+    With a `stretch` the worker is fluid: beside the work of its role it takes whole requests, to
+    prefill and decode them itself. They get exactly the tokens that would follow a hand-over.
+    `stretch` says how many times as long a step may become by prompts in it, where its sequences
+    have no bound of their own.
     """
 
     version: int
@@ -414,14 +418,19 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     max_running: int
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
     events: EventsAddress | None = None  # None: it does not publish which blocks it caches
-    prefills_locally: bool = False  # only decode workers set this
+    stretch: float | None = None  # None: it does the work of its role only
     step: "StillStepping | None" = None  # the step that runs now, if it is long
     kernels: str = ""  # what computes: workers of other kernels may choose other tokens
 
     @property
     def generates(self) -> bool:
         """True if the worker takes `Generate`: it computes a prompt and goes on decoding."""
-        return self.role is Role.MIXED or self.prefills_locally
+        return self.role is Role.MIXED or self.is_fluid
+
+    @property
+    def is_fluid(self) -> bool:
+        """True if a prefill or decode worker also takes requests as a mixed one does."""
+        return self.stretch is not None and self.role in (Role.PREFILL, Role.DECODE)
 
     @property
     def pulls_unchanged(self) -> bool:
@@ -545,7 +554,6 @@ class RoleChanged(msgspec.Struct, frozen=True, tag=True):
     """The worker's role is no longer that of its `Welcome`. Every gateway gets this message."""
 
     role: Role
-    prefills_locally: bool = False  # as in `Welcome`
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True):

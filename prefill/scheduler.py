@@ -60,6 +60,7 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake
 from engine.worker.leases import LeaseTable
+from engine.worker.pace import StepPace
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
 # With so many tokens a step keeps a GPU busy: more tokens take as much more time.
@@ -86,13 +87,23 @@ class PrefillScheduler:
     """Prompts waiting, pulling a prefix, being computed, and leased out."""
 
     def __init__(
-        self, pool: BlockPool, *, intake: Intake, chunk_tokens: int, address: TransferAddress
+        self,
+        pool: BlockPool,
+        *,
+        intake: Intake,
+        chunk_tokens: int,
+        address: TransferAddress,
+        pace: StepPace | None = None,
     ) -> None:
-        """Gives back what `intake` does not let in. `address` is where sinks pull from."""
+        """Gives back what `intake` does not let in. `address` is where sinks pull from.
+
+        `pace` bounds chunks in steps that also decode.
+        """
         self._pool = pool
         self._intake = intake
         self._block_size = intake.block_size
         self._chunk_tokens = chunk_tokens
+        self._pace = pace
         self._num_prompts = 0  # that ever arrived
         self._counters: Counter[str] = Counter()
         self.waiting = WaitingPrompts(pool, block_size=intake.block_size, counters=self._counters)
@@ -194,7 +205,7 @@ class PrefillScheduler:
         scheduled, left = Scheduled(), _Budget(budget_tokens)
         for prompt in self.computing.values():
             self._add_row(prompt, left, scheduled)
-        while left.num_tokens > 0 and self.waiting.waiting:
+        while left.num_tokens > 0 and self.waiting.waiting and self._has_room():
             started, effects = self.waiting.start_next()
             scheduled.effects += effects
             if started is None:
@@ -203,6 +214,10 @@ class PrefillScheduler:
                 scheduled.effects += self._begin(started)
                 self._add_row(started, left, scheduled)
         return scheduled
+
+    def _has_room(self) -> bool:
+        """True if the step may take a chunk of one more prompt."""
+        return self._pace is None or self._pace.most_tokens(0) != 0
 
     def _begin(self, prompt: PendingPrompt) -> list[Effect]:
         """Opens the lease of a prompt whose next chunk can run."""
@@ -238,8 +253,13 @@ class PrefillScheduler:
         seq = prompt.seq
         start = seq.num_planned_tokens
         num = min(left.num_tokens, self._chunk_tokens, len(seq.token_ids) - start)
+        if self._pace is not None:
+            most = self._pace.most_tokens(start)
+            num = num if most is None else min(num, most)
         if num <= 0:
             return
+        if self._pace is not None:
+            self._pace.take(start, num)
         token_ids = seq.token_ids[start : start + num]
         last = start + num == len(seq.token_ids)
         left.take(num, completes=last)

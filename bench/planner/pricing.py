@@ -32,7 +32,7 @@ from engine.config import WeightFormat
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
-from router.cluster.costs import PrefillCost, PullCost
+from engine.worker.costs import PrefillCost, PullCost
 
 REACHED = 0.7  # of the peaks
 MAX_RANKS = 8  # GPUs of one worker, as linked in one machine

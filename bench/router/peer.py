@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.router.plan import BLOCK_SIZE, LAYOUT
 from engine.worker.blocks import BlockHash
-from router.cluster.costs import WorkerCosts
+from engine.worker.costs import WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S
 
 Entry = tuple[float, int]

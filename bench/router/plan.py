@@ -13,7 +13,7 @@ from bench.common.report import Scalar
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 
 BLOCK_SIZE = 512
 CHAIN_BLOCKS = 24

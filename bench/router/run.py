@@ -39,6 +39,7 @@ from bench.router.plan import (
     RouterCase,
     RouterPlan,
 )
+from engine.config import PoolsConfig
 from engine.messages import (
     HASH_BYTES,
     PROTOCOL_VERSION,
@@ -198,7 +199,7 @@ def _info(name: WorkerId, role: Role) -> Welcome:
         LAYOUT,
         POOL_BLOCKS,
         MAX_RUNNING,
-        prefills_locally=role is Role.DECODE,
+        stretch=PoolsConfig().stretch,
     )
 
 

@@ -33,7 +33,7 @@ from bench.simulator.tiers import (
     TierPrice,
 )
 from bench.simulator.traces import Chat, Trace, read_trace, synthetic, write_trace
-from engine.config import RouterConfig, RouterPolicy, StoreEviction, StoreWrites
+from engine.config import PoolsConfig, RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.errors import ConfigError
 from router.native.machine import native_machine
 
@@ -52,6 +52,10 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     mixed: Annotated[int, typer.Option(min=0, help="Workers of both roles.")] = 0,
+    fluid: Annotated[bool, typer.Option(help="Pools take each other's work.")] = True,
+    stretch: Annotated[
+        float, typer.Option(min=1.01, help="Of steps by prompts, in fluid pools.")
+    ] = PoolsConfig().stretch,
     join: Annotated[
         float | None, typer.Option(min=0.0, help="The last decode worker joins at this second.")
     ] = None,
@@ -176,6 +180,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             _pools(prefill, decode, mixed, join),
             latency_s=latency_ms / 1000,
             max_answer_tokens=max_tokens,
+            stretch=stretch if fluid else None,
             joins_s=join,
             stores=stores,
         )
@@ -252,6 +257,7 @@ def _config(
         "prefill": setup.pools.prefill,
         "decode": setup.pools.decode,
         "mixed": setup.pools.mixed,
+        "stretch": setup.stretch,
         "join": setup.joins_s,
         "latency_s": setup.latency_s,
         **_store_config(setup.stores),

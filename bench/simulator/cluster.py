@@ -104,7 +104,7 @@ class SimulationSetup:
     latency_s: float = 2e-4  # of a message between gateway and worker
     max_answer_tokens: int | None = None  # the clients' limit; None: the length of the answer
     chances: Chances = NO_CHANCES  # random parts beside prices and latency
-    prefills_locally: bool = False  # on decode workers, if predicted to be faster
+    stretch: float | None = None  # of fluid pools, as in `engine.messages.Welcome`
     leaps: bool = True  # as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
     rules: PlannerRules | None = None  # of the planner of pools; None: fixed pools
@@ -199,7 +199,7 @@ class _Cluster:
                 read=self._prompts.read,
                 leaps=setup.leaps and not self._crowd.watches,
                 crowd=self._crowd,
-                prefills_locally=setup.prefills_locally,
+                stretch=setup.stretch,
             )
             for worker_id, role in _names(setup.pools)
         }

@@ -30,7 +30,7 @@ import msgspec
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.cluster.costs import PrefillCost, PullCost
+from engine.worker.costs import PrefillCost, PullCost
 
 GPU_BYTES = 141e9  # of an H200
 KV_SHARE = 0.9  # of what the weights leave

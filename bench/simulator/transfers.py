@@ -18,6 +18,7 @@ from typing import Protocol
 from bench.simulator.clock import Future, Rank
 from engine.layout import KVLayout
 from engine.messages import LeaseId, LeaseRef, SeqId, WorkerId
+from engine.worker.costs import PullCost
 from engine.worker.events import (
     AbortPull,
     Event,
@@ -31,7 +32,6 @@ from engine.worker.events import (
     StartPull,
     TransferOrder,
 )
-from router.cluster.costs import PullCost
 
 TRANSPORT = "simulated"
 

@@ -60,6 +60,7 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake, ReadPrompt, read_prompt
 from engine.worker.offers import PrefixOffers
+from engine.worker.pace import StepPace
 from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
@@ -123,9 +124,12 @@ class SimWorker:
         read: ReadPrompt = read_prompt,
         leaps: bool = True,
         crowd: Crowd | None = None,
-        prefills_locally: bool = False,
+        stretch: float | None = None,
     ) -> None:
-        """`read` is as in `engine.worker.intake.Intake`. Without `leaps` each step is simulated."""
+        """`read` is as in `engine.worker.intake.Intake`, `stretch` as in `Welcome`.
+
+        Without `leaps` each step is simulated.
+        """
         self.worker_id = worker_id
         self.role = role
         self.busy_s = 0.0
@@ -139,7 +143,8 @@ class SimWorker:
         self._leaps = leaps
         self._block_size = hardware.layout.block_size
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
-        self._duties = Duties(role, prefills_locally=prefills_locally)
+        self._pace = None if stretch is None else StepPace(stretch)
+        self._duties = Duties(role, is_fluid=stretch is not None)
         self.core = self._open_core(read)
         self._inbox: list[Event] = []
         self._expected: dict[SeqId, _Told] = {}  # sequences that are to decode here
@@ -159,7 +164,11 @@ class SimWorker:
         intake = Intake(block_size, read=read)
         self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
         prefill = PrefillScheduler(
-            pool, intake=intake, chunk_tokens=hardware.chunk_tokens, address=address
+            pool,
+            intake=intake,
+            chunk_tokens=hardware.chunk_tokens,
+            address=address,
+            pace=self._pace,
         )
         offers = PrefixOffers(pool, block_size=block_size, address=address, read=read)
         return WorkerCore(
@@ -167,6 +176,7 @@ class SimWorker:
             pool,
             hardware.max_batch_tokens,
             duties=self._duties,
+            pace=self._pace,
         )
 
     def welcome(self) -> Welcome:
@@ -176,7 +186,7 @@ class SimWorker:
             worker_id=self.worker_id,
             incarnation=Incarnation("1"),
             role=self.role,
-            prefills_locally=self._duties.is_local,
+            stretch=None if self._pace is None else self._pace.stretch,
             fingerprint=self._hardware.name,
             layout=self._hardware.layout,
             num_blocks=self._hardware.num_blocks,

@@ -39,7 +39,7 @@ from bench.validation.recordings import DecodeStep, RecordedAttempt, RecordedRun
 from engine.demand import DecodeCost
 from engine.errors import ConfigError
 from engine.messages import WorkerId
-from router.cluster.costs import PrefillCost, PullCost
+from engine.worker.costs import PrefillCost, PullCost
 
 STEPS_TOGETHER = 16
 LEAST_SAMPLES = 8

@@ -31,7 +31,7 @@ from bench.validation.live import deployment, play
 from bench.validation.plan import BLOCK_TOKENS, ValidationPlan, made
 from bench.validation.recordings import RecordedRun
 from bench.validation.results import Samples, SplitComparison, measured_samples, simulated_samples
-from engine.config import DeviceKind, RouterConfig, WorkerConfig
+from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
 from engine.devices.settings import resolve
 from router.native.machine import native_machine
 
@@ -89,6 +89,6 @@ def simulated(
         latency_s=fitted.latency_s,
         chances=chances,
         leaps=False,
-        prefills_locally=True,
+        stretch=PoolsConfig().stretch,
     )
     return simulated_samples(simulate(trace, setup, native_machine(router)))

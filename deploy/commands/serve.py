@@ -56,7 +56,7 @@ _OPTIONS = {
         *("chat_template", "generation_config", "tool_call_parser", "reasoning_parser"),
     ),
     "router": ("policy",),
-    "pools": ("prefill", "decode", "mixed", "max_workers"),
+    "pools": ("prefill", "decode", "mixed", "fluid", "max_workers"),
     "worker": (
         *("device", "weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib"),
         "max_model_len",
@@ -86,6 +86,10 @@ def serve(  # noqa: PLR0913 - a command's options
     prefill: Annotated[int | None, typer.Option(help="prefill workers (default: 1)")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers (default: 1)")] = None,
     mixed: Annotated[int | None, typer.Option(help="workers that do both (default: 0)")] = None,
+    fluid: Annotated[
+        bool | None,
+        typer.Option("--fluid/--no-fluid", help="pools take each other's work (default: yes)"),
+    ] = None,
     max_workers: Annotated[int | None, typer.Option(help="bound on the number of workers")] = None,
     launcher: Annotated[
         LauncherKind, typer.Option(help="run services as Ray actors or as processes")

@@ -8,7 +8,7 @@ import msgspec
 
 from deploy.model_source import name_of
 from deploy.pools.effects import StartStore, StartWorker
-from deploy.pools.formats import config_of
+from deploy.pools.formats import config_of, stretch_of
 from deploy.services.spec import GatewayReady, GatewaySpec, StoreSpec, WorkerSpec
 from engine.config import Config, DeviceKind, GatewayConfig, WorkerConfig
 from engine.control import FIRST_VERSION, SERVING_ROLES, Intent, Members, Pools, Version
@@ -96,7 +96,10 @@ class ControllerPlan(msgspec.Struct, frozen=True):
         """
         version = wanted.version
         role = Role.DECODE if wanted.role is Role.DRAINED else wanted.role
-        config = config_of(role, version.worker, version.device)
+        config = msgspec.structs.replace(
+            config_of(role, version.worker, version.device),
+            stretch=stretch_of(version.worker, version.device, self.config.pools),
+        )
         return WorkerSpec(
             worker_id=wanted.worker_id,
             role=wanted.role,

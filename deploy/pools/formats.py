@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from engine.config import DeviceKind, WorkerConfig
+from engine.config import DeviceKind, PoolsConfig, WorkerConfig
 from engine.control import SERVING_ROLES, Version
 from engine.devices.settings import WorkerSettings, resolve
 from engine.errors import ConfigError
@@ -33,8 +33,6 @@ def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSet
 
     `tp`, `pp` and `ep` become those of the role, `kv_dtype` the format of its pool.
     `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own.
-    `prefills_locally` stays true only if KV computed at the decode worker has the same bits as KV
-    that is handed over.
     """
     settings = resolve(config, device)
     kv_dtype = settings.kv_dtype
@@ -44,13 +42,19 @@ def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSet
     if role is Role.DECODE:
         own = {"tp": config.decode_tp, "pp": config.decode_pp, "ep": config.decode_ep}
         ranks = {name: number for name, number in own.items() if number is not None}
-    formats = {settings.kv_dtype, kv_dtype, settings.kv_wire_dtype or kv_dtype}
-    return msgspec.structs.replace(
-        settings,
-        kv_dtype=kv_dtype,
-        prefills_locally=settings.prefills_locally and len(formats) == 1,
-        **ranks,
-    )
+    return msgspec.structs.replace(settings, kv_dtype=kv_dtype, **ranks)
+
+
+def stretch_of(config: WorkerConfig, device: DeviceKind, pools: PoolsConfig) -> float | None:
+    """Returns the stretch of fluid workers; None if each pool keeps to its role.
+
+    Pools are fluid only if KV that is computed where it is used has the same bits as KV that is
+    handed over.
+    """
+    settings = resolve(config, device)
+    ends = {settings.kv_dtype, settings.decode_kv_dtype or settings.kv_dtype}
+    is_exact = len(ends | {settings.kv_wire_dtype or settings.kv_dtype}) == 1
+    return pools.stretch if pools.fluid and is_exact else None
 
 
 def check_version(version: Version) -> None:

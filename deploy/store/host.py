@@ -236,7 +236,7 @@ class StoreHost:
     def admits(self, info: Welcome) -> bool:
         """Learns the layout from the first worker that computes prompts; compares others."""
         if self._run is None:
-            is_model = info.role.prefills or info.prefills_locally
+            is_model = info.role.prefills or info.is_fluid
             if is_model and info.pulls_unchanged:
                 try:
                     self._start(info)

@@ -66,6 +66,7 @@ from engine.worker.effort import ModelSizes, StepEffort
 from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost, PullFailed
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
+from engine.worker.pace import StepPace
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.group_endpoint import GroupEndpoint, RemoteEndpoint
 from kvtransfer.lease.sink import ABORTED
@@ -153,7 +154,7 @@ class WorkerHost:
             on_lost=self._on_gateway_lost,
         )
         self._duties = Duties(
-            identity.role, roles_of(identity.role, config), config.prefills_locally
+            identity.role, roles_of(identity.role, config), is_fluid=config.stretch is not None
         )
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
@@ -228,8 +229,9 @@ class WorkerHost:
         decode = DecodeScheduler(
             pool, intake=intake, max_running=config.max_running, speculator=speculator
         )
+        pace = None if config.stretch is None else StepPace(config.stretch)
         prefill = PrefillScheduler(
-            pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address
+            pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address, pace=pace
         )
         offers = PrefixOffers(pool, block_size=intake.block_size, address=address)
         return WorkerCore(
@@ -237,6 +239,7 @@ class WorkerHost:
             pool,
             config.max_batch_tokens,
             duties=self._duties,
+            pace=pace,
             observe=speculator.observe,
         )
 
@@ -284,7 +287,7 @@ class WorkerHost:
             max_running=self._config.max_running,
             kv_wire_dtype=self._config.kv_wire_dtype,
             events=self._events,
-            prefills_locally=self._duties.is_local,
+            stretch=self._config.stretch,
             step=self._long_step,
             kernels=self._identity.kernels,
         )

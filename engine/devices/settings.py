@@ -27,12 +27,16 @@ _DEFAULTS: dict[DeviceKind, dict[str, Any]] = {
 
 
 class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker's configuration in which no default is open. `device` is not `auto`."""
+    """A worker's configuration in which no default is open. `device` is not `auto`.
+
+    `stretch` is that of the pools, if the worker is fluid (`engine.messages.Welcome`).
+    """
 
     kv_dtype: KVFormat
     max_batch_tokens: int
     chunk_tokens: int
     max_running: int
+    stretch: float | None = None
 
 
 def resolve(config: WorkerConfig, device: DeviceKind) -> WorkerSettings:

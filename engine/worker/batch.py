@@ -42,6 +42,7 @@ class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time t
         `is_pending`       its only token is the one that the step before chooses for the sequence;
                            `token_ids` has a placeholder. `history` and `guide` know the token
                            once the result of that step was handed out
+        `tpot_s`           the longest time of a step that its client wants, in seconds
     """
 
     seq_id: SeqId
@@ -59,6 +60,7 @@ class Row(msgspec.Struct, frozen=True):  # takes a fifth of a dataclass's time t
     scored: Sequence[int] = ()
     num_top: int = 0
     is_pending: bool = False
+    tpot_s: float | None = None
 
     @property
     def end(self) -> int:

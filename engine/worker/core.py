@@ -56,7 +56,9 @@ from engine.worker.events import (
     Leaving,
     PassedOn,
 )
+from engine.worker.pace import StepPace
 
+FLUID_ROLES = (Role.PREFILL, Role.DECODE)
 MAX_STEPS_OF_A_KIND = 8  # in one report: steps that only decode, and other steps
 
 
@@ -86,12 +88,7 @@ class Duties:
 
     role: Role = Role.MIXED
     possible: Collection[Role] = ROLES_OF_WORKERS
-    prefills_locally: bool = False  # as in `Welcome`, while the role is decode
-
-    @property
-    def is_local(self) -> bool:
-        """True if it decodes for others and also takes whole prompts."""
-        return self.role is Role.DECODE and self.prefills_locally
+    is_fluid: bool = False  # as in `Welcome`, while the role is prefill or decode
 
     def accepts(self, kind: type) -> bool:
         """True if the worker takes new work of this kind."""
@@ -99,7 +96,9 @@ class Duties:
             return self.role.prefills
         if kind is Decode:
             return self.role.decodes
-        return kind is Generate and (self.role is Role.MIXED or self.is_local)
+        if kind is not Generate:
+            return False
+        return self.role is Role.MIXED or (self.is_fluid and self.role in FLUID_ROLES)
 
 
 class Scheduler(Protocol):
@@ -202,16 +201,19 @@ class WorkerCore:
         max_batch_tokens: int,
         *,
         duties: Duties | None = None,
+        pace: StepPace | None = None,
         observe: Observe | None = None,
     ) -> None:
         """Without `duties` the core takes everything that its schedulers take.
 
+        A fluid worker has a `pace`, which its prefill scheduler asks for the room in a step.
         `observe` is called with each step's plan, its result and the time when it ended.
         """
         self._duties = duties or Duties()
         self._schedulers = schedulers
         self._pool = pool
         self._max_batch_tokens = max_batch_tokens
+        self._pace = pace
         self._observe = observe
         self._in_flight: deque[Planned] = deque()
         self._decoder = self._taker(Adopted)
@@ -276,7 +278,7 @@ class WorkerCore:
         if role in self._duties.possible:
             self._duties = replace(self._duties, role=role)
         duties = self._duties
-        effects: list[Effect] = [EmitToAll(RoleChanged(duties.role, duties.is_local))]
+        effects: list[Effect] = [EmitToAll(RoleChanged(duties.role))]
         for scheduler in self._schedulers:
             effects += scheduler.give_back(self._accepts)
         return effects
@@ -299,6 +301,8 @@ class WorkerCore:
                 assert not planned
                 return None, effects + scheduled.effects
             budget -= sum(len(row.token_ids) + row.max_drafted for row in scheduled.rows)
+            if self._pace is not None and scheduler is self._decoder:
+                self._pace.begin(() if self.role is Role.MIXED else scheduled.rows)
             effects += scheduled.effects
             planned += [(scheduler, row) for row in scheduled.rows]
         assert budget >= 0
@@ -326,17 +330,22 @@ class WorkerCore:
         return effects
 
     def _sample_step(self, planned: Planned, seconds: float) -> None:
-        """Keeps the step for the report, if it is part of the sample.
+        """Keeps the step for the report, and learns from it, if it is part of the samples.
 
         Most steps are not, and cost no more than this check. Decode rows come first, so the last
         row tells if all rows decode.
         """
         decodes_only = planned[-1][0] is self._decoder
         samples = self._decode_steps if decodes_only else self._other_steps
-        if samples.wants_next():
-            step = self._step_report(planned, seconds)
-            if step is not None:
-                samples.keep(step)
+        is_told = samples.wants_next()
+        is_learned = self._pace is not None and self._pace.wants(decodes_only=decodes_only)
+        if not (is_told or is_learned):
+            return
+        step = self._step_report(planned, seconds)
+        if step is not None and is_told:
+            samples.keep(step)
+        if step is not None and is_learned and self._pace is not None:
+            self._pace.learn(step)
 
     def _step_report(self, planned: Planned, seconds: float) -> StepReport | None:
         """A step in numbers; None if the numbers would not explain how long it took."""

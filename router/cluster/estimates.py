@@ -2,7 +2,7 @@
 
 There are two models. The first is a rate over all workers: seconds per computed token, per pulled
 byte, per decode step. Once work of different sizes was observed on a class of workers, the formulas
-of `router.cluster.costs` apply to it. Without an observation there is no prediction, except of
+of `engine.worker.costs` apply to it. Without an observation there is no prediction, except of
 pulls: a guess of these lets the first prompts after a restart come from a store.
 
 Prompts are timed from their first chunk to their first token. Workers report the times of their
@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from engine.demand import DecodeCost
 from engine.messages import Role, StepReport
-from router.cluster.costs import (
+from engine.worker.costs import (
     CostErrors,
     LoadCost,
     OnlineCosts,
     PrefillCost,
     PullCost,
-    StepSample,
     WorkerCosts,
 )
 from router.cluster.view import WorkerView
@@ -118,7 +117,7 @@ class Estimates:
         self._prefill_rate.observe(num_computed, seconds)
         if self._is_taken("prefill", worker, num_computed):
             squares = num_tokens**2 - num_cached**2
-            sample = StepSample(seconds, num_computed, squares)
+            sample = StepReport(seconds, num_computed, squares)
             self._online.observe_step(worker_class(worker), sample)
 
     def observe_pull(self, worker: WorkerView, num_blocks: int, *, seconds: float) -> None:
@@ -145,7 +144,7 @@ class Estimates:
             if decodes:
                 self._step_rate.observe(1, step.seconds)
             if decodes and self._is_taken("decode", worker, step.num_context_tokens):
-                sample = StepSample(
+                sample = StepReport(
                     step.seconds,
                     num_rows=step.num_rows,
                     num_context_tokens=step.num_context_tokens,
@@ -167,12 +166,25 @@ class Estimates:
             sizes = self._sizes[key] = _Sizes(num_forgotten)
         return sizes
 
+    def _known(self, kind: str, worker: WorkerView) -> WorkerClass | None:
+        """The class whose formula holds for a worker: its own, or another one of like machines.
+
+        Workers rarely do the work of another role, which the workers of that role do always.
+        """
+        own = worker_class(worker)
+        if self._of(kind, worker).are_enough:
+            return own
+        others = [known for of, known in self._sizes if of == kind and known[2] == own[2]]
+        alike = [known for known in others if self._sizes[kind, known].are_enough]
+        return max(alike, key=lambda known: self._sizes[kind, known].number, default=None)
+
     # ------------------------------------------------------------ predictions
 
     def prefill_cost(self, worker: WorkerView) -> PrefillCost | None:
         """The formula for a worker's prompts."""
-        if self._of("prefill", worker).are_enough:
-            return self._online.costs(worker_class(worker)).prefill
+        known = self._known("prefill", worker)
+        if known is not None:
+            return self._online.costs(known).prefill
         if self._prior.prefill is not None:
             return self._prior.prefill
         token_s = self._prefill_rate.s_per_unit
@@ -206,8 +218,9 @@ class Estimates:
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
         """The formula for a worker's decode steps."""
-        if self._of("decode", worker).are_enough:
-            return self._online.costs(worker_class(worker)).decode
+        known = self._known("decode", worker)
+        if known is not None:
+            return self._online.costs(known).decode
         if self._prior.decode is not None:
             return self._prior.decode
         step_s = self._step_rate.s_per_unit

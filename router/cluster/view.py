@@ -81,7 +81,7 @@ class WorkerView:
 
     def change_role(self, message: RoleChanged) -> None:
         """Changes the worker's role. Claims on it stay."""
-        self.info = replace(self.info, role=message.role, prefills_locally=message.prefills_locally)
+        self.info = replace(self.info, role=message.role)
         self.touched.add(self.info.worker_id)
 
     def reserve_prefill(
@@ -265,8 +265,6 @@ class ClusterView:
 
     def add(self, info: Welcome) -> WorkerView:
         """Adds a worker, with no claims on it."""
-        if info.role is Role.STORE:
-            info = replace(info, prefills_locally=False)  # whatever it says
         worker = WorkerView(info, touched=self.touched)
         self.workers[info.worker_id] = worker
         self.measure()
@@ -296,10 +294,10 @@ class ClusterView:
         return next((w for w in self.workers.values() if w.info.role is not Role.STORE), None)
 
     def prefillers(self) -> list[tuple[WorkerId, WorkerView]]:
-        """Workers that prefill; if there are none, decode workers that can do it locally."""
+        """Workers that prefill; if there are none, fluid decode workers."""
         workers = self.workers.items()
         found = [(i, w) for i, w in workers if w.info.role.prefills]
-        return found or [(i, w) for i, w in workers if w.info.prefills_locally]
+        return found or [(i, w) for i, w in workers if w.info.is_fluid]
 
     def missing(self) -> str | None:
         """The role whose absence keeps requests from being served; None if they can be served."""

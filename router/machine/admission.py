@@ -32,7 +32,7 @@ from router.machine.placing import KnownPrefixes, likely_bid
 from router.machine.requests import Rejected
 from router.machine.state import RouterState
 from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
-from router.policies.slo import spare_s
+from router.policies.slo import drag_of
 
 LEAST_RETRY_S = 1.0
 DRAINED = 0.5  # share of a full queue; a refused client is told to retry when this much is left
@@ -81,7 +81,7 @@ class Admission:
             state.config.slo_ttft_s,
             None if request.deadline_s is None else request.deadline_s - now_s,
         )
-        tpot_bound_s = request.tpot_bound_s or state.config.slo_tpot_s
+        tpot_bound_s = flight.limits.tpot_s
         if tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
             tpot_bound_s = None  # holds even if no sequence ends first
         if ttft_bound_s is None and tpot_bound_s is None:
@@ -118,20 +118,20 @@ class Admission:
     def _local_ttft_s(self, flight: Flight, matched: Mapping[WorkerId, int], now_s: float) -> float:
         """Predicts the same for a prefill by a decode worker; infinite if none has time."""
         state, costs = self._state, self._state.estimates
-        if state.waiting.queue or not state.policy.prefills_locally:
+        if state.waiting.queue or not state.policy.is_fluid:
             return inf
-        bound_s = flight.request.tpot_bound_s or state.config.slo_tpot_s
+        bound_s = flight.limits.tpot_s
         soonest_s = inf
         for worker_id, worker in state.view.workers.items():
-            if not worker.info.prefills_locally:
+            if not (worker.info.is_fluid and worker.info.role.decodes):
                 continue
             wait_s = predicted_ready_s(worker, costs, now_s)
             compute_s = costs.prefill_s(worker, flight.length, matched.get(worker_id, 0))
             if wait_s is None or compute_s is None:
                 continue
             is_idle = wait_s <= state.config.prefill_backlog_s + LEAST_WAIT_S
-            if is_idle and compute_s <= spare_s(worker, costs, bound_s):
-                soonest_s = min(soonest_s, wait_s + compute_s)
+            if is_idle:
+                soonest_s = min(soonest_s, wait_s + compute_s * drag_of(worker, costs, bound_s))
         return soonest_s
 
     def _prefill_wait_s(self, now_s: float) -> float | None:

@@ -5,7 +5,7 @@ Plain records. `ends`, `placing` and `progress` decide what happens to them.
 
 from dataclasses import dataclass, field
 
-from engine.messages import LeaseRef, SeqId, WorkerId
+from engine.messages import LeaseRef, Limits, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
@@ -62,6 +62,7 @@ class Attempt:
     kv_ready: bool = False
     kept_by: WorkerId | None = None  # which of the two workers keeps its KV; None: both
     is_moved: bool = False  # it continues an attempt at another decode worker
+    is_lent: bool = False  # a prefill worker decodes it
     move: Move | None = None
     decision: Decision | None = None  # None if it is moved
     hedge_after_s: float | None = None  # from the prompt's sending; None: no second attempt
@@ -133,12 +134,14 @@ class Flight:
     workers: tuple[str, str] = ("", "")
     decision: Decision | None = None  # of the latest placement
     kept_tokens: dict[WorkerId, int] = field(default_factory=dict)  # cached by lost attempts
+    limits: Limits = field(init=False)  # the request's, with the bound on TPOT that holds for it
     hashes: PrefixHashes = field(init=False)
     prompt_len: int = field(init=False)
     _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.token_ids)
+        self.limits = self.request.limits
         self.hashes = self.request.hashes or PrefixHashes(salt=self.request.salt)
 
     def next_seq_id(self) -> SeqId:

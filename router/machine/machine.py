@@ -41,6 +41,8 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from engine.config import RouterConfig
 from engine.errors import StepStuck
 from engine.messages import Cancel, DecodeStarted, RequestId, Tokens, WorkerId
@@ -215,6 +217,8 @@ class RouterMachine:
         if self.state.waiting.queue:
             effects += self._placing.place_all(now_s)
             effects += self._turns.give(now_s)
+            if self._moving.lending.give_back(now_s):
+                effects += self._moving.copying.copy_next(now_s)
         if to_leave:
             effects += self._moving.departures.hand_over_next()
         return effects
@@ -228,7 +232,7 @@ class RouterMachine:
         """
         match event:
             case BlocksChanged(worker_id):
-                return self._prefills_locally(worker_id)
+                return self._may_prefill_locally(worker_id)
             case BlocksUnheard():
                 return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
@@ -238,9 +242,11 @@ class RouterMachine:
             case _:
                 return True
 
-    def _prefills_locally(self, worker_id: WorkerId) -> bool:
+    def _may_prefill_locally(self, worker_id: WorkerId) -> bool:
         worker = self.state.view.workers.get(worker_id)
-        return self.policy.prefills_locally and worker is not None and worker.info.prefills_locally
+        if worker is None or not self.policy.is_fluid:
+            return False
+        return worker.info.is_fluid and worker.info.role.decodes
 
     def next_wake_s(self) -> float | None:
         """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
@@ -292,6 +298,8 @@ class RouterMachine:
         state = self.state
         flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=self._num_arrived)
         self._num_arrived += 1
+        if (bound_s := request.tpot_bound_s or state.config.slo_tpot_s) is not None:
+            flight.limits = replace(request.limits, tpot_s=bound_s)
         assert request.request_id not in state.flights
         if not request.is_background:
             self.demand.arrived(flight, now_s)

@@ -18,6 +18,7 @@ from engine.messages import (
     Prefetch,
     Prefill,
     RequestId,
+    Role,
     WorkerId,
 )
 from engine.worker.blocks import BlockHash
@@ -32,6 +33,7 @@ from router.policies.candidates import (
     Backlog,
     decode_blocks,
     find,
+    predicted_ready_s,
     tokens_to_compute,
 )
 from router.policies.keeping import keeper
@@ -89,7 +91,6 @@ class Placing:
         if flight.back_off_until_s is not None and flight.back_off_until_s <= now_s:
             flight.back_off_until_s = None
         request = flight.request
-        bound_s = request.tpot_bound_s or self._state.config.slo_tpot_s
         return Need(
             num_tokens=flight.length,
             max_len=request.limits.max_len,
@@ -97,7 +98,7 @@ class Placing:
             kept_tokens=flight.kept_tokens,
             shared=flight.shared if flight.num_attempts == 0 else None,
             preempted_s={} if flight.back_off_until_s is None else flight.preempted_s,
-            tpot_bound_s=None if flight.tokens else bound_s,
+            tpot_bound_s=None if flight.tokens else flight.limits.tpot_s,
             may_pull=flight.prompt_logprobs is None,
         )
 
@@ -105,13 +106,20 @@ class Placing:
         state = self._state
         known = KnownPrefixes(state, flight)
         if state.workers.fleet is not None:
-            decision = state.workers.fleet.choose(need, known.hashes(), now_s)
+            decision = state.workers.fleet.choose(
+                need, known.hashes(), now_s, may_lend=self._may_lend
+            )
             if decision is not None:
                 return decision
         found = self.room_for(need, now_s)
         if not isinstance(found, Candidates):
             return found
         return self._ask_policy(need, known, found, now_s)
+
+    @property
+    def _may_lend(self) -> bool:
+        """True if no other request waits for the prefill worker that would decode this one."""
+        return self._state.policy.is_fluid and len(self._state.waiting.queue) <= 1
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
@@ -123,8 +131,14 @@ class Placing:
             backlog = Backlog(
                 config.prefill_backlog_tokens, config.prefill_backlog_s, state.estimates, now_s
             )
-        locally = policy.prefills_locally
-        return find(state.view, need, backlog, locally=locally, other_than=other_than)
+        return find(
+            state.view,
+            need,
+            backlog,
+            locally=policy.is_fluid,
+            may_lend=self._may_lend,
+            other_than=other_than,
+        )
 
     def _ask_policy(
         self, need: Need, known: "KnownPrefixes", found: Candidates, now_s: float
@@ -140,6 +154,7 @@ class Placing:
             now_s,
             state.rng,
             wait_bound_s=bound_s if policy.binds_late else inf,
+            may_lend=self._may_lend,
         )
         return policy.choose(asked)
 
@@ -197,6 +212,7 @@ class Placing:
             need.num_tokens,
             need.end_len,
             decision=decision,
+            is_lent=self._is_lent(decision),
         )
         self._state.by_seq[seq_id] = flight
         if attempt.hands_over and need.max_len > need.num_tokens + 1:  # else nothing is handed over
@@ -207,6 +223,17 @@ class Placing:
         self._claim(flight, attempt, decision, need, now_s)
         return attempt
 
+    def _has_time(self, now_s: float) -> bool:
+        """True if a prefill worker could have taken one more prompt."""
+        state, bound_s = self._state, self._state.config.prefill_backlog_s + LEAST_WAIT_S
+        workers = [w for w in state.view.workers.values() if w.info.role.prefills]
+        ready_s = (predicted_ready_s(worker, state.estimates, now_s) for worker in workers)
+        return any(wait_s is not None and wait_s <= bound_s for wait_s in ready_s)
+
+    def _is_lent(self, decision: Decision) -> bool:
+        info = self._state.view.workers[decision.decode_worker].info
+        return info.role is Role.PREFILL
+
     def _claim(
         self, flight: Flight, attempt: Attempt, decision: Decision, need: Need, now_s: float
     ) -> None:
@@ -215,7 +242,9 @@ class Placing:
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, decision.num_cached_tokens)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
-        if is_local and flight.num_attempts == 1:  # demand counts the first attempt only
+        # Demand counts the first attempt only. A prompt is needed no less in the prefill pool if a
+        # decode worker lends itself because that pool is busy.
+        if is_local and flight.compute_s and flight.num_attempts == 1 and self._has_time(now_s):
             self.locally_s += flight.compute_s
         pull_s = 0.0
         if decision.pulled_from is not None:
@@ -225,7 +254,7 @@ class Placing:
             attempt.seq_id,
             tokens_to_compute(prefill, need),
             prompt_tokens=need.num_tokens,
-            seconds=0.0 if compute_s is None else compute_s + pull_s,
+            seconds=0.0 if compute_s is None else (compute_s + pull_s) * decision.drag,
             now_s=now_s,
             waits=decision.pulled_from is not None,
         )
@@ -273,7 +302,7 @@ class Placing:
             seq_id=attempt.seq_id,
             token_ids=flight.token_ids,
             sampling=request.sampling,
-            limits=request.limits,
+            limits=flight.limits,
             prefix=prefix,
             prompt_logprobs=flight.prompt_logprobs,
             salt=request.salt,

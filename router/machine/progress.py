@@ -27,6 +27,7 @@ from engine.messages import (
     WorkerId,
 )
 from engine.worker.block_events import LOWER_MEDIA
+from router.cluster.view import WorkerView
 from router.machine.ends import Ends
 from router.machine.events import Deliver, RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight, timeline
@@ -144,7 +145,7 @@ class Progress:
             attempt.seq_id,
             flight.token_ids,
             request.sampling,
-            request.limits,
+            flight.limits,
             message.lease,
             salt=request.salt,
             client_id=request.client_id,
@@ -180,7 +181,7 @@ class Progress:
         attempt.prefilled, attempt.hedge_due_s = True, None
         self._state.deadlines.watch(flight)  # a prompt is given more time than an answer
         worker = self._state.view.workers[attempt.prefill]
-        if attempt.started_s is not None:
+        if attempt.started_s is not None and not _is_dragged(worker):
             self._state.estimates.observe_prefill(
                 worker,
                 attempt.base_len,
@@ -353,3 +354,11 @@ def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
     back_off_s = FIRST_BACK_OFF_S * 2**flight.num_preemptions
     flight.back_off_until_s = now_s + min(back_off_s, MAX_BACK_OFF_S)
     flight.num_preemptions += 1
+
+
+def _is_dragged(worker: WorkerView) -> bool:
+    """True if the time of a prompt is not its own: it was computed beside what decodes there.
+
+    Its own sequence counts as one. Mixed workers are different: all of their prompts are.
+    """
+    return worker.info.is_fluid and worker.num_decodes > worker.info.role.decodes

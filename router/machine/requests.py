@@ -18,7 +18,7 @@ from engine.messages import (
     Salt,
     Sampling,
 )
-from router.cluster.costs import CostErrors
+from engine.worker.costs import CostErrors
 from router.policies.base import Decision
 from router.prefixes.map import PrefixHashes
 

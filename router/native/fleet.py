@@ -40,8 +40,8 @@ from router.policies.slo import Slo, reason
 MAX_KINDS = 256
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 
-_ASK = struct.Struct("=Q4q4d")  # a Call of src/router.cpp up to the decision
-_DECISION = struct.Struct("=7i4x4d")
+_ASK = struct.Struct("=Q4q4dq")  # a Call of src/router.cpp up to the decision
+_DECISION = struct.Struct("=7i4x5d")
 _NEWS = struct.Struct("=q2d3q")
 _PLACED, _NO_ROOM = 0, 2
 
@@ -60,6 +60,7 @@ class FleetDecision(NamedTuple):
     ttft_s: float  # from now, the wait included
     tpot_s: float
     load_s: float  # until the source has read what it lacks in memory
+    drag: float  # so many times as long as alone the prompt takes
 
 
 _decision = partial(tuple.__new__, FleetDecision)  # what its constructor does, in half the time
@@ -170,15 +171,17 @@ class Fleet:
         self._measure()
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, may_lend: bool = False
     ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         self.tell()
         if not self._is_plain(need):
             return None
-        return self.choice(self.decide(need, hashes, now_s), now_s)
+        return self.choice(self.decide(need, hashes, now_s, may_lend=may_lend), now_s)
 
-    def decide(self, need: Need, hashes: Sequence[BlockHash], now_s: float) -> FleetDecision:
+    def decide(
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, may_lend: bool = False
+    ) -> FleetDecision:
         """Returns the decision of C++ for a request that it can place."""
         _ASK.pack_into(
             self._call,
@@ -192,6 +195,7 @@ class Fleet:
             self._tpot_bound_s(need),
             self._wait_bound_s,
             self._estimates.offer_s(),
+            may_lend,
         )
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
@@ -208,7 +212,7 @@ class Fleet:
         pulls = source is not None
         return Decision(
             Slo.name,
-            reason(is_local=prefill == decode, pulls=pulls),
+            reason(self._view.workers[prefill].info, is_local=prefill == decode, pulls=pulls),
             prefill,
             decode,
             self._num_prefillers,
@@ -219,6 +223,7 @@ class Fleet:
             predicted_load_s=decision.load_s,
             predicted_ttft_s=decision.ttft_s,
             predicted_tpot_s=decision.tpot_s,
+            drag=decision.drag,
         )
 
     def tell(self) -> None:
@@ -360,14 +365,13 @@ class Fleet:
         info = worker.info
         group = self._group(info)
         pulls = info.pulls_unchanged
-        key = (number, group, info.prefills_locally, pulls)
+        key = (number, group, info.stretch, pulls)
         kind = self._kinds.get(key)
         if kind is None and len(self._kinds) < MAX_KINDS:
             role = info.role
-            fields = (number, group, role.prefills, role.decodes, info.prefills_locally, pulls)
-            kind = self._core.baton_fleet_kind(
-                self._handle, library.FleetKind(*fields, info.num_blocks, info.max_running)
-            )
+            fields = (number, group, role.prefills, role.decodes, pulls, info.is_fluid)
+            sizes = (info.num_blocks, info.max_running, info.stretch or 0.0)
+            kind = self._core.baton_fleet_kind(self._handle, library.FleetKind(*fields, *sizes))
             self._kinds[key] = kind
         return kind
 

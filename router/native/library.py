@@ -44,10 +44,11 @@ class FleetKind(Structure):
         ("group", c_int32),
         ("prefills", c_int32),
         ("decodes", c_int32),
-        ("is_local", c_int32),
         ("pulls", c_int32),
+        ("is_fluid", c_int32),
         ("num_blocks", c_int64),
         ("max_running", c_int64),
+        ("stretch", c_double),
     )
 
 

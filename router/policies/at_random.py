@@ -11,7 +11,7 @@ class AtRandom:
     name: ClassVar[str] = "random"
     binds_late: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
-    prefills_locally: ClassVar[bool] = False
+    is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""

@@ -116,6 +116,7 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_load_s: float = 0.0  # until the store has read what it lacks in memory
     predicted_ttft_s: float | None = None  # from the placement on
     predicted_tpot_s: float | None = None
+    drag: float = 1.0  # so many times as long its prompt takes, because of what decodes beside it
 
     @property
     def placement(self) -> Placement:
@@ -155,8 +156,8 @@ class Candidates:
     `partners` maps each prefill worker to the decode workers that have room and that its KV can
     reach. A worker that also decodes is its own partner.
 
-    There may be no prefill worker, if the policy asks decode workers to prefill locally. If none of
-    these can, `busy` says what the request waits for.
+    One of the two lists may be empty, if the policy asks fluid workers to do both. If none of these
+    can, `busy` says what the request waits for.
     """
 
     prefillers: list[Worker]
@@ -183,6 +184,7 @@ class Asked:
     now_s: float
     rng: random.Random
     wait_bound_s: float = inf  # the longest queue at a worker that prefills
+    may_lend: bool = False  # no other request waits for a prefill worker
 
 
 class Policy(Protocol):
@@ -193,8 +195,8 @@ class Policy(Protocol):
     """True if a prompt waits in the router until a prefill worker has little left to do."""
     pulls: ClassVar[bool]
     """True if it may have a prefix pulled before the rest is computed."""
-    prefills_locally: ClassVar[bool]
-    """True if it lets decode workers prefill, so it may choose while no prefill worker is free."""
+    is_fluid: ClassVar[bool]
+    """True if it may choose one fluid worker for both, so it is asked while a pool is full."""
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement, or `Busy` if waiting for a better one pays."""
@@ -216,7 +218,7 @@ class Placer(Protocol):
         ...
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, may_lend: bool = False
     ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         ...

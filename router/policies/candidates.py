@@ -10,8 +10,8 @@ for the new one. If a prediction fails, the worker returns its youngest sequence
 A decode worker that ran out of memory under this request may take it again after it has reported
 room for all of it.
 
-A mixed worker decodes what it prefills. If there is no prefill worker, decode workers that prefill
-locally stand in, however long it takes.
+A mixed worker decodes what it prefills. If there is no prefill worker, fluid decode workers stand
+in, however long it takes.
 
 Severed workers are not combined while there are others, even if those are busy. Waiting is quicker
 than failing again.
@@ -91,12 +91,14 @@ def find(
     backlog: Backlog | None,
     *,
     locally: bool = False,
+    may_lend: bool = False,
     other_than: WorkerId | None = None,
 ) -> Candidates | Busy | Impossible:
     """Finds workers that have room; with `backlog`, only prefill workers with little to do.
 
-    With `locally` there may be no prefill worker, if a decode worker with room can prefill.
-    `other_than` is left out.
+    With `locally` there may be no prefill worker, if a fluid decode worker has room. With
+    `may_lend` there may be no decode worker, if a prefill worker is fluid. `other_than` is left
+    out.
     """
     workers = view.workers.items()
     decoders = [(i, w) for i, w in workers if w.info.role.decodes and i != other_than]
@@ -110,13 +112,15 @@ def find(
         return fault
     prefillers = [item for item in prefillers if _could_prefill(item[1], need)]
     open_decoders = [item for item in decoders if has_room(item[1], need)]
-    if not open_decoders:
+    if not open_decoders and not may_lend:
         return Busy()
     waits = [(_wait_s(w, need, backlog), i, w) for i, w in prefillers]
     open_prefillers = [(i, w) for wait_s, i, w in waits if wait_s == 0.0]
+    if not open_decoders and not any(_may_decode(w) for _, w in open_prefillers):
+        return Busy()
     busy = Busy()
     if open_prefillers:
-        if not view.severed:
+        if not view.severed or not open_decoders:
             return Candidates(open_prefillers, open_decoders)
         found = _kept_apart(view, (prefillers, decoders), (open_prefillers, open_decoders))
         if isinstance(found, Candidates):
@@ -124,9 +128,14 @@ def find(
     else:
         until_s = _soonest_s(min(wait_s for wait_s, _, _ in waits), backlog)
         busy = Busy(until_s, Role.PREFILL)
-    if locally and any(worker.info.prefills_locally for _, worker in open_decoders):
+    if locally and any(worker.info.is_fluid for _, worker in open_decoders):
         return Candidates([], open_decoders, busy=busy)
     return busy
+
+
+def _may_decode(worker: WorkerView) -> bool:
+    """True if a prefill worker may be asked to decode."""
+    return worker.info.is_fluid and not worker.info.role.decodes
 
 
 def _soonest_s(wait_s: float, backlog: Backlog | None) -> float | None:

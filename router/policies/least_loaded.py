@@ -19,7 +19,7 @@ class LeastLoaded:
     name: ClassVar[str] = "least-loaded"
     binds_late: ClassVar[bool] = True
     pulls: ClassVar[bool] = True
-    prefills_locally: ClassVar[bool] = False
+    is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""

@@ -16,7 +16,7 @@ class PowerOfTwo:
     name: ClassVar[str] = "power-of-two"
     binds_late: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
-    prefills_locally: ClassVar[bool] = False
+    is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""

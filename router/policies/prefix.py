@@ -20,7 +20,7 @@ class Prefix:
     name: ClassVar[str] = "prefix"
     binds_late: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
-    prefills_locally: ClassVar[bool] = False
+    is_fluid: ClassVar[bool] = False
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""

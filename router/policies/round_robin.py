@@ -13,7 +13,7 @@ class RoundRobin:
     name: ClassVar[str] = "round-robin"
     binds_late: ClassVar[bool] = False
     pulls: ClassVar[bool] = False
-    prefills_locally: ClassVar[bool] = False
+    is_fluid: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._last_prefill = WorkerId("")

@@ -32,7 +32,7 @@ def _has_time(asked: Asked, worker_id: WorkerId) -> bool:
     if any(worker_id == candidate for candidate, _ in asked.candidates.prefillers):
         return True
     worker = asked.view.workers.get(worker_id)
-    if worker is None or not worker.info.prefills_locally:
+    if worker is None or not worker.info.is_fluid:
         return False
     ready_s = predicted_ready_s(worker, asked.costs, asked.now_s)
     has_time = ready_s is not None and ready_s <= asked.wait_bound_s

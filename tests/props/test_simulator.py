@@ -14,7 +14,7 @@ from bench.simulator.traces import Trace, TraceRequest
 from engine.config import RouterConfig, RouterPolicy, StoreEviction, StoreWrites
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.requests import Finished
 from router.native.machine import native_machine

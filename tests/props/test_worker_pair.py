@@ -75,7 +75,7 @@ PREFIX_EVENTS = (
     "held_steps:late",
 )
 SIZES = {
-    "prefills_locally": (True, True, False),
+    "stretch": (4.0, 1.5, None),
     "num_blocks": (8, 9, 12, 32),
     "max_batch_tokens": (5, 8, 12),
     "chunk_tokens": (2, 4, 5, 9),

@@ -99,7 +99,7 @@ class Departures:
             move.seq_id,
             token_ids,
             request.sampling,
-            request.limits,
+            flight.limits,
             message.lease,
             message.num_draft_tokens,
             is_moved=is_near,

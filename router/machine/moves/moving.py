@@ -8,8 +8,8 @@
 
 Rule: a sequence that decodes on a worker which is no longer to decode is to move. The rule is
 checked when a role changes and when a sequence starts to decode. Room is reserved at the target
-before the source is told. `balancing` begins moves of another kind, to a worker that is much less
-busy.
+before the source is told. Two kinds of moves are free, as their sequences may stay: `balancing`
+begins those to a worker that is much less busy, `lending` those from prefill workers that decode.
 
 *Copy.* A sequence runs while it is copied. K and V of its tokens do not change, so the target pulls
 the full blocks under a lease like that on any prefix (`OfferPrefix`). It holds them in a sequence
@@ -58,6 +58,7 @@ from router.machine.flight import Attempt, Flight
 from router.machine.moves.balancing import Balancing
 from router.machine.moves.copying import Copying
 from router.machine.moves.leaving import Departures, end_copy
+from router.machine.moves.lending import Lending
 from router.machine.moves.rule import MoveRule
 from router.machine.moves.stages import RETRY_S, MoveStage
 from router.machine.placing import Placing
@@ -78,6 +79,7 @@ class Moving:
         self.rule = MoveRule(state, ends, placing, self.departures)
         self.copying = Copying(state, self.rule, self.departures)
         self.balancing = Balancing(state, placing, self.rule)
+        self.lending = Lending(state, placing, self.rule)
 
     def on_role_changed(
         self, worker: WorkerView, message: RoleChanged, now_s: float

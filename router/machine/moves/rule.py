@@ -10,7 +10,7 @@ from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight, Move
 from router.machine.moves.leaving import Departures
-from router.machine.moves.stages import MoveStage
+from router.machine.moves.stages import MoveStage, may_stay
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.base import Need
@@ -18,7 +18,11 @@ from router.policies.candidates import decode_blocks
 from router.policies.joining import next_decoder
 
 DRAINED = "drained"  # reason of a move: its worker has no role any more
-BALANCED = "balanced"  # another reason: the target is faster, and the sequence may stay
+# Reasons of moves of sequences that may stay.
+BALANCED = "balanced"  # the target is faster
+GIVEN_BACK = "given back"  # prompts wait for the prefill worker that decodes it
+FREE = (BALANCED, GIVEN_BACK)
+COUNTED_AS = {BALANCED: "balance", GIVEN_BACK: "give back"}
 REST_S = 20.0  # a sequence that moved, or did not come to it, is not balanced again for so long
 
 
@@ -40,13 +44,13 @@ class MoveRule:
             return []
         moves, request_id = self._state.moves, flight.request.request_id
         worker = self._state.view.workers[attempt.decode]
-        if worker.info.role.decodes:
+        if may_stay(worker.info, attempt):
             moves.forget(request_id)
-            is_free = attempt.move is not None and attempt.move.reason == BALANCED
+            is_free = attempt.move is not None and attempt.move.reason in FREE
             return [] if is_free else self.call_off(flight, attempt)
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
         if attempt.move is not None:
-            if attempt.move.reason == BALANCED:  # now it must go
+            if attempt.move.reason in FREE:  # now it must go
                 moves.want(request_id, now_s)
                 attempt.move.reason = reason
             return []
@@ -74,8 +78,8 @@ class MoveRule:
         stage = self._state.moves.stage(flight.request.request_id)
         if attempt.move is None or stage is MoveStage.LEAVING:
             return []
-        if attempt.move.reason == BALANCED:
-            self._state.counters["balance", "called off"] += 1
+        if attempt.move.reason in FREE:
+            self._state.counters[COUNTED_AS[attempt.move.reason], "called off"] += 1
         return self._ends.end_move(flight, attempt)
 
     def choose(self, attempt: Attempt, need: Need) -> WorkerId | None:

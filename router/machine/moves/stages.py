@@ -7,11 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from engine.messages import RequestId, WorkerId
+from engine.messages import RequestId, Welcome, WorkerId
 from router.cluster.view import ClusterView
-from router.machine.flight import Flight
+from router.machine.flight import Attempt, Flight
 
 RETRY_S = 1.0  # about the time between two load reports
+
+
+def may_stay(info: Welcome, attempt: Attempt) -> bool:
+    """True if a worker may go on decoding: by its role, or a sequence that was lent to it."""
+    return info.role.decodes or (attempt.is_lent and info.is_fluid)
 
 
 class MoveStage(Enum):
@@ -118,7 +123,7 @@ class Moves:
             if stage is not None:
                 assert self._at[stage][request_id] == attempt.decode
             elif attempt.is_decoding:
-                assert view.workers[attempt.decode].info.role.decodes
+                assert may_stay(view.workers[attempt.decode].info, attempt)
                 assert request_id not in self.wanted
         gathers = attempt.move is not None and attempt.move.gather_until_s is not None
         assert not gathers or stage is MoveStage.COPIED

@@ -21,6 +21,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
+constexpr double kLendRatio = 2, kLendShare = 0.5;  // of router/policies/slo.py
 constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
@@ -35,12 +36,15 @@ struct Costs {
 };
 
 // What workers have in common beside costs. Workers of one group hold the same blocks for the same
-// prompt; a worker that pulls may take them from others of its group. A local worker decodes, and may
-// prefill the prompts that it will decode.
+// prompt; a worker that pulls may take them from others of its group. A fluid worker has one role, and
+// also takes whole requests: prompts may make its steps `stretch` times as long.
 struct Kind {
   int32_t costs, group;
-  int32_t prefills, decodes, is_local, pulls;
+  int32_t prefills, decodes, pulls, is_fluid;
   int64_t num_blocks, max_running;
+  double stretch;
+
+  bool is_local() const { return is_fluid && decodes; }
 };
 
 struct Request {
@@ -50,6 +54,7 @@ struct Request {
   double now_s;
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
   double offer_s;                     // longest wait for a computing worker's offer of a prefix
+  int64_t may_lend;                   // no other request waits for a prefill worker
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -60,6 +65,7 @@ struct Decision {
   int32_t medium;                         // of the source: 0 for memory
   double wait_s, ttft_s, tpot_s;  // wait_s: until the first prefill worker is ready, if none is
   double load_s;                  // until the source has read what it lacks in memory
+  double drag;                    // so many times as long as alone the prompt takes
 };
 
 // The work that is assigned to a worker.
@@ -90,7 +96,7 @@ struct Store {
 };
 
 // Python packs and unpacks these: router/native/fleet.py.
-static_assert(sizeof(Request) == 56 && sizeof(Decision) == 64 && sizeof(News) == 48);
+static_assert(sizeof(Request) == 64 && sizeof(Decision) == 72 && sizeof(News) == 48);
 static_assert(sizeof(Store) == 64);
 
 class Random {
@@ -177,7 +183,7 @@ class Fleet {
     kind_of_[slot] = static_cast<uint8_t>(kind);
     note_kinds(slot / kChunk);
     set_bit(mixed_, slot, kinds_[kind].prefills && kinds_[kind].decodes);
-    set_bit(locals_, slot, kinds_[kind].is_local);
+    set_bit(locals_, slot, kinds_[kind].is_local());
     set_bit(groups_[kinds_[kind].group].members, slot, true);
     refresh(slot);
   }
@@ -219,24 +225,27 @@ class Fleet {
   }
 
   void decide(const uint8_t* hashes, int64_t count, const Request& request, Decision& decision) {
-    decision = {kPlaced, kNone, kNone, kNone, 0, 0, 0, 0, 0, 0, 0};
+    decision = {kPlaced, kNone, kNone, kNone, 0, 0, 0, 0, 0, 0, 0, 1};
     request_ = &request;
+    wait_bound_s_ = request.wait_bound_s;
     need_blocks_ = blocks_for(request.final_tokens);
     Choice decode = choose_decode();
-    if (decode.cost == kInf) return void(decision.status = kNoRoom);
-    if (decode.cost > request.tpot_bound_s) {
-      decision.status = kTooSlow;
-      decision.wait_s = has_open_local() ? 0 : soonest_s();
-      return;
-    }
+    const bool can_join = decode.cost < kInf && decode.cost <= request.tpot_bound_s;
+    if (!can_join && !request.may_lend) return refuse(decision, decode);
     // At least one token is computed: the first token of the answer is sampled from it.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
     find_best();
     Choice prefill = choose_prefill();
-    const Choice local = choose_local(decode.slot);
-    if (local.cost < prefill.cost) prefill = local;
-    if (prefill.cost == kInf && num_spared_ > 0) prefill = choose_prefill(false);
+    const int64_t num_spared = num_spared_;
+    if (can_join) {
+      const Choice local = choose_local(prefill.cost);
+      if (local.cost < kInf && (prefill.cost < kInf || local.cost < without(num_spared))) {
+        prefill = local;
+      }
+    }
+    if (prefill.cost == kInf && num_spared > 0) prefill = choose_prefill(false);
     if (prefill.cost == kInf) {
+      if (!can_join) return refuse(decision, decode);
       decision.status = kNoPrefill;
       decision.wait_s = soonest_s();
       return;
@@ -244,6 +253,11 @@ class Fleet {
     if (kind_at(prefill.slot).decodes) {  // it decodes what it prefills
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
+    } else if (is_lent(prefill.slot, can_join ? decode.cost : kInf)) {
+      decode.slot = prefill.slot;
+      decode.cost = lent_tpot_s(prefill.slot);
+    } else if (!can_join) {
+      return refuse(decision, decode);
     }
     reserve(decision, fill(decision, prefill, decode));
   }
@@ -254,6 +268,8 @@ class Fleet {
       if (ready_at_[slot] < least_ready_at_[slot / kChunk]) return false;
       if (tpot_[slot] < least_tpot_[slot / kChunk]) return false;
       if (behind_[slot] != workers_[slot].load.behind_s) return false;
+      if (local_ready_at_[slot] != local_ready_at(slot)) return false;
+      if (local_ready_at_[slot] < least_local_ready_at_[slot / kChunk]) return false;
       if (workers_[slot].kind != kNone && shelves_at(slot) != kNone) return false;
     }
     size_t num_live = 0;
@@ -277,13 +293,15 @@ class Fleet {
   // By slot, in whole chunks.
   std::vector<double> ready_at_;  // of prefill workers; infinite: not a prefill worker
   std::vector<double> behind_;
-  std::vector<double> tpot_;   // of the present batch; infinite: it takes no sequence
-  std::vector<int64_t> room_;  // blocks
+  std::vector<double> tpot_;            // of the present batch; infinite: it takes no sequence
+  std::vector<int64_t> room_;           // blocks
+  std::vector<double> local_ready_at_;  // of fluid decode workers; infinite: it is none
   std::vector<uint8_t> kind_of_;
   // By chunk.
-  std::vector<double> least_ready_at_, least_tpot_;
+  std::vector<double> least_ready_at_, least_tpot_, least_local_ready_at_;
   std::vector<int32_t> kind_in_;  // kind of all workers of the chunk; none: they differ
   std::vector<uint64_t> mixed_, locals_, rest_;
+  std::vector<uint64_t> lenders_;  // prefill workers that decode
   std::vector<Group> groups_;
   std::vector<Shelves> shelves_;
   std::vector<int32_t> shelves_at_;    // by slot: the number of its store
@@ -294,6 +312,7 @@ class Fleet {
   int num_media_ = 1;           // without stores only memory
   const Request* request_ = nullptr;
   int64_t need_blocks_ = 0;
+  double wait_bound_s_ = 0;
   Match match_;
   double added_[kMaxKinds] = {};  // by kind: the request's addition to a worker's TPOT
   bool spares_ = true;            // mixed workers that decode are not delayed for too long
@@ -325,10 +344,13 @@ class Fleet {
     tpot_.resize(size, kInf);
     room_.resize(size);
     kind_of_.resize(size);
+    local_ready_at_.resize(size, kInf);
+    least_local_ready_at_.push_back(kInf);
     least_ready_at_.push_back(kInf);
     least_tpot_.push_back(kInf);
     kind_in_.push_back(kNone);
     mixed_.resize(size / kChunk);
+    lenders_.resize(size / kChunk);
   }
 
   void note_kinds(size_t chunk) {
@@ -358,14 +380,36 @@ class Fleet {
     return worker.kind != kNone && kind_at(slot).prefills ? worker.load.ready_at_s : kInf;
   }
 
+  double local_ready_at(Slot slot) const {
+    const Worker& worker = workers_[slot];
+    return worker.kind != kNone && kind_at(slot).is_local() ? worker.load.ready_at_s : kInf;
+  }
+
   double tpot_now(Slot slot) const {
     const Worker& worker = workers_[slot];
     if (worker.kind == kNone) return kInf;
     const Kind& kind = kinds_[worker.kind];
     if (!kind.decodes || worker.load.running >= kind.max_running) return kInf;
-    const Costs& costs = costs_[kind.costs];
-    return costs.decode + costs.decode_per_seq * static_cast<double>(worker.load.running) +
-           costs.decode_per_token * static_cast<double>(worker.load.tokens);
+    return pace_s(slot);
+  }
+
+  // The present step of what decodes there.
+  double pace_s(Slot slot) const {
+    const Load& load = workers_[slot].load;
+    const Costs& costs = costs_[kind_at(slot).costs];
+    return costs.decode + costs.decode_per_seq * static_cast<double>(load.running) +
+           costs.decode_per_token * static_cast<double>(load.tokens);
+  }
+
+  // How many times as long a prompt takes, because of what decodes beside it.
+  double drag(Slot slot) const {
+    const Kind& kind = kind_at(slot);
+    if (!kind.is_fluid || workers_[slot].load.running == 0) return 1;
+    const double pace = pace_s(slot);
+    if (pace <= 0) return 1;
+    const double bound = request_->tpot_bound_s;
+    const double limit = bound < kInf ? bound : kind.stretch * pace;
+    return limit > pace ? limit / (limit - pace) : kInf;
   }
 
   void refresh(Slot slot) {
@@ -375,8 +419,10 @@ class Fleet {
 
   void refresh_prefill(Slot slot) {
     ready_at_[slot] = ready_at(slot);
+    local_ready_at_[slot] = local_ready_at(slot);
     behind_[slot] = workers_[slot].load.behind_s;
     least_ready_at_[slot / kChunk] = least(&ready_at_[slot / kChunk * kChunk]);
+    least_local_ready_at_[slot / kChunk] = least(&local_ready_at_[slot / kChunk * kChunk]);
   }
 
   void refresh_decode(Slot slot) {
@@ -384,6 +430,8 @@ class Fleet {
     room_[slot] = worker.kind == kNone ? 0 : kind_at(slot).num_blocks - worker.load.blocks;
     tpot_[slot] = tpot_now(slot);
     least_tpot_[slot / kChunk] = least(&tpot_[slot / kChunk * kChunk]);
+    const bool is_prefill = worker.kind != kNone && !kind_at(slot).decodes;
+    set_bit(lenders_, slot, is_prefill && worker.load.running > 0);
   }
 
   static double least(const double* values) {
@@ -444,6 +492,31 @@ class Fleet {
     const Costs& costs = costs_[kind_at(slot).costs];
     return tpot_[slot] +
            (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
+  }
+
+  // The same of a prefill worker that would decode.
+  double lent_tpot_s(Slot slot) const {
+    const Costs& costs = costs_[kind_at(slot).costs];
+    return pace_s(slot) +
+           (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
+  }
+
+  // Whether an idle prefill worker goes on decoding: no decode worker would be half as fast.
+  bool is_lent(Slot slot, double decode_tpot_s) const {
+    const Kind& kind = kind_at(slot);
+    const Load& load = workers_[slot].load;
+    if (!request_->may_lend || !kind.is_fluid || wait_s(slot) > 0) return false;
+    if (load.running >= kind.max_running) return false;
+    if (load.blocks + need_blocks_ > kLendShare * kind.num_blocks) return false;
+    if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
+    const double tpot = lent_tpot_s(slot);
+    return tpot > 0 && tpot <= request_->tpot_bound_s && kLendRatio * tpot < decode_tpot_s;
+  }
+
+  // No decode worker has room, or none keeps the bound.
+  void refuse(Decision& decision, const Choice& decode) const {
+    decision.status = decode.cost == kInf ? kNoRoom : kTooSlow;
+    if (decode.cost < kInf) decision.wait_s = has_open_local() ? 0 : soonest_s();
   }
 
   bool has_room(Slot slot) const { return room_[slot] >= need_blocks_ && tpot_[slot] < kInf; }
@@ -510,74 +583,76 @@ class Fleet {
     return choice;
   }
 
-  // A decode worker that prefills by itself: the worker that would decode, or the one that holds most
-  // of the prompt. Only prompts that its steps have time for.
-  Choice choose_local(Slot decode) {
+  // A fluid decode worker that prefills by itself, sooner than `limit`.
+  Choice choose_local(double limit) {
     Choice choice;
-    if (is_local(decode)) offer_local({decode, depth_of(decode)}, choice);
-    const uint32_t deepest = deepest_match();
-    if (deepest == 0) return choice;
-    for (const Held& held : match_.few) {
-      if (held.depth == deepest && held.slot != decode && is_local(held.slot)) {
-        offer_local(held, choice);
-      }
-    }
-    for (size_t i = 0; i < match_.num_many; ++i) {
+    choice.cost = limit;
+    for (const Held& held : match_.few) offer_local(held, choice);
+    for (size_t i = match_.num_many; i-- > 0;) {
       const Layer& layer = match_.many[i];
-      if (layer.depth != deepest) continue;
-      for (size_t j = 0; j < std::min(layer.bits.size(), locals_.size()); ++j) {
-        for (uint64_t rest = layer.bits[j] & locals_[j]; rest; rest &= rest - 1) {
-          const auto slot = static_cast<Slot>(64 * j + std::countr_zero(rest));
-          if (slot != decode) offer_local({slot, deepest}, choice);
-        }
-      }
+      offer_locals(&layer.bits, layer.depth, choice);
     }
+    if (match_.few.empty() && match_.num_many == 0) {
+      offer_locals(nullptr, 0, choice);
+    } else {
+      find_rest();
+      offer_locals(&rest_, 0, choice);
+    }
+    if (choice.ties == 0) choice.cost = kInf;
     return choice;
   }
 
-  bool is_local(Slot slot) const { return bit_at(locals_.data(), locals_.size(), slot); }
+  // Like `offer_all`. What decodes there makes it only worse than the bound of a chunk.
+  void offer_locals(const std::vector<uint64_t>* bits, uint32_t depth, Choice& choice) {
+    double least_added = kInf;
+    for (const Kind& kind : kinds_) {
+      int32_t medium;
+      if (kind.is_local() && could_prefill(kind)) {
+        least_added = std::min(least_added, work_s(kind, depth, &medium));
+      }
+    }
+    if (least_added == kInf) return;
+    const auto cost_of = [&](double ready_at) {
+      const double wait = std::max(0.0, ready_at - request_->now_s);
+      return wait <= wait_bound_s_ ? wait + least_added : kInf;
+    };
+    each_chunk(least_local_ready_at_, request_->now_s, choice, cost_of, [&](size_t chunk) {
+      uint64_t rest = bits == nullptr ? ~0ull : chunk < bits->size() ? (*bits)[chunk] : 0;
+      rest &= chunk < locals_.size() ? locals_[chunk] : 0;
+      for (; rest; rest &= rest - 1) {
+        offer_local({static_cast<Slot>(chunk * kChunk + std::countr_zero(rest)), depth}, choice);
+      }
+    });
+  }
 
   void offer_local(const Held& held, Choice& choice) {
+    if (!bit_at(locals_.data(), locals_.size(), held.slot)) return;
     const Kind& kind = kind_at(held.slot);
     const double wait = wait_s(held.slot);
-    if (!could_prefill(kind) || !can_decode(held.slot) || wait > request_->wait_bound_s) return;
+    if (!could_prefill(kind) || wait > wait_bound_s_ || !can_decode(held.slot)) return;
     int32_t medium;
-    const double work = work_s(kind, held.depth, &medium);
-    const double bound = request_->tpot_bound_s;
-    const double pace = tpot_[held.slot];
-    if (work <= (bound < kInf ? bound - pace : pace)) {
-      choice.offer(wait + work, held.slot, held.depth, random_);
-    }
+    const double cost = wait + work_s(kind, held.depth, &medium) * drag(held.slot);
+    if (choice.ties == 0 && cost >= choice.cost) return;  // as good as the limit
+    choice.offer(cost, held.slot, held.depth, random_);
   }
 
-  uint32_t deepest_match() const {
-    uint32_t deepest = 0;
-    for (const Held& held : match_.few) {
-      if (is_known(held.slot)) deepest = std::max(deepest, held.depth);
-    }
-    for (size_t i = 0; i < match_.num_many; ++i) {
-      if (has_worker(match_.many[i])) deepest = std::max(deepest, match_.many[i].depth);
-    }
-    return deepest;
+  // The TTFT of a prompt that waits for a prefill worker, while none has time; infinite if one has.
+  double without(int64_t num_spared) {
+    if (num_spared > 0 || has_open_prefill()) return kInf;
+    wait_bound_s_ = kInf;
+    const double cost = choose_prefill(false).cost;
+    wait_bound_s_ = request_->wait_bound_s;
+    return cost;
   }
 
-  bool has_worker(const Layer& layer) const {
-    if (num_stores_ == 0) return true;
-    for (size_t i = 0; i < layer.bits.size(); ++i) {
-      if (layer.bits[i] & ~(i < store_slots_.size() ? store_slots_[i] : 0)) return true;
+  // Whether a prefill worker has time for the request, and a mixed one also room.
+  bool has_open_prefill() const {
+    for (Slot slot = 0; slot < workers_.size(); ++slot) {
+      if (ready_at_[slot] == kInf || wait_s(slot) > wait_bound_s_) continue;
+      const Kind& kind = kind_at(slot);
+      if (could_prefill(kind) && (!kind.decodes || has_room(slot))) return true;
     }
     return false;
-  }
-
-  uint32_t depth_of(Slot slot) const {
-    for (const Held& held : match_.few) {
-      if (held.slot == slot) return held.depth;
-    }
-    for (size_t i = 0; i < match_.num_many; ++i) {
-      const Layer& layer = match_.many[i];
-      if (bit_at(layer.bits.data(), layer.bits.size(), slot)) return layer.depth;
-    }
-    return 0;
   }
 
   // The index may know others.
@@ -709,11 +784,11 @@ class Fleet {
     if (slot >= workers_.size() || ready_at_[slot] == kInf) return;
     const double wait = wait_s(slot);
     const Kind& kind = kind_at(slot);
-    if (wait > request_->wait_bound_s || !could_prefill(kind)) return;
+    if (wait > wait_bound_s_ || !could_prefill(kind)) return;
     int32_t medium;
     const double work = work_s(kind, held.depth, &medium);
     if (kind.decodes && is_unable(slot, work)) return;
-    choice.offer(wait + work, slot, held.depth, random_);
+    choice.offer(wait + work * drag(slot), slot, held.depth, random_);
   }
 
   // Whether a mixed worker could not decode the request, or should not be delayed by it.
@@ -733,7 +808,7 @@ class Fleet {
       added_[kind] = is_able ? work_s(kinds_[kind], depth, &medium) : kInf;
       least_added = std::min(least_added, added_[kind]);
     }
-    const double now_s = request_->now_s, wait_bound_s = request_->wait_bound_s;
+    const double now_s = request_->now_s, wait_bound_s = wait_bound_s_;
     const auto cost_of = [&](double ready_at) {
       const double wait = std::max(0.0, ready_at - now_s);
       return wait <= wait_bound_s ? wait + least_added : kInf;
@@ -750,6 +825,11 @@ class Fleet {
         const double wait = ready > behind ? ready : behind;
         const double value = wait + added[i];
         values[i] = (mask >> i & 1) && wait <= wait_bound_s ? value : kInf;
+      }
+      for (uint64_t rest = lenders_[chunk] & mask; rest; rest &= rest - 1) {
+        const int i = std::countr_zero(rest);
+        const double factor = drag(static_cast<Slot>(base + i));
+        values[i] = factor < kInf ? values[i] + added[i] * (factor - 1) : kInf;
       }
       offer_least(values, base, depth, choice);
     });
@@ -782,7 +862,7 @@ class Fleet {
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
       if (ready_at_[slot] == kInf || !could_prefill(kind_at(slot))) continue;
       if (kind_at(slot).decodes && !has_room(slot)) continue;
-      if (workers_[slot].load.behind_s > request_->wait_bound_s) continue;  // waiting does not help
+      if (workers_[slot].load.behind_s > wait_bound_s_) continue;  // waiting does not help
       soonest = std::min(soonest, wait_s(slot));
     }
     return soonest;
@@ -848,15 +928,16 @@ class Fleet {
     decision.decode = static_cast<int32_t>(decode.slot);
     decision.matched_blocks = static_cast<int32_t>(prefill.depth);
     decision.wait_s = wait_s(prefill.slot);
-    decision.ttft_s = decision.wait_s + work;
+    decision.drag = drag(prefill.slot);
+    decision.ttft_s = decision.wait_s + work * decision.drag;
     decision.tpot_s = decode.cost;
-    if (medium == kNone) return work;
+    if (medium == kNone) return work * decision.drag;
     const Best& best = groups_[kind.group].best[medium];
     decision.pulled_blocks = static_cast<int32_t>(best.depth - prefill.depth);
     decision.medium = medium;
     decision.load_s = best.load_s;
     decision.source = source(kind.group, medium);
-    return work;
+    return work * decision.drag;
   }
 
   // A random one of the workers and stores that hold most and can answer first.

@@ -11,7 +11,7 @@ import pytest
 
 from engine.config import RouterConfig, WorkerConfig
 from engine.messages import Role, Sampling
-from router.cluster.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.requests import Finished
 from tests.kits.services.cluster import ask, prompts, request, router, workers

@@ -14,7 +14,7 @@ from engine.config import RouterConfig, Transport, WeightFormat, WorkerConfig
 from engine.layout import KVFormat
 from engine.messages import Role, Sampling, WorkerId
 from engine.worker.blocks import hash_blocks
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.requests import Finished
 from router.service import Router

@@ -45,7 +45,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.rpc import SessionClient
-from router.cluster.costs import PrefillCost, WorkerCosts
+from engine.worker.costs import PrefillCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from tests.kits.services.alone import answers_alone
 from tests.kits.services.cluster import (
@@ -252,8 +252,8 @@ def alone() -> list[list[int]]:
 def test_prompts_computed_by_a_decode_worker_get_the_same_answers(running, alone):
     async def run() -> None:
         async with gateway(running) as g:
-            says = {worker_id: w.prefills_locally for worker_id, w in g.welcomes.items()}
-            assert says == {PREFILL: False, DECODE: True}
+            says = {worker_id: w.generates for worker_id, w in g.welcomes.items()}
+            assert says == {PREFILL: True, DECODE: True}
             pairs = list(zip(PROMPTS, SAMPLINGS, strict=True))
             # The hand-overs go the other way round, so that few blocks are cached by the others.
             found = await asyncio.gather(

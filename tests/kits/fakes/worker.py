@@ -19,6 +19,7 @@ from engine.worker.core import Duties, WorkerCore
 from engine.worker.events import Effect, Emit, EmitToAll, Event
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
+from engine.worker.pace import StepPace
 from engine.worker.sequence import Sequence as EngineSequence
 from kvtransfer.messages import MAX_BLOCKS_PER_READ
 from prefill.scheduler import PrefillScheduler
@@ -125,7 +126,7 @@ class WorkerShape:
     """The size and role of a fake worker."""
 
     role: Role
-    prefills_locally: bool = False
+    stretch: float | None = None  # of a fluid worker
     num_blocks: int = 10
     max_batch_tokens: int = 8
     chunk_tokens: int = 6
@@ -168,18 +169,21 @@ class FakeWorker:
             growth_tokens=shape.growth_tokens,
             speculator=speculator,
         )
+        pace = None if shape.stretch is None else StepPace(shape.stretch)
         self.prefill = PrefillScheduler(
             self.pool,
             intake=intake,
             chunk_tokens=shape.chunk_tokens,
             address=self.endpoint.address,
+            pace=pace,
         )
         self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
         self.core = WorkerCore(
             [self.decode, self.prefill, self.offers],
             self.pool,
             shape.max_batch_tokens,
-            duties=Duties(shape.role, prefills_locally=shape.prefills_locally),
+            duties=Duties(shape.role, is_fluid=shape.stretch is not None),
+            pace=pace,
             observe=speculator.observe,
         )
         self.inbox: deque[Event] = deque()

@@ -63,6 +63,7 @@ from engine.worker.events import (
 )
 from engine.worker.intake import Intake
 from engine.worker.offers import PrefixOffers
+from engine.worker.pace import StepPace
 from prefill.scheduler import PrefillScheduler
 
 GATEWAY = GatewayId("here")
@@ -137,7 +138,7 @@ class Worker:
         num_blocks: int | None = None,
         growth_tokens: int = 128,
         speculator: type[Speculator] = Speculator,
-        prefills_locally: bool = False,
+        stretch: float | None = None,
     ) -> None:
         self.address = TransferAddress(WorkerId(name), Incarnation(name), "")
         self.runner = runner
@@ -155,14 +156,18 @@ class Worker:
             growth_tokens=growth_tokens,
             speculator=self.speculator,
         )
-        prefill = PrefillScheduler(self.pool, intake=intake, chunk_tokens=64, address=self.address)
+        pace = None if stretch is None else StepPace(stretch)
+        prefill = PrefillScheduler(
+            self.pool, intake=intake, chunk_tokens=64, address=self.address, pace=pace
+        )
         offers = PrefixOffers(self.pool, block_size=intake.block_size, address=self.address)
         self.schedulers: list[Scheduler] = [decode, prefill, offers]
         self.core = WorkerCore(
             self.schedulers,
             self.pool,
             256,
-            duties=Duties(role, prefills_locally=prefills_locally),
+            duties=Duties(role, is_fluid=stretch is not None),
+            pace=pace,
             observe=self.speculator.observe,
         )
 

@@ -10,11 +10,10 @@ from engine.messages import (
     PROTOCOL_VERSION,
     Limits,
     RequestId,
-    Role,
     Sampling,
     Welcome,
 )
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.events import Arrived, WorkerJoined
 from router.machine.requests import Request
@@ -24,7 +23,7 @@ from tests.kits.router.machine import LAYOUT
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 
 
-def machine_of(*roles, num_blocks=100, locally=False, **config):
+def machine_of(*roles, num_blocks=100, fluid=False, **config):
     """A machine with workers of these roles and known costs."""
     machine = native_machine(
         RouterConfig(**config), estimates=Estimates(COSTS), rng=random.Random(0)
@@ -32,7 +31,7 @@ def machine_of(*roles, num_blocks=100, locally=False, **config):
     for number, role in enumerate(roles):
         name = f"{role}-{number}"
         info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
-        info = msgspec.structs.replace(info, prefills_locally=locally and role is Role.DECODE)
+        info = msgspec.structs.replace(info, stretch=4.0 if fluid else None)
         machine.handle(WorkerJoined(info), 0.0)
     return machine
 

@@ -2,6 +2,8 @@
 
 import random
 
+import msgspec
+
 from engine.config import RouterConfig
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import (
@@ -54,9 +56,10 @@ class Driver:
         self.machine.validate()
         return effects
 
-    def join(self, name: str, num_blocks: int = 100):
+    def join(self, name: str, num_blocks: int = 100, *, stretch: float | None = None):
         role = ROLES[name[0]]
         info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, 4)
+        info = msgspec.structs.replace(info, stretch=stretch)
         return self.handle(WorkerJoined(info))
 
     def ask(self, name="r", prompt=(1, 2, 3, 4, 5), max_tokens=4, **fields):

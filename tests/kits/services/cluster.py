@@ -20,7 +20,7 @@ from deploy.local.nursery import Nursery
 from deploy.pools.formats import config_of
 from deploy.services.spec import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
-from engine.config import DeviceKind, RouterConfig, Transport, WorkerConfig
+from engine.config import DeviceKind, PoolsConfig, RouterConfig, Transport, WorkerConfig
 from engine.devices.settings import resolve
 from engine.messages import Limits, LoadReport, RequestId, Role, Sampling, WorkerId
 from engine.net.trust import Secret
@@ -96,7 +96,7 @@ def workers(
 ) -> Iterator[Workers]:
     """Starts one process per role; on leaving, every one of them is gone.
 
-    `config` is the deployment's, or that of each role. Decode workers prefill nothing unless
+    `config` is the deployment's, or that of each role. Workers are not fluid unless
     `locally`: a test of hand-overs wants them whatever they are predicted to take.
     """
     launcher = ProcessLauncher(NURSERY)
@@ -105,7 +105,7 @@ def workers(
         config = {role: config_of(role, config, DeviceKind.CPU) for role in roles}
     settings = {role: resolve(own, DeviceKind.CPU) for role, own in config.items()}
     configs = {
-        role: msgspec.structs.replace(own, prefills_locally=own.prefills_locally and locally)
+        role: msgspec.structs.replace(own, stretch=PoolsConfig().stretch if locally else None)
         for role, own in settings.items()
     }
     specs = [

@@ -26,8 +26,8 @@ from engine.control import (
     Version,
 )
 from engine.messages import LoadReport, Role, WorkerId
+from engine.worker.costs import CostErrors
 from router.access.fixed import FixedKeys
-from router.cluster.costs import CostErrors
 from router.edge.limits import Book, EdgeLimits
 from router.gateway.app import app_of, parts_of
 from router.gateway.background import BackgroundWork

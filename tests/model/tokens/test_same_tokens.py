@@ -58,7 +58,7 @@ def test_speculation_changes_no_token_handed_over(worker, expected, speculate):
 
 @pytest.mark.parametrize("speculate", [Speculate.OFF, Speculate.AUTO])
 def test_prompts_computed_at_the_decode_worker_get_the_same_tokens(worker, expected, speculate):
-    sink = worker(Role.DECODE, speculate, prefills_locally=True)
+    sink = worker(Role.DECODE, speculate, stretch=4.0)
     pools = Pools(worker(Role.PREFILL), sink, every_local=2)
     check(pools.answer(requests(NUM_REQUESTS, seed=1)), expected)
     assert pools.num_local >= NUM_REQUESTS // 2

@@ -312,7 +312,9 @@ def test_messages_cannot_be_changed():
     [
         (Role.PREFILL, {}, False),
         (Role.DECODE, {}, False),
-        (Role.DECODE, {"prefills_locally": True}, True),
+        (Role.DECODE, {"stretch": 4.0}, True),
+        (Role.PREFILL, {"stretch": 4.0}, True),
+        (Role.DRAINED, {"stretch": 4.0}, False),
         (Role.MIXED, {}, True),
     ],
 )

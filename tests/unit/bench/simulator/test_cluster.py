@@ -28,8 +28,8 @@ from engine.messages import (
     TransferAddress,
     WorkerId,
 )
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from engine.worker.events import FromGateway, LeaseEnded, PullDone, PullFailed
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.machine import Arrived, RouterMachine
 from router.machine.requests import Finished
@@ -114,15 +114,15 @@ def test_an_answer_of_one_token_ends_with_its_prompt():
 # ---------------------------------------------------------------- many requests
 
 
-@pytest.mark.parametrize("prefills_locally", [True, False])
-def test_decode_workers_compute_prompts_if_allowed_and_faster(prefills_locally):
+@pytest.mark.parametrize("stretch", [4.0, None])
+def test_decode_workers_compute_prompts_if_allowed_and_faster(stretch):
     trace = busy_trace(60)
-    setup = SimulationSetup(TINY, SimulatedPools(1, 2), prefills_locally=prefills_locally)
+    setup = SimulationSetup(TINY, SimulatedPools(1, 2), stretch=stretch)
     run = run_of(trace, setup, RouterPolicy.SLO)
     assert all(isinstance(record.outcome, Finished) for record in run.records)
     roles = {worker.worker_id: worker.role for worker in run.workers}
     where = {roles[record.timeline.prefill_worker] for record in run.records}
-    assert where == ({"prefill", "decode"} if prefills_locally else {"prefill"})
+    assert where == ({"prefill", "decode"} if stretch else {"prefill"})
 
 
 @pytest.mark.parametrize(

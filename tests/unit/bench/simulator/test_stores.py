@@ -38,10 +38,10 @@ from engine.messages import (
 )
 from engine.worker.block_events import BlockRemoved, Medium, events_of, stored
 from engine.worker.blocks import BlockHash, Evicted, Stored, hash_block
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from engine.worker.events import FromGateway, LeaseEnded, PullDone
 from engine.worker.intake import read_prompt
 from kvtransfer.store.events import BlockLoaded, BlockWritten, LoadBlock, WriteBlock
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.events import WorkerLost
 from router.machine.requests import Finished

@@ -45,7 +45,7 @@ from engine.messages import (
     TransferAddress,
     Welcome,
 )
-from router.cluster.costs import PrefillCost, PullCost
+from engine.worker.costs import PrefillCost, PullCost
 from router.machine.events import Arrived, ClientGone, FromWorker, Stepped, WorkerJoined
 from router.machine.requests import Request
 from router.native.machine import native_machine

@@ -6,9 +6,9 @@ import pytest
 
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
-from deploy.pools.formats import check_formats, config_of
+from deploy.pools.formats import check_formats, config_of, stretch_of
 from deploy.worker.host import served_as
-from engine.config import Config, DeviceKind, WorkerConfig
+from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 from engine.messages import Role
@@ -54,13 +54,14 @@ def test_all_other_settings_are_equal_in_every_role(role):
         ((FP32, None, INT8), False),  # handed-over KV was rounded, then widened
     ],
 )
-def test_decode_workers_prefill_only_if_their_kv_equals_handed_over_kv(formats, allowed):
-    assert configs(*formats)[Role.DECODE].prefills_locally is allowed
+def test_pools_are_fluid_only_if_computed_kv_equals_handed_over_kv(formats, allowed):
+    names = ("kv_dtype", "decode_kv_dtype", "kv_wire_dtype")
+    config = WorkerConfig(**dict(zip(names, formats, strict=False)))
+    assert stretch_of(config, CPU, PoolsConfig(stretch=3.0)) == (3.0 if allowed else None)
 
 
-def test_operator_can_forbid_prefill_on_decode_workers():
-    config = WorkerConfig(prefills_locally=False)
-    assert not config_of(Role.DECODE, config, CPU).prefills_locally
+def test_operator_can_put_walls_between_the_pools():
+    assert stretch_of(WorkerConfig(), CPU, PoolsConfig(fluid=False)) is None
 
 
 def test_config_of_a_role_is_idempotent():

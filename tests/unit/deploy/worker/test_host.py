@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from decode.hold import HOLD_S
@@ -27,6 +28,7 @@ from engine.net.trust import Secret
 from engine.worker.batch import BatchResult, RowResult
 from engine.worker.core import WorkerCore
 from engine.worker.events import GatewayLost
+from engine.worker.pace import LEAST_TOKENS
 from tests.kits.fakes.model import VOCAB_SIZE, FakeGuides, FakeRunner
 from tests.kits.worker_core import HERE, decode, generate, given_back, hold, prefill
 
@@ -44,7 +46,7 @@ class SetClock:
 def host(role: Role, **config: object) -> WorkerHost:
     return WorkerHost(
         WorkerIdentity(WorkerId("w"), role, "model", Secret("token")),
-        config=resolve(WorkerConfig(**config), DeviceKind.CPU),
+        config=msgspec.structs.replace(resolve(WorkerConfig(), DeviceKind.CPU), **config),
         runner=FakeRunner(50),
         model=ModelFacts(VOCAB_SIZE, 1000, False, FakeGuides()),
         memory=None,
@@ -62,19 +64,19 @@ def step(core: WorkerCore) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("role", "prefills_locally", "takes"),
+    ("role", "stretch", "takes"),
     [
-        (Role.PREFILL, True, {"prefill"}),
-        (Role.PREFILL, False, {"prefill"}),
-        (Role.DECODE, True, {"generate", "decode"}),
-        (Role.DECODE, False, {"decode"}),
-        (Role.MIXED, True, {"prefill", "generate", "decode"}),
-        (Role.MIXED, False, {"prefill", "generate", "decode"}),
+        (Role.PREFILL, 4.0, {"prefill", "generate"}),
+        (Role.PREFILL, None, {"prefill"}),
+        (Role.DECODE, 4.0, {"generate", "decode"}),
+        (Role.DECODE, None, {"decode"}),
+        (Role.MIXED, 4.0, {"prefill", "generate", "decode"}),
+        (Role.MIXED, None, {"prefill", "generate", "decode"}),
     ],
 )
-def test_worker_accepts_the_work_of_its_announced_role(role, prefills_locally, takes):
+def test_worker_accepts_the_work_of_its_announced_role(role, stretch, takes):
     for name, event in EVENTS.items():
-        worker = host(role, prefills_locally=prefills_locally)
+        worker = host(role, stretch=stretch)
         worker._events = None
         core = worker._open_core(HERE)
         effects = TAKEN[name] if name in takes else [given_back("a", "wrong role")]
@@ -82,9 +84,18 @@ def test_worker_accepts_the_work_of_its_announced_role(role, prefills_locally, t
         assert worker._welcome().generates == ("generate" in takes)
 
 
-def test_decode_worker_computes_prompts_in_chunks_after_decodes():
+def test_fluid_worker_computes_short_chunks_beside_decodes_until_steps_were_timed():
+    core = host(Role.DECODE, stretch=4.0)._open_core(HERE)
+    core.handle(generate("a", 3), 0.0)
+    assert step(core) == [("a", 3)]
+    core.handle(generate("b", [1] * 100), 0.0)
+    core.handle(generate("c", [2] * 40), 0.0)
+    assert step(core) == [("a", 1), ("b", LEAST_TOKENS)]
+
+
+def test_mixed_worker_computes_prompts_in_chunks_after_decodes():
     config = {"max_batch_tokens": 64, "chunk_tokens": 32, "max_running": 4}
-    core = host(Role.DECODE, **config)._open_core(HERE)
+    core = host(Role.MIXED, stretch=4.0, **config)._open_core(HERE)
     core.handle(generate("a", 3), 0.0)
     assert step(core) == [("a", 3)]
     core.handle(generate("b", [1] * 100), 0.0)

@@ -116,7 +116,7 @@ def test_a_generated_sequence_that_ends_with_its_first_token_is_not_decoded():
 
 
 def test_a_prompt_is_computed_beside_a_hand_over_and_both_are_decoded():
-    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig = Rig(Role.DECODE, stretch=4.0)
     rig.play(
         (decode("a", 5), [hold("a", 2)]),
         (generate("b", range(20, 30), more=2), []),
@@ -131,7 +131,7 @@ def test_a_prompt_is_computed_beside_a_hand_over_and_both_are_decoded():
 
 
 def test_decoding_sequences_have_a_row_in_every_step_beside_prompts():
-    rig = Rig(Role.DECODE, prefills_locally=True, num_blocks=50, budget=9, chunk=8)
+    rig = Rig(Role.DECODE, stretch=4.0, num_blocks=50, budget=9, chunk=8)
     rig.take(generate("a", 3))
     rig.step()
     for name in "bc":
@@ -145,7 +145,7 @@ def test_decoding_sequences_have_a_row_in_every_step_beside_prompts():
 
 @pytest.mark.parametrize("gone", [cancel("b"), lost("h")])
 def test_cancelling_a_local_prompt_leaves_the_hand_over_alone(gone):
-    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig = Rig(Role.DECODE, stretch=4.0)
     rig.play(
         (decode("a", 5), [hold("a", 2)]),
         (generate("b", range(20, 30), gateway="h"), []),
@@ -159,7 +159,7 @@ def test_cancelling_a_local_prompt_leaves_the_hand_over_alone(gone):
 
 
 def test_a_local_prompt_with_a_taken_id_is_given_back():
-    rig = Rig(Role.DECODE, prefills_locally=True)
+    rig = Rig(Role.DECODE, stretch=4.0)
     rig.take(decode("a", 5))
     rig.take(generate("a", range(20, 23)))
     assert given_back("a", "the id is in use") in rig.step()

@@ -73,12 +73,20 @@ def test_new_work_is_taken_by_the_new_role(role, taken):
             assert (rig.take(event(kind, 5)) == wrong) == (kind not in taken)
 
 
-def test_a_decode_worker_announces_that_it_prefills_locally():
-    rig = Rig(Role.PREFILL, prefills_locally=True)
+def test_a_fluid_worker_takes_whole_requests_in_both_roles():
+    rig = Rig(Role.PREFILL, stretch=4.0)
     rig.play(
-        (set_role(Role.DECODE), [role_changed(Role.DECODE, locally=True)]),
         (generate("a", 5), []),
-        (set_role(Role.PREFILL), [role_changed(Role.PREFILL), given_back("a", ROLE_CHANGED)]),
+        (set_role(Role.DECODE), [role_changed(Role.DECODE)]),
+        (generate("b", 5), []),
+        (
+            set_role(Role.DRAINED),
+            [
+                role_changed(Role.DRAINED),
+                given_back("b", ROLE_CHANGED),
+                given_back("a", ROLE_CHANGED),
+            ],
+        ),
     )
 
 

@@ -65,7 +65,7 @@ def test_validate_finds_a_wrong_sum(worker, field):
 
 def joined(view: ClusterView, name: str, role: Role, num_blocks: int, *, local: bool = False):
     info = Welcome(PROTOCOL_VERSION, name, "life", role, "fp", LAYOUT, num_blocks, 4)
-    return view.add(replace(info, prefills_locally=local))
+    return view.add(replace(info, stretch=4.0 if local else None))
 
 
 def test_capacity_is_the_least_of_the_largest_workers_of_each_role():

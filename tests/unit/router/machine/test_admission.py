@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import mean, pstdev
 
+import msgspec
 import pytest
 
 from engine.config import RouterConfig, RouterPolicy
@@ -32,7 +33,7 @@ from engine.messages import (
     Welcome,
 )
 from engine.worker.blocks import hash_blocks
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.admission import Admission, DecodeLoad
 from router.machine.events import (
@@ -55,10 +56,16 @@ PROMPT_LEN, NUM_TOKENS = 100, 100
 COSTS = WorkerCosts(PrefillCost(0.0, 0.01), DecodeCost(0.01, 0.001, 0.0), PullCost(0.0, 0.0, 1e12))
 
 
-def welcome(name: str, num_blocks: int = 10_000, max_running: int = 1000) -> WorkerJoined:
+def welcome(
+    name: str,
+    num_blocks: int = 10_000,
+    max_running: int = 1000,
+    *,
+    stretch: float | None = None,
+) -> WorkerJoined:
     role = Role.PREFILL if name[0] == "p" else Role.DECODE
     info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, max_running)
-    return WorkerJoined(info)
+    return WorkerJoined(msgspec.structs.replace(info, stretch=stretch))
 
 
 def arrival(name: str, now_s: float, *, max_tokens: int = NUM_TOKENS, **fields) -> Arrived:
@@ -103,20 +110,18 @@ def test_cached_prefix_shortens_the_predicted_wait():
 
 
 def test_prompt_does_not_wait_if_a_decode_worker_has_time_for_it():
-    """Two tokens are as long as two steps: each with a bound that leaves room for them or not."""
     router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=3.0, slo_tpot_s=2.0)
     for number in range(3):
         router.handle(arrival(f"r{number}", 0.1 * number), 0.0)
     assert refused(router.handle(arrival("others", 0.5), 0.5))
-    router.handle(FromWorker("d0", RoleChanged(Role.DECODE, prefills_locally=True)), 0.5)
+    router.handle(welcome("d1", stretch=4.0), 0.5)
     assert not refused(router.handle(arrival("local", 0.6), 0.6))
-    assert refused(router.handle(arrival("paced", 0.7, tpot_bound_s=0.5), 0.7))
+    assert refused(router.handle(arrival("late", 0.7), 0.7))
     router.validate()
 
 
 def test_without_prefill_workers_local_prefillers_count():
-    router = machine(welcome("p0"), welcome("d0"), slo_ttft_s=1.5)
-    router.handle(FromWorker("d0", RoleChanged(Role.DECODE, prefills_locally=True)), 0.0)
+    router = machine(welcome("p0"), welcome("d0", stretch=4.0), slo_ttft_s=1.5)
     router.handle(FromWorker("p0", RoleChanged(Role.DRAINED)), 0.0)
     assert not refused(router.handle(arrival("a", 0.0), 0.0))
     assert refused(router.handle(arrival("b", 0.1), 0.0))

@@ -21,7 +21,7 @@ from engine.messages import (
 )
 from engine.worker.block_events import AllBlocksCleared, BlockRemoved, BlockStored
 from engine.worker.blocks import hash_blocks
-from router.cluster.costs import CostErrors, PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import CostErrors, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.lengths import ENOUGH
 from router.machine.events import (

@@ -18,7 +18,7 @@ from engine.messages import (
     RoleChanged,
     Tokens,
 )
-from router.cluster.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import DecodeCost, PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.hedging import AGAIN_S
 from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost

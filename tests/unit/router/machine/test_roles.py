@@ -597,8 +597,8 @@ def test_prompt_on_a_worker_that_stopped_decoding_moves_when_done():
 
 
 def test_local_prefillers_stand_in_without_prefill_workers():
-    driver = Driver("p0", "d0")
-    driver.say("d0", RoleChanged(Role.DECODE, prefills_locally=True))
+    driver = Driver("p0")
+    driver.join("d0", stretch=4.0)
     driver.say("p0", TO_NOTHING)
     assert driver.machine.view.missing() is None
     [(worker, _)] = sent(driver.ask(prompt=range(300)), Generate)

@@ -20,7 +20,7 @@ from engine.messages import (
     Sampling,
     Welcome,
 )
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.view import NOTHING
 from router.machine.events import Arrived, FromWorker, SendTo, WorkerJoined

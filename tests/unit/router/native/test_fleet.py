@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from engine.demand import DecodeCost
@@ -21,7 +22,7 @@ from engine.messages import (
 )
 from engine.worker.block_events import LOWER_MEDIA, Medium
 from engine.worker.blocks import BlockHash
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.media import name_on
 from router.cluster.view import ClusterView
@@ -56,7 +57,7 @@ def welcome(name, role, *, local=False, num_blocks=100, max_running=8, layout=LA
         num_blocks,
         max_running,
         kv_wire_dtype=wire,
-        prefills_locally=local,
+        stretch=4.0 if local else None,
     )
 
 
@@ -69,6 +70,7 @@ class Cluster:
         self.index = PrefixIndex(seed=seed)
         self.estimates = Estimates(costs)
         self.backlog_s = backlog_s
+        self.may_lend = False
         self.fleet = Fleet(self.view, self.index, self.estimates, backlog_s=backlog_s, seed=seed)
         for info in workers:
             self.add(info)
@@ -94,19 +96,25 @@ class Cluster:
         worker.change_role(message)
         self.fleet.add(worker)
 
+    def change_info(self, name, **fields):
+        worker = self.view.workers[name]
+        self.fleet.forget(worker)
+        worker.info = msgspec.structs.replace(worker.info, **fields)
+        self.fleet.add(worker)
+
     def hold(self, name, hashes):
         self.index.stored(WorkerId(name), hashes)
 
     def fleet_choice(self, need, hashes=(), now_s=0.0):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
-        choice = self.fleet.choose(need, known, now_s)
+        choice = self.fleet.choose(need, known, now_s, may_lend=self.may_lend)
         if isinstance(choice, Decision):  # nothing is claimed: what it reserved is undone
             self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
 
     def asked(self, need, hashes=(), now_s=0.0, seed=0):
         backlog = Backlog(10**6, self.backlog_s, self.estimates, now_s)
-        found = find(self.view, need, backlog, locally=True)
+        found = find(self.view, need, backlog, locally=True, may_lend=self.may_lend)
         if not isinstance(found, Candidates):
             return found
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
@@ -122,6 +130,7 @@ class Cluster:
             now_s,
             random.Random(seed),
             wait_bound_s=self.backlog_s + LEAST_WAIT_S,
+            may_lend=self.may_lend,
         )
 
     def policy_choice(self, need, hashes=(), now_s=0.0, seed=0):
@@ -170,7 +179,7 @@ class RandomCluster:
             welcome(
                 name,
                 role,
-                local=role is Role.DECODE and rng.random() < 0.7,
+                local=role is not Role.STORE and rng.random() < 0.7,
                 num_blocks=num_blocks,
                 max_running=max_running,
                 layout=rng.choice([LAYOUT, LAYOUT, NARROW]),
@@ -201,7 +210,7 @@ class RandomCluster:
 
     def prefill(self):
         worker = self.rng.choice(self.workers)
-        if worker.info.role.prefills or worker.info.prefills_locally:
+        if worker.info.role.prefills or worker.info.generates:
             worker.reserve_prefill(
                 self.next_seq(),
                 self.rng.randint(1, 99),
@@ -212,7 +221,7 @@ class RandomCluster:
 
     def decode(self):
         worker = self.rng.choice(self.workers)
-        if worker.info.role.decodes:
+        if worker.info.role.decodes or (worker.info.is_fluid and self.rng.random() < 0.3):
             worker.reserve_decode(
                 self.next_seq(), self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
             )
@@ -285,12 +294,9 @@ class RandomCluster:
     def change_role(self):
         """Changes a role; claims stay, also those that the new role would not get."""
         role = self.rng.choice(sorted(ROLES_OF_WORKERS))
-        local = role is Role.DECODE and self.rng.random() < 0.7
         worker = self.rng.choice(self.workers)
         if not worker.is_store:
-            self.cluster.change_role(
-                worker.info.worker_id, RoleChanged(role, prefills_locally=local)
-            )
+            self.cluster.change_role(worker.info.worker_id, RoleChanged(role))
 
     def observe(self):
         """Observes costs, sometimes often enough to change the estimate."""
@@ -312,6 +318,7 @@ class RandomCluster:
             predicted_len=rng.choice([None, num_tokens + 20]),
             tpot_bound_s=rng.choice([None, 0.2, 0.3]),
         )
+        self.cluster.may_lend = rng.random() < 0.5
         ours = self.cluster.fleet_choice(need, hashes, self.now_s)
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
@@ -389,9 +396,13 @@ def test_random_clusters_are_decided_in_every_way():
             both.step()
         outcomes += both.outcomes
         media += both.media
-    local = "least TTFT, decoded where it is prefilled"
-    ways = {"least TTFT", local, *(f"{why}, with a prefix pulled" for why in ("least TTFT", local))}
-    assert outcomes.keys() == {*ways, "Busy", "NoneType"}
+    local = ("decoded where it is prefilled", "prefilled by a decode worker")
+    ways = ["least TTFT", *(f"least TTFT, {why}" for why in local)]
+    ways += [f"{why}, with a prefix pulled" for why in ways]
+    lent = "least TTFT, decoded by an idle prefill worker"
+    either = {lent, f"{lent}, with a prefix pulled"}
+    assert outcomes.keys() | either == {*ways, *either, "Busy", "NoneType"}
+    assert outcomes[lent] > 0
     assert min(media[medium] for medium in (None, Medium.HOST, *LOWER_MEDIA)) > 5
 
 
@@ -426,21 +437,93 @@ def test_claims_other_than_the_decision_count():
     assert cluster.fleet.choose(NEED, [], 0.0).predicted_ttft_s == first.predicted_ttft_s
 
 
-def test_decode_worker_prefills_within_its_spare_time():
+def test_an_idle_decode_worker_takes_a_prompt_that_would_wait():
     cluster = cluster_of("p0", "l0", costs=QUICK)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
-    assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
-    long = Need(1400, 1450)
-    assert cluster.fleet_choice(long).placement == Placement("p0", "l0")
-    bounded = Need(8 * BLOCK + 1, 8 * BLOCK + 40, tpot_bound_s=0.26)
-    assert cluster.fleet_choice(bounded).placement == Placement("p0", "l0")
+    for need in (NEED, Need(1400, 1450)):
+        choice = cluster.fleet_choice(need)
+        assert (choice.placement, choice.drag) == (Placement("l0", "l0"), 1.0)
+        assert choice.why == "least TTFT, prefilled by a decode worker"
 
 
-def test_a_decode_worker_prefills_also_when_no_prefill_worker_has_time():
+@pytest.mark.parametrize(("bound_s", "drag"), [(None, 4 / 3), (0.5, 2.0), (0.3, 6.0)])
+def test_a_prompt_takes_longer_beside_what_decodes(bound_s, drag):
+    """A step takes a quarter of a second, and a prompt a third of that."""
+    cluster = cluster_of("p0", "l0", costs=QUICK)
+    cluster.view.workers["l0"].reserve_decode("s", 1)
+    need = Need(1400, 1450, tpot_bound_s=bound_s)
+    alone_s = 1400 / 4096
+    for busy_s, is_local in ((drag - 1.05, False), (drag - 0.95, True)):
+        worker = cluster.view.workers["p0"]
+        worker.reserve_prefill("s", 9, seconds=busy_s * alone_s)
+        for choice in (cluster.fleet_choice(need), cluster.policy_choice(need)):
+            assert choice.placement == Placement("l0" if is_local else "p0", "l0")
+            assert choice.drag == pytest.approx(drag if is_local else 1.0)
+        worker.release_prefill("s")
+
+
+def test_sequences_that_leave_no_time_take_no_prompts():
     cluster = cluster_of("p0", "l0", costs=QUICK)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=9.0)
-    assert cluster.fleet_choice(NEED).placement == Placement("l0", "l0")
-    assert cluster.fleet_choice(Need(1400, 1450)) == Busy(6.0, Role.PREFILL)
+    cluster.view.workers["l0"].reserve_decode("s", 1)
+    need = Need(1400, 1450, tpot_bound_s=0.25)
+    assert cluster.fleet_choice(need) == cluster.policy_choice(need) == Busy(6.0, Role.PREFILL)
+    assert isinstance(cluster.fleet_choice(Need(1400, 1450, tpot_bound_s=0.26)), Decision)
+
+
+def test_a_prompt_waits_for_a_prefill_worker_that_is_sooner_done():
+    cluster = cluster_of("p0", "l0", costs=QUICK, backlog_s=0.01)
+    cluster.view.workers["l0"].reserve_decode("s", 1)  # which makes the prompt a third longer
+    need = Need(4096, 4100)
+    for name in ("p0", "l0"):
+        cluster.view.workers[name].info = welcome(
+            name, cluster.view.workers[name].info.role, local=True, num_blocks=300
+        )
+    for busy_s, is_local in ((0.3, False), (0.4, True)):
+        cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=busy_s)
+        choice = cluster.policy_choice(need)
+        assert isinstance(choice, Decision) is is_local
+        cluster.view.workers["p0"].release_prefill("s")
+
+
+def lending(*, may_lend=True, **fields):
+    """A cluster whose decode worker is full, and whose prefill worker is idle and fluid."""
+    cluster = Cluster(welcome("p0", P, local=True, **fields), welcome("d0", D), costs=QUICK)
+    cluster.may_lend = may_lend
+    for i in range(8):
+        cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
+    return cluster
+
+
+def test_an_idle_prefill_worker_decodes_what_no_decode_worker_has_room_for():
+    cluster = lending()
+    for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
+        assert choice.placement == Placement("p0", "p0")
+        assert choice.why == "least TTFT, decoded by an idle prefill worker"
+
+
+@pytest.mark.parametrize(
+    "why", ["others wait", "it has a prompt", "half of its memory is too little", "a wall"]
+)
+def test_a_prefill_worker_decodes_nothing_if(why):
+    cluster = lending(may_lend=why != "others wait", num_blocks=20 if "half" in why else 100)
+    if why == "a wall":
+        cluster.change_info("p0", stretch=None)
+    if why == "it has a prompt":
+        cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
+    assert cluster.fleet_choice(NEED) == cluster.policy_choice(NEED) == Busy()
+
+
+@pytest.mark.parametrize(("num_seqs", "is_lent"), [(5, False), (6, True)])
+def test_a_prefill_worker_decodes_what_would_be_half_as_fast_elsewhere(num_seqs, is_lent):
+    """Alone there, its token takes 0.625 s."""
+    costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
+    cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
+    cluster.may_lend = True
+    for i in range(num_seqs):
+        cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
+    for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
+        assert (choice.placement.decode == "p0") is is_lent
 
 
 def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
@@ -450,8 +533,8 @@ def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
     assert cluster.fleet_choice(NEED, BLOCKS).placement == Placement("l0", "l0")
 
 
-def test_only_the_longest_holder_is_asked_to_prefill_locally():
-    costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), QUICK.pull)
+def test_the_decode_worker_with_the_least_time_to_first_token_prefills():
+    costs = WorkerCosts(QUICK.prefill, DecodeCost(0.25, 2**-6, 0.0), NEVER_PULL.pull)
     cluster = Cluster(
         welcome("p0", P),
         *(welcome(f"l{i}", D, local=True, max_running=2) for i in range(3)),
@@ -463,7 +546,7 @@ def test_only_the_longest_holder_is_asked_to_prefill_locally():
         for i in range(num_seqs):
             cluster.view.workers[name].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED, BLOCKS), cluster.policy_choice(NEED, BLOCKS)):
-        assert choice.placement == Placement("l2", "l2")
+        assert choice.placement == Placement("l1", "l1")  # half of it, a third longer
 
 
 def test_many_deep_stores_do_not_hide_the_decode_worker_that_holds_most():

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from engine.messages import (
-    GivenBack,
     Role,
 )
-from router.machine.events import FromWorker, Tick
+from engine.worker.blocks import hash_blocks
+from router.machine.events import Tick
 from router.machine.requests import Rejected
 from router.planning.demand import Observer, members
 from router.planning.planner import Planner, PlannerRules, PoolSizes
@@ -102,26 +102,26 @@ def test_refused_requests_count_as_demand():
     assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
 
 
-def test_local_prefill_is_not_demand_on_prefill_workers():
-    machine = machine_of(Role.DECODE, locally=True)
+def test_prompts_that_decode_workers_take_from_a_busy_pool_are_its_demand():
+    machine = machine_of(Role.DECODE, fluid=True)
     machine.demand.observe(0.0)
     ask(machine, "a")
     ask(machine, "b")  # which waits
     assert machine.queue_len == 1
     seen = machine.demand.observe(1.0)
-    assert (seen.prefill_s_per_s, seen.queued_s) == (pytest.approx(0.4), pytest.approx(0.4))
+    assert (seen.prefill_s_per_s, seen.queued_s) == (pytest.approx(0.8), pytest.approx(0.4))
     assert seen.prefilling_s == 0.0
 
 
-def test_repeated_local_prefill_is_subtracted_once():
-    machine = machine_of(Role.DECODE, locally=True)
+def test_prompts_that_are_quicker_in_a_decode_worker_are_not():
+    machine = machine_of(Role.PREFILL, Role.DECODE, fluid=True)
     machine.demand.observe(0.0)
-    ask(machine, "a")
-    for number in range(3):
-        machine.handle(FromWorker("decode-0", GivenBack(f"a.{number}", "lease expired")), 1.0)
-    assert machine.state.flights["a"].num_attempts > 1
-    ask(machine, "b")
-    assert machine.demand.observe(1.0).prefill_s_per_s == pytest.approx(0.4)
+    first = ord("a")
+    cached = hash_blocks(list(range(first, first + 40)), LAYOUT.block_size)
+    machine.prefixes.record("decode-1", cached)
+    [send] = ask(machine, "a")
+    assert send.worker_id == "decode-1"
+    assert machine.demand.observe(1.0).prefill_s_per_s == 0.0
 
 
 def test_without_workers_nothing_is_predicted():

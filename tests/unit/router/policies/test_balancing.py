@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from engine.demand import DecodeCost
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, SeqId, Welcome, WorkerId
-from router.cluster.costs import PullCost, WorkerCosts
+from engine.worker.costs import PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.lengths import ENOUGH, AnswerLengths
 from router.cluster.view import ClusterView, Foreign

@@ -172,7 +172,7 @@ def test_a_worker_that_holds_more_than_a_store_reads_nothing():
 
 def test_a_deep_store_does_not_hide_the_decode_worker_that_holds_most():
     local = worker("d1", seqs=1)
-    local.info = msgspec.structs.replace(local.info, prefills_locally=True)
+    local.info = msgspec.structs.replace(local.info, stretch=4.0)
     known = Costs({"d1": 97, "s0": 99}, pull_token_s=1.0, seq_s=0.1)
     asked = asked_of(worker("p0"), worker("s0"), D0, local, known=known)
     assert Slo().choose(replace(asked, wait_bound_s=1.0)).placement == Placement("d1", "d1")
@@ -216,7 +216,7 @@ def test_followers_stay_with_a_leader_that_was_prefilled_where_it_decodes(busy_s
     near = Placement("d1", "d1")
     need = Need(num_tokens=100, max_len=120, shared=SharedPrompt(near, 96))
     local = worker("d1", busy_s=busy_s)
-    local.info = msgspec.structs.replace(local.info, prefills_locally=True)
+    local.info = msgspec.structs.replace(local.info, stretch=4.0)
     asked = asked_of(worker("p0"), D0, local, need=need)
     asked = replace(asked, wait_bound_s=1.0)
     assert (Slo().choose(asked).placement == near) is follows

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine.messages import LoadReport, Role, WorkerId
-from router.cluster.costs import CostErrors
+from engine.worker.costs import CostErrors
 from router.machine.requests import Forecast, Rejected, Update
 from router.policies.base import Decision
 from router.port import WorkerStatus

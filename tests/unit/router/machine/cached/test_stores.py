@@ -27,7 +27,7 @@ from engine.messages import (
 )
 from engine.worker.block_events import LOWER_MEDIA, AllBlocksCleared, BlockRemoved, Medium, stored
 from engine.worker.blocks import hash_blocks
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S, Estimates
 from router.machine.events import BlocksChanged, BlocksUnheard
 from router.machine.machine import Tick, WorkerJoined, WorkerLost
@@ -101,8 +101,8 @@ def test_no_prompt_and_no_sequence_goes_to_a_store():
 @pytest.mark.parametrize("role", [Role.MIXED, Role.DECODE, Role.DRAINED])
 def test_a_store_is_a_store_for_life(role):
     driver = WithStores("s0", "m0")
-    driver.say("s0", RoleChanged(role, prefills_locally=True))
-    driver.say("m0", RoleChanged(Role.STORE, prefills_locally=False))
+    driver.say("s0", RoleChanged(role))
+    driver.say("m0", RoleChanged(Role.STORE))
     roles = [worker.info.role for worker in driver.machine.view.workers.values()]
     assert roles == [Role.STORE, Role.MIXED]
     assert driver.machine.counters["role changed", "not possible"] == 2

@@ -24,7 +24,7 @@ from engine.messages import (
     Tokens,
     TransferAddress,
 )
-from router.cluster.costs import PrefillCost, PullCost, WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.machine.machine import Tick, WorkerLost
 from router.machine.moves.stages import MoveStage

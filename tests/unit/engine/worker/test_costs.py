@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.demand import DecodeCost
-from router.cluster.costs import (
+from engine.worker.costs import (
     Fit,
     OnlineCosts,
     PrefillCost,
     PullCost,
-    StepSample,
+    StepReport,
     WorkerCosts,
 )
 
@@ -27,14 +27,14 @@ def prefill_step(rng, costs=H200, factor=1.0):
     cached = rng.choice((0, 512, 4096))
     length = cached + rng.randint(16, 8192)
     squares = length**2 - cached**2
-    return StepSample(factor * costs.prefill.seconds(length, cached), length - cached, squares)
+    return StepReport(factor * costs.prefill.seconds(length, cached), length - cached, squares)
 
 
 def decode_step(rng, costs=H200, factor=1.0):
     rows = rng.randint(1, 64)
     context = sum(rng.randint(100, 20_000) for _ in range(rows))
     seconds = factor * costs.decode.seconds(rows, context)
-    return StepSample(seconds, num_rows=rows, num_context_tokens=context)
+    return StepReport(seconds, num_rows=rows, num_context_tokens=context)
 
 
 def learned(num, factor_of=lambda rng: 1.0, costs=H200, seed=0):
@@ -118,7 +118,7 @@ def test_a_mixed_step_teaches_prefill_when_decoding_is_known():
     for _ in range(60):
         chunk, rows = prefill_step(rng), decode_step(rng)
         seconds = chunk.seconds + rows.seconds - H200.decode.fixed_s
-        mixed = StepSample(
+        mixed = StepReport(
             seconds,
             chunk.num_prefill_tokens,
             chunk.prefill_squares,

@@ -30,6 +30,7 @@ from itertools import combinations
 import numpy as np
 
 from engine.demand import DecodeCost
+from engine.messages import StepReport
 
 # ---------------------------------------------------------------- formulas
 
@@ -93,22 +94,6 @@ class CostErrors:
 
 
 # ---------------------------------------------------------------- observations
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """One step of a worker, as the cost formulas see it.
-
-    `num_prefill_tokens` and `prefill_squares` sum (n - p) and (n² - p²) over the chunks of prompts,
-    each from p to n; `num_rows` and `num_context_tokens` are those of the decoding sequences.
-    """
-
-    seconds: float
-    num_prefill_tokens: int = 0
-    prefill_squares: int = 0
-    num_rows: int = 0
-    num_context_tokens: int = 0
-
 
 _MEMORY = 0.995  # weight of an observation when the next one comes
 _ERROR_MEMORY = 0.95
@@ -231,7 +216,7 @@ class OnlineCosts:
     def __init__(self) -> None:
         self._fits: dict[Hashable, _Fits] = {}
 
-    def observe_step(self, worker_class: Hashable, step: StepSample) -> None:
+    def observe_step(self, worker_class: Hashable, step: StepReport) -> None:
         """Learns from one step of a worker of this class.
 
         If the step also decodes, the known cost of decoding is subtracted before prefill learns

@@ -1,0 +1,100 @@
+"""How much of a prompt fits into a step without holding up the sequences that decode in it.
+
+A worker of one pool may take work of the other pool (fluid pools). Prompts that it computes beside
+decoding sequences are cut into chunks, so that no step takes longer than
+
+    the least TPOT bound of these sequences, and
+    `stretch` times the step without prompts, if some of them have no bound.
+
+A step of b sequences with kv tokens of context, and chunks of prompts from p to n, is predicted as
+
+    A + B·Σ(n - p) + C·Σ(n² - p²) + E·b + F·kv      `engine.worker.costs`, learned from this worker
+
+A prompt always makes some progress, even where the sequences alone exceed their bound.
+
+A mixed worker is not concerned: its chunks are bounded by `chunk_tokens` alone. Without decoding
+sequences there is no limit either.
+
+Pure. Source: chunks that fit a bound on the time between tokens, Sarathi-Serve, OSDI 2024.
+"""
+
+from collections.abc import Sequence
+from math import inf, sqrt
+
+from engine.messages import StepReport
+from engine.worker.batch import Row
+from engine.worker.costs import OnlineCosts, PrefillCost
+
+LEAST_TOKENS = 16  # of a prompt in a step that has room for nothing, or before any step was timed
+KEPT = 0.95  # aimed at, as a share of the limit: half of all predictions fall short
+EAGER = 32  # steps of a kind that are all learned from; later one in `EVERY`
+EVERY = 8
+_CLASS = "this worker"
+
+
+class StepPace:
+    """Predicts this worker's steps. Owned by the thread that steps."""
+
+    def __init__(self, stretch: float) -> None:
+        self.stretch = stretch
+        self._costs = OnlineCosts()
+        self._num_seen = {False: 0, True: 0}  # steps, by `decodes_only`
+        self._rows: Sequence[Row] = ()  # that decode in the step that is planned
+        self._left_s: float | None = None  # for prompts in that step; None: not computed yet
+        self._has_prompt = False
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Begins to plan a step in which these rows decode. Without rows there is no limit."""
+        self._rows, self._left_s, self._has_prompt = rows, None, False
+
+    def most_tokens(self, start: int) -> int | None:
+        """The longest chunk of a prompt from `start` on, in tokens; None if there is no limit."""
+        if not self._rows:
+            return None
+        least = 0 if self._has_prompt else LEAST_TOKENS
+        cost = self._costs.costs(_CLASS).prefill
+        if cost is None:
+            return least
+        if self._left_s is None:
+            self._left_s = self._room_s(cost)
+        return max(_tokens_in(self._left_s, cost, start), least)
+
+    def take(self, start: int, num_tokens: int) -> None:
+        """Counts a chunk that is part of the step."""
+        self._has_prompt = True
+        cost = self._costs.costs(_CLASS).prefill
+        if self._left_s is not None and cost is not None:
+            self._left_s -= cost.seconds(start + num_tokens, start) - cost.fixed_s
+
+    def _room_s(self, cost: PrefillCost) -> float:
+        """Seconds that chunks may add to the rows of the planned step."""
+        decode = self._costs.costs(_CLASS).decode
+        if decode is None:
+            return 0.0
+        num_context = sum([row.end for row in self._rows])
+        plain_s = decode.seconds(len(self._rows), num_context)
+        bounds_s = [row.tpot_s for row in self._rows]
+        limit_s = min((bound_s for bound_s in bounds_s if bound_s is not None), default=inf)
+        if None in bounds_s:
+            limit_s = min(limit_s, self.stretch * plain_s)
+        return KEPT * limit_s - (plain_s - decode.fixed_s) - cost.fixed_s
+
+    def wants(self, *, decodes_only: bool) -> bool:
+        """True if to learn from the step of this kind that has just ended."""
+        self._num_seen[decodes_only] += 1
+        number = self._num_seen[decodes_only]
+        return number <= EAGER or number % EVERY == 0
+
+    def learn(self, step: StepReport) -> None:
+        """Learns how long a step took."""
+        self._costs.observe_step(_CLASS, step)
+
+
+def _tokens_in(left_s: float, cost: PrefillCost, start: int) -> int:
+    """The most tokens n behind `start` with B·n + C·((start + n)² - start²) <= `left_s`."""
+    if left_s <= 0:
+        return 0
+    linear_s, square_s = cost.token_s + 2 * cost.square_s * start, cost.square_s
+    if square_s * left_s <= 1e-9 * linear_s * linear_s:
+        return int(left_s / linear_s) if linear_s > 0 else 1 << 30
+    return int((sqrt(linear_s * linear_s + 4 * square_s * left_s) - linear_s) / (2 * square_s))
