@@ -263,6 +263,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int | None = None  # of the generator that breaks ties; None: each gateway its own
     max_queue: int = 1024  # requests waiting for a worker
     queue_timeout_s: float = 60.0  # a request that waits longer is refused
+    # Of one key and priority, a short prompt passes a longer one that came up to so many seconds
+    # earlier for each second of work by which they differ. 0: the order of arrival.
+    queue_patience: float = 4.0
     # A key that holds less than another key waits this long for room. Then the youngest sequences
     # of the other are put back. None: it waits until they end.
     turn_after_s: float | None = 1.0
@@ -286,8 +289,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo_tpot_s: float | None = None  # decode workers are filled only as far as they keep it
 
     def __post_init__(self) -> None:
-        amounts = set(self.__struct_fields__) - {"policy", "seed", "balance"}
+        amounts = set(self.__struct_fields__) - {"policy", "seed", "balance", "queue_patience"}
         _require_positive("router", self, sorted(amounts))
+        _require(self.queue_patience >= 0, "router.queue_patience must not be negative")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -257,6 +257,9 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     The worker may pull the blocks under `prefix`, a lease of another worker, instead of computing
     them. With `prompt_logprobs` it computes all blocks. Then each token of the prompt but the first
     comes with its log-probability and with that many of the likeliest tokens.
+
+    If the blocks `are_spare`, another worker keeps them: once they have no holder here, they are
+    evicted before others.
     """
 
     seq_id: SeqId
@@ -267,6 +270,7 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     salt: Salt = b""
     client_id: str = ""  # the client's own id of the request, for log lines
+    are_spare: bool = False
 
 
 class Prefill(ComputePrompt, frozen=True, tag=True):
@@ -298,6 +302,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     is_moved: bool = False
     salt: Salt = b""
     client_id: str = ""  # as of a prompt
+    are_spare: bool = False  # as of a prompt
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -313,6 +318,7 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token_ids: Prompt
     salt: Salt = b""
+    are_spare: bool = False  # as of a prompt, once they were pulled
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):

@@ -63,6 +63,25 @@ from engine.worker.leases import LeaseTable
 from engine.worker.pace import StepPace
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
+# With so many tokens a step keeps a GPU busy: more tokens take as much more time.
+FULL_STEP_TOKENS = 512
+
+
+class _Budget:
+    """The tokens that a step may still take."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._num_taken = 0
+
+    def take(self, num_tokens: int, *, completes: bool) -> None:
+        """Counts a chunk. If it completes a prompt, the step is only filled up."""
+        self.num_tokens -= num_tokens
+        self._num_taken += num_tokens
+        if completes:
+            room = max(FULL_STEP_TOKENS - self._num_taken, 0)
+            self.num_tokens = min(self.num_tokens, room)
+
 
 class PrefillScheduler:
     """Prompts waiting, pulling a prefix, being computed, and leased out."""
@@ -180,21 +199,22 @@ class PrefillScheduler:
     def schedule(self, budget_tokens: int, now_s: float, *, ahead: bool = False) -> Scheduled:
         """Returns one chunk of each prompt, in order of arrival, while budget and memory last.
 
-        A chunk may follow one in flight. Nothing follows the last chunk.
+        A chunk may follow one in flight. Nothing follows the last chunk. A step that completes a
+        prompt takes little else, since the first token waits for the whole step.
         """
         if not self.computing and not self.waiting.waiting:
             return NOTHING
-        scheduled = Scheduled()
+        scheduled, left = Scheduled(), _Budget(budget_tokens)
         for prompt in self.computing.values():
-            budget_tokens -= self._add_row(prompt, budget_tokens, scheduled)
-        while budget_tokens > 0 and self.waiting.waiting and self._has_room():
+            self._add_row(prompt, left, scheduled)
+        while left.num_tokens > 0 and self.waiting.waiting and self._has_room():
             started, effects = self.waiting.start_next()
             scheduled.effects += effects
             if started is None:
                 break
             if not started.pulled:
                 scheduled.effects += self._begin(started)
-                budget_tokens -= self._add_row(started, budget_tokens, scheduled)
+                self._add_row(started, left, scheduled)
         return scheduled
 
     def _has_room(self) -> bool:
@@ -230,20 +250,21 @@ class PrefillScheduler:
         prompt.num_leased_ready = num_ready
         return [GrowLease(prompt.lease_id, block_ids)]
 
-    def _add_row(self, prompt: PendingPrompt, budget_tokens: int, scheduled: Scheduled) -> int:
-        """Adds the next chunk of a prompt; returns its length in tokens."""
+    def _add_row(self, prompt: PendingPrompt, left: "_Budget", scheduled: Scheduled) -> None:
+        """Adds the next chunk of a prompt."""
         seq = prompt.seq
         start = seq.num_planned_tokens
-        num = min(budget_tokens, self._chunk_tokens, len(seq.token_ids) - start)
+        num = min(left.num_tokens, self._chunk_tokens, len(seq.token_ids) - start)
         if self._pace is not None:
             most = self._pace.most_tokens(start)
             num = num if most is None else min(num, most)
         if num <= 0:
-            return 0
+            return
         if self._pace is not None:
             self._pace.take(start, num)
         token_ids = seq.token_ids[start : start + num]
         last = start + num == len(seq.token_ids)
+        left.take(num, completes=last)
         row = Row(
             seq_id=seq.seq_id,
             token_ids=token_ids,
@@ -260,7 +281,6 @@ class PrefillScheduler:
         )
         scheduled.rows.append(row)
         seq.in_flight.append(row)
-        return num
 
     def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
         """Counts a chunk as computed. The last chunk brings the answer's first token."""

@@ -7,7 +7,10 @@ Each block has three independent kinds of holders, and becomes free when the las
     in flight  pulls that write into it; or a step that may still do, after its owner let go
 
 A block without a holder is free. If it is full and its hash is known, it is also *cached*. It keeps
-its content until the free list, least recently used first, reaches it. So at all times
+its content until the free list, least recently used first, reaches it. *Spare* blocks are handed
+out before other cached ones: the last sequence or lease that held them said that another worker
+keeps a copy. Blocks before one that is kept are no spare ones, or nothing would be found of the
+prefix. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
@@ -29,7 +32,7 @@ block, sglang#24527 and TensorRT-LLM#12542; chained block hashes, vLLM's prefix 
 
 import sys
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -139,6 +142,8 @@ class BlockPool:
         self._in_flight = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
+        self._num_children: dict[BlockHash, int] = {}  # known blocks after the one with this hash
+        self._parent: list[BlockHash | None] = [None] * num_blocks
         self._num_cached = 0  # idle blocks whose hash is known
         self._num_leased = self._num_in_flight = (
             0  # blocks with this kind of holder; some have both
@@ -146,15 +151,18 @@ class BlockPool:
         # For each step in flight, the blocks that become free with its end.
         self._freed_in_flight: deque[list[BlockId]] = deque()
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
-        # a prefix hit takes a block out of the middle.
-        self._idle: OrderedDict[BlockId, None] = OrderedDict(
+        # a prefix hit takes a block out of the middle. All of the first are handed out before any
+        # of the second: those without a hash and spare ones, then those that are worth keeping.
+        self._spare: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
+        self._kept: OrderedDict[BlockId, None] = OrderedDict()
+        self._is_spare = bytearray(num_blocks)  # once no holder is left
 
     @property
     def num_idle(self) -> int:
         """Blocks that `allocate` can hand out: free and cached ones."""
-        return len(self._idle)
+        return len(self._spare) + len(self._kept)
 
     def counts(self) -> BlockCounts:
         """Counts every block by its holders."""
@@ -162,10 +170,10 @@ class BlockPool:
         if in_flight and leased:
             leased -= sum(map(bool, map(mul, self._in_flight, self._leased)))
         in_flight += sum(map(len, self._freed_in_flight))
-        owned = self.num_blocks - len(self._idle) - leased - in_flight
+        owned = self.num_blocks - self.num_idle - leased - in_flight
         cached = self._num_cached
         return BlockCounts(
-            free=len(self._idle) - cached,
+            free=self.num_idle - cached,
             cached=cached,
             owned=owned,
             leased=leased,
@@ -189,10 +197,12 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Takes that many blocks for a sequence, evicting cached ones. Raises OutOfBlocks."""
-        if num_blocks > len(self._idle):
-            raise OutOfBlocks(num_blocks, len(self._idle))
-        take, owned, known = self._idle.popitem, self._owned, self._hash
-        blocks = [take(last=False)[0] for _ in range(num_blocks)]
+        if num_blocks > self.num_idle:
+            raise OutOfBlocks(num_blocks, self.num_idle)
+        owned, known, spare, kept = self._owned, self._hash, self._spare, self._kept
+        num_spare = min(num_blocks, len(spare))
+        blocks = [spare.popitem(last=False)[0] for _ in range(num_spare)]
+        blocks += [kept.popitem(last=False)[0] for _ in range(num_blocks - num_spare)]
         for block in blocks:
             if known[block] is not None:
                 self._num_cached -= 1
@@ -216,7 +226,8 @@ class BlockPool:
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
-            self._num_cached += block in self._idle
+            self._num_cached += self._is_idle(block)
+            self._follow(block, parent)
             if self._news is not None:
                 self._news.append(Stored(block_hash, parent, token_ids))
 
@@ -231,9 +242,10 @@ class BlockPool:
                 self.set_hash(block, block_hash, parent=before)
             return
         by_hash.update(zip(hashes, blocks, strict=False))
-        for block, block_hash in zip(blocks, hashes, strict=False):
+        for block, block_hash, before in zip(blocks, hashes, parents, strict=False):
             known[block] = block_hash
-        self._num_cached += sum(map(self._idle.__contains__, blocks))
+            self._follow(block, before)
+        self._num_cached += sum(map(self._is_idle, blocks))
         if news is not None:
             news += map(_stored, zip(hashes, parents, repeat(()), repeat(None), strict=False))
 
@@ -249,16 +261,19 @@ class BlockPool:
         """Adds a sequence as an owner of these blocks."""
         self._hold(self._owned, blocks)
 
-    def disown(self, blocks: Sequence[BlockId]) -> None:
+    def disown(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
         """Removes an owner. The end of a prefix becomes free before its beginning."""
+        self._mark(blocks, are_spare=are_spare)
         self._let_go(self._owned, reversed(blocks))
 
     def lease(self, blocks: Iterable[BlockId]) -> None:
         """Lets another worker read these blocks from now on."""
         self._num_leased += self._hold(self._leased, blocks)
 
-    def end_lease(self, blocks: Sequence[BlockId]) -> None:
-        """Ends a lease: its reader is gone."""
+    def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+        """Ends a lease: its reader is gone. It may keep what it read."""
+        if are_spare:
+            self._mark(blocks, are_spare=True)
         self._num_leased -= self._let_go(self._leased, reversed(blocks))
 
     def begin_write(self, blocks: Iterable[BlockId]) -> None:
@@ -281,8 +296,8 @@ class BlockPool:
     def end_step(self) -> None:
         """Notes that the first of the launched steps has ended, and frees blocks that it held."""
         for block in self._freed_in_flight.popleft():
-            self._idle[block] = None
-            self._idle.move_to_end(block, last=False)
+            self._spare[block] = None
+            self._spare.move_to_end(block, last=False)
 
     def validate(self) -> None:
         """Asserts every invariant of the pool."""
@@ -290,34 +305,41 @@ class BlockPool:
         holders = list(zip(self._in_flight, self._leased, self._owned, strict=True))
         freed = [block for blocks in self._freed_in_flight for block in blocks]
         assert len(set(freed)) == len(freed)
-        assert not any(block in self._idle for block in freed)
+        assert not any(map(self._is_idle, freed))
         assert counts.in_flight == sum(flight > 0 for flight, _, _ in holders) + len(freed)
         assert self._num_leased == sum(lease > 0 for _, lease, _ in holders)
         assert counts.leased == sum(lease > 0 and not flight for flight, lease, _ in holders)
         assert counts.owned == sum(
             own > 0 and not (flight or lease) for flight, lease, own in holders
         )
-        assert counts.cached == sum(self._hash[block] is not None for block in self._idle)
+        idle = [*self._spare, *self._kept]
+        assert len(set(idle)) == len(idle)
+        assert counts.cached == sum(self._hash[block] is not None for block in idle)
+        assert not any(self._is_spare[block] for block in self._kept)
         assert counts.total == self.num_blocks
         for block in range(self.num_blocks):
             assert min(holders[block]) >= 0
-            is_idle = BlockId(block) in self._idle
+            is_idle = self._is_idle(BlockId(block))
             assert (sum(holders[block]) == 0) == (is_idle or block in freed), (
                 f"block {block} is misplaced"
             )
         for block_hash, held in self._by_hash.items():
             assert self._hash[held] == block_hash
         assert sum(h is not None for h in self._hash) == len(self._by_hash)
+        assert Counter(each for each in self._parent if each is not None) == self._num_children
 
     def _hold(self, holders: list[int], blocks: Iterable[BlockId]) -> int:
         """Adds a holder to each block; returns for how many it is the first of its kind."""
         num_first = 0
-        idle, known = self._idle, self._hash
+        spare, kept, known = self._spare, self._kept, self._hash
         for block in blocks:
             num_first += not holders[block]
             holders[block] += 1
-            if block in idle:
-                del idle[block]
+            if block in kept:
+                del kept[block]
+                self._num_cached -= 1
+            elif block in spare:
+                del spare[block]
                 self._num_cached -= known[block] is not None
         return num_first
 
@@ -325,7 +347,7 @@ class BlockPool:
         """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        idle, known, freed = self._idle, self._hash, self._freed_in_flight
+        spare, known, freed = self._spare, self._hash, self._freed_in_flight
         for block in blocks:
             count = holders[block] - 1
             assert count >= 0, f"block {block} is let go more often than it was held"
@@ -335,19 +357,58 @@ class BlockPool:
             num_last += 1
             if not (owned[block] or leased[block] or in_flight[block]):
                 if known[block] is not None:
-                    idle[block] = None
+                    (spare if self._is_spare[block] else self._kept)[block] = None
                     self._num_cached += 1
                 elif freed:
                     freed[-1].append(block)
                 else:
-                    idle[block] = None
-                    idle.move_to_end(block, last=False)
+                    spare[block] = None
+                    spare.move_to_end(block, last=False)
         return num_last
+
+    def _is_idle(self, block: BlockId) -> bool:
+        return block in self._kept or block in self._spare
+
+    def _follow(self, block: BlockId, parent: BlockHash | None) -> None:
+        """Notes which block a newly known one follows."""
+        self._parent[block] = parent
+        if parent is not None:
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+
+    def _unfollow(self, block: BlockId) -> None:
+        parent, self._parent[block] = self._parent[block], None
+        if parent is None:
+            return
+        left = self._num_children[parent] - 1
+        if left:
+            self._num_children[parent] = left
+        else:
+            del self._num_children[parent]
+
+    def _mark(self, blocks: Sequence[BlockId], *, are_spare: bool) -> None:
+        """Notes that the blocks of a prefix are spare ones, or none.
+
+        A block that others follow is no spare one, nor are those before it.
+        """
+        marks = self._is_spare
+        if not are_spare:
+            for block in blocks:
+                marks[block] = 0
+            return
+        num_after = 0  # known blocks of this prefix that directly follow
+        for block in reversed(blocks):
+            block_hash = self._hash[block]
+            if block_hash is None:
+                continue
+            if self._num_children.get(block_hash, 0) > num_after:
+                break
+            marks[block] = num_after = 1
 
     def _forget(self, block: BlockId) -> None:
         block_hash = self._hash[block]
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hash[block] = None
+            self._unfollow(block)
             if self._news is not None:
                 self._news.append(Evicted(block_hash))

@@ -96,6 +96,7 @@ class Intake:
             salt=message.salt,
             block_hashes=list(facts.block_hashes),
             guide=guide,
+            are_spare=message.are_spare,
         )
 
     def knows(self, token: int) -> bool:

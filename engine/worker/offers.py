@@ -159,7 +159,13 @@ class PrefixOffers:
             self._counters["prefix_offers:not_held"] += 1
             return [Emit(gateway_id, PrefixOffered(message.seq_id, None))]
         self._counters["prefix_offers:held"] += 1
-        lease, effects = self.leases.open(lease_id, gateway_id, block_ids, num_ready=len(block_ids))
+        lease, effects = self.leases.open(
+            lease_id,
+            gateway_id,
+            block_ids,
+            num_ready=len(block_ids),
+            are_spare=message.are_spare,
+        )
         return [*effects, Emit(gateway_id, PrefixOffered(message.seq_id, lease))]
 
     def _offer_blocks(self, gateway_id: GatewayId, message: OfferBlocks) -> list[Effect]:

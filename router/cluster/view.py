@@ -83,6 +83,7 @@ class WorkerView:
     reserved_blocks: int = 0
     context_tokens: int = 0
     computing_since_s: float = 0.0  # when it began the oldest prompt here
+    turnover: float = 0.0  # of its cache: what it was given to keep, as a share of its room
     touched: set[WorkerId] = field(
         default_factory=set, repr=False
     )  # the view's set of changed workers

@@ -60,6 +60,7 @@ class Attempt:
     lease: LeaseRef | None = None
     prefilled: bool = False
     kv_ready: bool = False
+    kept_by: WorkerId | None = None  # which of the two workers keeps its KV; None: both
     is_moved: bool = False  # it continues an attempt at another decode worker
     is_lent: bool = False  # a prefill worker decodes it
     move: Move | None = None

@@ -197,8 +197,8 @@ class RouterMachine:
             waits = bool(self.num_stranded or state.moves.at(MoveStage.COPIED))
         if waits and self._may_make_room(event):
             effects += self._go_on(now_s)
-            if type(event) is Arrived:
-                effects += self._placing.prefetch(event.request.request_id, now_s)
+            if type(event) is Arrived and event.request.request_id in state.waiting.queue:
+                effects += self._placing.prepare(event.request.request_id, now_s)
         return effects
 
     def _on_rare(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:

@@ -36,6 +36,7 @@ from router.policies.candidates import (
     predicted_ready_s,
     tokens_to_compute,
 )
+from router.policies.keeping import keeper
 from router.policies.pulling import Bid, Holders, bid
 
 HEDGE_LEAST_S = 1.0  # predictions on a busy machine are no better than that
@@ -213,6 +214,11 @@ class Placing:
             is_lent=self._is_lent(decision),
         )
         self._state.by_seq[seq_id] = flight
+        if attempt.hands_over and need.max_len > need.num_tokens + 1:  # else nothing is handed over
+            workers = self._state.view.workers
+            attempt.kept_by = keeper(
+                workers[attempt.prefill], workers[attempt.decode], decision, need.num_tokens
+            )
         self._claim(flight, attempt, decision, need, now_s)
         return attempt
 
@@ -271,9 +277,14 @@ class Placing:
             attempt.asked_s = now_s
         attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
         self._state.counters["prefix offer", "asked"] += 1
-        return SendTo(
-            decision.pulled_from, OfferPrefix(attempt.seq_id, flight.token_ids, flight.request.salt)
+        keepers = (None, decision.pulled_from)
+        offer = OfferPrefix(
+            attempt.seq_id,
+            flight.token_ids,
+            flight.request.salt,
+            are_spare=attempt.kept_by not in keepers,
         )
+        return SendTo(decision.pulled_from, offer)
 
     def send_prefill(
         self, flight: Flight, attempt: Attempt, prefix: LeaseRef | None, now_s: float
@@ -295,27 +306,28 @@ class Placing:
             prompt_logprobs=flight.prompt_logprobs,
             salt=request.salt,
             client_id=request.client_id,
+            are_spare=attempt.kept_by == attempt.decode != attempt.prefill,
         )
         return SendTo(attempt.prefill, message)
 
-    def prefetch(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
-        """Has a store read the prefix of a new prompt into memory, if its pull would pay.
+    def prepare(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:
+        """Ranks a prompt that has to queue by what of it is not cached.
 
-        Only while the prompt is queued. If it is placed, the offer itself makes the store read.
+        Has a store read its prefix into memory, if its pull would pay. If a prompt is placed at
+        once, the offer itself makes the store read.
         """
         state = self._state
-        if not state.workers.on_lower or not state.policy.pulls:
-            return []
-        if request_id not in state.waiting.queue:
-            return []
         flight = state.flights[request_id]
         known = KnownPrefixes(state, flight)
         sinks = state.view.prefillers()
-        if not sinks or not known.matched_below():
+        if not sinks:
             return []
         matched = known.matched_tokens()
         sink = max(sinks, key=lambda item: matched.get(item[0], 0))
-        source = likely_bid(state, flight, known, sink, now_s).source
+        likely = likely_bid(state, flight, known, sink, now_s)
+        if likely.seconds is not None:
+            state.waiting.rank(flight, likely.seconds)
+        source = likely.source if state.policy.pulls else None
         if source is None:
             return []
         num_blocks = source.num_tokens // sink[1].info.layout.block_size

@@ -153,6 +153,7 @@ class Progress:
             message.lease,
             salt=request.salt,
             client_id=request.client_id,
+            are_spare=attempt.kept_by == attempt.prefill,
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode)]

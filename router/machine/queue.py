@@ -4,8 +4,12 @@ Returned requests come first: they had a worker, or were held back for a leader 
 the lowest priority number comes first, and a higher number waits as long as there is a lower one.
 Within a priority tenants take turns by deficit round robin: each turn a tenant may have a quantum
 of work placed. It keeps what it does not use, as long as it has requests. So a tenant that sends
-more or longer requests waits longer, and no other tenant does. Within a tenant the order is that of
-arrival.
+more or longer requests waits longer, and no other tenant does.
+
+Within a tenant the least *rank* comes first: the time of arrival, and `router.queue_patience` times
+the seconds that the prompt is predicted to take. So a short prompt passes a long one that came a
+little earlier. No prompt starves: one that takes `c` seconds is passed only by requests that come
+within `patience · c` seconds after it. A patience of zero is the order of arrival.
 
 The caller predicts the work of a request, in any unit; `quantum` is the worth of a turn.
 
@@ -20,6 +24,7 @@ Source: Shreedhar and Varghese, Efficient fair queuing using deficit round robin
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from engine.messages import RequestId
 from router.cluster.estimates import Estimates
@@ -30,14 +35,41 @@ from router.machine.flight import Flight
 # A tenant's turn, in tokens of prompts and predicted answers: a larger one takes fewer turns
 # to reach a long request, a smaller one shares finer.
 QUANTUM_TOKENS = 4096.0
+SPARE = 64  # entries of a heap that may be out of date before they are dropped
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A request's work, and its rank among its tenant's."""
+
+    work: float
+    rank: tuple[float, int]  # among equals the one that came first
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """A tenant's requests with the work of each, and the work that it may still place this turn."""
+    """A tenant's requests in order of arrival, and the work that it may still place this turn."""
 
-    waiting: OrderedDict[RequestId, float] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[RequestId, _Waiter] = field(default_factory=OrderedDict)
+    ranked: list[tuple[tuple[float, int], RequestId]] = field(default_factory=list)  # a heap
     deficit: float = 0.0
+
+    def rank(self, request_id: RequestId, waiter: _Waiter) -> None:
+        """Adds a request, or gives it another rank."""
+        self.waiting[request_id] = waiter
+        heappush(self.ranked, (waiter.rank, request_id))
+        if len(self.ranked) > 2 * len(self.waiting) + SPARE:
+            self.ranked = [(each.rank, i) for i, each in self.waiting.items()]
+            heapify(self.ranked)
+
+    def first(self) -> RequestId:
+        """Returns the request of least rank."""
+        while True:
+            rank, request_id = self.ranked[0]
+            waiter = self.waiting.get(request_id)
+            if waiter is not None and waiter.rank == rank:
+                return request_id
+            heappop(self.ranked)
 
 
 @dataclass(slots=True)
@@ -56,6 +88,7 @@ class FairQueue:
         self._returned: OrderedDict[RequestId, None] = OrderedDict()
         self._levels: dict[int, _Level] = {}
         self._homes: dict[RequestId, tuple[int, str]] = {}  # of requests that were not returned
+        self._num_put = 0
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._homes)
@@ -67,12 +100,32 @@ class FairQueue:
         yield from self._returned
         yield from self._homes
 
-    def put(self, request_id: RequestId, *, priority: int, tenant: str, work: float) -> None:
-        """Adds a request behind those of its tenant."""
+    def put(
+        self,
+        request_id: RequestId,
+        *,
+        priority: int,
+        tenant: str,
+        work: float,
+        rank: float = 0.0,
+    ) -> None:
+        """Adds a request; among those of its tenant, the least rank comes first."""
         assert request_id not in self
         level = self._levels.setdefault(priority, _Level())
-        level.tenants.setdefault(tenant, _Tenant()).waiting[request_id] = work
+        waiter = _Waiter(work, (rank, self._num_put))
+        self._num_put += 1
+        level.tenants.setdefault(tenant, _Tenant()).rank(request_id, waiter)
         self._homes[request_id] = (priority, tenant)
+
+    def rank(self, request_id: RequestId, rank: float) -> None:
+        """Gives a request another rank, unless it was returned."""
+        if request_id not in self._homes:
+            return
+        priority, name = self._homes[request_id]
+        tenant = self._levels[priority].tenants[name]
+        waiter = tenant.waiting[request_id]
+        waiter.rank = (rank, waiter.rank[1])
+        tenant.rank(request_id, waiter)
 
     def put_back(self, request_id: RequestId) -> None:
         """Adds a returned request before all others."""
@@ -92,8 +145,8 @@ class FairQueue:
             if not level.has_begun:
                 level.has_begun = True
                 tenant.deficit += self._quantum
-            request_id, work = next(iter(tenant.waiting.items()))
-            if work <= tenant.deficit or len(level.tenants) == 1:
+            request_id = tenant.first()
+            if tenant.waiting[request_id].work <= tenant.deficit or len(level.tenants) == 1:
                 return request_id
             level.tenants.move_to_end(name)
             level.has_begun = False
@@ -104,7 +157,7 @@ class FairQueue:
             yield next(iter(self._returned))
         if self._levels:
             for tenant in self._levels[min(self._levels)].tenants.values():
-                yield next(iter(tenant.waiting))
+                yield tenant.first()
 
     def num_of(self, tenant: str) -> int:
         """Counts a tenant's requests, without returned ones."""
@@ -137,7 +190,7 @@ class FairQueue:
         priority, name = self._homes.pop(request_id)
         level = self._levels[priority]
         tenant = level.tenants[name]
-        work = tenant.waiting.pop(request_id)
+        work = tenant.waiting.pop(request_id).work
         if is_placed:
             tenant.deficit = max(tenant.deficit - work, 0.0)
         if not tenant.waiting:
@@ -156,6 +209,7 @@ class FairQueue:
             for name, tenant in level.tenants.items():
                 assert tenant.waiting
                 assert tenant.deficit >= 0
+                assert set(tenant.ranked) >= {(w.rank, i) for i, w in tenant.waiting.items()}
                 seen |= dict.fromkeys(tenant.waiting, (priority, name))
         assert seen == self._homes
 
@@ -204,13 +258,22 @@ class HeldBack:
 class Waiting:
     """All requests that wait for a worker: queued, or held back for their leader."""
 
-    def __init__(self, estimates: Estimates, lengths: AnswerLengths, deadlines: Deadlines) -> None:
+    def __init__(
+        self,
+        estimates: Estimates,
+        lengths: AnswerLengths,
+        deadlines: Deadlines,
+        *,
+        patience: float = 0.0,
+    ) -> None:
+        """`patience` is that of ranks, in seconds of wait for each second of work."""
         self.queue = FairQueue(QUANTUM_TOKENS)
         self.held = HeldBack()
         self.queued_s = 0.0  # predicted to compute the prompts in the queue
         self._estimates = estimates
         self._lengths = lengths
         self._deadlines = deadlines
+        self._patience = patience
 
     @property
     def num_requests(self) -> int:
@@ -218,7 +281,7 @@ class Waiting:
         return len(self.queue) + len(self.held)
 
     def put(self, flight: Flight) -> None:
-        """Queues a new request, behind those of its tenant."""
+        """Queues a new request, with the rank that it has if nothing of it is cached."""
         self._begin(flight)
         request = flight.request
         self.queue.put(
@@ -226,7 +289,15 @@ class Waiting:
             priority=request.priority,
             tenant=request.tenant,
             work=flight.length + self._lengths.mean(flight.max_tokens),
+            rank=self._rank(flight, flight.waits_for_s),
         )
+
+    def rank(self, flight: Flight, compute_s: float) -> None:
+        """Ranks a waiting request by what it is predicted to take."""
+        self.queue.rank(flight.request.request_id, self._rank(flight, compute_s))
+
+    def _rank(self, flight: Flight, compute_s: float) -> float:
+        return flight.stamps.arrived_s + self._patience * compute_s
 
     def put_back(self, flight: Flight) -> None:
         """Queues a returned request, before all others."""

@@ -55,7 +55,8 @@ class RouterState:
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival
         self.by_seq: dict[SeqId, Flight] = {}  # by the sequences of attempts and of copies
         self.deadlines = Deadlines(config)
-        self.waiting = Waiting(estimates, self.lengths, self.deadlines)
+        patience = config.queue_patience
+        self.waiting = Waiting(estimates, self.lengths, self.deadlines, patience=patience)
         self.moves = Moves()
         self.counters: Counter[tuple[str, str]] = Counter()
         self.transfers = PairTransfers()

@@ -1,4 +1,4 @@
-"""BlockPool against a slow twin that keeps one record per block and a plain list of idle ones."""
+"""BlockPool against a slow twin that keeps one record per block and plain lists of idle ones."""
 
 from dataclasses import dataclass, field
 
@@ -20,11 +20,7 @@ NUM_BLOCKS = 6
 HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide
 KINDS = ("owned", "leased", "in_flight")  # a block held in two ways counts as the later
 HOLD = {"owned": BlockPool.own, "leased": BlockPool.lease, "in_flight": BlockPool.begin_write}
-LET_GO = {
-    "owned": BlockPool.disown,
-    "leased": BlockPool.end_lease,
-    "in_flight": BlockPool.end_write,
-}
+LET_GO = {"owned": BlockPool.disown, "leased": BlockPool.end_lease}
 
 
 @dataclass
@@ -33,6 +29,7 @@ class Block:
 
     holds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     content: BlockHash | None = None  # by which a match finds it
+    is_spare: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -44,7 +41,12 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.twin = [Block() for _ in range(NUM_BLOCKS)]
-        self.idle = list(range(NUM_BLOCKS))  # next to be handed out first
+        self.spare = list(range(NUM_BLOCKS))  # next to be handed out first
+        self.kept: list[int] = []  # after these
+
+    @property
+    def idle(self) -> list[int]:
+        return [*self.spare, *self.kept]
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS))
     def allocate(self, num_blocks):
@@ -52,7 +54,8 @@ class PoolAndItsTwin(RuleBasedStateMachine):
             with pytest.raises(OutOfBlocks):
                 self.pool.allocate(num_blocks)
             return
-        expected, self.idle = self.idle[:num_blocks], self.idle[num_blocks:]
+        expected = self.idle[:num_blocks]
+        self._take(expected)
         assert self.pool.allocate(num_blocks) == expected
         for block in expected:
             self.twin[block].content = None
@@ -84,18 +87,37 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         HOLD[kind](self.pool, blocks)
         for block in blocks:
             self.twin[block].holds[kind] += 1
-        self.idle = [block for block in self.idle if block not in blocks]
+        self._take(blocks)
 
-    @rule(data=st.data(), kind=st.sampled_from(KINDS))
-    def let_go(self, data, kind):
+    def _take(self, blocks):
+        self.spare = [block for block in self.spare if block not in blocks]
+        self.kept = [block for block in self.kept if block not in blocks]
+
+    @rule(data=st.data(), kind=st.sampled_from(KINDS), are_spare=st.booleans())
+    def let_go(self, data, kind, are_spare):
         held = [i for i, b in enumerate(self.twin) if b.holds[kind]]
         blocks = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
-        LET_GO[kind](self.pool, blocks)
+        if kind == "in_flight":
+            self.pool.end_write(blocks)
+        else:
+            LET_GO[kind](self.pool, blocks, are_spare=are_spare)
+            self._mark(blocks, kind, are_spare)
         for block in reversed(blocks):
             twin = self.twin[block]
             twin.holds[kind] -= 1
-            if twin.is_idle:  # cached blocks go to the end, the rest to the front
-                self.idle.insert(len(self.idle) if twin.content else 0, block)
+            if not twin.is_idle:
+                continue
+            if not twin.content:
+                self.spare.insert(0, block)
+            else:
+                (self.spare if twin.is_spare else self.kept).append(block)
+
+    def _mark(self, blocks, kind, are_spare):
+        for block in blocks:
+            if are_spare and self.twin[block].content:
+                self.twin[block].is_spare = True
+            elif not are_spare and kind == "owned":
+                self.twin[block].is_spare = False
 
     @rule(wanted=st.lists(st.sampled_from(HASHES), unique=True))
     def match(self, wanted):

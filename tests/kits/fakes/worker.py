@@ -89,12 +89,12 @@ class SpoilingPool(BlockPool):
         self._runner.spoil(blocks)
         return blocks
 
-    def disown(self, blocks: Sequence[BlockId]) -> None:
-        super().disown(blocks)
+    def disown(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+        super().disown(blocks, are_spare=are_spare)
         self._spoil_free(blocks)
 
-    def end_lease(self, blocks: Sequence[BlockId]) -> None:
-        super().end_lease(blocks)
+    def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+        super().end_lease(blocks, are_spare=are_spare)
         self._spoil_free(blocks)
 
     def end_write(self, blocks: Sequence[BlockId]) -> None:
@@ -116,7 +116,7 @@ class SpoilingPool(BlockPool):
         return ((block, block_hash) for block_hash, block in self._by_hash.items())
 
     def _spoil_free(self, blocks: Sequence[BlockId]) -> None:
-        self._runner.spoil(b for b in blocks if b in self._idle and self._hash[b] is None)
+        self._runner.spoil(b for b in blocks if b in self._spare and self._hash[b] is None)
 
     def end_step(self) -> None:
         freed = list(self._freed_in_flight[0])

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.messages import Role, Sampling
+from prefill.scheduler import FULL_STEP_TOKENS
 from tests.kits.worker_core import (
     LENGTH,
     STOP,
@@ -65,6 +66,28 @@ def test_chunks_share_the_budget_in_order_of_arrival():
 
 def done(name):
     return [prefilled(name, finish=LENGTH)]
+
+
+def test_a_step_that_completes_a_prompt_takes_little_else():
+    size = FULL_STEP_TOKENS
+    rig(chunk=4 * size, budget=4 * size, num_blocks=4 * size).play(
+        (prefill("a", size, more=1), []),
+        (prefill("b", range(9 * size, 11 * size), more=1), []),
+        (Step(), [started("a"), Ran("a", 0, size), *done("a")]),
+        (prefill("c", range(20 * size, 20 * size + 8), more=1), []),
+        (Step(), [started("b"), Ran("b", 0, 2 * size), *done("b")]),
+        (prefill("d", range(30 * size, 32 * size), more=1), []),
+        (
+            Step(),
+            [
+                started("c"),
+                started("d"),
+                Ran("c", 0, 8),
+                Ran("d", 0, size - 8),
+                *done("c"),
+            ],
+        ),
+    )
 
 
 def test_a_chunk_stops_in_the_middle_of_a_block_when_the_budget_is_spent():

@@ -132,3 +132,53 @@ def test_a_misplaced_block_is_noticed():
     pool._owned[0] = 1
     with pytest.raises(AssertionError):
         pool.validate()
+
+
+def cached(pool, hashes, *, are_spare=False, after=()):
+    """Caches a prefix; of its blocks, those `after` are cached already."""
+    blocks = list(pool.match(after))
+    pool.own(blocks)
+    blocks += pool.allocate(len(hashes) - len(blocks))
+    for block, block_hash, parent in zip(blocks, hashes, (None, *hashes), strict=False):
+        pool.set_hash(block, block_hash, parent=parent)
+    pool.disown(blocks, are_spare=are_spare)
+    pool.validate()
+
+
+def test_spare_blocks_are_evicted_before_older_ones():
+    pool = BlockPool(4)
+    cached(pool, [b"old", b"old2"])
+    cached(pool, [b"new", b"new2"], are_spare=True)
+    pool.allocate(2)
+    assert len(pool.match([b"old", b"old2"])) == 2
+    assert not pool.match([b"new"])
+
+
+def test_a_prefix_that_a_kept_block_follows_is_not_spare():
+    pool = BlockPool(4)
+    cached(pool, [b"system", b"theirs"])
+    cached(pool, [b"system", b"ours"], are_spare=True, after=[b"system"])
+    pool.allocate(2)  # a free block, and the one spare block
+    assert len(pool.match([b"system", b"theirs"])) == 2
+    pool.validate()
+
+
+def test_a_spare_prefix_that_is_used_again_is_kept():
+    pool = BlockPool(4)
+    cached(pool, [b"a", b"b"], are_spare=True)
+    cached(pool, [b"c", b"d"])
+    cached(pool, [b"a", b"b"], after=[b"a", b"b"])
+    pool.allocate(2)
+    assert len(pool.match([b"a", b"b"])) == 2
+
+
+def test_what_a_reader_keeps_is_spare_once_its_lease_ended():
+    pool = BlockPool(4)
+    cached(pool, [b"a", b"b"])
+    cached(pool, [b"c", b"d"])
+    blocks = pool.match([b"c", b"d"])
+    pool.lease(blocks)
+    pool.end_lease(blocks, are_spare=True)
+    pool.allocate(2)
+    assert len(pool.match([b"a", b"b"])) == 2
+    assert not pool.match([b"c"])

@@ -14,8 +14,8 @@ def queue():
     waiting.validate()
 
 
-def put(queue, name, *, tenant="", priority=0, work=5.0):
-    queue.put(name, priority=priority, tenant=tenant, work=work)
+def put(queue, name, *, tenant="", priority=0, work=5.0, rank=0.0):
+    queue.put(name, priority=priority, tenant=tenant, work=work, rank=rank)
 
 
 def drain(queue, number=None) -> list[str]:
@@ -32,6 +32,41 @@ def test_of_one_tenant_requests_are_served_in_order_of_arrival(queue):
         put(queue, name, work=100.0)
     assert drain(queue) == ["a", "b", "c"]
     assert len(queue) == 0
+
+
+def test_of_one_tenant_the_least_rank_comes_first(queue):
+    for name, rank in (("b", 2.0), ("c", 3.0), ("a", 1.0)):
+        put(queue, name, rank=rank)
+    queue.rank("c", 1.5)
+    queue.rank("gone", 0.0)
+    assert drain(queue) == ["a", "c", "b"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_that_change_often_leave_the_order_true(seed):
+    rng = random.Random(seed)
+    queue, ranks = FairQueue(quantum=10.0), {}
+    for number in range(500):
+        if ranks and rng.random() < 0.6:
+            name = rng.choice(sorted(ranks))
+            ranks[name] = (rng.random(), ranks[name][1])
+            queue.rank(name, ranks[name][0])
+        elif ranks and rng.random() < 0.4:
+            assert queue.head() == min(ranks, key=ranks.__getitem__)
+            del ranks[queue.head()]
+            queue.remove(queue.head())
+        else:
+            ranks[str(number)] = (rng.random(), number)
+            put(queue, str(number), rank=ranks[str(number)][0])
+        queue.validate()
+    assert drain(queue) == sorted(ranks, key=ranks.__getitem__)
+
+
+def test_turns_of_tenants_go_before_ranks(queue):
+    for number in range(3):
+        put(queue, f"short-{number}", tenant="short", work=10.0, rank=0.0)
+        put(queue, f"long-{number}", tenant="long", work=10.0, rank=9.0)
+    assert [name.split("-")[0] for name in drain(queue)] == ["short", "long"] * 3
 
 
 def test_a_lower_number_is_served_earlier(queue):

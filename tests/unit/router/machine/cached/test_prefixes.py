@@ -4,6 +4,7 @@ import pytest
 
 from engine.messages import (
     Cancel,
+    Decode,
     DecodeStarted,
     FinishReason,
     Generate,
@@ -76,6 +77,40 @@ def test_a_prompt_that_another_worker_holds_is_offered_before_it_is_computed(dri
     effects = driver.say("d0", PrefixOffered("again.0", OFFERED))
     [(worker, prefill)] = sent(effects, Prefill)
     assert (worker, prefill.prefix, prefill.token_ids) == ("p1", OFFERED, [*LONG, 7, 8])
+
+
+def test_one_of_two_workers_keeps_a_prompt():
+    driver, kept = Driver("p0", "d0"), []
+    for number in range(8):
+        name = f"r{number}"
+        effects = driver.ask(name, range(1000 * number, 1000 * number + 100), max_tokens=8)
+        [(_, prompt)] = sent(effects, Prefill)
+        effects = driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE))
+        [(_, decode)] = sent(effects, Decode)
+        assert prompt.are_spare != decode.are_spare
+        kept.append("d0" if prompt.are_spare else "p0")
+        driver.say("p0", PrefillDone(f"{name}.0", 100, None), after_s=0.1)
+        driver.say("d0", KvReady(f"{name}.0", 25, 0, "shm", transfer_s=0.001))
+        driver.say("d0", DecodeStarted(f"{name}.0"))
+        driver.say("d0", Tokens(f"{name}.0", [101, 102], FinishReason.STOP))
+    assert set(kept) == {"p0", "d0"}
+
+
+def test_a_prompt_for_one_token_is_kept_where_it_is_computed():
+    driver = Driver("p0", "d0")
+    for number in range(4):
+        effects = driver.ask(f"r{number}", range(1000 * number, 1000 * number + 9), max_tokens=1)
+        prompts = [prompt for _, prompt in sent(effects, Prefill)]
+        assert not any(prompt.are_spare for prompt in prompts)
+
+
+def test_a_holder_that_does_not_keep_a_prompt_offers_spare_blocks():
+    driver = learned("p0", "p1", "d0", "d1")
+    driver.ask("backlog", range(500, 540))
+    effects = driver.ask("again", (*LONG, 7, 8))
+    [(holder, offer)] = sent(effects, OfferPrefix)
+    attempt = driver.machine.state.flights["again"].attempt
+    assert offer.are_spare == (attempt.kept_by != holder)
 
 
 def test_a_decode_worker_holds_its_answers_except_the_last_token():
