@@ -94,12 +94,14 @@ class Cluster:
         worker = self.view.workers[name]
         self.fleet.forget(worker)
         worker.change_role(message)
+        self.view.measure()
         self.fleet.add(worker)
 
     def change_info(self, name, **fields):
         worker = self.view.workers[name]
         self.fleet.forget(worker)
         worker.info = msgspec.structs.replace(worker.info, **fields)
+        self.view.measure()
         self.fleet.add(worker)
 
     def hold(self, name, hashes):
