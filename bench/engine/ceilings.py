@@ -50,7 +50,7 @@ class CeilingProbe:
         """Raises BuildError without a C++ compiler, or on other processors than x86-64."""
         self.facts: dict[str, object] = {"version": "peaks"}
         self._threads = threads
-        self._library = open_library(built_library(SOURCES), SIGNATURES)
+        self._library: ctypes.CDLL = open_library(built_library(SOURCES), SIGNATURES)
         self._memory = mmap.mmap(-1, MOST_READ_BYTES + PAGE)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         view = ctypes.c_uint8.from_buffer(self._memory)

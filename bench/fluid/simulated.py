@@ -46,9 +46,9 @@ from bench.simulator.cluster import (
     SimulationSetup,
     simulate,
 )
+from bench.simulator.figures.latencies import latencies_of
 from bench.simulator.goodput import attained_per_s, attainment
 from bench.simulator.hardware import HardwareProfile
-from bench.simulator.results import latencies_of
 from bench.simulator.traces import Trace
 from engine.config import PoolsConfig, RouterConfig
 from router.native.machine import native_machine
