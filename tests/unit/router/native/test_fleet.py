@@ -85,7 +85,7 @@ class Cluster:
         self.fleet.add(self.view.add(info))
 
     def lose(self, name):
-        self.fleet.forget(self.view.workers.pop(name))
+        self.fleet.forget(self.view.remove(name))
         for each in [name, *(i for i, (store, _) in self.on_lower.items() if store == name)]:
             self.index.forget(each)
             self.on_lower.pop(each, None)
