@@ -80,9 +80,17 @@ class PortHolder:
 def listen_on(host: str, port: int) -> socket.socket:
     """Raises ConfigError if the port is taken."""
     try:
-        return socket.create_server((host, port), backlog=BACKLOG)
+        return _never_blocking(socket.create_server((host, port), backlog=BACKLOG))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _never_blocking(sock: socket.socket) -> socket.socket:
+    """Lets no copy of the socket block. All copies share one flag, in all processes, and Python's
+    `dup` sets it as its own socket has it: a process that accepts would wait for ever.
+    """
+    sock.setblocking(False)
+    return sock
 
 
 def take_socket(path: Path) -> socket.socket:
@@ -102,7 +110,7 @@ def take_socket(path: Path) -> socket.socket:
         raise ConfigError(f"the listening socket did not come from {path}: {error}") from error
     if not descriptors:
         raise ConfigError(f"the listening socket did not come from {path}")
-    return socket.socket(fileno=descriptors[0])
+    return _never_blocking(socket.socket(fileno=descriptors[0]))
 
 
 def take_or_listen(
