@@ -89,7 +89,7 @@ def _never_blocking(sock: socket.socket) -> socket.socket:
     """Lets no copy of the socket block. All copies share one flag, in all processes, and Python's
     `dup` sets it as its own socket has it: a process that accepts would wait for ever.
     """
-    sock.setblocking(False)
+    sock.settimeout(0.0)
     return sock
 
 

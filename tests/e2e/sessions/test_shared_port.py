@@ -1,5 +1,6 @@
 """The listening socket of a deployment outlives the gateways that accept from it."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -77,3 +78,13 @@ def test_processes_have_the_socket_from_each_other_also_under_a_long_path(tmp_pa
     for each in (second, from_second, third, from_third, other, from_other):
         each.close()
     assert list(folder.iterdir()) == []
+
+
+def test_no_process_makes_the_socket_of_others_block(tmp_path: Path):
+    """All copies share one flag. A process that loses the race for a connection must not wait."""
+    first, from_first = take_or_listen(tmp_path, HTTP, "first", ("127.0.0.1", 0))
+    second, from_second = take_or_listen(tmp_path, HTTP, "second", ("127.0.0.1", 0))
+    for each in (first, second):
+        assert not os.get_blocking(each.fileno())
+    for each in (second, from_second, first, from_first):
+        each.close()
