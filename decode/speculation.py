@@ -46,6 +46,7 @@ _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
 _REUSED = 7  # steps for which a choice for the same sequences is reused, after that
 _REST = 15  # steps without a choice after the draft model was not worth it
 _FIRST_REST = 2  # steps of a worker, to see the time of steps without a look
+_VAIN_LOOKS = 8  # on end, before a step without a look although looks are worth their time
 _MOST_DOUBLED = 6  # times that a rest from looks for matches doubles
 _LOOKS = 0.006  # share of all time for looks in vain
 
@@ -174,10 +175,14 @@ class Speculator:
             trials.num_idle += self._num_rest
 
     def _longest_rest(self, num_rows: int, read: float) -> int:
-        """Returns for how many steps a look in vain is to pay; 0 if looks are worth their time."""
+        """Returns for how many steps a look in vain is to pay.
+
+        While looks are worth their time, one step now and then shows the time without a look.
+        """
         if self._cost.look_gain > 0:
-            self._num_vain = 0
-            return 0
+            is_due = self._num_vain >= _VAIN_LOOKS
+            self._num_vain = 0 if is_due else self._num_vain
+            return int(is_due)
         step_s = self._cost.plain_s(num_rows, read)
         num_owed = max(math.ceil(self._cost.look_s / (_LOOKS * step_s)), 2)
         return min(num_owed, 1 << min(self._num_vain, _MOST_DOUBLED)) - 1
@@ -282,7 +287,10 @@ class Speculator:
         has_drafts = self._has_looked and any(row.max_drafted for row in plan.rows)
         if advanced_s and not has_drafts:  # the draft model did nothing but catch up
             self._credit.add("catching up", advanced_s - times.draft_s)
-        is_telling = self._is_telling(has_drafts=has_drafts)
+        is_vain = self._has_looked and not has_drafts and self._cost.is_known
+        if is_vain:  # the next step without a look is a change of kind
+            self._had_drafts, self._num_like = False, 0
+        is_telling = not is_vain and self._is_telling(has_drafts=has_drafts)
         if not (is_telling or self._has_looked):
             return
         for row in plan.rows:
@@ -290,7 +298,7 @@ class Speculator:
                 return
         if self._has_looked and self._cost.is_known:
             self._learn_look(plan.rows, result, step_s, has_drafts=has_drafts)
-        if not is_telling or (self._has_looked and not has_drafts and self._cost.is_known):
+        if not is_telling:
             return
         drafted = sum(r.num_drafted for r in result.rows)
         self._cost.learn_target(_features(plan.rows, result, drafted), step_s - times.draft_s)
