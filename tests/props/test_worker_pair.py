@@ -317,7 +317,7 @@ def _count_all_as_pulled(self, ended):
 
 def _lease_no_idle_block(self, blocks):
     """Leases only blocks that have an owner."""
-    _lease(self, [block for block in blocks if block not in self._idle])
+    _lease(self, [block for block in blocks if not self._is_idle(block)])
 
 
 def _grow_too_early(self, job, num_ready):
@@ -351,7 +351,7 @@ def _free_at_once(self, holders, blocks):
     """Hands blocks out again that a step in flight may write to."""
     num_last = _let_go(self, holders, blocks)
     for freed in self._freed_in_flight:
-        self._idle.update(dict.fromkeys(freed))
+        self._spare.update(dict.fromkeys(freed))
         freed.clear()
     return num_last
 
