@@ -419,7 +419,7 @@ MISTAKES = {
     ),
     "what has not arrived is kept": (EngineSequence, "keep_pulled", _keep_what_has_not_arrived),
     "an offered prefix is not leased": (BlockPool, "lease", _lease_no_idle_block),
-    "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda self, blocks: None),
+    "a finished lease keeps its blocks": (BlockPool, "end_lease", lambda *_, **__: None),
     "the draft model has seen its last proposal": (
         DraftPlanner,
         "num_seen",
