@@ -225,7 +225,7 @@ class ServeBench:
 
         def work() -> None:
             options: dict[str, Scalar] = {**pools, "--device": self._device}
-            environment = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # all KV is handed over
+            environment = {"BATON_POOLS__FLUID": "false"}  # all KV is handed over
             if self._device == "cpu":
                 options["--kv-mib"] = 64
             elif "--tp" not in pools:  # all workers on one GPU

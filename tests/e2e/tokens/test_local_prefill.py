@@ -345,7 +345,8 @@ def test_a_running_stream_advances_in_every_step_beside_a_prompt(running):
             begin, end = kinds.index((PrefillStarted, "s2")), kinds.index((PrefillDone, "s2"))
             # The last chunk's result comes after the stream's: decode rows go first.
             assert not stream.done(), "it ended too early to show anything"
-            assert kinds[begin:end].count((Tokens, "s1")) == num_chunks
+            # Chunks are no longer than the pace of the stream allows.
+            assert kinds[begin:end].count((Tokens, "s1")) >= num_chunks
             stream.cancel()  # the session ends, and the worker frees its blocks
 
     asyncio.run(run())

@@ -23,7 +23,7 @@ STEADY_S = 2.0  # workers report once a second
 MARK = "BATON_TEST_MARK"
 BATON = (sys.executable, "-m", "deploy.commands.main")
 KV_MIB = 64  # of each worker
-HANDS_OVER = {"BATON_WORKER__PREFILLS_LOCALLY": "false"}  # every prompt
+HANDS_OVER = {"BATON_POOLS__FLUID": "false"}  # every prompt
 
 
 @dataclass(slots=True)
