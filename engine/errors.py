@@ -33,6 +33,8 @@ BatonError
 ├── NixlUnavailable           NIXL cannot be used here, or not with this source
 ├── DriverError               a GPU refuses an operation of a transfer
 ├── ShmUnavailable            another worker's memory cannot be mapped
+├── NoWords                   words of leases cannot be used between two workers
+├── CannotSeal                blocks cannot be sealed here, so CURVE carries them
 ├── OutOfBlocks               the KV pool is full; a scheduler always catches it
 ├── StepStuck                 a worker's step lasts longer than any should
 ├── RankDied                  a rank of a worker has ended, and the worker with it
@@ -57,6 +59,7 @@ BatonError
 ├── PaceUnknown               a benchmark: the deployment's speed could not be measured
 ├── NotFlipped                a benchmark: a worker did not take its new role
 ├── NotMovable                a benchmark: this machine lacks a way to move KV
+├── CeilingExceeded           a benchmark: a result above what the machine was measured to allow
 ├── WrongBytes                a benchmark: moved KV differs from its source
 ├── TransferError             a benchmark: a pull of KV failed
 ├── DiskNotMeasured           a benchmark: the disk could not be measured

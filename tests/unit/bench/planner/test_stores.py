@@ -129,14 +129,14 @@ def test_few_requests_hold_few_conversations():
 
 def test_command_says_whether_a_store_lowers_the_cost(tmp_path):
     command = (
-        "plan --model qwen3-8b --hardware l40s --rps 4 --input 4000 --output 10 --slo-ttft 2500"
+        "plan --model qwen3-8b --hardware l40s --rps 3 --input 4000 --output 10 --slo-ttft 2500"
         " --slo-tpot 60 --requests 80 --prefix-hit 0.85 --pause 60 --no-savings"
         f" --memory-gib-hour-usd 5 --disk-gib-hour-usd 0.5 --json {tmp_path}/p.json"
     )
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     assert "stores: none lowers the cost" in result.output
-    assert "80 requests hold turns 2 s apart, not 60 s" in result.output
+    assert "80 requests hold turns 3 s apart, not 60 s" in result.output
     report = from_json((tmp_path / "p.json").read_bytes())
     assert report.config["memory_gib_hour_usd"] == 5
     assert report.config["pause_s"] == 60

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from bench.common.report import from_json
 from bench.simulator.clock import Future, Rank
-from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
+from bench.simulator.cluster import SimulatedPools, SimulatedRequest, SimulationSetup, simulate
 from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.stores import SimStore, store_of
@@ -341,11 +341,14 @@ def test_prefix_outlives_all_workers_where_there_is_a_store(stores):
     ids = tuple(range(30))
     trace = Trace("t", 8, (TraceRequest(0.0, 240, 2, ids), TraceRequest(60.0, 244, 2, (*ids, 99))))
     setup = SimulationSetup(SLOW, SimulatedPools(2, 1), stores=stores)
-    cluster = Cluster(with_ids(trace), setup, machine_of())
+    records: dict[int, SimulatedRequest] = {}
+    trace = with_ids(trace)
+    ended = records.__setitem__
+    cluster = Cluster(trace, iter(trace.requests), setup, machine_of(), ended)
     replaced_at(cluster, 30.0)
     cluster.run()
     cluster.validate()
-    first, second = cluster.result().records
+    first, second = records[0], records[1]
     assert isinstance(second.outcome, Finished)
     if stores is None:
         assert second.timeline.num_cached_tokens == 0
@@ -383,7 +386,8 @@ def test_store_larger_than_the_workers_finds_more():
 
 def test_nodes_have_neighbours_and_a_store_each():
     setup = SimulationSetup(SLOW, SimulatedPools(2, 3), stores=STORES)
-    cluster = Cluster(with_ids(busy_trace(1)), setup, machine_of())
+    trace = with_ids(busy_trace(1))
+    cluster = Cluster(trace, iter(trace.requests), setup, machine_of(), lambda *_: None)
     near = {name: [s.worker_id for s in stores] for name, stores in cluster._near.items()}
     assert [near[f"worker-{i}"] for i in range(5)] == [
         ["store-0"],
