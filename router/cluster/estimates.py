@@ -103,6 +103,7 @@ class Estimates:
         self._offer_s = FIRST_OFFER_S
         self.version = 0  # changes whenever costs change
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
+        self._alike: dict[tuple[str, WorkerClass], WorkerClass | None] = {}  # since it last learned
 
     # ------------------------------------------------------------ observations
 
@@ -152,6 +153,7 @@ class Estimates:
                 self._online.observe_step(worker_class(worker), sample)
 
     def _is_taken(self, kind: str, worker: WorkerView, size: float) -> bool:
+        self._alike.clear()
         return self._of(kind, worker).note(size)
 
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
@@ -171,6 +173,12 @@ class Estimates:
 
         Workers rarely do the work of another role, which the workers of that role do always.
         """
+        key = kind, worker_class(worker)
+        if key not in self._alike:
+            self._alike[key] = self._look_for(kind, worker)
+        return self._alike[key]
+
+    def _look_for(self, kind: str, worker: WorkerView) -> WorkerClass | None:
         own = worker_class(worker)
         if self._of(kind, worker).are_enough:
             return own
