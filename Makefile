@@ -49,10 +49,10 @@ check: .venv/.developed
 	$(BIN)/hadolint deploy/container/Dockerfile
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
-# Three parts at a time, the longest first: services mostly wait, and parts that only compute give
+# Four parts at a time, the longest first: services mostly wait, and parts that only compute give
 # way to them (`nice`). The output of each part is printed when it ends.
 test: develop .venv-core/.installed
-	$(MAKE) --jobs 3 --keep-going --output-sync=target test-services test-api test-models test-core test-parts test-ray test-chaos
+	$(MAKE) --jobs 4 --keep-going --output-sync=target test-services test-api test-models test-core test-parts test-ray test-chaos
 
 # Real processes: what a gateway answers, and all else.
 API := tests/e2e/compat tests/e2e/gateway
