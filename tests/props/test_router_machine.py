@@ -841,13 +841,13 @@ def test_fluid_workers_take_and_give_back_work_without_changing_a_token(monkeypa
     monkeypatch.setattr(f"{__name__}.NUM_BLOCKS", 64)
     monkeypatch.setattr(f"{__name__}.MAX_RUNNING", 12)
     counted: Counter[tuple[str, str]] = Counter()
-    for seed in range(8):
+    for seed in range(2):
         for names in (("f0", "l0", "l1"), ("f0", "d0")):
             counted += day_of_lending(random.Random(seed), *names).machine.counters
     for reason in ("prefilled by a decode worker", "decoded by an idle prefill worker"):
-        assert counted["placed", f"least TTFT, {reason}"] > 20, counted
-    assert counted["moved", GIVEN_BACK] > 2, counted
-    assert counted["ended", "finished"] > 300, counted
+        assert counted["placed", f"least TTFT, {reason}"] > 2, counted
+    assert counted["moved", GIVEN_BACK] > 0, counted
+    assert counted["ended", "finished"] > 80, counted
 
 
 def day_of_joins(rng: random.Random) -> World:
