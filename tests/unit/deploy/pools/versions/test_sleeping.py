@@ -1,7 +1,7 @@
 """Models beside the main one: each has its line of versions, sleeps when idle and wakes."""
 
 import msgspec
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.pools.events import PoolTick
@@ -214,6 +214,7 @@ EVENTS = st.one_of(
 )
 
 
+@settings(max_examples=settings().max_examples // 3)  # each lasts a third of a second
 @given(script=st.lists(EVENTS, max_size=15))
 def test_whatever_happens_models_with_requests_have_workers_at_last(script):
     models = {"small": Pools(1, 1), "tiny": Pools(0, 0, 1)}
