@@ -84,6 +84,8 @@ _PREFILLING = (Role.PREFILL, Role.MIXED)
 _DECODING = (Role.DECODE, Role.MIXED)
 # The roles that a worker can take. A store is a store for life.
 ROLES_OF_WORKERS = frozenset(Role) - {Role.STORE}
+# The roles of one pool, whose workers may take work of the other one: see `Welcome.stretch`.
+FLUID_ROLES = (Role.PREFILL, Role.DECODE)
 
 
 class FinishReason(StrEnum):
@@ -434,7 +436,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     @property
     def is_fluid(self) -> bool:
         """True if a prefill or decode worker also takes requests as a mixed one does."""
-        return self.stretch is not None and self.role in (Role.PREFILL, Role.DECODE)
+        return self.stretch is not None and self.role in FLUID_ROLES
 
     @property
     def pulls_unchanged(self) -> bool:

@@ -31,6 +31,7 @@ from itertools import repeat
 from typing import Protocol
 
 from engine.messages import (
+    FLUID_ROLES,
     ROLES_OF_WORKERS,
     WRONG_ROLE,
     Decode,
@@ -59,7 +60,6 @@ from engine.worker.events import (
 )
 from engine.worker.pace import StepPace
 
-FLUID_ROLES = (Role.PREFILL, Role.DECODE)
 MAX_STEPS_OF_A_KIND = 8  # in one report: steps that only decode, and other steps
 
 

@@ -88,13 +88,6 @@ class Holders:
                 num_above = num_tokens
         self._ranked |= {medium: _longest_first(holds) for medium, holds in found.items()}
 
-    @property
-    def deepest_worker(self) -> int:
-        """The most leading tokens that a worker holds which is no store."""
-        workers = self._asked.view.workers
-        live = ((n, workers[i]) for i, n in self.matched.items() if i in workers)
-        return max((n for n, worker in live if not worker.is_store), default=0)
-
     def best_for(self, sink: Worker) -> list[Holder]:
         """The holders of most of what this worker lacks, one of each medium, the fastest first.
 
