@@ -425,6 +425,18 @@ async def _results(path: Path, batch_id: str) -> tuple[list[tuple[str, str]], li
         )
 
 
+async def _crashed_first(path: Path, batch_id: str, storage: CrashingStorage) -> bool:
+    """Waits until the storage crashes or the batch is over. Returns whether it crashed."""
+    async with batch_app(ComputingRouter(), Storage(path), runs=False) as app:
+        over = asyncio.create_task(ended(app, batch_id))
+        crash = asyncio.create_task(storage.crashed.wait())
+        await asyncio.wait({over, crash}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (over, crash):
+            task.cancel()
+        await asyncio.gather(over, crash, return_exceptions=True)
+    return storage.crashed.is_set()
+
+
 @pytest.mark.parametrize("is_done", [True, False])
 async def test_a_kill_between_any_two_transactions_loses_and_repeats_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_done: bool
@@ -442,10 +454,7 @@ async def test_a_kill_between_any_two_transactions_loses_and_repeats_nothing(
         assert await _begun(path, ComputingRouter()) == batch_id
         storage = CrashingStorage(path, number, is_done=is_done)
         async with batch_app(ComputingRouter(), storage, idle_s=0.0):
-            try:
-                async with asyncio.timeout(0.3):
-                    await storage.crashed.wait()
-            except TimeoutError:  # the batch was over before
+            if not await _crashed_first(path, batch_id, storage):
                 break
             num_crashes += 1
         assert await _results(path, batch_id) == undisturbed
