@@ -489,7 +489,8 @@ class _Cluster:
         if self._setup.max_answer_tokens is None or is_copy:
             return message
         index = request_index(message.seq_id)
-        return replace(message, limits=_limits(self._records[index].asked))
+        limits = _limits(self._records[index].asked)
+        return replace(message, limits=replace(limits, tpot_s=message.limits.tpot_s))
 
     def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
         """Returns when messages sent now arrive: never before earlier ones."""

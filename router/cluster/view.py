@@ -39,6 +39,7 @@ class DecodeClaim:
     prompt_tokens: int  # of the context, before the answer
     max_tokens: int  # of the answer
     is_there: bool = False  # the worker knows of it and counts it
+    has_begun: bool = False  # its first token is there
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +83,7 @@ class WorkerView:
     reserved_s: float = 0.0
     reserved_blocks: int = 0
     context_tokens: int = 0
+    num_begun: int = 0  # of `decodes`
     computing_since_s: float = 0.0  # when it began the oldest prompt here
     turnover: float = 0.0  # of its cache: what it was given to keep, as a share of its room
     touched: set[WorkerId] = field(
@@ -159,6 +161,13 @@ class WorkerView:
         self.totals.context_tokens += context_tokens
         self.touched.add(self.info.worker_id)
 
+    def begin_decode(self, seq_id: SeqId) -> None:
+        """Notes that the first token of a sequence is there, so that it decodes from now on."""
+        claim = self.decodes[seq_id]
+        self.num_begun += not claim.has_begun
+        claim.is_there = claim.has_begun = True
+        self.touched.add(self.info.worker_id)
+
     def grow_decode(self, seq_id: SeqId, num_tokens: int) -> None:
         """Adds tokens to a sequence.
 
@@ -181,6 +190,7 @@ class WorkerView:
         if claim is not None:
             self.reserved_blocks -= claim.blocks
             self.context_tokens -= claim.context_tokens
+            self.num_begun -= claim.has_begun
             self.totals.num_seqs -= 1
             self.totals.context_tokens -= claim.context_tokens
             self.touched.add(self.info.worker_id)
@@ -240,10 +250,23 @@ class WorkerView:
         return len(self.decodes) + self.foreign.seqs
 
     @property
+    def num_decoding(self) -> int:
+        """Those of `num_decodes` that decode already; all of other gateways'."""
+        return self.num_begun + self.foreign.seqs
+
+    @property
     def mean_context_tokens(self) -> int:
         """Tokens of context of `num_decodes`, our own in the middle of their predicted growth."""
         end_tokens = self.reserved_blocks * self.info.layout.block_size
         return (self.context_tokens + end_tokens) // 2 + self.foreign.context_tokens
+
+    @property
+    def decoding_context_tokens(self) -> int:
+        """The part of `mean_context_tokens` that `num_decoding` have, if all are equally long."""
+        num_decodes = self.num_decodes
+        if not num_decodes:
+            return 0
+        return self.mean_context_tokens * self.num_decoding // num_decodes
 
     @property
     def promised_blocks(self) -> int:

@@ -106,9 +106,7 @@ class Placing:
         state = self._state
         known = KnownPrefixes(state, flight)
         if state.workers.fleet is not None:
-            decision = state.workers.fleet.choose(
-                need, known.hashes(), now_s, may_lend=self._may_lend
-            )
+            decision = state.workers.fleet.choose(need, known.hashes(), now_s, queued=self._queued)
             if decision is not None:
                 return decision
         found = self.room_for(need, now_s)
@@ -117,9 +115,10 @@ class Placing:
         return self._ask_policy(need, known, found, now_s)
 
     @property
-    def _may_lend(self) -> bool:
-        """True if no other request could need the prefill worker that would decode this one."""
-        return len(self._state.waiting.queue) <= 1
+    def _queued(self) -> float:
+        """Other requests in the queue, for each worker that prefills."""
+        state = self._state
+        return max(len(state.waiting.queue) - 1, 0) / max(len(state.view.prefillers()), 1)
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
@@ -153,7 +152,7 @@ class Placing:
             now_s,
             state.rng,
             wait_bound_s=bound_s if policy.binds_late else inf,
-            may_lend=self._may_lend,
+            queued=self._queued,
         )
         return policy.choose(asked)
 

@@ -194,7 +194,7 @@ class Progress:
             )
         self._state.workers.credit(attempt.prefill, flight, attempt.base_len)
         worker.release_prefill(attempt.seq_id, now_s)
-        self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
+        self._state.view.workers[attempt.decode].begin_decode(attempt.seq_id)
         logprobs = () if message.logprobs is None else (message.logprobs,)
         prompt_logprobs = tuple(message.prompt_logprobs)
         effects.append(
@@ -365,6 +365,6 @@ def _back_off(flight: Flight, worker_id: WorkerId, now_s: float) -> None:
 def _is_dragged(worker: WorkerView) -> bool:
     """True if the time of a prompt is not its own: it was computed beside what decodes there.
 
-    Its own sequence counts as one. Mixed workers are different: all of their prompts are.
+    Mixed workers are different: all of their prompts are.
     """
-    return worker.info.is_fluid and worker.num_decodes > worker.info.role.decodes
+    return worker.info.is_fluid and worker.num_decoding > 0

@@ -40,9 +40,9 @@ from router.policies.slo import Slo, reason
 MAX_KINDS = 256
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 
-_ASK = struct.Struct("=Q4q4dq")  # a Call of src/router.cpp up to the decision
+_ASK = struct.Struct("=Q4q5d")  # a Call of src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
-_NEWS = struct.Struct("=q2d3q")
+_NEWS = struct.Struct("=q2d5q")
 _PLACED, _NO_ROOM = 0, 2
 
 
@@ -171,16 +171,16 @@ class Fleet:
         self._measure()
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, may_lend: bool = False
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, queued: float = 0.0
     ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         self.tell()
         if not self._is_plain(need):
             return None
-        return self.choice(self.decide(need, hashes, now_s, may_lend=may_lend), now_s)
+        return self.choice(self.decide(need, hashes, now_s, queued=queued), now_s)
 
     def decide(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, may_lend: bool = False
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, queued: float = 0.0
     ) -> FleetDecision:
         """Returns the decision of C++ for a request that it can place."""
         _ASK.pack_into(
@@ -195,7 +195,7 @@ class Fleet:
             self._tpot_bound_s(need),
             self._wait_bound_s,
             self._estimates.offer_s(),
-            may_lend,
+            queued,
         )
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))
@@ -329,6 +329,8 @@ class Fleet:
             worker.num_decodes,
             worker.mean_context_tokens,
             worker.promised_blocks,
+            worker.num_decoding,
+            worker.decoding_context_tokens,
         )
 
     def _open(self, block_size: int) -> None:

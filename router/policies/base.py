@@ -184,7 +184,7 @@ class Asked:
     now_s: float
     rng: random.Random
     wait_bound_s: float = inf  # the longest queue at a worker that prefills
-    may_lend: bool = False  # no other request is queued
+    queued: float = 0.0  # other requests that wait, for each worker that prefills
 
 
 class Policy(Protocol):
@@ -218,7 +218,7 @@ class Placer(Protocol):
         ...
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, may_lend: bool = False
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, queued: float = 0.0
     ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         ...

@@ -67,7 +67,7 @@ class _Prefill:
     source: Holder | None
     num_matched: int
     drag: float = 1.0
-    dearness: float = 1.0
+    weight: float = 1.0  # the drag, with what the prompt costs the sequences beside it
 
     @property
     def ttft_s(self) -> float:
@@ -76,7 +76,7 @@ class _Prefill:
     @property
     def price_s(self) -> float:
         """The TTFT, with what it costs others."""
-        return self.wait_s + self.work_s * self.drag * self.dearness
+        return self.wait_s + self.work_s * self.weight
 
 
 class Slo:
@@ -116,7 +116,7 @@ class _Question:
         able = [p for p in able if p.drag < inf and self._can_go_on(p.worker)]
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
-        if local is not None and local.price_s < self._without(best):
+        if local is not None and self._is_quicker(local, best):
             return self._decision(local, local.worker[0])
         best = best or self._soonest(able)
         if best is None:
@@ -131,10 +131,17 @@ class _Question:
             return False
         return not self._all_paces_known or any(map(self._is_kept, self._paces_s.values()))
 
-    def _without(self, best: _Prefill | None) -> float:
-        """The price without local prefill: that of the best worker, or after waiting for one."""
+    def _is_quicker(self, local: _Prefill, best: _Prefill | None) -> bool:
+        """True if a local prefill is better than at the best prefill worker with time.
+
+        If none has time, it is compared with waiting. It brings those behind in the queue forward.
+        """
         if best is not None:
-            return best.price_s
+            return local.price_s < best.price_s
+        return local.price_s - self._asked.queued * local.work_s < self._waiting_s()
+
+    def _waiting_s(self) -> float:
+        """The price of a prompt that waits for a prefill worker; infinite if one has time."""
         asked = self._asked
         if asked.candidates.prefillers:
             return inf
@@ -160,8 +167,8 @@ class _Question:
         if ready_s is None or best.seconds is None:
             return None
         drag = drag_of(worker, asked.costs, self._bound_s)
-        dear = _dearness(worker, asked.costs)
-        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag, dear)
+        weight = weight_of(worker, asked.costs, self._bound_s)
+        return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag, weight)
 
     def _is_kept(self, pace_s: float) -> bool:
         return self._bound_s is None or pace_s <= self._bound_s
@@ -212,7 +219,7 @@ class _Question:
             return False
         paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
         least_s = min(filter(self._is_kept, paces_s), default=inf)
-        return least_s == inf or (asked.may_lend and LEND_RATIO * pace_s < least_s)
+        return least_s == inf or (not asked.queued and LEND_RATIO * pace_s < least_s)
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -303,22 +310,28 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
     Infinite if these sequences leave no time for it. At mixed workers chunks have no such limit.
     """
     info = worker.info
-    if not info.is_fluid or info.stretch is None or not worker.num_decodes:
-        return 1.0
-    pace_s = costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
-    if not pace_s:
+    pace_s = _present_step_s(worker, costs)
+    if not pace_s or not info.is_fluid or info.stretch is None:
         return 1.0
     limit_s = info.stretch * pace_s if bound_s is None else bound_s
     return limit_s / (limit_s - pace_s) if limit_s > pace_s else inf
 
 
-def _dearness(worker: WorkerView, costs: Costs) -> float:
-    """How many times as dear as of an idle one the time of a fluid worker is."""
-    if not worker.info.is_fluid or not worker.num_decodes:
-        return 1.0
-    step_s = costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
-    fixed_s = costs.step_s(worker, 0, 0)
-    return step_s / fixed_s if step_s and fixed_s else 1.0
+def weight_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
+    """The drag, and how many times its time a prompt costs the sequences that decode beside it."""
+    drag = drag_of(worker, costs, bound_s)
+    if not worker.info.is_fluid or not worker.num_decoding:
+        return drag
+    if bound_s is None:
+        return drag + worker.num_decoding
+    step_s, fixed_s = _present_step_s(worker, costs), costs.step_s(worker, 0, 0)
+    return drag * step_s / fixed_s if step_s and fixed_s else drag
+
+
+def _present_step_s(worker: WorkerView, costs: Costs) -> float | None:
+    """Seconds of a step of what decodes there now; 0 if nothing does."""
+    num_seqs = worker.num_decoding
+    return costs.step_s(worker, num_seqs, worker.decoding_context_tokens) if num_seqs else 0.0
 
 
 def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:

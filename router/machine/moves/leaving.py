@@ -136,7 +136,7 @@ class Departures:
             is_moved=True,
         )
         claim = target.decodes[move.seq_id]
-        claim.is_there = True
+        target.begin_decode(move.seq_id)
         target.grow_decode(move.seq_id, flight.length - claim.context_tokens)
         if flight.length > move.reserved_len:
             flight.attempt.reserved_len = flight.predicted_len(state.lengths)

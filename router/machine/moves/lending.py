@@ -1,16 +1,30 @@
 """Prefill workers give back the sequences that they decode, when prompts wait for them.
 
 A fluid prefill worker without work decodes what has no better place (`router.policies.slo`). These
-sequences slow its prompts down. So when the head of the queue waits for a prefill worker, they move
-to decode workers that have room. A move goes the way of all others (`router.machine.moves.moving`).
-A sequence without room elsewhere stays.
+sequences slow its prompts down. So when the head of the queue waits for a prefill worker, they may
+move to decode workers. A move goes the way of all others (`router.machine.moves.moving`).
+
+A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
+moves if that saves time. For n prompts that wait, in all `S` seconds long, at a worker which also
+decodes k sequences:
+
+    gain = (drag - 1) · S · (n + 1) / 2 / k     the prompts come sooner
+         + S                                    and the sequence does not wait for them
+    loss = its transfer
+         + (step there - step here) · its tokens to come
+         + (step there - step there without it) · its tokens to come · sequences there
+
+Both n and S are shares of the queue: one for each worker that prefills.
 """
 
 from engine.messages import Role
+from router.cluster.view import WorkerView
 from router.machine.flight import Flight, Move
 from router.machine.moves.rule import GIVEN_BACK, REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
+from router.policies.base import Need
+from router.policies.slo import drag_of, tpot_s
 
 LOOK_EVERY_S = 0.1
 
@@ -31,14 +45,14 @@ class Lending:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
         lent = [
-            self._state.by_seq[seq_id]
+            (self._state.by_seq[seq_id], worker)
             for worker in self._state.view.workers.values()
             if worker.info.role is Role.PREFILL
             for seq_id in worker.decodes
         ]
-        return sum([self._move(flight, now_s) for flight in lent]) > 0
+        return sum([self._move(flight, worker, now_s) for flight, worker in lent]) > 0
 
-    def _move(self, flight: Flight, now_s: float) -> bool:
+    def _move(self, flight: Flight, worker: WorkerView, now_s: float) -> bool:
         attempt = flight.attempt
         assert attempt is not None
         is_free = attempt.is_lent and attempt.is_decoding and attempt.move is None
@@ -46,10 +60,29 @@ class Lending:
             return False
         need = self._placing.need(flight, now_s)
         target = self._rule.choose(attempt, need)
-        if target is None:
+        if target is None or not self._pays(flight, need, worker, self._state.view.workers[target]):
             return False
         flight.rests_until_s = now_s + REST_S
         self._state.counters["give back", "begun"] += 1
         move = Move(flight.next_seq_id(), target, need.end_len, GIVEN_BACK)
         self._rule.begin(flight, attempt, move, now_s)
         return True
+
+    def _pays(self, flight: Flight, need: Need, here: WorkerView, there: WorkerView) -> bool:
+        """True if a sequence should move. While times are unknown it should."""
+        state, costs, bound_s = self._state, self._state.estimates, flight.limits.tpot_s
+        joined_s = tpot_s(there, need, costs)
+        here_s = costs.step_s(here, here.num_decoding, here.decoding_context_tokens)
+        there_s = costs.step_s(there, there.num_decodes, there.mean_context_tokens)
+        if joined_s is None or here_s is None or there_s is None:
+            return True
+        if bound_s is not None:
+            return joined_s <= bound_s
+        num_workers = max(len(state.view.prefillers()), 1)
+        num_prompts = len(state.waiting.queue) / num_workers
+        prompts_s = state.waiting.queued_s / num_workers
+        sooner_s = (drag_of(here, costs, bound_s) - 1) * prompts_s * (num_prompts + 1) / 2
+        slower_s = joined_s - here_s + (joined_s - there_s) * there.num_decodes
+        loss_s = slower_s * max(need.end_len - flight.length, 1)
+        loss_s += costs.pull_s(there, flight.length)
+        return sooner_s / max(here.num_decoding, 1) + prompts_s > loss_s

@@ -54,7 +54,7 @@ struct Request {
   double now_s;
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
   double offer_s;                     // longest wait for a computing worker's offer of a prefix
-  int64_t may_lend;                   // no other request is queued
+  double queued;                      // other requests that wait, for each worker that prefills
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -75,6 +75,8 @@ struct Load {
   int64_t running = 0;    // sequences that decode, or will
   int64_t tokens = 0;     // of their contexts, half-way through their growth
   int64_t blocks = 0;     // of their contexts at their ends
+  int64_t decoding = 0;   // of `running`, those that decode already
+  int64_t decoding_tokens = 0;
 };
 
 struct News {
@@ -96,7 +98,7 @@ struct Store {
 };
 
 // Python packs and unpacks these: router/native/fleet.py.
-static_assert(sizeof(Request) == 64 && sizeof(Decision) == 72 && sizeof(News) == 48);
+static_assert(sizeof(Request) == 64 && sizeof(Decision) == 72 && sizeof(News) == 64);
 static_assert(sizeof(Store) == 64);
 
 class Random {
@@ -238,7 +240,7 @@ class Fleet {
     const int64_t num_spared = num_spared_;
     if (can_join) {
       const Choice local = choose_local(prefill.cost);
-      if (local.cost < kInf && (prefill.cost < kInf || local.cost < without(num_spared))) {
+      if (local.cost < kInf && (prefill.cost < kInf || is_quicker(local, without(num_spared)))) {
         prefill = local;
       }
     }
@@ -392,30 +394,39 @@ class Fleet {
     return pace_s(slot);
   }
 
-  // How many times as dear as of an idle one the time of a fluid worker is.
-  double dearness(Slot slot) const {
-    const Kind& kind = kind_at(slot);
-    if (!kind.is_fluid || workers_[slot].load.running == 0) return 1;
-    const double fixed = costs_[kind.costs].decode, pace = pace_s(slot);
-    return fixed > 0 && pace > 0 ? pace / fixed : 1;
+  // The drag, and how many times its time a prompt costs the sequences that decode beside it.
+  double weight(Slot slot) const {
+    const int64_t decoding = workers_[slot].load.decoding;
+    const double drag_there = drag(slot);
+    if (!kind_at(slot).is_fluid || decoding == 0) return drag_there;
+    if (request_->tpot_bound_s == kInf) return drag_there + static_cast<double>(decoding);
+    const double fixed = costs_[kind_at(slot).costs].decode, pace = present_step_s(slot);
+    return fixed > 0 && pace > 0 ? drag_there * pace / fixed : drag_there;
   }
 
-  double weight(Slot slot) const { return drag(slot) * dearness(slot); }
-
-  // The present step of what decodes there.
+  // A step of all that decodes there, or will.
   double pace_s(Slot slot) const {
     const Load& load = workers_[slot].load;
+    return step_s(slot, load.running, load.tokens);
+  }
+
+  // A step of what decodes there now.
+  double present_step_s(Slot slot) const {
+    const Load& load = workers_[slot].load;
+    return load.decoding == 0 ? 0 : step_s(slot, load.decoding, load.decoding_tokens);
+  }
+
+  double step_s(Slot slot, int64_t sequences, int64_t tokens) const {
     const Costs& costs = costs_[kind_at(slot).costs];
-    return costs.decode + costs.decode_per_seq * static_cast<double>(load.running) +
-           costs.decode_per_token * static_cast<double>(load.tokens);
+    return costs.decode + costs.decode_per_seq * static_cast<double>(sequences) +
+           costs.decode_per_token * static_cast<double>(tokens);
   }
 
   // How many times as long a prompt takes, because of what decodes beside it.
   double drag(Slot slot) const {
     const Kind& kind = kind_at(slot);
-    if (!kind.is_fluid || workers_[slot].load.running == 0) return 1;
-    const double pace = pace_s(slot);
-    if (pace <= 0) return 1;
+    const double pace = present_step_s(slot);
+    if (!kind.is_fluid || pace <= 0) return 1;
     const double bound = request_->tpot_bound_s;
     const double limit = bound < kInf ? bound : kind.stretch * pace;
     return limit > pace ? limit / (limit - pace) : kInf;
@@ -440,7 +451,7 @@ class Fleet {
     tpot_[slot] = tpot_now(slot);
     least_tpot_[slot / kChunk] = least(&tpot_[slot / kChunk * kChunk]);
     const bool is_prefill = worker.kind != kNone && !kind_at(slot).decodes;
-    set_bit(lenders_, slot, is_prefill && worker.load.running > 0);
+    set_bit(lenders_, slot, is_prefill && worker.load.decoding > 0);
   }
 
   static double least(const double* values) {
@@ -520,7 +531,7 @@ class Fleet {
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
     if (tpot <= 0 || tpot > request_->tpot_bound_s) return false;
-    return decode_tpot_s == kInf || (request_->may_lend && kLendRatio * tpot < decode_tpot_s);
+    return decode_tpot_s == kInf || (request_->queued == 0 && kLendRatio * tpot < decode_tpot_s);
   }
 
   // No decode worker has room, or none keeps the bound.
@@ -644,6 +655,13 @@ class Fleet {
     const double cost = wait + work_s(kind, held.depth, &medium) * weight(held.slot);
     if (choice.ties == 0 && cost >= choice.cost) return;  // as good as the limit
     choice.offer(cost, held.slot, held.depth, random_);
+  }
+
+  // Whether a local prefill is better than to wait, for this request and those behind it in the queue.
+  bool is_quicker(const Choice& local, double without) const {
+    int32_t medium;
+    const double work = work_s(kind_at(local.slot), local.depth, &medium);
+    return local.cost - request_->queued * work < without;
   }
 
   // The price of a prompt that waits for a prefill worker, while none has time; infinite if one has.

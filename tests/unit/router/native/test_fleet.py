@@ -70,7 +70,7 @@ class Cluster:
         self.index = PrefixIndex(seed=seed)
         self.estimates = Estimates(costs)
         self.backlog_s = backlog_s
-        self.may_lend = False
+        self.queued = 0.0
         self.fleet = Fleet(self.view, self.index, self.estimates, backlog_s=backlog_s, seed=seed)
         for info in workers:
             self.add(info)
@@ -109,7 +109,7 @@ class Cluster:
 
     def fleet_choice(self, need, hashes=(), now_s=0.0):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
-        choice = self.fleet.choose(need, known, now_s, may_lend=self.may_lend)
+        choice = self.fleet.choose(need, known, now_s, queued=self.queued)
         if isinstance(choice, Decision):  # nothing is claimed: what it reserved is undone
             self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
@@ -132,7 +132,7 @@ class Cluster:
             now_s,
             random.Random(seed),
             wait_bound_s=self.backlog_s + LEAST_WAIT_S,
-            may_lend=self.may_lend,
+            queued=self.queued,
         )
 
     def policy_choice(self, need, hashes=(), now_s=0.0, seed=0):
@@ -224,9 +224,12 @@ class RandomCluster:
     def decode(self):
         worker = self.rng.choice(self.workers)
         if worker.info.role.decodes or (worker.info.is_fluid and self.rng.random() < 0.3):
+            seq_id = self.next_seq()
             worker.reserve_decode(
-                self.next_seq(), self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
+                seq_id, self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
             )
+            if self.rng.random() < 0.5:
+                worker.begin_decode(seq_id)
 
     def go_on(self):
         worker = self.rng.choice(self.workers)
@@ -234,6 +237,7 @@ class RandomCluster:
             worker.begin_prefill(seq_id, self.now_s)
         for seq_id, claim in list(worker.decodes.items())[:1]:
             worker.extend_decode(seq_id, claim.blocks + 5)
+            worker.begin_decode(seq_id)
 
     def end(self):
         worker = self.rng.choice(self.workers)
@@ -320,7 +324,7 @@ class RandomCluster:
             predicted_len=rng.choice([None, num_tokens + 20]),
             tpot_bound_s=rng.choice([None, 0.2, 0.3]),
         )
-        self.cluster.may_lend = rng.random() < 0.5
+        self.cluster.queued = rng.choice((0.0, 0.0, 0.5, 4.0))
         ours = self.cluster.fleet_choice(need, hashes, self.now_s)
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
@@ -452,10 +456,11 @@ def test_an_idle_decode_worker_takes_a_prompt_that_would_wait():
 def test_a_prompt_takes_longer_beside_what_decodes(bound_s, drag):
     """A step takes a quarter of a second, and a prompt a third of that."""
     cluster = cluster_of("p0", "l0", costs=QUICK)
-    cluster.view.workers["l0"].reserve_decode("s", 1)
+    decode_one(cluster, "l0")
     need = Need(1400, 1450, tpot_bound_s=bound_s)
     alone_s = 1400 / 4096
-    for busy_s, is_local in ((drag - 1.05, False), (drag - 0.95, True)):
+    weight = drag if bound_s else drag + 1  # without a bound the sequence waits as long
+    for busy_s, is_local in ((weight - 1.05, False), (weight - 0.95, True)):
         worker = cluster.view.workers["p0"]
         worker.reserve_prefill("s", 9, seconds=busy_s * alone_s)
         for choice in (cluster.fleet_choice(need), cluster.policy_choice(need)):
@@ -467,7 +472,7 @@ def test_a_prompt_takes_longer_beside_what_decodes(bound_s, drag):
 def test_sequences_that_leave_no_time_take_no_prompts():
     cluster = cluster_of("p0", "l0", costs=QUICK)
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=9.0)
-    cluster.view.workers["l0"].reserve_decode("s", 1)
+    decode_one(cluster, "l0")
     need = Need(1400, 1450, tpot_bound_s=0.25)
     assert cluster.fleet_choice(need) == cluster.policy_choice(need) == Busy(6.0, Role.PREFILL)
     assert isinstance(cluster.fleet_choice(Need(1400, 1450, tpot_bound_s=0.26)), Decision)
@@ -475,17 +480,37 @@ def test_sequences_that_leave_no_time_take_no_prompts():
 
 def test_a_prompt_waits_for_a_prefill_worker_that_is_sooner_done():
     cluster = cluster_of("p0", "l0", costs=QUICK, backlog_s=0.01)
-    cluster.view.workers["l0"].reserve_decode("s", 1)  # which makes the prompt a third longer
+    decode_one(cluster, "l0")  # which makes the prompt a third longer, and waits for it
     need = Need(4096, 4100)
     for name in ("p0", "l0"):
         cluster.view.workers[name].info = welcome(
             name, cluster.view.workers[name].info.role, local=True, num_blocks=300
         )
-    for busy_s, is_local in ((0.3, False), (0.4, True)):
+    for busy_s, is_local in ((1.3, False), (1.4, True)):
         cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=busy_s)
         choice = cluster.policy_choice(need)
         assert isinstance(choice, Decision) is is_local
         cluster.view.workers["p0"].release_prefill("s")
+
+
+def test_those_behind_in_the_queue_count_when_a_prompt_could_wait():
+    """The prompt takes a second. At `l0` a sequence would wait for it."""
+    cluster = Cluster(
+        welcome("p0", P, num_blocks=300), welcome("l0", D, local=True, num_blocks=300), costs=QUICK
+    )
+    decode_one(cluster, "l0")
+    cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=4.0)
+    cluster.backlog_s = 0.0
+    for busy_s, queued, is_local in ((1.0, 0.0, False), (1.0, 0.5, True), (1.0, 0.25, False)):
+        cluster.queued = queued
+        choice = cluster.policy_choice(Need(4096, 4100), now_s=4.0 - busy_s)
+        assert isinstance(choice, Decision) is is_local
+
+
+def decode_one(cluster, name):
+    """Lets a sequence of one block decode there."""
+    cluster.view.workers[name].reserve_decode("s", 1)
+    cluster.view.workers[name].begin_decode("s")
 
 
 def lending(**fields):
@@ -514,13 +539,13 @@ def test_a_prefill_worker_decodes_nothing_if(why):
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "may_lend", "is_lent"), [(1, True, False), (3, True, True), (3, False, False)]
+    ("num_seqs", "queued", "is_lent"), [(1, 0.0, False), (3, 0.0, True), (3, 0.5, False)]
 )
-def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, may_lend, is_lent):
+def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, queued, is_lent):
     """Alone there, its token takes 0.625 s. It does not if others are queued."""
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
     cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
-    cluster.may_lend = may_lend
+    cluster.queued = queued
     for i in range(num_seqs):
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
