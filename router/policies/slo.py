@@ -20,12 +20,12 @@ decode there is computed in chunks which keep their pace (`engine.worker.pace`).
     drag  = limit / (limit - their present step); 1 if nothing decodes there
     TTFT  = its wait + drag · min(...)
 
-Its time is dear, as these sequences stay longer if their steps take longer, and then there are more
-of them. At a steady rate, prompts can have (D / step) · (1 - step / limit) of it, for a step of
-D + E b + F kv. So TTFTs are compared with drag · step / D instead of the drag.
+Without a bound, each of these sequences waits for the prompt in all. So places are compared by
+wait + (drag + sequences) · min(...). With one, they keep their pace.
 
 A decode worker prefills locally if that is less than at any other worker, and if its own queue is
-short. If all prefill workers are busy, waiting for one of them counts too.
+short. If all prefill workers are busy, it is compared with waiting for one of them. The others in
+the queue come sooner then, by min(...) over the number of workers that prefill, each. This counts.
 
 A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
 bound. While no other request is queued, it also does so if a token takes `LEND_RATIO` times as long
@@ -318,14 +318,9 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
 
 
 def weight_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
-    """The drag, and how many times its time a prompt costs the sequences that decode beside it."""
-    drag = drag_of(worker, costs, bound_s)
-    if not worker.info.is_fluid or not worker.num_decoding:
-        return drag
-    if bound_s is None:
-        return drag + worker.num_decoding
-    step_s, fixed_s = _present_step_s(worker, costs), costs.step_s(worker, 0, 0)
-    return drag * step_s / fixed_s if step_s and fixed_s else drag
+    """The drag, and without a bound on their pace the sequences that wait for the prompt."""
+    delays = worker.info.is_fluid and bound_s is None
+    return drag_of(worker, costs, bound_s) + (worker.num_decoding if delays else 0)
 
 
 def _present_step_s(worker: WorkerView, costs: Costs) -> float | None:

@@ -394,14 +394,10 @@ class Fleet {
     return pace_s(slot);
   }
 
-  // The drag, and how many times its time a prompt costs the sequences that decode beside it.
+  // The drag, and without a bound on their pace the sequences that wait for the prompt.
   double weight(Slot slot) const {
-    const int64_t decoding = workers_[slot].load.decoding;
-    const double drag_there = drag(slot);
-    if (!kind_at(slot).is_fluid || decoding == 0) return drag_there;
-    if (request_->tpot_bound_s == kInf) return drag_there + static_cast<double>(decoding);
-    const double fixed = costs_[kind_at(slot).costs].decode, pace = present_step_s(slot);
-    return fixed > 0 && pace > 0 ? drag_there * pace / fixed : drag_there;
+    const bool delays = kind_at(slot).is_fluid && request_->tpot_bound_s == kInf;
+    return drag(slot) + (delays ? static_cast<double>(workers_[slot].load.decoding) : 0);
   }
 
   // A step of all that decodes there, or will.

@@ -223,7 +223,7 @@ class RandomCluster:
 
     def decode(self):
         worker = self.rng.choice(self.workers)
-        if worker.info.role.decodes or (worker.info.is_fluid and self.rng.random() < 0.3):
+        if worker.info.role.decodes or (worker.info.is_fluid and self.rng.random() < 0.4):
             seq_id = self.next_seq()
             worker.reserve_decode(
                 seq_id, self.rng.randint(1, 12), context_tokens=self.rng.randint(1, 99)
