@@ -22,12 +22,13 @@ from engine.messages import (
     WorkerId,
 )
 from engine.worker.blocks import BlockHash
+from router.cluster.load import PromptLoad
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
 from router.machine.flight import Attempt, Flight
 from router.machine.requests import Failed
 from router.machine.state import RouterState
-from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need, Worker
+from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need, Queue, Worker
 from router.policies.candidates import (
     LEAST_WAIT_S,
     Backlog,
@@ -52,6 +53,7 @@ class Placing:
         self._ends = ends
         self.busy: Busy | None = None  # what the head of the queue waits for
         self.locally_s = 0.0  # of prompts, as predicted, that decode workers were given
+        self._load = PromptLoad()
         self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
 
     def place_all(self, now_s: float) -> list[RouterEffect]:
@@ -106,7 +108,7 @@ class Placing:
         state = self._state
         known = KnownPrefixes(state, flight)
         if state.workers.fleet is not None:
-            decision = state.workers.fleet.choose(need, known.hashes(), now_s, queued=self._queued)
+            decision = state.workers.fleet.choose(need, known.hashes(), now_s, self._queue(now_s))
             if decision is not None:
                 return decision
         found = self.room_for(need, now_s)
@@ -114,11 +116,11 @@ class Placing:
             return found
         return self._ask_policy(need, known, found, now_s)
 
-    @property
-    def _queued(self) -> float:
-        """Other requests in the queue, for each worker that prefills."""
+    def _queue(self, now_s: float) -> Queue:
         state = self._state
-        return max(len(state.waiting.queue) - 1, 0) / max(len(state.view.prefillers()), 1)
+        num_workers = max(len(state.view.prefillers()), 1)
+        num_others = max(len(state.waiting.queue) - 1, 0)
+        return Queue(num_others / num_workers, self._load.share(num_workers, now_s))
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
@@ -152,7 +154,7 @@ class Placing:
             now_s,
             state.rng,
             wait_bound_s=bound_s if policy.binds_late else inf,
-            queued=self._queued,
+            queue=self._queue(now_s),
         )
         return policy.choose(asked)
 
@@ -239,6 +241,7 @@ class Placing:
         state = self._state
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, decision.num_cached_tokens)
+        self._load.note(compute_s or 0.0, now_s)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
         # Demand counts the first attempt only. A prompt is needed no less in the prefill pool if a
         # decode worker lends itself because that pool is busy.

@@ -33,14 +33,14 @@ from router.cluster.media import name_on
 from router.cluster.view import ClusterView, WorkerView
 from router.native import library
 from router.native.index import PrefixIndex, pack
-from router.policies.base import Busy, Decision, Need
+from router.policies.base import EMPTY, Busy, Decision, Need, Queue
 from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memory
-from router.policies.slo import Slo, reason
+from router.policies.slo import Slo, lend_ratio, reason
 
 MAX_KINDS = 256
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 
-_ASK = struct.Struct("=Q4q5d")  # a Call of src/router.cpp up to the decision
+_ASK = struct.Struct("=Q4q6d")  # a Call of src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
 _NEWS = struct.Struct("=q2d5q")
 _PLACED, _NO_ROOM = 0, 2
@@ -171,16 +171,16 @@ class Fleet:
         self._measure()
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, queued: float = 0.0
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
     ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         self.tell()
         if not self._is_plain(need):
             return None
-        return self.choice(self.decide(need, hashes, now_s, queued=queued), now_s)
+        return self.choice(self.decide(need, hashes, now_s, queue), now_s)
 
     def decide(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, queued: float = 0.0
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
     ) -> FleetDecision:
         """Returns the decision of C++ for a request that it can place."""
         _ASK.pack_into(
@@ -195,7 +195,8 @@ class Fleet:
             self._tpot_bound_s(need),
             self._wait_bound_s,
             self._estimates.offer_s(),
-            queued,
+            queue.waiting,
+            lend_ratio(queue),
         )
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))

@@ -173,6 +173,17 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """Other prompts that wait or will come, in shares for each worker that prefills."""
+
+    waiting: float = 0.0  # requests
+    busy: float = 0.0  # share of the time that prompts lately took; above 1 if they must queue
+
+
+EMPTY = Queue()
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """All that a policy may look at."""
 
@@ -184,7 +195,7 @@ class Asked:
     now_s: float
     rng: random.Random
     wait_bound_s: float = inf  # the longest queue at a worker that prefills
-    queued: float = 0.0  # other requests that wait, for each worker that prefills
+    queue: Queue = EMPTY
 
 
 class Policy(Protocol):
@@ -218,7 +229,7 @@ class Placer(Protocol):
         ...
 
     def choose(
-        self, need: Need, hashes: Sequence[BlockHash], now_s: float, *, queued: float = 0.0
+        self, need: Need, hashes: Sequence[BlockHash], now_s: float, queue: Queue = EMPTY
     ) -> Decision | Busy | None:
         """Places a request with these hashes of full blocks. None: ask the policy itself."""
         ...

@@ -28,9 +28,10 @@ short. If all prefill workers are busy, it is compared with waiting for one of t
 the queue come sooner then, by min(...) over the number of workers that prefill, each. This counts.
 
 A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
-bound. While no other request is queued, it also does so if a token takes `LEND_RATIO` times as long
-at the best decode worker. It uses no more than half of its memory. When prompts wait, it gives its
-sequences back (`router.machine.moves.lending`).
+bound. While no other request is queued, it also does so if a token takes much longer at the best
+decode worker: `LEND_RATIO` times as long as here, between prompts as they lately came. It uses no
+more than half of its memory. When prompts wait, it may give its sequences back
+(`router.machine.moves.lending`).
 
 Before the first measurement the policy is `least-loaded`.
 
@@ -47,13 +48,13 @@ from typing import ClassVar
 
 from engine.messages import Role, Welcome, WorkerId
 from router.cluster.view import WorkerView
-from router.policies.base import Asked, Busy, Costs, Decision, Need, Worker
+from router.policies.base import Asked, Busy, Costs, Decision, Need, Queue, Worker
 from router.policies.candidates import has_memory, has_room, predicted_ready_s
 from router.policies.least_loaded import shortest_backlog
 from router.policies.pulling import Holder, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
-LEND_RATIO = 1.25  # of the time per token at the best decode worker, over that at a prefill worker
+LEND_RATIO = 1.1
 LEND_SHARE = 0.5  # of a prefill worker's KV memory
 
 
@@ -138,7 +139,7 @@ class _Question:
         """
         if best is not None:
             return local.price_s < best.price_s
-        return local.price_s - self._asked.queued * local.work_s < self._waiting_s()
+        return local.price_s - self._asked.queue.waiting * local.work_s < self._waiting_s()
 
     def _waiting_s(self) -> float:
         """The price of a prompt that waits for a prefill worker; infinite if one has time."""
@@ -219,7 +220,7 @@ class _Question:
             return False
         paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
         least_s = min(filter(self._is_kept, paces_s), default=inf)
-        return least_s == inf or (not asked.queued and LEND_RATIO * pace_s < least_s)
+        return least_s == inf or lend_ratio(asked.queue) * pace_s < least_s
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -315,6 +316,11 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
         return 1.0
     limit_s = info.stretch * pace_s if bound_s is None else bound_s
     return limit_s / (limit_s - pace_s) if limit_s > pace_s else inf
+
+
+def lend_ratio(queue: Queue) -> float:
+    """How many times as long a token must take at decode workers to be worth a prefill worker."""
+    return inf if queue.waiting or queue.busy >= 1.0 else LEND_RATIO / (1.0 - queue.busy)
 
 
 def weight_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:

@@ -21,8 +21,8 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
-constexpr double kLendRatio = 1.25, kLendShare = 0.5;  // of router/policies/slo.py
-constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
+constexpr double kLendShare = 0.5;  // of router/policies/slo.py
+constexpr int kMedia = 3;           // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
 struct Costs {
@@ -55,6 +55,7 @@ struct Request {
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
   double offer_s;                     // longest wait for a computing worker's offer of a prefix
   double queued;                      // other requests that wait, for each worker that prefills
+  double lend_ratio;                  // infinite: only what no decode worker could take
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -98,7 +99,7 @@ struct Store {
 };
 
 // Python packs and unpacks these: router/native/fleet.py.
-static_assert(sizeof(Request) == 64 && sizeof(Decision) == 72 && sizeof(News) == 64);
+static_assert(sizeof(Request) == 72 && sizeof(Decision) == 72 && sizeof(News) == 64);
 static_assert(sizeof(Store) == 64);
 
 class Random {
@@ -527,7 +528,7 @@ class Fleet {
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
     if (tpot <= 0 || tpot > request_->tpot_bound_s) return false;
-    return decode_tpot_s == kInf || (request_->queued == 0 && kLendRatio * tpot < decode_tpot_s);
+    return decode_tpot_s == kInf || request_->lend_ratio * tpot < decode_tpot_s;
   }
 
   // No decode worker has room, or none keeps the bound.

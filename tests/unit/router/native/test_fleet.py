@@ -28,7 +28,17 @@ from router.cluster.media import name_on
 from router.cluster.view import ClusterView
 from router.native.fleet import MAX_KINDS, Fleet
 from router.native.index import PrefixIndex
-from router.policies.base import Asked, Busy, Candidates, Decision, Impossible, Need, Placement
+from router.policies.base import (
+    EMPTY,
+    Asked,
+    Busy,
+    Candidates,
+    Decision,
+    Impossible,
+    Need,
+    Placement,
+    Queue,
+)
 from router.policies.candidates import LEAST_WAIT_S, Backlog, find
 from router.policies.slo import Slo
 from tests.kits.seeds import seeds
@@ -70,7 +80,7 @@ class Cluster:
         self.index = PrefixIndex(seed=seed)
         self.estimates = Estimates(costs)
         self.backlog_s = backlog_s
-        self.queued = 0.0
+        self.queue = EMPTY
         self.fleet = Fleet(self.view, self.index, self.estimates, backlog_s=backlog_s, seed=seed)
         for info in workers:
             self.add(info)
@@ -109,7 +119,7 @@ class Cluster:
 
     def fleet_choice(self, need, hashes=(), now_s=0.0):
         known = list(hashes)[: (need.num_tokens - 1) // BLOCK]
-        choice = self.fleet.choose(need, known, now_s, queued=self.queued)
+        choice = self.fleet.choose(need, known, now_s, self.queue)
         if isinstance(choice, Decision):  # nothing is claimed: what it reserved is undone
             self.view.touched |= {choice.placement.prefill, choice.placement.decode}
         return choice
@@ -132,7 +142,7 @@ class Cluster:
             now_s,
             random.Random(seed),
             wait_bound_s=self.backlog_s + LEAST_WAIT_S,
-            queued=self.queued,
+            queue=self.queue,
         )
 
     def policy_choice(self, need, hashes=(), now_s=0.0, seed=0):
@@ -165,6 +175,8 @@ class RandomCluster:
         self.media = Counter()  # from which prefixes were pulled
         mixes = [Role.PREFILL, Role.DECODE], [Role.MIXED], sorted(ROLES_OF_WORKERS)
         self.roles = rng.choice(mixes)
+        # Of two idle prefill workers each rule may take either, so both are lent or none.
+        self.are_fluid = rng.random() < 0.7
         self.sizes = [(rng.randint(20, 80), rng.randint(1, 6)) for _ in range(2)]
         self.num_workers = rng.choice([2, 3, 5, 70, 150])
         self.num_stores = rng.choice([0, 1, 3, 50])  # more than are looked at one by one
@@ -181,7 +193,7 @@ class RandomCluster:
             welcome(
                 name,
                 role,
-                local=role is not Role.STORE and rng.random() < 0.7,
+                local=role is not Role.STORE and self.are_fluid,
                 num_blocks=num_blocks,
                 max_running=max_running,
                 layout=rng.choice([LAYOUT, LAYOUT, NARROW]),
@@ -324,7 +336,7 @@ class RandomCluster:
             predicted_len=rng.choice([None, num_tokens + 20]),
             tpot_bound_s=rng.choice([None, 0.2, 0.3]),
         )
-        self.cluster.queued = rng.choice((0.0, 0.0, 0.5, 4.0))
+        self.cluster.queue = rng.choice((EMPTY, EMPTY, Queue(0.5), Queue(4.0, 0.5)))
         ours = self.cluster.fleet_choice(need, hashes, self.now_s)
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
@@ -502,7 +514,7 @@ def test_those_behind_in_the_queue_count_when_a_prompt_could_wait():
     cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=4.0)
     cluster.backlog_s = 0.0
     for busy_s, queued, is_local in ((1.0, 0.0, False), (1.0, 0.5, True), (1.0, 0.25, False)):
-        cluster.queued = queued
+        cluster.queue = Queue(queued)
         choice = cluster.policy_choice(Need(4096, 4100), now_s=4.0 - busy_s)
         assert isinstance(choice, Decision) is is_local
 
@@ -539,13 +551,14 @@ def test_a_prefill_worker_decodes_nothing_if(why):
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "queued", "is_lent"), [(1, 0.0, False), (3, 0.0, True), (3, 0.5, False)]
+    ("num_seqs", "queue", "is_lent"),
+    [(0, EMPTY, False), (1, EMPTY, True), (1, Queue(0.5), False), (1, Queue(0.0, 0.2), False)],
 )
-def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, queued, is_lent):
-    """Alone there, its token takes 0.625 s. It does not if others are queued."""
+def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, queue, is_lent):
+    """Alone there, its token takes 0.625 s. It does not if prompts wait, or if many come."""
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
     cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
-    cluster.queued = queued
+    cluster.queue = queue
     for i in range(num_seqs):
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
