@@ -108,19 +108,28 @@ class Placing:
         state = self._state
         known = KnownPrefixes(state, flight)
         if state.workers.fleet is not None:
-            decision = state.workers.fleet.choose(need, known.hashes(), now_s, self._queue(now_s))
+            decision = state.workers.fleet.choose(
+                need, known.hashes(), now_s, self.queue(flight, now_s)
+            )
             if decision is not None:
                 return decision
         found = self.room_for(need, now_s)
         if not isinstance(found, Candidates):
             return found
-        return self._ask_policy(need, known, found, now_s)
+        return self._ask_policy(need, known, found, self.queue(flight, now_s), now_s)
 
-    def _queue(self, now_s: float) -> Queue:
+    def queue(self, flight: Flight, now_s: float) -> Queue:
+        """Returns the prompts that wait beside this one, if it does, and what lately came."""
         state = self._state
         num_workers = max(len(state.view.prefillers()), 1)
-        num_others = max(len(state.waiting.queue) - 1, 0)
-        return Queue(num_others / num_workers, self._load.share(num_workers, now_s))
+        num, seconds = len(state.waiting.queue), state.waiting.queued_s
+        if flight.request.request_id in state.waiting.queue:
+            num, seconds = num - 1, seconds - flight.waits_for_s
+        return Queue(
+            num / num_workers,
+            max(seconds, 0.0) / num_workers,
+            self._load.share(num_workers, now_s),
+        )
 
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
@@ -141,7 +150,7 @@ class Placing:
         )
 
     def _ask_policy(
-        self, need: Need, known: "KnownPrefixes", found: Candidates, now_s: float
+        self, need: Need, known: "KnownPrefixes", found: Candidates, queue: Queue, now_s: float
     ) -> Decision | Busy:
         state, policy = self._state, self._state.policy
         bound_s = state.config.prefill_backlog_s + LEAST_WAIT_S
@@ -154,7 +163,7 @@ class Placing:
             now_s,
             state.rng,
             wait_bound_s=bound_s if policy.binds_late else inf,
-            queue=self._queue(now_s),
+            queue=queue,
         )
         return policy.choose(asked)
 
@@ -171,7 +180,9 @@ class Placing:
         others = self.room_for(need, now_s, other_than=first.prefill)
         if not isinstance(others, Candidates):
             return None
-        decision = self._ask_policy(need, KnownPrefixes(self._state, flight), others, now_s)
+        decision = self._ask_policy(
+            need, KnownPrefixes(self._state, flight), others, self.queue(flight, now_s), now_s
+        )
         if not isinstance(decision, Decision):
             return None
         self.hedge_credit -= 1.0

@@ -40,7 +40,7 @@ from router.policies.slo import Slo, lend_ratio, reason
 MAX_KINDS = 256
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
 
-_ASK = struct.Struct("=Q4q6d")  # a Call of src/router.cpp up to the decision
+_ASK = struct.Struct("=Q4q7d")  # a Call of src/router.cpp up to the decision
 _DECISION = struct.Struct("=7i4x5d")
 _NEWS = struct.Struct("=q2d5q")
 _PLACED, _NO_ROOM = 0, 2
@@ -196,6 +196,7 @@ class Fleet:
             self._wait_bound_s,
             self._estimates.offer_s(),
             queue.waiting,
+            queue.seconds,
             lend_ratio(queue),
         )
         self._core.baton_fleet_decide(self._call_address, pack(hashes))

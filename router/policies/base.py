@@ -57,6 +57,11 @@ class Need:
         return min(max(self.predicted_len, self.num_tokens + 1), self.max_len)
 
     @property
+    def num_to_come(self) -> int:
+        """Tokens of the answer that are predicted to come."""
+        return max(self.end_len - self.num_tokens, 1)
+
+    @property
     def mean_context_tokens(self) -> int:
         """Tokens of context in the middle of its growth."""
         return (self.num_tokens + self.end_len) // 2
@@ -177,6 +182,7 @@ class Queue:
     """Other prompts that wait or will come, in shares for each worker that prefills."""
 
     waiting: float = 0.0  # requests
+    seconds: float = 0.0  # that all these are predicted to take
     busy: float = 0.0  # share of the time that prompts lately took; above 1 if they must queue
 
 

@@ -28,9 +28,14 @@ short. If all prefill workers are busy, it is compared with waiting for one of t
 the queue come sooner then, by min(...) over the number of workers that prefill, each. This counts.
 
 A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
-bound. While no other request is queued, it also does so if a token takes much longer at the best
-decode worker: `LEND_RATIO` times as long as here, between prompts as they lately came. It uses no
-more than half of its memory. When prompts wait, it may give its sequences back
+bound. It also does so if the whole answer comes sooner, and more so than prompts come later. With n
+other prompts in the queue that take S seconds, shares of a prefill worker, and a share `busy` of its
+time that prompts lately took:
+
+    gain = (step at the best decode worker - step here · LEND_RATIO / (1 - busy)) · tokens to come
+    loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
+
+It uses no more than half of its memory. When prompts wait, it may give its sequences back
 (`router.machine.moves.lending`).
 
 Before the first measurement the policy is `least-loaded`.
@@ -210,7 +215,7 @@ class _Question:
         info = worker.info
         if info.role is not Role.PREFILL or not info.is_fluid:
             return False
-        if prefill.wait_s > 0 or not has_room(worker, asked.need):
+        if not has_room(worker, asked.need):
             return False
         blocks = worker.promised_blocks + info.layout.num_blocks_for(asked.need.end_len)
         if blocks > LEND_SHARE * info.num_blocks or not has_memory(worker, asked.need.max_len):
@@ -220,7 +225,12 @@ class _Question:
             return False
         paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
         least_s = min(filter(self._is_kept, paces_s), default=inf)
-        return least_s == inf or lend_ratio(asked.queue) * pace_s < least_s
+        if least_s == inf:
+            return prefill.wait_s <= 0
+        drag = drag_at(pace_s, info.stretch, self._bound_s)
+        loss_s = lending_loss_s(asked.queue, drag) + prefill.wait_s
+        gain_s = (least_s - pace_s * lend_ratio(asked.queue)) * asked.need.num_to_come
+        return gain_s > loss_s
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -314,13 +324,29 @@ def drag_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:
     pace_s = _present_step_s(worker, costs)
     if not pace_s or not info.is_fluid or info.stretch is None:
         return 1.0
-    limit_s = info.stretch * pace_s if bound_s is None else bound_s
-    return limit_s / (limit_s - pace_s) if limit_s > pace_s else inf
+    return drag_at(pace_s, info.stretch, bound_s)
+
+
+def drag_at(step_s: float, stretch: float, bound_s: float | None) -> float:
+    """The drag of a prompt where steps without it take so long."""
+    limit_s = stretch * step_s if bound_s is None else bound_s
+    return limit_s / (limit_s - step_s) if limit_s > step_s else inf
 
 
 def lend_ratio(queue: Queue) -> float:
-    """How many times as long a token must take at decode workers to be worth a prefill worker."""
-    return inf if queue.waiting or queue.busy >= 1.0 else LEND_RATIO / (1.0 - queue.busy)
+    """How many times as long as its step a token takes at a prefill worker, with what prompts come.
+
+    Some more, so that sequences do not go to and fro.
+    """
+    return LEND_RATIO / (1.0 - queue.busy) if queue.busy < 1.0 else inf
+
+
+def lending_loss_s(queue: Queue, drag: float) -> float:
+    """What is lost if a sequence decodes where prompts come, which then take `drag` times as long.
+
+    It waits for those in the queue, and each of these waits for those before it.
+    """
+    return queue.seconds * (1.0 + (drag - 1.0) * (queue.waiting + 1.0) / 2.0)
 
 
 def weight_of(worker: WorkerView, costs: Costs, bound_s: float | None) -> float:

@@ -5,16 +5,7 @@ sequences slow its prompts down. So when the head of the queue waits for a prefi
 move to decode workers. A move goes the way of all others (`router.machine.moves.moving`).
 
 A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
-moves if that saves time. For n prompts that wait, in all `S` seconds long, at a worker which also
-decodes k sequences:
-
-    gain = (drag - 1) · S · (n + 1) / 2 / k     the prompts come sooner
-         + S                                    and the sequence does not wait for them
-    loss = its transfer
-         + (step there - step here) · its tokens to come
-         + (step there - step there without it) · its tokens to come · sequences there
-
-Both n and S are shares of the queue: one for each worker that prefills.
+moves if the rule by which it was lent says so for its tokens to come, its transfer included.
 """
 
 from engine.messages import Role
@@ -24,7 +15,7 @@ from router.machine.moves.rule import GIVEN_BACK, REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.base import Need
-from router.policies.slo import drag_of, tpot_s
+from router.policies.slo import drag_of, lend_ratio, lending_loss_s, tpot_s
 
 LOOK_EVERY_S = 0.1
 
@@ -60,7 +51,9 @@ class Lending:
             return False
         need = self._placing.need(flight, now_s)
         target = self._rule.choose(attempt, need)
-        if target is None or not self._pays(flight, need, worker, self._state.view.workers[target]):
+        if target is None:
+            return False
+        if not self._pays(flight, need, (worker, self._state.view.workers[target]), now_s):
             return False
         flight.rests_until_s = now_s + REST_S
         self._state.counters["give back", "begun"] += 1
@@ -68,21 +61,18 @@ class Lending:
         self._rule.begin(flight, attempt, move, now_s)
         return True
 
-    def _pays(self, flight: Flight, need: Need, here: WorkerView, there: WorkerView) -> bool:
-        """True if a sequence should move. While times are unknown it should."""
-        state, costs, bound_s = self._state, self._state.estimates, flight.limits.tpot_s
+    def _pays(
+        self, flight: Flight, need: Need, way: tuple[WorkerView, WorkerView], now_s: float
+    ) -> bool:
+        """True if a sequence should move on this way. While times are unknown it should."""
+        (here, there), costs, bound_s = way, self._state.estimates, flight.limits.tpot_s
         joined_s = tpot_s(there, need, costs)
         here_s = costs.step_s(here, here.num_decoding, here.decoding_context_tokens)
-        there_s = costs.step_s(there, there.num_decodes, there.mean_context_tokens)
-        if joined_s is None or here_s is None or there_s is None:
+        if joined_s is None or here_s is None:
             return True
         if bound_s is not None:
             return joined_s <= bound_s
-        num_workers = max(len(state.view.prefillers()), 1)
-        num_prompts = len(state.waiting.queue) / num_workers
-        prompts_s = state.waiting.queued_s / num_workers
-        sooner_s = (drag_of(here, costs, bound_s) - 1) * prompts_s * (num_prompts + 1) / 2
-        slower_s = joined_s - here_s + (joined_s - there_s) * there.num_decodes
-        loss_s = slower_s * max(need.end_len - flight.length, 1)
-        loss_s += costs.pull_s(there, flight.length)
-        return sooner_s / max(here.num_decoding, 1) + prompts_s > loss_s
+        queue = self._placing.queue(flight, now_s)
+        loss_s = lending_loss_s(queue, drag_of(here, costs, bound_s))
+        gain_s = (joined_s - here_s * lend_ratio(queue)) * need.num_to_come
+        return loss_s > gain_s + costs.pull_s(there, flight.length)

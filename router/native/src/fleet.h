@@ -55,7 +55,8 @@ struct Request {
   double tpot_bound_s, wait_bound_s;  // infinite: no bound
   double offer_s;                     // longest wait for a computing worker's offer of a prefix
   double queued;                      // other requests that wait, for each worker that prefills
-  double lend_ratio;                  // infinite: only what no decode worker could take
+  double queued_s;                    // that these are predicted to take
+  double lend_ratio;                  // of a token at a prefill worker, over its step
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -99,7 +100,7 @@ struct Store {
 };
 
 // Python packs and unpacks these: router/native/fleet.py.
-static_assert(sizeof(Request) == 72 && sizeof(Decision) == 72 && sizeof(News) == 64);
+static_assert(sizeof(Request) == 80 && sizeof(Decision) == 72 && sizeof(News) == 64);
 static_assert(sizeof(Store) == 64);
 
 class Random {
@@ -424,9 +425,13 @@ class Fleet {
     const Kind& kind = kind_at(slot);
     const double pace = present_step_s(slot);
     if (!kind.is_fluid || pace <= 0) return 1;
+    return drag_at(pace, kind.stretch);
+  }
+
+  double drag_at(double step, double stretch) const {
     const double bound = request_->tpot_bound_s;
-    const double limit = bound < kInf ? bound : kind.stretch * pace;
-    return limit > pace ? limit / (limit - pace) : kInf;
+    const double limit = bound < kInf ? bound : stretch * step;
+    return limit > step ? limit / (limit - step) : kInf;
   }
 
   void refresh(Slot slot) {
@@ -522,13 +527,18 @@ class Fleet {
   bool is_lent(Slot slot, double decode_tpot_s) const {
     const Kind& kind = kind_at(slot);
     const Load& load = workers_[slot].load;
-    if (!kind.is_fluid || wait_s(slot) > 0) return false;
+    if (!kind.is_fluid) return false;
     if (load.running >= kind.max_running) return false;
     if (load.blocks + need_blocks_ > kLendShare * kind.num_blocks) return false;
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
     if (tpot <= 0 || tpot > request_->tpot_bound_s) return false;
-    return decode_tpot_s == kInf || request_->lend_ratio * tpot < decode_tpot_s;
+    if (decode_tpot_s == kInf) return wait_s(slot) <= 0;
+    const int64_t to_come = std::max<int64_t>(request_->final_tokens - request_->num_tokens, 1);
+    const double gain =
+        (decode_tpot_s - tpot * request_->lend_ratio) * static_cast<double>(to_come);
+    const double dragged = (drag_at(tpot, kind.stretch) - 1) * (request_->queued + 1) / 2;
+    return gain > request_->queued_s * (1 + dragged) + wait_s(slot);
   }
 
   // No decode worker has room, or none keeps the bound.

@@ -336,7 +336,7 @@ class RandomCluster:
             predicted_len=rng.choice([None, num_tokens + 20]),
             tpot_bound_s=rng.choice([None, 0.2, 0.3]),
         )
-        self.cluster.queue = rng.choice((EMPTY, EMPTY, Queue(0.5), Queue(4.0, 0.5)))
+        self.cluster.queue = rng.choice((EMPTY, EMPTY, Queue(0.5, 0.25), Queue(4.0, 2.0, 0.5)))
         ours = self.cluster.fleet_choice(need, hashes, self.now_s)
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
@@ -552,10 +552,16 @@ def test_a_prefill_worker_decodes_nothing_if(why):
 
 @pytest.mark.parametrize(
     ("num_seqs", "queue", "is_lent"),
-    [(0, EMPTY, False), (1, EMPTY, True), (1, Queue(0.5), False), (1, Queue(0.0, 0.2), False)],
+    [
+        (0, EMPTY, False),
+        (1, EMPTY, True),
+        (1, Queue(0.5, 0.1), True),
+        (1, Queue(0.5, 2.5), False),
+        (1, Queue(0.0, 0.0, 0.2), False),
+    ],
 )
 def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, queue, is_lent):
-    """Alone there, its token takes 0.625 s. It does not if prompts wait, or if many come."""
+    """Alone there, its 39 tokens take 0.625 s each. Long prompts must not wait, nor many come."""
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
     cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
     cluster.queue = queue
