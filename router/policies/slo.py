@@ -29,8 +29,8 @@ the queue come sooner then, by min(...) over the number of workers that prefill,
 
 A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
 bound. It also does so if the whole answer comes sooner, and more so than prompts come later. With n
-other prompts in the queue that take S seconds, shares of a prefill worker, and a share `busy` of its
-time that prompts lately took:
+other prompts in the queue that take S seconds, shares of a prefill worker, and a share `busy` of
+its time that prompts lately took:
 
     gain = (step at the best decode worker - step here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
