@@ -35,6 +35,8 @@ from router.machine.flight import Flight
 # A tenant's turn, in tokens of prompts and predicted answers: a larger one takes fewer turns
 # to reach a long request, a smaller one shares finer.
 QUANTUM_TOKENS = 4096.0
+UNIT_TOKENS = 1024  # a prompt whose time tells if the workers are quicker or slower than thought
+CHANGED = 1.25  # its time over that before, or the reverse, from which on all are ranked anew
 SPARE = 64  # entries of a heap that may be out of date before they are dropped
 
 
@@ -274,6 +276,8 @@ class Waiting:
         self._lengths = lengths
         self._deadlines = deadlines
         self._patience = patience
+        self._asks: dict[RequestId, tuple[float, float]] = {}  # arrival, and seconds of work
+        self._unit_s = 0.0  # of UNIT_TOKENS, when these were predicted
 
     @property
     def num_requests(self) -> int:
@@ -283,6 +287,7 @@ class Waiting:
     def put(self, flight: Flight) -> None:
         """Queues a new request, with the rank that it has if nothing of it is cached."""
         self._begin(flight)
+        self._follow_speed()
         request = flight.request
         self.queue.put(
             request.request_id,
@@ -292,11 +297,29 @@ class Waiting:
             rank=self._rank(flight, flight.waits_for_s),
         )
 
+    def _follow_speed(self) -> None:
+        """Ranks all anew if the time of prompts is predicted in another way.
+
+        Else those that came while it was thought to be long would be passed for too long.
+        """
+        unit_s = self._estimates.any_prefill_s(UNIT_TOKENS) or 0.0
+        if self._unit_s == 0.0:
+            self._unit_s = unit_s
+            return
+        change = unit_s / self._unit_s
+        if 1 / CHANGED < change < CHANGED:
+            return
+        self._unit_s = unit_s
+        for request_id, (arrived_s, compute_s) in self._asks.items():
+            self._asks[request_id] = arrived_s, compute_s * change
+            self.queue.rank(request_id, arrived_s + self._patience * compute_s * change)
+
     def rank(self, flight: Flight, compute_s: float) -> None:
         """Ranks a waiting request by what it is predicted to take."""
         self.queue.rank(flight.request.request_id, self._rank(flight, compute_s))
 
     def _rank(self, flight: Flight, compute_s: float) -> float:
+        self._asks[flight.request.request_id] = flight.stamps.arrived_s, compute_s
         return flight.stamps.arrived_s + self._patience * compute_s
 
     def put_back(self, flight: Flight) -> None:
@@ -324,6 +347,7 @@ class Waiting:
         self._deadlines.watch(flight)
 
     def _end(self, flight: Flight) -> None:
+        self._asks.pop(flight.request.request_id, None)
         self.queued_s = self.queued_s - flight.waits_for_s if self.queue else 0.0
 
     def validate(self, flights: Mapping[RequestId, Flight]) -> None:
@@ -332,6 +356,7 @@ class Waiting:
         self.held.validate()
         waiting = {i for i, flight in flights.items() if flight.attempt is None}
         held = {i for i in waiting if i in self.held}
+        assert self._asks.keys() <= waiting
         assert len(self.held) == len(held)
         assert waiting - held == set(self.queue)
         assert abs(self.queued_s - sum(flights[i].waits_for_s for i in self.queue)) < 1e-6

@@ -1,10 +1,16 @@
 """The order of the queue: returned requests, then priorities, then tenants by turns."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
-from router.machine.queue import FairQueue
+from engine.config import RouterConfig
+from router.cluster.lengths import AnswerLengths
+from router.machine.deadlines import Deadlines
+from router.machine.flight import Flight, Stamps
+from router.machine.queue import FairQueue, Waiting
+from tests.kits.router.scripted_workers import request
 
 
 @pytest.fixture
@@ -60,6 +66,23 @@ def test_ranks_that_change_often_leave_the_order_true(seed):
             put(queue, str(number), rank=ranks[str(number)][0])
         queue.validate()
     assert drain(queue) == sorted(ranks, key=ranks.__getitem__)
+
+
+def test_a_prompt_whose_time_was_overrated_is_not_passed_for_long():
+    """It is thought to take 10 s. So others pass it for 20 s, until it is known to take a tenth."""
+    speed = SimpleNamespace(token_s=10.0)
+    speed.any_prefill_s = lambda num_tokens: num_tokens * speed.token_s
+    waiting = Waiting(speed, AnswerLengths(), Deadlines(RouterConfig()), patience=2.0)
+    waiting.put(flight("early", arrived_s=0.0))
+    speed.token_s = 1.0
+    for name, arrived_s in (("soon", 1.0), ("later", 2.0)):
+        waiting.put(flight(name, arrived_s))
+    assert drain(waiting.queue) == ["early", "soon", "later"]
+
+
+def flight(name, arrived_s):
+    """A prompt of one token."""
+    return Flight(request(name, (1,)), Stamps(arrived_s), arrived_s)
 
 
 def test_turns_of_tenants_go_before_ranks(queue):
