@@ -213,7 +213,7 @@ class _Question:
         """True if an idle prefill worker goes on decoding, as there is no better place."""
         asked, (worker_id, worker) = self._asked, prefill.worker
         info = worker.info
-        if info.role is not Role.PREFILL or not info.is_fluid:
+        if info.role is not Role.PREFILL or info.stretch is None or not info.is_fluid:
             return False
         if not has_room(worker, asked.need):
             return False
