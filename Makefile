@@ -79,7 +79,7 @@ test-parts: develop
 test-core: .venv-core/.installed
 	nice .venv-core/bin/python -m pytest -q tests/unit
 
-# The longest tests: GPU code interpreted on a CPU, networks that are cut, some benchmarks.
+# The longest tests: GPU code interpreted or compiled on a CPU, networks that are cut, some benchmarks.
 test-long: develop
 	$(BIN)/python -m pytest -m long tests
 

@@ -167,6 +167,7 @@ def launches_of(monkeypatch, kv_format, before, query_len, head_dim=128, num_row
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.FP8_E4M3, KVFormat.INT8])
 def test_kernels_of_a_decode_step_fit_twice_on_a_hopper_multiprocessor(
     monkeypatch, tmp_path, kv_format
@@ -180,6 +181,7 @@ def test_kernels_of_a_decode_step_fit_twice_on_a_hopper_multiprocessor(
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kv_format", "query_len", "head_dim"),
     [(KVFormat.BF16, 512, 128), (KVFormat.INT4, 8, 128), (KVFormat.BF16, 512, 256)],

@@ -158,6 +158,7 @@ def test_complaint_fails_the_run_and_other_sections_continue(monkeypatch, capsys
     assert "decode_b3_ctx40/fp8-bf16" in printed
 
 
+@pytest.mark.long
 def test_check_in_its_own_process_reports_complaints(monkeypatch):
     bench = GpuBench(session(), TINY, "cpu", is_quick=True)
     case = AttentionCase(KVFormat.INT8, 64)

@@ -37,6 +37,7 @@ class RecordedKernel:
 
 
 @needs_triton
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernel_fits_a_hopper_multiprocessor(monkeypatch, tmp_path, dtype):
     from engine.model.sampling.kernels import sample_kernel
