@@ -388,3 +388,4 @@ class ClusterView:
             assert abs(worker.reserved_s - sum(c.seconds for c in prefills)) < 1e-6
             assert worker.reserved_blocks == sum(c.blocks for c in decodes)
             assert worker.context_tokens == sum(c.context_tokens for c in decodes)
+            assert worker.num_begun == sum(c.has_begun for c in decodes)

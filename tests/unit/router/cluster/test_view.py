@@ -38,6 +38,19 @@ def test_second_release_of_a_claim_is_ignored(worker):
     assert (worker.reserved_tokens, worker.reserved_blocks) == (0, 0)
 
 
+def test_sequences_decode_from_their_first_token_on(worker):
+    for seq_id in "abc":
+        worker.reserve_decode(seq_id, 4, context_tokens=LAYOUT.block_size)
+    for seq_id in ("a", "b", "b"):
+        worker.begin_decode(seq_id)
+    assert (worker.num_decodes, worker.num_decoding) == (3, 2)
+    assert worker.decoding_context_tokens == worker.mean_context_tokens * 2 // 3
+    ClusterView({"m0": worker}).validate()
+    for seq_id in "ab":
+        worker.release_decode(seq_id)
+    assert (worker.num_decoding, worker.decoding_context_tokens) == (0, 0)
+
+
 def test_a_worker_that_waits_for_a_prefix_is_idle(worker):
     worker.reserve_prefill("a", 7, seconds=0.5, now_s=1.0, waits=True)
     assert worker.ready_s(3.0) == 0.5
@@ -54,7 +67,7 @@ def test_promising_twice_is_a_bug(worker):
         worker.reserve_decode("a", 3)
 
 
-@pytest.mark.parametrize("field", ["reserved_tokens", "reserved_blocks"])
+@pytest.mark.parametrize("field", ["reserved_tokens", "reserved_blocks", "num_begun"])
 def test_validate_finds_a_wrong_sum(worker, field):
     view = ClusterView({"m0": worker})
     view.validate()
