@@ -30,6 +30,7 @@ from engine.messages import (
 )
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from engine.worker.events import FromGateway, LeaseEnded, PullDone, PullFailed
+from engine.worker.pace import StepPace
 from router.cluster.estimates import Estimates
 from router.machine.machine import Arrived, RouterMachine
 from router.machine.requests import Finished
@@ -123,6 +124,22 @@ def test_decode_workers_compute_prompts_if_allowed_and_faster(stretch):
     roles = {worker.worker_id: worker.role for worker in run.workers}
     where = {roles[record.timeline.prefill_worker] for record in run.records}
     assert where == ({"prefill", "decode"} if stretch else {"prefill"})
+
+
+@pytest.mark.parametrize("max_answer_tokens", [None, 500])
+def test_simulated_workers_know_the_bound_on_their_steps(monkeypatch, max_answer_tokens):
+    seen, begin = set(), StepPace.begin
+
+    def noted(pace, rows):
+        seen.update(row.tpot_s for row in rows)
+        begin(pace, rows)
+
+    monkeypatch.setattr(StepPace, "begin", noted)
+    setup = SimulationSetup(
+        TINY, SimulatedPools(1, 1), stretch=4.0, max_answer_tokens=max_answer_tokens
+    )
+    run_of(busy_trace(10), setup, RouterPolicy.SLO, slo_tpot_s=0.25)
+    assert seen == {0.25}
 
 
 @pytest.mark.parametrize(
