@@ -31,8 +31,9 @@ from router.machine.flight import Flight
 from router.machine.placing import KnownPrefixes, likely_bid
 from router.machine.requests import Rejected
 from router.machine.state import RouterState
+from router.policies.base import Need
 from router.policies.candidates import LEAST_WAIT_S, predicted_ready_s
-from router.policies.slo import drag_of
+from router.policies.slo import drag_of, lent_tpot_s
 
 LEAST_RETRY_S = 1.0
 DRAINED = 0.5  # share of a full queue; a refused client is told to retry when this much is left
@@ -202,12 +203,28 @@ class Admission:
         alone_s = state.estimates.step_s(worker, 1, flight.predicted_len(state.lengths))
         if alone_s is None or alone_s > bound_s:
             return None  # no worker could: better slow than never
+        if self._may_be_lent(flight, bound_s):
+            return None
         state.counters["rejected", "tokens slow"] += 1
         share = (pace_s - bound_s) / max(pace_s - alone_s, 1e-9)
         num_to_end = share * num_seqs * len(decoders)
         retry_s = self._nth_end_s(decoders, num_to_end, now_s) - joins_s
         message = f"a token would take {1e3 * pace_s:.0f} ms"
         return Rejected(message, min(max(retry_s, LEAST_RETRY_S), state.config.queue_timeout_s))
+
+    def _may_be_lent(self, flight: Flight, bound_s: float) -> bool:
+        """True if a prefill worker could decode the request within the bound."""
+        state = self._state
+        if not state.policy.is_fluid:
+            return False
+        need = Need(
+            flight.length, flight.request.limits.max_len, flight.predicted_len(state.lengths)
+        )
+        for _, worker in state.view.prefillers():
+            pace_s = lent_tpot_s(worker, need, state.estimates)
+            if pace_s is not None and pace_s <= bound_s:
+                return True
+        return False
 
     def load_at(self, decoders: Sequence[WorkerView], at_s: float, now_s: float) -> DecodeLoad:
         """The load of the decode pool at a future time, with everything that reaches it by then.

@@ -212,22 +212,14 @@ class _Question:
     def _is_lent(self, prefill: _Prefill) -> bool:
         """True if an idle prefill worker goes on decoding, as there is no better place."""
         asked, (worker_id, worker) = self._asked, prefill.worker
-        info = worker.info
-        if info.role is not Role.PREFILL or info.stretch is None or not info.is_fluid:
-            return False
-        if not has_room(worker, asked.need):
-            return False
-        blocks = worker.promised_blocks + info.layout.num_blocks_for(asked.need.end_len)
-        if blocks > LEND_SHARE * info.num_blocks or not has_memory(worker, asked.need.max_len):
-            return False
-        pace_s = tpot_s(worker, asked.need, asked.costs)
+        pace_s = lent_tpot_s(worker, asked.need, asked.costs)
         if pace_s is None or not self._is_kept(pace_s) or not self._all_paces_known:
             return False
         paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
         least_s = min(filter(self._is_kept, paces_s), default=inf)
         if least_s == inf:
             return prefill.wait_s <= 0
-        drag = drag_at(pace_s, info.stretch, self._bound_s)
+        drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
         loss_s = lending_loss_s(asked.queue, drag) + prefill.wait_s
         gain_s = (least_s - pace_s * lend_ratio(asked.queue)) * asked.need.num_to_come
         return gain_s > loss_s
@@ -331,6 +323,17 @@ def drag_at(step_s: float, stretch: float, bound_s: float | None) -> float:
     """The drag of a prompt where steps without it take so long."""
     limit_s = stretch * step_s if bound_s is None else bound_s
     return limit_s / (limit_s - step_s) if limit_s > step_s else inf
+
+
+def lent_tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
+    """Seconds per token if a fluid prefill worker decoded the request. None if it may not."""
+    info = worker.info
+    if info.role is not Role.PREFILL or not info.is_fluid or not has_room(worker, need):
+        return None
+    blocks = worker.promised_blocks + info.layout.num_blocks_for(need.end_len)
+    if blocks > LEND_SHARE * info.num_blocks or not has_memory(worker, need.max_len):
+        return None
+    return tpot_s(worker, need, costs)
 
 
 def lend_ratio(queue: Queue) -> float:
