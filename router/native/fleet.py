@@ -35,7 +35,7 @@ from router.native import library
 from router.native.index import PrefixIndex, pack
 from router.policies.base import EMPTY, Busy, Decision, Need, Queue
 from router.policies.candidates import LEAST_WAIT_S, foreign_prefill_s, has_memory
-from router.policies.slo import Slo, lend_ratio, reason
+from router.policies.slo import Slo, reason
 
 MAX_KINDS = 256
 MEDIA = (Medium.HOST, *LOWER_MEDIA)  # as C++ numbers them
@@ -197,7 +197,7 @@ class Fleet:
             self._estimates.offer_s(),
             queue.waiting,
             queue.seconds,
-            lend_ratio(queue),
+            queue.busy,
         )
         self._core.baton_fleet_decide(self._call_address, pack(hashes))
         return _decision(_DECISION.unpack_from(self._call, _ASK.size))

@@ -27,13 +27,19 @@ A decode worker prefills locally if that is less than at any other worker, and i
 short. If all prefill workers are busy, it is compared with waiting for one of them. The others in
 the queue come sooner then, by min(...) over the number of workers that prefill, each. This counts.
 
-A prefill worker without prompts decodes what it prefills if no decode worker has room and keeps the
-bound. It also does so if the whole answer comes sooner, and more so than prompts come later. With n
-other prompts in the queue that take S seconds, shares of a prefill worker, and a share `busy` of
-its time that prompts lately took:
+A prefill worker goes on with an answer if the whole answer comes sooner, and more so than prompts
+come later. With n other prompts in the queue that take S seconds, shares of a prefill worker, and a
+share `busy` of its time that prompts lately took:
 
     gain = (step at the best decode worker - step here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
+
+It also does so if no decode worker has room and keeps the bound. Then of all prefill workers that
+one decodes which has the least
+
+    wait + drag · min(...) + (drag after - drag before) · busy · step here · tokens to come
+
+So a few workers decode, and the prompts of the others keep their speed.
 
 It uses no more than half of its memory. When prompts wait, it may give its sequences back
 (`router.machine.moves.lending`).
@@ -120,16 +126,19 @@ class _Question:
                 return Busy()
             return shortest_backlog(asked, Slo.name, "nothing was measured yet")
         able = [p for p in able if p.drag < inf and self._can_go_on(p.worker)]
+        if not can_join:
+            lent = self._lent(able)
+            return Busy() if lent is None else self._decision(lent, lent.worker[0])
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
         if local is not None and self._is_quicker(local, best):
             return self._decision(local, local.worker[0])
         best = best or self._soonest(able)
         if best is None:
-            return asked.candidates.busy if can_join else Busy()
-        if self._is_lent(best):
+            return asked.candidates.busy
+        if self._gains_if_lent(best):
             return self._decision(best, best.worker[0])
-        return self._with_decoder(best) if can_join else Busy()
+        return self._with_decoder(best)
 
     def _can_join(self) -> bool:
         """True if a decode worker has room, and would keep the bound or has an unknown pace."""
@@ -209,16 +218,34 @@ class _Question:
             return False
         return prefill.drag < inf and has_memory(worker, asked.need.max_len)
 
-    def _is_lent(self, prefill: _Prefill) -> bool:
-        """True if an idle prefill worker goes on decoding, as there is no better place."""
+    def _lent(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
+        """Returns the prefill worker that goes on decoding at the least price, if any could."""
+        prices_s = {p.worker[0]: p.price_s + self._harm_s(p.worker[1]) for p in prefills}
+        able = [prefill for prefill in prefills if prices_s[prefill.worker[0]] < inf]
+        if not able or not self._all_paces_known:
+            return None
+        least_s = min(prices_s.values())
+        equals = [prefill for prefill in able if prices_s[prefill.worker[0]] == least_s]
+        return self._asked.rng.choice(sorted(equals, key=lambda prefill: prefill.worker[0]))
+
+    def _harm_s(self, worker: WorkerView) -> float:
+        """Seconds by which later prompts take longer if it decodes this; infinite if it may not."""
+        asked = self._asked
+        pace_s = lent_tpot_s(worker, asked.need, asked.costs)
+        if pace_s is None or not self._is_kept(pace_s):
+            return inf
+        drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
+        more = drag - drag_of(worker, asked.costs, self._bound_s)
+        return more * (asked.queue.busy * pace_s * asked.need.num_to_come)
+
+    def _gains_if_lent(self, prefill: _Prefill) -> bool:
+        """True if all of the answer comes sooner where its prompt is computed."""
         asked, (worker_id, worker) = self._asked, prefill.worker
         pace_s = lent_tpot_s(worker, asked.need, asked.costs)
         if pace_s is None or not self._is_kept(pace_s) or not self._all_paces_known:
             return False
         paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
         least_s = min(filter(self._is_kept, paces_s), default=inf)
-        if least_s == inf:
-            return prefill.wait_s <= 0
         drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
         loss_s = lending_loss_s(asked.queue, drag) + prefill.wait_s
         gain_s = (least_s - pace_s * lend_ratio(asked.queue)) * asked.need.num_to_come

@@ -21,8 +21,8 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
-constexpr double kLendShare = 0.5;  // of router/policies/slo.py
-constexpr int kMedia = 3;           // memory, disk and objects: router/cluster/media.py
+constexpr double kLendRatio = 1.1, kLendShare = 0.5;  // of router/policies/slo.py
+constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
 struct Costs {
@@ -56,7 +56,7 @@ struct Request {
   double offer_s;                     // longest wait for a computing worker's offer of a prefix
   double queued;                      // other requests that wait, for each worker that prefills
   double queued_s;                    // that these are predicted to take
-  double lend_ratio;                  // of a token at a prefill worker, over its step
+  double busy;                        // share of its time that prompts lately took
 };
 
 enum Status : int32_t { kPlaced, kNoPrefill, kNoRoom, kTooSlow };
@@ -246,9 +246,17 @@ class Fleet {
         prefill = local;
       }
     }
+    if (!can_join) {
+      lends_ = true;
+      prefill = choose_prefill(false);
+      lends_ = false;
+      if (prefill.cost == kInf) return refuse(decision, decode);
+      decode.slot = prefill.slot;
+      decode.cost = lent_tpot_s(prefill.slot);
+      return reserve(decision, fill(decision, prefill, decode));
+    }
     if (prefill.cost == kInf && num_spared > 0) prefill = choose_prefill(false);
     if (prefill.cost == kInf) {
-      if (!can_join) return refuse(decision, decode);
       decision.status = kNoPrefill;
       decision.wait_s = soonest_s();
       return;
@@ -256,11 +264,9 @@ class Fleet {
     if (kind_at(prefill.slot).decodes) {  // it decodes what it prefills
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
-    } else if (is_lent(prefill.slot, can_join ? decode.cost : kInf)) {
+    } else if (gains_if_lent(prefill.slot, decode.cost)) {
       decode.slot = prefill.slot;
       decode.cost = lent_tpot_s(prefill.slot);
-    } else if (!can_join) {
-      return refuse(decision, decode);
     }
     reserve(decision, fill(decision, prefill, decode));
   }
@@ -319,6 +325,7 @@ class Fleet {
   Match match_;
   double added_[kMaxKinds] = {};  // by kind: the request's addition to a worker's TPOT
   bool spares_ = true;            // mixed workers that decode are not delayed for too long
+  bool lends_ = false;            // no decode worker could take the request
   int64_t num_spared_ = 0;        // workers not taken for that reason
 
   size_t num_chunks() const { return least_ready_at_.size(); }
@@ -523,22 +530,39 @@ class Fleet {
            (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
   }
 
-  // Whether an idle prefill worker goes on decoding: no decode worker could, or all are slower.
-  bool is_lent(Slot slot, double decode_tpot_s) const {
+  // Whether all of an answer comes sooner where its prompt is computed.
+  bool gains_if_lent(Slot slot, double decode_tpot_s) const {
+    if (!may_be_lent(slot)) return false;
+    const double tpot = lent_tpot_s(slot), busy = request_->busy;
+    const double here = tpot * (busy < 1 ? kLendRatio / (1 - busy) : kInf);
+    const double drag = drag_at(tpot, kind_at(slot).stretch);
+    const double dragged = (drag - 1) * (request_->queued + 1) / 2;
+    return (decode_tpot_s - here) * tokens_to_come() >
+           request_->queued_s * (1 + dragged) + wait_s(slot);
+  }
+
+  // Whether a prefill worker has room to decode the request, and keeps the bound.
+  bool may_be_lent(Slot slot) const {
     const Kind& kind = kind_at(slot);
     const Load& load = workers_[slot].load;
-    if (!kind.is_fluid) return false;
-    if (load.running >= kind.max_running) return false;
+    if (!kind.is_fluid || kind.decodes || load.running >= kind.max_running) return false;
     if (load.blocks + need_blocks_ > kLendShare * kind.num_blocks) return false;
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
-    if (tpot <= 0 || tpot > request_->tpot_bound_s) return false;
-    if (decode_tpot_s == kInf) return wait_s(slot) <= 0;
-    const int64_t to_come = std::max<int64_t>(request_->final_tokens - request_->num_tokens, 1);
-    const double gain =
-        (decode_tpot_s - tpot * request_->lend_ratio) * static_cast<double>(to_come);
-    const double dragged = (drag_at(tpot, kind.stretch) - 1) * (request_->queued + 1) / 2;
-    return gain > request_->queued_s * (1 + dragged) + wait_s(slot);
+    return tpot > 0 && tpot <= request_->tpot_bound_s;
+  }
+
+  // Seconds by which later prompts take longer if the worker decodes this; infinite if it may not.
+  double harm_s(Slot slot) const {
+    if (!may_be_lent(slot)) return kInf;
+    const double tpot = lent_tpot_s(slot);
+    const double more = drag_at(tpot, kind_at(slot).stretch) - drag(slot);
+    return more * (request_->busy * tpot * tokens_to_come());
+  }
+
+  double tokens_to_come() const {
+    const int64_t tokens = request_->final_tokens - request_->num_tokens;
+    return static_cast<double>(std::max<int64_t>(tokens, 1));
   }
 
   // No decode worker has room, or none keeps the bound.
@@ -823,7 +847,9 @@ class Fleet {
     int32_t medium;
     const double work = work_s(kind, held.depth, &medium);
     if (kind.decodes && is_unable(slot, work)) return;
-    choice.offer(wait + work * weight(slot), slot, held.depth, random_);
+    if (weight(slot) == kInf) return;
+    const double harm = lends_ ? harm_s(slot) : 0;
+    choice.offer(wait + work * weight(slot) + harm, slot, held.depth, random_);
   }
 
   // Whether a mixed worker could not decode the request, or should not be delayed by it.
@@ -865,6 +891,11 @@ class Fleet {
         const int i = std::countr_zero(rest);
         const double factor = weight(static_cast<Slot>(base + i));
         values[i] = factor < kInf ? values[i] + added[i] * (factor - 1) : kInf;
+      }
+      if (lends_) {
+        for (int i = 0; i < kChunk; ++i) {
+          if (values[i] < kInf) values[i] += harm_s(static_cast<Slot>(base + i));
+        }
       }
       offer_least(values, base, depth, choice);
     });

@@ -540,13 +540,13 @@ def test_an_idle_prefill_worker_decodes_what_no_decode_worker_has_room_for():
         assert choice.why == "least TTFT, decoded by an idle prefill worker"
 
 
-@pytest.mark.parametrize("why", ["it has a prompt", "half of its memory is too little", "a wall"])
+@pytest.mark.parametrize("why", ["it has a long prompt", "half of its memory is too little", "a wall"])
 def test_a_prefill_worker_decodes_nothing_if(why):
     cluster = lending(num_blocks=20 if "half" in why else 100)
     if why == "a wall":
         cluster.change_info("p0", stretch=None)
-    if why == "it has a prompt":
-        cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=1.0)
+    if why == "it has a long prompt":
+        cluster.view.workers["p0"].reserve_prefill("s", 9, seconds=BACKLOG_S + 1.0)
     assert cluster.fleet_choice(NEED) == cluster.policy_choice(NEED) == Busy()
 
 
@@ -569,6 +569,20 @@ def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, queue
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
     for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
         assert (choice.placement.decode == "p0") is is_lent
+
+
+def test_few_prefill_workers_decode_what_no_decode_worker_has_room_for():
+    """Each prompt takes a tenth of a second. Prompts come all the time."""
+    costs = WorkerCosts(PrefillCost(0.0, 2**-10, 0.0), QUICK.decode, QUICK.pull)
+    fluid = [welcome(f"p{i}", P, local=True) for i in range(3)]
+    cluster = Cluster(*fluid, welcome("d0", D, max_running=1), costs=costs)
+    cluster.view.workers["d0"].reserve_decode("s", 1)
+    decode_one(cluster, "p1")
+    for busy, takers in ((0.0, {"p0", "p2"}), (0.5, {"p1"})):
+        cluster.queue = Queue(busy=busy)
+        chosen = [cluster.fleet_choice(NEED).placement.decode for _ in range(20)]
+        chosen += [cluster.policy_choice(NEED, seed=i).placement.decode for i in range(20)]
+        assert set(chosen) == takers
 
 
 def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
