@@ -42,7 +42,7 @@ class TextBatch:
             return
         pipes, added = self._pipes, self._added
         self._pipes, self._added = [], []
-        num_tokens = sum(len(token_ids) for _, token_ids, _ in added)
+        num_tokens = sum([len(token_ids) for _, token_ids, _ in added])
         self._metrics.num_generation_tokens += num_tokens
         self._metrics.num_batched_tokens += num_tokens
         pipes[0].flush()  # parts of bodies that came before

@@ -115,10 +115,13 @@ class TextSteps:
         Sends the chunk of each addition to its socket, in order, unless that is negative. Without
         text there is none. Returns the places of additions with what could not be sent at once.
         """
-        addresses = array("Q", [text.address for text, _, _ in added])
-        lengths = array("q", [len(token_ids) for _, token_ids, _ in added])
-        times_s = array("d", [now_s for _, _, now_s in added])
-        ids = array("q", list(chain.from_iterable(token_ids for _, token_ids, _ in added)))
+        if not added:
+            return []
+        texts, token_ids, times = zip(*added, strict=True)
+        addresses = array("Q", [text.address for text in texts])
+        lengths = array("q", list(map(len, token_ids)))
+        times_s = array("d", times)
+        ids = array("q", list(chain.from_iterable(token_ids)))
         descriptors = array("i", sockets)
         rests = array("q", bytes(8 * REST * len(added)))
         num_rests, begin = ctypes.c_int64(), ctypes.c_void_p()
@@ -135,7 +138,7 @@ class TextSteps:
             ctypes.byref(begin),
         )
         while (unknown := self._library.baton_text_step(*arguments)) >= 0:
-            for vocabulary in {text.vocabulary for text, _, _ in added}:
+            for vocabulary in {text.vocabulary for text in texts}:
                 vocabulary.learn(ids[unknown])
         if not num_rests.value:
             return []
