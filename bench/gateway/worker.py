@@ -120,6 +120,7 @@ class NullWorker:
         assert isinstance(hello, Hello)
         line.post(encode_frame([_welcome(self._options)]))
         session = _Session(line)
+        session.say([self._load(num_rows=1)])  # else the cost of steps is unknown for a while
         self._sessions.append(session)
         try:
             async for frame in line:

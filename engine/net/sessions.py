@@ -32,7 +32,7 @@ from engine.net.challenge import (
     Challenger,
     Claimant,
 )
-from engine.net.framing import BEAT, FAREWELL, FrameReader, head_of
+from engine.net.framing import BEAT, FAREWELL, HEAD_BYTES, FrameReader, head_of
 from engine.net.seldom import Seldom
 from engine.net.silence import Silence
 from engine.net.trust import KEY_BYTES, Secret
@@ -79,6 +79,8 @@ class Line(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None  # of `receive`
         self._drained: asyncio.Future[None] | None = None  # set while the other end reads slowly
         self._has_sent = True  # since the last beat was due
+        self._behind: list[bytes] | None = None  # frames behind the first one of this turn
+        self._num_behind_bytes = 0
         self._is_over = False
         self._error: BaseException | None = None  # why it is over; None: the other end said so
         self._gone = self._loop.create_future()  # set when the connection is closed
@@ -93,7 +95,9 @@ class Line(asyncio.Protocol):
     def post(self, frame: bytes) -> None:
         """Sends a frame without waiting for anything. Raises ConnectionError.
 
-        If sending fails later, `receive` raises too. See `num_unsent_bytes`.
+        If sending fails later, `receive` raises too. See `num_unsent_bytes`. In a turn of the loop
+        the first frame is sent at once, and short ones behind it are sent together: each write by
+        itself would wake the other end.
         """
         if self._is_over:
             raise self._reason()
@@ -103,10 +107,27 @@ class Line(asyncio.Protocol):
             self.fail(ConnectionError(str(error)))
             raise self._reason() from error
         self._has_sent = True
-        if len(frame) <= COPY_BYTES:
+        if len(frame) > COPY_BYTES:
+            self._send_behind()
+            self._transport.writelines((head, frame))
+        elif self._behind is None:
+            self._behind = []
+            self._loop.call_soon(self._end_turn)
             self._transport.write(head + frame)
         else:
-            self._transport.writelines((head, frame))
+            self._behind.append(head + frame)
+            self._num_behind_bytes += HEAD_BYTES + len(frame)
+            if self._num_behind_bytes > COPY_BYTES:
+                self._send_behind()
+
+    def _send_behind(self) -> None:
+        if self._behind:
+            frames, self._behind, self._num_behind_bytes = self._behind, [], 0
+            self._transport.write(b"".join(frames))
+
+    def _end_turn(self) -> None:
+        self._send_behind()
+        self._behind = None
 
     async def send(self, frame: bytes) -> None:
         """Sends a frame; waits while the other end reads too slowly. Raises ConnectionError."""
@@ -117,7 +138,7 @@ class Line(asyncio.Protocol):
     @property
     def num_unsent_bytes(self) -> int:
         """Bytes that were sent here, and that the kernel has not taken yet."""
-        return self._transport.get_write_buffer_size()
+        return self._num_behind_bytes + self._transport.get_write_buffer_size()
 
     # ------------------------------------------------------------ in
 
@@ -162,6 +183,7 @@ class Line(asyncio.Protocol):
     def finish(self) -> None:
         """Ends the session when everything is sent. `close` must follow."""
         if not self._is_over:
+            self._send_behind()
             self._transport.write(FAREWELL)
             self._transport.close()
             self._end(ConnectionError("closed"))
@@ -190,6 +212,7 @@ class Line(asyncio.Protocol):
         if self._is_over:
             return
         self._is_over, self._error = True, error
+        self._behind, self._num_behind_bytes = None, 0
         self._beat.cancel()
         for future in (self._waiter, self._drained):
             if future is not None and not future.done():

@@ -31,8 +31,9 @@ from weakref import WeakKeyDictionary
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.utils import is_ssl
 
-from router.edge.extension import EXTENSION, Caller
+from router.edge.extension import EXTENSION, NO_SOCKET, Caller
 from router.edge.limits import Book, ConnectionPace, EdgeLimits, Overdue
 from router.inbox.api_errors import error_body
 
@@ -166,6 +167,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._outbox = _outboxes.setdefault(self.loop, _Outbox())
         self._callers: list[Caller] = []  # of requests that are not answered yet
+        self._descriptor = _descriptor_of(transport)
         self._pace = ConnectionPace(self.loop.time())
         self.is_ready = True
         if self._is_counted:
@@ -302,6 +304,13 @@ class Connection(HttpToolsProtocol):
             self.loop.call_soon(outbox.send)
         outbox.parts.append((self.transport, b"%x\r\n%b\r\n" % (len(data), data)))
 
+    def socket(self) -> int:
+        """The descriptor to which coded parts may be sent now, or NO_SOCKET."""
+        transport = self.transport
+        if transport.is_closing() or transport.get_write_buffer_size():
+            return NO_SOCKET
+        return self._descriptor
+
     def write_coded(self, data: bytes) -> None:
         """Sends parts that have the chunked coding already, at once. `flush` must come before."""
         transport = self.transport
@@ -380,6 +389,14 @@ class _Outbox:
                     transport.write(data)
                 except Exception:  # other clients go on
                     _cut(transport)
+
+
+def _descriptor_of(transport: asyncio.Transport) -> int:
+    """The descriptor that carries what is written to a transport, as it is; else NO_SOCKET."""
+    if is_ssl(transport):
+        return NO_SOCKET
+    sock = transport.get_extra_info("socket")
+    return NO_SOCKET if sock is None else int(sock.fileno())
 
 
 def _cut(transport: asyncio.Transport) -> None:

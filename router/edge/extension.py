@@ -10,6 +10,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 EXTENSION = "baton.pipe"
+NO_SOCKET = -1  # an invalid descriptor
 
 
 class BodyPipe(Protocol):
@@ -23,6 +24,13 @@ class BodyPipe(Protocol):
 
     def write(self, data: bytes) -> None:
         """Sends a non-empty part soon."""
+        ...
+
+    def socket(self) -> int:
+        """The descriptor to which coded parts may be sent now, or NO_SOCKET.
+
+        It may be used before anything else is done. Call `flush` before.
+        """
         ...
 
     def write_coded(self, data: bytes) -> None:

@@ -114,7 +114,7 @@ class Fleet:
         self._largest = (0, 0, 0)
         self._call = bytearray(_ASK.size + _DECISION.size)
         self._call_address = library.address_of(self._call)
-        self._news = bytearray(_NEWS.size)
+        self._resize_news(1)
 
     def add(self, worker: WorkerView) -> None:
         """Adds a worker that the index knows already.
@@ -240,7 +240,7 @@ class Fleet:
             return
         count = 0
         if len(self._news) < len(touched) * _NEWS.size:
-            self._news = bytearray(2 * len(touched) * _NEWS.size)
+            self._resize_news(2 * len(touched))
         for worker_id in touched:
             worker = self._view.workers.get(worker_id)
             if worker is None:
@@ -251,7 +251,7 @@ class Fleet:
             elif worker_id in self._stores:
                 self._put_store(worker)
         touched.clear()
-        self._core.baton_fleet_loads(self._handle, library.address_of(self._news), count)
+        self._core.baton_fleet_loads(self._handle, self._news_address, count)
 
     def validate(self) -> None:
         """Asserts that C++ finds its arrays sound and knows the same workers. Slow."""
@@ -312,6 +312,10 @@ class Fleet:
                 self._core.baton_fleet_costs(self._handle, home.number, library.FleetCosts(*costs))
                 self._has_new_costs = True
         self._version = self._estimates.version
+
+    def _resize_news(self, num_workers: int) -> None:
+        self._news = bytearray(num_workers * _NEWS.size)
+        self._news_address = library.address_of(self._news)
 
     def _put_news(self, number: int, worker: WorkerView) -> None:
         """Writes a worker's load as row `number` of the news."""

@@ -77,8 +77,11 @@ class ByteDetokenizer:
         self._bytes_by_id = bytes_by_id
         self._hidden_ids = hidden_ids
         self._state = state or PlainTextState()
-        for token_id in _visible_end(prompt_ids, hidden_ids):
-            self.push(token_id)
+        if prompt_ids:
+            end = b"".join([bytes_by_id[i] for i in _visible_end(prompt_ids, hidden_ids)])
+            _, num_decoded = utf_8_decode(end, "replace")
+            if num_decoded < len(end):
+                self._state.rest = end[num_decoded:]
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes."""

@@ -2,7 +2,8 @@
 
 A step of a worker brings a token of each stream. Most streams show text and nothing else of a
 token. Their tokens are collected, and at the end of the turn they become chunks of the responses
-all together (`router.text.native`). What is taken in other ways must come behind them: see `flush`.
+all together, which C++ sends (`router.text.native`). A transport gets what its socket does not take
+at once. What is taken in other ways must come behind them: see `flush`.
 """
 
 import asyncio
@@ -41,17 +42,16 @@ class TextBatch:
             return
         pipes, added = self._pipes, self._added
         self._pipes, self._added = [], []
-        num_tokens = sum(len(token_ids) for _, token_ids, _ in added)
+        num_tokens = sum([len(token_ids) for _, token_ids, _ in added])
         self._metrics.num_generation_tokens += num_tokens
         self._metrics.num_batched_tokens += num_tokens
         pipes[0].flush()  # parts of bodies that came before
         try:
-            chunks = self._steps.take(added)
+            rests = self._steps.take(added, [pipe.socket() for pipe in pipes])
         except Exception:  # a bug: without these tokens the answers would be wrong
             log.exception("tokens became no text: the connections of their streams are cut")
             for pipe in pipes:
                 pipe.cut()
             return
-        for pipe, chunk in zip(pipes, chunks, strict=True):
-            if chunk:
-                pipe.write_coded(chunk)
+        for place, rest in rests:
+            pipes[place].write_coded(rest)

@@ -1,17 +1,18 @@
 """Follows the choices of an answer to their ends and writes what is to be shown of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from engine.clock import Clock
-from router.edge.extension import BodyPipe
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter
 from router.machine.requests import Update
 from router.port import RequestPort
-from router.text.native.step import BatchedText
+
+AddTokens = Callable[[Sequence[int], float], None]
 
 MAX_OPEN = 128  # requests of one call that the router has at once
 
@@ -72,7 +73,7 @@ class _UpdateTaker:
         self._clock = clock
         self._is_plain = choice.is_plain and writer.shows_text_alone
         self._batch = writer.batch if isinstance(writer, StreamedAnswer) else None
-        self._batched: tuple[BatchedText, BodyPipe] | None = None
+        self._add: AddTokens | None = None  # puts tokens into the batch
         self._last: AnswerPiece | None = None  # of an answer that a stop string ended
 
     async def follow(self, port: RequestPort) -> AnswerPiece:
@@ -109,25 +110,22 @@ class _UpdateTaker:
         choice, writer = self._choice, self._writer
         if not (self._is_plain and writer.is_ready):
             return False
-        if self._batched is not None or self._can_batch():
-            assert self._batch is not None
-            assert self._batched is not None
-            self._batch.add(*self._batched, token_ids, now_s)
-            return True
-        if text := choice.take_tokens(token_ids, now_s):
+        if (add := self._add or self._batched()) is not None:
+            add(token_ids, now_s)
+        elif text := choice.take_tokens(token_ids, now_s):
             writer.write_text(choice.index, text)
         return True
 
-    def _can_batch(self) -> bool:
-        """Prepares the choice for `TextBatch`; returns False if it cannot be."""
+    def _batched(self) -> AddTokens | None:
+        """Prepares the choice for `TextBatch`; returns None if it cannot be."""
         batch, writer, choice = self._batch, self._writer, self._choice
         if batch is None or not choice.num_tokens:
-            return False
+            return None
         assert isinstance(writer, StreamedAnswer)
         pipe, frame = writer.frame_of(choice.index)
         text = choice.batched(frame, batch.flush)
         if text is None:
             self._batch = None
-            return False
-        self._batched = (text, pipe)
-        return True
+            return None
+        self._add = partial(batch.add, text, pipe)
+        return self._add

@@ -98,11 +98,9 @@ class StreamedAnswer:
             data += chunk.of(piece)
         else:
             self._unfinished -= 1
-            finish = chunk.finish(piece)
-            if self._unfinished:
-                data += finish
-            else:
-                self._last = finish
+            data += chunk.finish(piece)
+            if not self._unfinished:
+                self._last, data = data, b""
         if data:
             await self._send_body(data, more_body=True)
 

@@ -70,7 +70,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_text_close": (None, (c_void_p,)),
     "baton_text_step": (
         c_int64,
-        (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, POINTER(c_void_p)),
+        (*[c_void_p] * 4, c_int64, *[c_void_p] * 3, POINTER(c_int64), POINTER(c_void_p)),
     ),
 }
 

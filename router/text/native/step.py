@@ -1,4 +1,4 @@
-"""Takes the tokens of many answers at once, and returns the chunks that their streams send.
+"""Takes the tokens of many answers at once, and sends the chunks of their streams.
 
 It does what `router.text.detokenizer` and `router.gateway.answers.stream` do one by one. It decodes
 tokens, escapes for JSON, and puts the constant parts of a chunk around the text. In tests these two
@@ -8,10 +8,12 @@ are the slow twin. Only the bytes of a token are needed, so it is for ByteLevel 
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Protocol
 
 from router.text.native.library import NativeSeries, NativeText, opened
+
+REST = 3  # numbers of a rest in C++: the place of its addition, where it begins, where it ends
 
 
 class GapSeries(Protocol):
@@ -95,7 +97,7 @@ class BatchedText:
 
 
 class TextSteps:
-    """Makes chunks of tokens."""
+    """Makes chunks of tokens and sends them."""
 
     def __init__(self) -> None:
         """Raises BuildError where there is no C++."""
@@ -105,16 +107,24 @@ class TextSteps:
     def __del__(self) -> None:
         self._library.baton_text_close(self._handle)
 
-    def take(self, added: Sequence[tuple[BatchedText, Sequence[int], float]]) -> list[bytes]:
+    def take(
+        self, added: Sequence[tuple[BatchedText, Sequence[int], float]], sockets: Sequence[int]
+    ) -> list[tuple[int, bytes]]:
         """Takes the next tokens of answers, with the time at which they came.
 
-        Returns the chunk of each addition, in order; empty if it shows nothing.
+        Sends the chunk of each addition to its socket, in order, unless that is negative. Without
+        text there is none. Returns the places of additions with what could not be sent at once.
         """
-        addresses = array("Q", [text.address for text, _, _ in added])
-        lengths = array("q", [len(token_ids) for _, token_ids, _ in added])
-        times_s = array("d", [now_s for _, _, now_s in added])
-        ids = array("q", list(chain.from_iterable(token_ids for _, token_ids, _ in added)))
-        ends, begin = array("q", bytes(8 * len(added))), ctypes.c_void_p()
+        if not added:
+            return []
+        texts, token_ids, times = zip(*added, strict=True)
+        addresses = array("Q", [text.address for text in texts])
+        lengths = array("q", list(map(len, token_ids)))
+        times_s = array("d", times)
+        ids = array("q", list(chain.from_iterable(token_ids)))
+        descriptors = array("i", sockets)
+        rests = array("q", bytes(8 * REST * len(added)))
+        num_rests, begin = ctypes.c_int64(), ctypes.c_void_p()
         arguments = (
             self._handle,
             addresses.buffer_info()[0],
@@ -122,11 +132,16 @@ class TextSteps:
             times_s.buffer_info()[0],
             len(added),
             ids.buffer_info()[0],
-            ends.buffer_info()[0],
+            descriptors.buffer_info()[0],
+            rests.buffer_info()[0],
+            ctypes.byref(num_rests),
             ctypes.byref(begin),
         )
         while (unknown := self._library.baton_text_step(*arguments)) >= 0:
-            for vocabulary in {text.vocabulary for text, _, _ in added}:
+            for vocabulary in {text.vocabulary for text in texts}:
                 vocabulary.learn(ids[unknown])
-        data = ctypes.string_at(begin, ends[-1]) if added else b""
-        return [data[start:end] for start, end in pairwise((0, *ends))]
+        if not num_rests.value:
+            return []
+        data = ctypes.string_at(begin, rests[REST * num_rests.value - 1])
+        found = (rests[REST * i : REST * (i + 1)] for i in range(num_rests.value))
+        return [(place, data[start:end]) for place, start, end in found]

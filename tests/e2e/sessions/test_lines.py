@@ -12,8 +12,9 @@ import pytest
 
 from engine.messages import MAX_FRAME_BYTES
 from engine.net import sessions
-from engine.net.framing import FAREWELL
+from engine.net.framing import FAREWELL, head_of
 from engine.net.sessions import (
+    COPY_BYTES,
     MAX_UNREAD_BYTES,
     Line,
     PeerSilent,
@@ -72,6 +73,57 @@ async def test_posted_frames_are_sent_in_order_without_waiting():
             client.post(str(number).encode())
         for number in range(100):
             assert await client.receive() == str(number).encode()
+
+
+class Pieces(asyncio.Transport):
+    """Keeps what is written, piece by piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[bytes] = []
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Nothing comes in."""
+
+    def write(self, data: Any) -> None:
+        self.pieces.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def abort(self) -> None:
+        """Nothing to close."""
+
+
+def whole(frame: bytes) -> bytes:
+    return head_of(frame) + frame
+
+
+async def test_short_frames_of_a_turn_share_a_piece_behind_the_first():
+    transport = Pieces()
+    line = Line(transport, silence_s=60.0)
+    long, short = bytes(2 * COPY_BYTES), bytes(COPY_BYTES // 2)
+    line.post(b"a")
+    line.post(b"b")
+    line.post(b"c")
+    assert transport.pieces == [whole(b"a")]
+    assert line.num_unsent_bytes == len(whole(b"b") + whole(b"c"))
+    await asyncio.sleep(0)
+    assert transport.pieces == [whole(b"a"), whole(b"b") + whole(b"c")]
+    assert line.num_unsent_bytes == 0
+    transport.pieces.clear()
+    for frame in (b"d", b"e", long, b"f", short, short, b"g"):
+        line.post(frame)
+    line.finish()
+    sent = b"".join(map(whole, (b"d", b"e", long, b"f", short, short, b"g")))
+    assert b"".join(transport.pieces) == sent + FAREWELL
+    assert whole(b"f") + whole(short) + whole(short) in transport.pieces  # enough for a piece
+    num_pieces = len(transport.pieces)
+    await asyncio.sleep(0)
+    assert len(transport.pieces) == num_pieces
 
 
 async def test_a_session_with_a_closed_port_fails_soon():

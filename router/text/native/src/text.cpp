@@ -1,6 +1,8 @@
-// From the tokens of one step to the bytes that streams send: detokenising, escaping for JSON and
-// HTTP's chunked coding, in one pass over all streams. Called through ctypes: see library.py.
-// Callers hold Python's global lock, so no two threads call at once.
+// From the tokens of one step to the bytes that streams send: detokenising, escaping for JSON,
+// HTTP's chunked coding and sending, in one pass over all streams. Called through ctypes: see
+// library.py. Callers hold Python's global lock, so no two threads call at once.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
@@ -165,6 +167,11 @@ size_t add_text(std::string_view bytes, std::string& out) {
   return 0;
 }
 
+// What is left of the chunk of addition `place`: a range of the output. Mirrors `REST` of step.py.
+struct Rest {
+  int64_t place, begin, end;
+};
+
 struct Step {
   std::string out;      // all chunks, one after the other
   std::string escaped;  // the text of the present one
@@ -196,6 +203,15 @@ struct Step {
     out.append(text.after, static_cast<size_t>(text.after_len)).append("\r\n");
     escaped.clear();
   }
+
+  // Sends a range of the output, as far as the socket takes it at once. Returns the range's rest.
+  // Whoever sends the rest learns of an error.
+  Rest send(int64_t place, int64_t begin, int64_t end, int32_t socket) const {
+    if (socket < 0 || begin == end) return {place, begin, end};
+    const ssize_t sent = ::send(socket, out.data() + begin, static_cast<size_t>(end - begin),
+                                MSG_DONTWAIT | MSG_NOSIGNAL);
+    return {place, begin + std::max<int64_t>(sent, 0), end};
+  }
 };
 
 }  // namespace
@@ -214,12 +230,13 @@ void baton_vocabulary_put(void* vocabulary, int64_t id, const char* bytes, int64
 }
 
 // Takes the next tokens of `count` texts: text i gets the next lengths[i] of `ids`, at times_s[i].
-// ends[i] is set to where its chunk ends in the output, which `begin` is set to. Without text there
-// is no chunk. Returns the place in `ids` of a token whose bytes are not known yet, and then nothing
-// is done; else -1.
+// Its chunk is sent to sockets[i], unless that is negative, or took less than a chunk before. Without
+// text there is no chunk. What was not sent is listed in `rests`, which has room for all, as ranges of
+// the output that `begin` is set to. Returns the place in `ids` of a token whose bytes are not known yet, and then nothing is done;
+// else -1.
 int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
-                        const double* times_s, int64_t count, const int64_t* ids, int64_t* ends,
-                        const char** begin) {
+                        const double* times_s, int64_t count, const int64_t* ids, int32_t* sockets,
+                        Rest* rests, int64_t* num_rests, const char** begin) {
   const int64_t* next = ids;
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t j = 0; j < lengths[i]; ++j, ++next) {
@@ -228,14 +245,22 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
   }
   Step& step = *open;
   step.out.clear();
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count; ++i) {  // all chunks first: the output moves while it grows
     Text& text = *texts[i];
+    rests[i].begin = static_cast<int64_t>(step.out.size());
     text.gaps->observe(times_s[i] - text.last_s);
     text.last_s = times_s[i];
     text.num_batched += lengths[i];
     for (int64_t j = 0; j < lengths[i]; ++j) step.take(text, *ids++);
     step.close_chunk(text);
-    ends[i] = static_cast<int64_t>(step.out.size());
+    rests[i].end = static_cast<int64_t>(step.out.size());
+  }
+  *num_rests = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Rest rest = step.send(i, rests[i].begin, rests[i].end, sockets[i]);
+    if (rest.begin == rest.end) continue;
+    rests[(*num_rests)++] = rest;
+    if (sockets[i] >= 0) std::replace(sockets + i + 1, sockets + count, sockets[i], -1);
   }
   *begin = step.out.data();
   return -1;

@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+from socket import socketpair
 
 import msgspec
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from router.edge.connection import Connection, _outboxes
-from router.edge.extension import caller_of
+from router.edge.extension import NO_SOCKET, caller_of
 from tests.kits.router.gateway import (
     FakeRouter,
     Never,
@@ -21,11 +23,15 @@ from tests.kits.router.gateway import (
 class Transport(asyncio.Transport):
     """A transport that adds its writes to a list shared with other transports."""
 
-    def __init__(self, name, written):
-        super().__init__()
+    def __init__(self, name, written, facts):
+        super().__init__(facts)
         self.name = name
         self.closing = False
+        self.num_unsent = 0
         self._written = written
+
+    def get_write_buffer_size(self):
+        return self.num_unsent
 
     def write(self, data):
         assert not self.closing
@@ -33,9 +39,6 @@ class Transport(asyncio.Transport):
 
     def is_closing(self):
         return self.closing
-
-    def get_extra_info(self, name, default=None):
-        return default
 
     def pause_reading(self):
         pass
@@ -51,12 +54,12 @@ async def nothing(scope, receive, send):
     raise AssertionError("no request is made here")
 
 
-def connect(name, written, app=nothing):
+def connect(name, written, app=nothing, facts=None):
     config = uvicorn.Config(app, lifespan="off", log_config=None)
     config.load()
     loop = asyncio.get_running_loop()
     connection = Connection(config, server_state=ServerState(), app_state={}, _loop=loop)
-    transport = Transport(name, written)
+    transport = Transport(name, written, facts)
     connection.connection_made(transport)
     return connection, transport
 
@@ -98,6 +101,21 @@ async def test_a_client_that_left_delays_no_other_client():
     transport.closing = True
     await asyncio.sleep(0)
     assert written == [("other", b"1\r\n2\r\n")]
+
+
+@pytest.mark.parametrize("blocks", ["nothing", "unsent", "closing", "tls"])
+async def test_a_socket_is_offered_only_if_nothing_has_to_be_sent_before(blocks):
+    sock, other = socketpair()
+    with sock, other:
+        connection, transport = connect("a", [], facts={"socket": sock})
+        assert connection.socket() == sock.fileno()
+        if blocks == "tls":
+            facts = {"socket": sock, "sslcontext": "encrypts"}
+            connection, transport = connect("a", [], facts=facts)
+        transport.num_unsent = int(blocks == "unsent")
+        transport.closing = blocks == "closing"
+        assert (connection.socket() == sock.fileno()) == (blocks == "nothing")
+        assert (connection.socket() == NO_SOCKET) == (blocks != "nothing")
 
 
 def test_loops_are_independent():

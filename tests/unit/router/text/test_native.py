@@ -1,5 +1,7 @@
 """Text in C++ against the same text in Python, token by token."""
 
+from socket import socketpair
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,13 @@ END = 7
 
 token_ids = st.lists(st.integers(0, VOCAB_SIZE + 2), max_size=5)
 steps = st.lists(st.tuples(st.integers(0, 2), token_ids, st.booleans()), max_size=20)
+
+
+def chunks_of(batch: TextSteps, added: list[tuple[BatchedText, list[int], float]]) -> list[bytes]:
+    """The chunk of each addition, none of which is sent."""
+    rests = dict(batch.take(added, [-1] * len(added)))
+    assert b"" not in rests.values()
+    return [rests.get(place, b"") for place in range(len(added))]
 
 
 class Twin:
@@ -78,14 +87,14 @@ def test_chunks_are_those_of_python_however_tokens_come(steps, shows_special, mi
     for now, (number, ids, is_alone) in enumerate(steps):
         twin, now_s = twins[number], float(now)
         if is_alone:  # in Python, as in the slow path
-            assert batch.take(added) == expected
+            assert chunks_of(batch, added) == expected
             expected.clear()
             added.clear()
             assert twin.native.push(ids) == twin.text.push(ids)
         else:
             added.append((twin.batched, ids, now_s))
             expected.append(twin.chunk_of(ids, now_s))
-    assert batch.take(added) == expected
+    assert chunks_of(batch, added) == expected
     for twin in twins:
         twin.check()
         assert twin.native.finish() == twin.text.finish()
@@ -117,7 +126,7 @@ def test_any_bytes_become_the_text_that_python_decodes(data, lengths):
         gaps=Buckets((1.0,)),
         shows_special=False,
     )
-    [chunk] = TextSteps().take([(batched, list(bytes_by_id), 0.0)])
+    [chunk] = chunks_of(TextSteps(), [(batched, list(bytes_by_id), 0.0)])
     assert chunk.partition(b"\r\n")[2].removesuffix(b"\r\n") == (
         msgspec.json.encode(text) if text else b""
     )
@@ -137,5 +146,52 @@ def test_all_characters_are_escaped_as_in_python():
         gaps=Buckets((1.0,)),
         shows_special=False,
     )
-    [chunk] = TextSteps().take([(batched, (0,), 0.0)])
+    [chunk] = chunks_of(TextSteps(), [(batched, [0], 0.0)])
     assert chunk.partition(b"\r\n")[2][:-2] == msgspec.json.encode(every)
+
+
+def test_a_full_socket_takes_a_part_and_nothing_behind_it():
+    """Two choices of one stream, of which the first has a long text, and another stream."""
+    bytes_by_id = {0: b"a" * 2**22, 1: b"b"}
+    vocabulary = NativeVocabulary(bytes_by_id, 2, frozenset())
+    first, second, other = (
+        BatchedText(
+            NativeText(),
+            vocabulary,
+            frame=(b"", b""),
+            end_ids=(),
+            min_tokens=0,
+            gaps=Buckets((1.0,)),
+            shows_special=False,
+        )
+        for _ in range(3)
+    )
+    (ours, theirs), (our_other, their_other) = socketpair(), socketpair()
+    with ours, theirs, our_other, their_other:
+        places = [ours.fileno(), ours.fileno(), our_other.fileno()]
+        added = [(first, (0,), 0.0), (second, (1,), 0.0), (other, (1,), 0.0)]
+        (place, rest), (next_place, chunk) = TextSteps().take(added, places)
+        ours.close()
+        sent = b"".join(iter(lambda: theirs.recv(2**20), b""))
+        assert (place, next_place) == (0, 1)
+        assert sent + rest == b"%x\r\n" % (2**22 + 2) + b'"' + bytes_by_id[0] + b'"\r\n'
+        assert sent
+        assert chunk == b'3\r\n"b"\r\n'
+        assert their_other.recv(100) == chunk
+
+
+def test_what_a_closed_socket_does_not_take_is_returned():
+    bytes_by_id = {0: b"a"}
+    batched = BatchedText(
+        NativeText(),
+        NativeVocabulary(bytes_by_id, 1, frozenset()),
+        frame=(b"", b""),
+        end_ids=(),
+        min_tokens=0,
+        gaps=Buckets((1.0,)),
+        shows_special=False,
+    )
+    ours, theirs = socketpair()
+    theirs.close()
+    with ours:
+        assert TextSteps().take([(batched, (0,), 0.0)], [ours.fileno()]) == [(0, b'3\r\n"a"\r\n')]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs
-from router.edge.extension import EXTENSION
+from router.edge.extension import EXTENSION, NO_SOCKET
 from router.machine.requests import Update
 from tests.kits.router.gateway import (
     LENGTH,
@@ -42,6 +42,9 @@ class Pipe:
         self.is_ready = False
         self.is_cut = True
         self._connection.leave()
+
+    def socket(self) -> int:
+        return NO_SOCKET
 
     def write_coded(self, data: bytes) -> None:
         assert not self._unsent
