@@ -480,8 +480,9 @@ def result_of(row: Row, num_tokens: int) -> RowResult:
     """Returns the tokens that follow a row; none for a row that samples nothing."""
     if row.sampling is None:
         return RowResult()
-    first = token_at(row.sampling, row.end)
-    return RowResult(tuple(range(first, first + num_tokens)))
+    first = token_at(row.sampling, row.start + len(row.token_ids))
+    # A range acts like the tuple.
+    return RowResult(cast("tuple[int, ...]", range(first, first + num_tokens)))
 
 
 def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
