@@ -86,7 +86,7 @@ class RunningBatch:
         is_pending = bool(seq.in_flight)
         row = Row(
             seq.seq_id,
-            PENDING if is_pending else (seq.token_ids[-1],),
+            PENDING if is_pending else [seq.token_ids[-1]],
             seq.num_planned_tokens if is_pending else seq.num_computed_tokens,
             seq.block_table,
             seq.sampling,

@@ -394,8 +394,8 @@ class SimWorker:
             self._ends_s += ends_s
         first_s = ends_s[0] - stretch.began_s
         times = StepTimes(0.0, first_s, 0.0)
-        result = BatchResult([result_of(row, num_steps) for row in stretch.rows], times)
-        return self.core.finish(result, ends_s[-1])
+        results = [result_of(row, num_steps) for row in stretch.rows]
+        return self.core.finish(BatchResult(results, times), ends_s[-1])
 
     # ------------------------------------------------------------ frames and effects
 

@@ -362,19 +362,20 @@ class WorkerCore:
 
     def _step_report(self, planned: Planned, seconds: float) -> StepReport | None:
         """A step in numbers; None if the numbers would not explain how long it took."""
-        rows = [row for scheduler, row in planned if scheduler is self._decoder]
-        chunks = [row for scheduler, row in planned if scheduler is not self._decoder]
-        if any(row.draft or row.num_to_draft or row.draft_token_ids for row in rows):
-            return None
-        if any(row.scored for row in chunks):
-            return None
-        return StepReport(
-            seconds=seconds,
-            num_prefill_tokens=sum([len(row.token_ids) for row in chunks]),
-            prefill_squares=sum([row.end * row.end - row.start * row.start for row in chunks]),
-            num_rows=len(rows),
-            num_context_tokens=sum([row.start + len(row.token_ids) for row in rows]),
-        )
+        num_rows = num_context = num_new = squares = 0
+        for scheduler, row in planned:
+            num_tokens, start = len(row.token_ids), row.start
+            if scheduler is self._decoder:
+                if row.draft or row.num_to_draft or row.draft_token_ids:
+                    return None
+                num_rows += 1
+                num_context += start + num_tokens
+            elif row.scored:
+                return None
+            else:
+                num_new += num_tokens
+                squares += (2 * start + num_tokens) * num_tokens  # end² - start²
+        return StepReport(seconds, num_new, squares, num_rows, num_context)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
         """Returns what the worker holds now, with the counters of transfers and schedulers.
