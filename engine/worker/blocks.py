@@ -352,7 +352,8 @@ class BlockPool:
         """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        spare, known, freed = self._spare, self._hash, self._freed_in_flight
+        spare, kept, marks = self._spare, self._kept, self._is_spare
+        known, freed, num_cached = self._hash, self._freed_in_flight, self._num_cached
         for block in blocks:
             count = holders[block] - 1
             assert count >= 0, f"block {block} is let go more often than it was held"
@@ -362,13 +363,14 @@ class BlockPool:
             num_last += 1
             if not (owned[block] or leased[block] or in_flight[block]):
                 if known[block] is not None:
-                    (spare if self._is_spare[block] else self._kept)[block] = None
-                    self._num_cached += 1
+                    (spare if marks[block] else kept)[block] = None
+                    num_cached += 1
                 elif freed:
                     freed[-1].append(block)
                 else:
                     spare[block] = None
                     spare.move_to_end(block, last=False)
+        self._num_cached = num_cached
         return num_last
 
     def _is_idle(self, block: BlockId) -> bool:
@@ -387,7 +389,7 @@ class BlockPool:
         """
         marks = self._is_spare
         if not are_spare:
-            for block in blocks:
+            for block in filter(marks.__getitem__, blocks):  # few of them were
                 marks[block] = 0
             return
         num_after = 0  # known blocks of this prefix that directly follow
