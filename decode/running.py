@@ -82,23 +82,21 @@ class RunningBatch:
 
     def row(self, seq: Sequence) -> Row:
         """Returns the sequence's row in the planned step."""
-        draft = self._drafts.row_draft(seq)
+        draft, limits = self._drafts.row_draft(seq), seq.limits
         is_pending = bool(seq.in_flight)
         row = Row(
-            seq_id=seq.seq_id,
-            token_ids=PENDING if is_pending else [seq.token_ids[-1]],
-            start=seq.num_planned_tokens,
-            block_table=seq.block_table,
-            sampling=seq.sampling,
-            banned=seq.banned(num_pending=is_pending),
-            draft=draft.draft,
-            num_to_draft=draft.num_to_draft,
-            draft_token_ids=draft.draft_token_ids,
+            seq.seq_id,
+            PENDING if is_pending else [seq.token_ids[-1]],
+            seq.num_planned_tokens if is_pending else seq.num_computed_tokens,
+            seq.block_table,
+            seq.sampling,
+            seq.banned(num_pending=is_pending) if limits.min_len else (),
+            *draft,
             history=seq.history,
-            prompt_len=seq.limits.prompt_len,
+            prompt_len=limits.prompt_len,
             guide=seq.guide,
             is_pending=is_pending,
-            tpot_s=seq.limits.tpot_s,
+            tpot_s=limits.tpot_s,
         )
         seq.in_flight.append(row)
         return row
@@ -115,8 +113,10 @@ class RunningBatch:
         missing = (_num_blocks(seq) - len(seq.block_table) for seq in self.due())
         return sum(max(num, 0) for num in missing) <= self._pool.num_idle
 
-    def make_room(self, drop_copy: Callable[[], Effect | None]) -> list[Effect]:
-        """Gives every sequence the blocks of its next tokens.
+    def make_room(
+        self, due: Iterable[Sequence], drop_copy: Callable[[], Effect | None]
+    ) -> list[Effect]:
+        """Gives every sequence that is due the blocks of its next tokens.
 
         Without memory `drop_copy` is called. If that frees nothing (None), the youngest running
         sequence is given back, even if it is the sequence that needs the block.
@@ -124,7 +124,7 @@ class RunningBatch:
         effects: list[Effect] = []
         short = [
             seq.seq_id
-            for seq in self.due()
+            for seq in due
             if len(seq.block_table) * seq.block_size < len(seq.token_ids) + len(seq.in_flight)
         ]
         for seq_id in short:

@@ -248,8 +248,11 @@ class DecodeScheduler:
         """
         if ahead and (self.drafts.needs_last_step or not self.running.has_room()):
             return Scheduled(waits=True)
-        effects = self.running.make_room(self._drop_copy)
-        chosen = self.running.due()[:budget_tokens]
+        due = self.running.due()
+        effects = self.running.make_room(due, self._drop_copy)
+        if effects:
+            due = self.running.due()  # some may have been given back
+        chosen = due[:budget_tokens]
         admitted = self._admit()
         if self._is_held(now_s):
             return Scheduled([], effects + admitted, self.held_until_s)
@@ -273,26 +276,24 @@ class DecodeScheduler:
         if seq.guide is not None and (fault := seq.fault) is not None:
             self.running.end(row.seq_id)
             return [Emit(seq.gateway_id, GivenBack(row.seq_id, fault, hopeless=True))]
-        taken, finish = seq.extend(result.token_ids)  # tokens behind the end are not wanted
+        chosen, drafts = result.token_ids, self.drafts
+        taken, finish = seq.extend(chosen)  # tokens behind the end are not wanted
         num_taken = len(taken)
-        num_accepted = min(max(len(result.token_ids) - 1, 0), num_taken)
+        num_accepted = min(len(chosen) - 1, num_taken) if len(chosen) > 1 else 0
         num_computed = len(row.token_ids) + num_accepted
-        num_seen = self.drafts.num_seen(row, result, seq)
-        seq.advance(num_computed, self._pool, num_draft_tokens=num_seen)
-        self._counters["step_tokens"] += num_taken
-        self.drafts.learn(row.seq_id, result, num_accepted)
-        if finish is None:
-            seq.trim(self._pool)
+        if drafts.speculator is None:
+            seq.advance(num_computed, self._pool)
         else:
+            num_seen = drafts.num_seen(row, result, seq)
+            seq.advance(num_computed, self._pool, num_draft_tokens=num_seen)
+            drafts.learn(row.seq_id, result, num_accepted)
+        self._counters["step_tokens"] += num_taken
+        if finish is not None:
             self.running.end(row.seq_id)
-        tokens = Tokens(
-            seq_id=row.seq_id,
-            token_ids=taken,
-            finish=finish,
-            logprobs=list(result.logprobs[: len(taken)]) if result.logprobs else [],
-            num_drafted=result.num_drafted,
-            num_accepted=num_accepted,
-        )
+        elif row.draft or row.num_to_draft:
+            seq.trim(self._pool)
+        logprobs = list(result.logprobs[:num_taken]) if result.logprobs else []
+        tokens = Tokens(row.seq_id, taken, finish, logprobs, result.num_drafted, num_accepted)
         return [Emit(seq.gateway_id, tokens)]
 
     def _admit(self) -> list[Effect]:

@@ -25,19 +25,23 @@ class Future:
         self.num_events = 0
         self._heap: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
         self._num_planned = 0
+        self._is_stopped = False
 
     def plan(self, at_s: float, rank: Rank, call: Callable[[Any], None], what: Any) -> None:
         """Plans `call(what)` for a time that has not passed."""
         self._num_planned += 1
         heappush(self._heap, (at_s, rank, self._num_planned, call, what))
 
-    def step(self) -> bool:
-        """Runs the next event. Returns False if there is none."""
-        if not self._heap:
-            return False
-        at_s, _, _, call, what = heappop(self._heap)
-        assert at_s >= self.now_s, "time went back"
-        self.now_s = at_s
-        self.num_events += 1
-        call(what)
-        return True
+    def run(self) -> None:
+        """Runs events in order, until there are none or `stop` is called."""
+        heap, self._is_stopped = self._heap, False
+        while heap and not self._is_stopped:
+            at_s, _, _, call, what = heappop(heap)
+            assert at_s >= self.now_s, "time went back"
+            self.now_s = at_s
+            self.num_events += 1
+            call(what)
+
+    def stop(self) -> None:
+        """Ends `run` after the present event."""
+        self._is_stopped = True

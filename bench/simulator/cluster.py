@@ -280,8 +280,9 @@ class _Cluster:
         self._plan_arrival(0)
         if self._planned is not None:
             self._on_plan_due(self._planned)
-        while self._goes_on:
-            assert self._future.step(), "requests are open and nothing will happen"
+        if self._goes_on:
+            self._future.run()
+            assert not self._goes_on, "requests are open and nothing will happen"
         self._ended_s = self._future.now_s
         self._store_records = [store.record() for store in self._stores.values()]
         for worker in self._workers.values():
@@ -291,8 +292,7 @@ class _Cluster:
         for worker_id, near in self._near.items():
             for store in near:
                 store.miss(worker_id)  # takes in no more, so that the run ends
-        while self._future.step():
-            pass
+        self._future.run()
 
     def _join(self, worker: SimWorker) -> None:
         self._handle(WorkerJoined(worker.welcome()))
@@ -530,6 +530,8 @@ class _Cluster:
         # From now on: when the gateway heard.
         np.asarray(record.times_s)[:] += self._setup.latency_s
         self._on_ended(index, record)
+        if not self._goes_on:
+            self._future.stop()
 
 
 def tokens_of(said: Said) -> Tokens:

@@ -20,8 +20,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple, Protocol, cast
+
+import numpy as np
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
@@ -351,8 +352,11 @@ class SimWorker:
         first_s = rows_s + context_s * num_context  # as `cost.seconds`, without its call
         if first_s > 0.0:  # no later step is shorter
             num_steps = min(num_steps, max(int((due_s - now_s) / first_s), 0) + 2)
-        contexts = range(num_context, num_context + num_steps * num_rows, num_rows)
-        ends_s = array("d", accumulate([rows_s + context_s * n for n in contexts], initial=now_s))
+        # In NumPy, as there may be hundreds. It adds one after the other, as single steps do.
+        contexts = np.arange(num_context - num_rows, num_context + num_steps * num_rows, num_rows)
+        steps_s = contexts * context_s + rows_s
+        steps_s[0] = now_s
+        ends_s = array("d", np.add.accumulate(steps_s).tobytes())
         num_wanted = bisect_left(ends_s, due_s, 1) + 1  # the first step that ends then or later
         return ends_s[1:num_wanted]
 
@@ -394,8 +398,8 @@ class SimWorker:
             self._ends_s += ends_s
         first_s = ends_s[0] - stretch.began_s
         times = StepTimes(0.0, first_s, 0.0)
-        result = BatchResult([result_of(row, num_steps) for row in stretch.rows], times)
-        return self.core.finish(result, ends_s[-1])
+        results = [result_of(row, num_steps) for row in stretch.rows]
+        return self.core.finish(BatchResult(results, times), ends_s[-1])
 
     # ------------------------------------------------------------ frames and effects
 
@@ -480,8 +484,9 @@ def result_of(row: Row, num_tokens: int) -> RowResult:
     """Returns the tokens that follow a row; none for a row that samples nothing."""
     if row.sampling is None:
         return RowResult()
-    first = token_at(row.sampling, row.end)
-    return RowResult(tuple(range(first, first + num_tokens)))
+    first = token_at(row.sampling, row.start + len(row.token_ids))
+    # A range acts like the tuple.
+    return RowResult(cast("tuple[int, ...]", range(first, first + num_tokens)))
 
 
 def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:

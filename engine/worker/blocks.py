@@ -120,7 +120,8 @@ class Evicted(NamedTuple):
 
 
 CacheNews = Stored | Evicted
-_stored = partial(tuple.__new__, Stored)  # does what the constructor does, in half the time
+# They do what the constructors do, in half the time.
+_stored, _evicted = partial(tuple.__new__, Stored), partial(tuple.__new__, Evicted)
 
 
 class BlockPool:
@@ -204,10 +205,10 @@ class BlockPool:
         blocks = [spare.popitem(last=False)[0] for _ in range(num_spare)]
         blocks += [kept.popitem(last=False)[0] for _ in range(num_blocks - num_spare)]
         for block in blocks:
-            if known[block] is not None:
-                self._num_cached -= 1
-                self._forget(block)
             owned[block] = 1
+        if evicted := [block for block in blocks if known[block] is not None]:
+            self._num_cached -= len(evicted)
+            self._forget(evicted)
         return blocks
 
     def set_hash(
@@ -242,10 +243,14 @@ class BlockPool:
                 self.set_hash(block, block_hash, parent=before)
             return
         by_hash.update(zip(hashes, blocks, strict=False))
+        num_children, parent_of, owned = self._num_children, self._parent, self._owned
         for block, block_hash, before in zip(blocks, hashes, parents, strict=False):
             known[block] = block_hash
-            self._follow(block, before)
-        self._num_cached += sum(map(self._is_idle, blocks))
+            parent_of[block] = before
+            if before is not None:
+                num_children[before] = num_children.get(before, 0) + 1
+            if not owned[block]:  # most are, and so not idle
+                self._num_cached += self._is_idle(block)
         if news is not None:
             news += map(_stored, zip(hashes, parents, repeat(()), repeat(None), strict=False))
 
@@ -347,7 +352,8 @@ class BlockPool:
         """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        spare, known, freed = self._spare, self._hash, self._freed_in_flight
+        spare, kept, marks = self._spare, self._kept, self._is_spare
+        known, freed, num_cached = self._hash, self._freed_in_flight, self._num_cached
         for block in blocks:
             count = holders[block] - 1
             assert count >= 0, f"block {block} is let go more often than it was held"
@@ -357,13 +363,14 @@ class BlockPool:
             num_last += 1
             if not (owned[block] or leased[block] or in_flight[block]):
                 if known[block] is not None:
-                    (spare if self._is_spare[block] else self._kept)[block] = None
-                    self._num_cached += 1
+                    (spare if marks[block] else kept)[block] = None
+                    num_cached += 1
                 elif freed:
                     freed[-1].append(block)
                 else:
                     spare[block] = None
                     spare.move_to_end(block, last=False)
+        self._num_cached = num_cached
         return num_last
 
     def _is_idle(self, block: BlockId) -> bool:
@@ -375,16 +382,6 @@ class BlockPool:
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
 
-    def _unfollow(self, block: BlockId) -> None:
-        parent, self._parent[block] = self._parent[block], None
-        if parent is None:
-            return
-        left = self._num_children[parent] - 1
-        if left:
-            self._num_children[parent] = left
-        else:
-            del self._num_children[parent]
-
     def _mark(self, blocks: Sequence[BlockId], *, are_spare: bool) -> None:
         """Notes that the blocks of a prefix are spare ones, or none.
 
@@ -392,7 +389,7 @@ class BlockPool:
         """
         marks = self._is_spare
         if not are_spare:
-            for block in blocks:
+            for block in filter(marks.__getitem__, blocks):  # few of them were
                 marks[block] = 0
             return
         num_after = 0  # known blocks of this prefix that directly follow
@@ -404,11 +401,22 @@ class BlockPool:
                 break
             marks[block] = num_after = 1
 
-    def _forget(self, block: BlockId) -> None:
-        block_hash = self._hash[block]
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            self._hash[block] = None
-            self._unfollow(block)
-            if self._news is not None:
-                self._news.append(Evicted(block_hash))
+    def _forget(self, blocks: Iterable[BlockId]) -> None:
+        """Removes what is known of blocks with a hash."""
+        by_hash, known, news = self._by_hash, self._hash, self._news
+        num_children, parent_of = self._num_children, self._parent
+        for block in blocks:
+            block_hash = known[block]
+            assert block_hash is not None
+            del by_hash[block_hash]
+            known[block] = None
+            parent = parent_of[block]
+            if parent is not None:
+                parent_of[block] = None
+                left = num_children[parent] - 1
+                if left:
+                    num_children[parent] = left
+                else:
+                    del num_children[parent]
+            if news is not None:
+                news.append(_evicted((block_hash, None)))

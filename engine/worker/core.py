@@ -191,7 +191,9 @@ class StepSamples:
         return kept
 
 
-_PASSED_ON = (Adopted, Leaving)  # made once: a union would be made for each effect
+# Made once: a union would be made for each event and effect.
+_PASSED_ON = (Adopted, Leaving)
+_OPENERS = (Prefill, Generate, Decode)
 Planned = list[tuple[Scheduler, Row]]  # the rows of a step, each with the scheduler that chose it
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -221,7 +223,8 @@ class WorkerCore:
         self._pace = pace
         self._observe = observe
         self._in_flight: deque[Planned] = deque()
-        self._decoder = self._taker(Adopted)
+        self._takers = {kind: self._taker(kind) for kind in (*_PASSED_ON, *_OPENERS)}
+        self._decoder = self._takers[Adopted]
         self._decode_steps, self._other_steps = StepSamples(), StepSamples()
         self._held_until_s: float | None = None
 
@@ -240,23 +243,25 @@ class WorkerCore:
         return self._dispatch(event, now_s)
 
     def _dispatch(self, event: Event, now_s: float) -> list[Effect]:
-        match event:
-            case Adopted() | Leaving():
-                taker = self._taker(type(event))
-                assert taker is not None, f"no scheduler takes what is passed on: {event}"
-                return self._settled(taker.handle(event, now_s), now_s)
-            case FromGateway(gateway_id, Prefill() | Generate() | Decode() as message):
-                taker = self._taker(type(message)) if self._accepts(type(message)) else None
+        if isinstance(event, _PASSED_ON):
+            taker = self._takers[type(event)]
+            assert taker is not None, f"no scheduler takes what is passed on: {event}"
+            return self._settled(taker.handle(event, now_s), now_s)
+        if isinstance(event, FromGateway):
+            gateway_id, message = event.gateway_id, event.message
+            if isinstance(message, _OPENERS):
+                taker = self._takers[type(message)] if self._accepts(type(message)) else None
                 if taker is None:
                     return [Emit(gateway_id, GivenBack(message.seq_id, WRONG_ROLE))]
                 return self._settled(taker.handle(event, now_s), now_s)
-            case FromGateway(gateway_id, HandOver(seq_id)) if self._decoder is None:
-                return [Emit(gateway_id, HandedOver(seq_id, None))]
-            case FromGateway(_, SetRole(role)):
-                return self._set_role(role)
-            case _:
-                effects = [e for s in self._schedulers for e in s.handle(event, now_s)]
-                return self._settled(effects, now_s)
+            if isinstance(message, HandOver) and self._decoder is None:
+                return [Emit(gateway_id, HandedOver(message.seq_id, None))]
+            if isinstance(message, SetRole):
+                return self._set_role(message.role)
+        effects: list[Effect | PassedOn] = []
+        for scheduler in self._schedulers:
+            effects += scheduler.handle(event, now_s)
+        return self._settled(effects, now_s)
 
     def _settled(self, effects: Iterable[Effect | PassedOn], now_s: float) -> list[Effect]:
         """The effects, with those that follow from sequences passed on between schedulers."""
@@ -357,19 +362,20 @@ class WorkerCore:
 
     def _step_report(self, planned: Planned, seconds: float) -> StepReport | None:
         """A step in numbers; None if the numbers would not explain how long it took."""
-        rows = [row for scheduler, row in planned if scheduler is self._decoder]
-        chunks = [row for scheduler, row in planned if scheduler is not self._decoder]
-        if any(row.draft or row.num_to_draft or row.draft_token_ids for row in rows):
-            return None
-        if any(row.scored for row in chunks):
-            return None
-        return StepReport(
-            seconds=seconds,
-            num_prefill_tokens=sum([len(row.token_ids) for row in chunks]),
-            prefill_squares=sum([row.end * row.end - row.start * row.start for row in chunks]),
-            num_rows=len(rows),
-            num_context_tokens=sum([row.start + len(row.token_ids) for row in rows]),
-        )
+        num_rows = num_context = num_new = squares = 0
+        for scheduler, row in planned:
+            num_tokens, start = len(row.token_ids), row.start
+            if scheduler is self._decoder:
+                if row.draft or row.num_to_draft or row.draft_token_ids:
+                    return None
+                num_rows += 1
+                num_context += start + num_tokens
+            elif row.scored:
+                return None
+            else:
+                num_new += num_tokens
+                squares += (2 * start + num_tokens) * num_tokens  # end² - start²
+        return StepReport(seconds, num_new, squares, num_rows, num_context)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
         """Returns what the worker holds now, with the counters of transfers and schedulers.

@@ -25,7 +25,9 @@ appendix A) and AIConfigurator's tables; that of the pull, NIXL's cost of a desc
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -183,24 +185,46 @@ def _mix(mean: float, value: float) -> float:
     return _ERROR_MEMORY * mean + (1 - _ERROR_MEMORY) * value
 
 
+class _Subsets(NamedTuple):
+    """All subsets of features of one size, one a row."""
+
+    chosen: np.ndarray  # [subsets, size]
+    rows: np.ndarray  # [subsets, size, 1], so that `m[rows, columns]` is all their parts of m
+    columns: np.ndarray  # [subsets, 1, size]
+    ridge: np.ndarray  # [size, size]
+
+
+@cache
+def _subsets_of(num_features: int) -> list[_Subsets]:
+    """Returns the subsets of each size, from one feature to all."""
+    found = []
+    for size in range(1, num_features + 1):
+        chosen = np.array(list(combinations(range(num_features), size)))
+        found.append(
+            _Subsets(chosen, chosen[:, :, None], chosen[:, None, :], _RIDGE * np.eye(size))
+        )
+    return found
+
+
 def _solve(products: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
     """Minimises wᵀ·products·w - 2·targets·w over w ≥ 0, by trying every choice of zeros.
 
-    There are few features, so this is exact and ends.
+    There are few features, so this is exact and ends. One call of NumPy serves all choices of a
+    size: a call takes longer than the arithmetic.
     """
     num = len(targets)
-    scale = np.sqrt(np.diagonal(products))
+    scale = np.sqrt(products.diagonal())
     scale[scale == 0] = 1.0
-    scaled, wanted = products / np.outer(scale, scale), targets / scale
+    scaled, wanted = products / np.multiply.outer(scale, scale), targets / scale
     best, least = np.zeros(num), 0.0
-    for size in range(1, num + 1):
-        for chosen in map(list, combinations(range(num), size)):
-            part = scaled[np.ix_(chosen, chosen)] + _RIDGE * np.eye(size)
-            weights = np.linalg.solve(part, wanted[chosen])
-            loss = -float(weights @ wanted[chosen])
-            if (weights >= 0).all() and loss < least:
+    for chosen, rows, columns, ridge in _subsets_of(num):
+        goals = wanted[chosen]
+        solved = np.linalg.solve(scaled[rows, columns] + ridge, goals[:, :, None])[:, :, 0]
+        for features, weights, goal in zip(chosen, solved, goals, strict=True):
+            loss = -float(weights @ goal)
+            if loss < least and min(weights.tolist()) >= 0:
                 best, least = np.zeros(num), loss
-                best[chosen] = weights
+                best[features] = weights
     return tuple((best / scale).tolist())
 
 

@@ -125,7 +125,7 @@ class Sequence:
         """
         if self.guide is None and not self.limits.stop_token_ids:
             room = max(self.limits.max_len - len(self.token_ids), 1)
-            taken = list(tokens[:room])
+            taken = list(tokens if len(tokens) <= room else tokens[:room])
             self.token_ids += taken
             if self.history is not None:
                 self.history.extend(taken)

@@ -251,7 +251,7 @@ class Progress:
             flight = by_seq.get(message.seq_id)
             if flight is None:
                 continue  # of an attempt that is over
-            answer, attempt, token_ids = flight.tokens, flight.attempt, message.token_ids
+            answer, attempt, token_ids = flight.tokens, flight.attempt, tuple(message.token_ids)
             assert attempt is not None
             worker, num_tokens = workers[attempt.decode], len(token_ids)
             length = worker.decodes[message.seq_id].context_tokens + num_tokens
@@ -262,7 +262,7 @@ class Progress:
             flight.last_news_s = now_s
             answer += token_ids
             worker.grow_decode(message.seq_id, num_tokens)
-            effects.append(Deliver(flight.request.request_id, tuple(token_ids)))
+            effects.append(Deliver(flight.request.request_id, token_ids))
         return effects
 
     def _on_tokens(

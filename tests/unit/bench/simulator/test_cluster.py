@@ -264,11 +264,6 @@ def ref(name, num_blocks):
     return LeaseRef(LeaseId(name), TransferAddress(WorkerId("p"), Incarnation("1"), ""), num_blocks)
 
 
-def run_until_quiet(future):
-    while future.step():
-        pass
-
-
 def test_pulls_over_one_link_are_sequential():
     future, transfers, source, sink = transfers_between()
     for name in ("a", "b"):
@@ -278,7 +273,7 @@ def test_pulls_over_one_link_are_sequential():
         transfers.start(sink, SeqId(name), (0, 1))
     ends = []
     sink.receive = lambda events: ends.append((future.now_s, *events))
-    run_until_quiet(future)
+    future.run()
     assert [(at_s, done.seq_id) for at_s, done in ends] == [(3.0, "a"), (6.0, "b")]
     assert all(isinstance(done, PullDone) for _, done in ends)
     assert source.heard == [LeaseEnded("a", "released"), LeaseEnded("b", "released")]
@@ -292,7 +287,7 @@ def test_revoked_lease_fails_its_pull_with_arrived_blocks():
     transfers.hold(sink, SeqId("a"), ref("a", 3))
     transfers.start(sink, SeqId("a"), (0, 1, 2))
     future.plan(2.5, Rank.MESSAGE, transfers.revoke, LeaseId("a"))
-    run_until_quiet(future)
+    future.run()
     assert source.heard == [LeaseEnded("a", "revoked")]
     assert sink.heard == [PullFailed(SeqId("a"), "revoked", (0,))]
 
@@ -303,7 +298,7 @@ def test_aborted_pull_releases_its_lease():
     transfers.hold(sink, SeqId("a"), ref("a", 3))
     transfers.abort(sink, SeqId("a"))
     transfers.grow(LeaseId("a"), 1)  # the source has not heard of it
-    run_until_quiet(future)
+    future.run()
     assert source.heard == [LeaseEnded("a", "released")]
     assert sink.heard == [PullFailed(SeqId("a"), "aborted", ())]
 
@@ -312,7 +307,7 @@ def test_unknown_lease_cannot_be_held():
     future, transfers, _, sink = transfers_between()
     transfers.hold(sink, SeqId("a"), ref("a", 3))
     transfers.start(sink, SeqId("a"), (0,))
-    run_until_quiet(future)
+    future.run()
     assert sink.heard == [PullFailed(SeqId("a"), "unknown")]
 
 

@@ -141,8 +141,7 @@ class Node:
 
     def settle(self):
         self.store.reports = False
-        while self.future.step():
-            pass
+        self.future.run()
 
     def fill(self):
         """Lets the store take the prompt from the worker, and then lose the worker."""
@@ -248,8 +247,8 @@ def test_store_takes_no_faster_than_its_pace():
 def test_store_reports_its_blocks_and_the_price_of_reads():
     node = Node(SimulatedStores(64, 64, disk=DISK))
     node.store.follow(node.source.worker_id, [stored(node.hashes, None, block_size=8)])
-    while node.future.now_s < 3.0 and node.future.step():
-        pass
+    node.future.plan(3.5, Rank.ROUTINE, lambda _: node.future.stop(), None)
+    node.future.run()
     last = node.said(LoadReport)[-1]
     assert last.cached_blocks == 10
     assert last.num_blocks == 64
@@ -296,8 +295,7 @@ def test_waiting_reads_go_before_waiting_writes_and_few_at_once():
     for block in blocks[:3]:
         tier.begin(WriteBlock(Medium.DISK, block, None, 0, 0))
     tier.begin(LoadBlock(Medium.DISK, blocks[3], 0, 5))
-    while future.step():
-        pass
+    future.run()
     # Two writes at once share the channel; the read that waits overtakes the third write.
     assert done == [
         (2.5, BlockWritten(Medium.DISK, blocks[0])),

@@ -343,8 +343,7 @@ class Crowded:
         """Runs steps of (begin, worker, price, seconds of work)."""
         for step in steps:
             self.future.plan(step[0], Rank.MESSAGE, self._begin, step)
-        while self.future.step():
-            pass
+        self.future.run()
         return self.ends_s
 
     def _begin(self, step: tuple[float, str, StepPrice, float]) -> None:
