@@ -540,7 +540,9 @@ def test_an_idle_prefill_worker_decodes_what_no_decode_worker_has_room_for():
         assert choice.why == "least TTFT, decoded by an idle prefill worker"
 
 
-@pytest.mark.parametrize("why", ["it has a long prompt", "half of its memory is too little", "a wall"])
+@pytest.mark.parametrize(
+    "why", ["it has a long prompt", "half of its memory is too little", "a wall"]
+)
 def test_a_prefill_worker_decodes_nothing_if(why):
     cluster = lending(num_blocks=20 if "half" in why else 100)
     if why == "a wall":
