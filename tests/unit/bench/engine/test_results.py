@@ -86,17 +86,15 @@ def test_each_speed_has_the_roofline_as_its_limit():
         assert result.of_limit == pytest.approx(result.value / expected)
 
 
-def test_each_run_is_a_share_of_the_limit_measured_beside_it():
+def test_limits_are_of_the_highest_peaks_and_of_the_bandwidth_beside_each_run():
     complete = measured()
     first, second = complete.repetitions
     half = Ceilings(*(peak / 2 for peak in astuple(CEILINGS)))
     slower = {key: replace(s, ceilings=s.ceilings and half) for key, s in second.samples.items()}
     throttled = replace(complete, repetitions=(first, replace(second, samples=slower)))
-    found = by_name(results(PLAN, throttled))["prefill/fp32"]
-    whole = by_name(results(PLAN, complete))["prefill/fp32"]
-    assert found.limit == pytest.approx(0.75 * whole.limit)
-    assert found.of_limit == pytest.approx(first_share := found.runs[0] / whole.limit)
-    assert first_share > whole.of_limit  # the second run took twice as long, with half the peaks
+    found, whole = by_name(results(PLAN, throttled)), by_name(results(PLAN, complete))
+    for name, share in (("prefill_compute/fp32", 1.0), ("decode_b1_bandwidth/fp32", 0.75)):
+        assert found[name].limit == pytest.approx(share * whole[name].limit)
 
 
 def test_a_run_without_ceilings_has_no_limits():
