@@ -96,13 +96,12 @@ class Duties:
 
     def accepts(self, kind: type) -> bool:
         """True if the worker takes new work of this kind."""
+        lends = self.is_fluid and self.role in FLUID_ROLES
         if kind is Prefill:
             return self.role.prefills
         if kind is Decode:
-            return self.role.decodes
-        if kind is not Generate:
-            return False
-        return self.role is Role.MIXED or (self.is_fluid and self.role in FLUID_ROLES)
+            return self.role.decodes or lends
+        return kind is Generate and (self.role is Role.MIXED or lends)
 
 
 class Scheduler(Protocol):

@@ -25,7 +25,8 @@ from engine.messages import StepReport
 from engine.worker.batch import Row
 from engine.worker.costs import OnlineCosts, PrefillCost
 
-LEAST_TOKENS = 16  # of a prompt in a step that has room for nothing, or before any step was timed
+FIRST_TOKENS = 16  # of a prompt in a step, before any was timed
+LEAST_TOKENS = 4  # in a step that has room for nothing
 KEPT = 0.95  # aimed at, as a share of the limit: half of all predictions fall short
 EAGER = 32  # steps of a kind that are all learned from; later one in `EVERY`
 EVERY = 8
@@ -51,8 +52,10 @@ class StepPace:
         """The longest chunk of a prompt from `start` on, in tokens; None if there is no limit."""
         if not self._rows:
             return None
-        least = 0 if self._has_prompt else LEAST_TOKENS
         cost = self._costs.costs(_CLASS).prefill
+        least = FIRST_TOKENS if cost is None else LEAST_TOKENS
+        if self._has_prompt:
+            least = 0
         if cost is None:
             return least
         if self._left_s is None:

@@ -83,7 +83,9 @@ class Admission:
             None if request.deadline_s is None else request.deadline_s - now_s,
         )
         tpot_bound_s = flight.limits.tpot_s
-        if tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
+        if request.limits.max_len <= flight.length + 1:
+            tpot_bound_s = None  # no token follows the first one
+        elif tpot_bound_s is not None and self._is_quick(flight, tpot_bound_s):
             tpot_bound_s = None  # holds even if no sequence ends first
         if ttft_bound_s is None and tpot_bound_s is None:
             return None

@@ -226,7 +226,7 @@ class Placing:
             is_lent=self._is_lent(decision),
         )
         self._state.by_seq[seq_id] = flight
-        if attempt.hands_over and need.max_len > need.num_tokens + 1:  # else nothing is handed over
+        if attempt.hands_over and need.decodes:  # else nothing is handed over
             workers = self._state.view.workers
             attempt.kept_by = keeper(
                 workers[attempt.prefill], workers[attempt.decode], decision, need.num_tokens

@@ -211,10 +211,10 @@ class Fleet:
         assert prefill is not None
         assert decode is not None
         source = None if decision.source == library.NONE else names[decision.source]
-        pulls = source is not None
+        pulls, workers = source is not None, self._view.workers
         return Decision(
             Slo.name,
-            reason(self._view.workers[prefill].info, is_local=prefill == decode, pulls=pulls),
+            reason(workers[prefill].info, workers[decode].info, pulls=pulls),
             prefill,
             decode,
             self._num_prefillers,

@@ -57,6 +57,11 @@ class Need:
         return min(max(self.predicted_len, self.num_tokens + 1), self.max_len)
 
     @property
+    def decodes(self) -> bool:
+        """True if tokens follow the first one, which comes with the prompt."""
+        return self.max_len > self.num_tokens + 1
+
+    @property
     def num_to_come(self) -> int:
         """Tokens of the answer that are predicted to come."""
         return max(self.end_len - self.num_tokens, 1)

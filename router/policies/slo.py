@@ -34,12 +34,13 @@ share `busy` of its time that prompts lately took:
     gain = (step at the best decode worker - step here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
 
-It also does so if no decode worker has room and keeps the bound. Then of all prefill workers that
-one decodes which has the least
+If no decode worker has room and keeps the bound, prefill workers decode too. Of all that could, one
+is taken that by this delays later prompts least:
 
-    wait + drag · min(...) + (drag after - drag before) · busy · step here · tokens to come
+    harm = (drag after - drag before) · busy · step there · tokens to come
 
-So a few workers decode, and the prompts of the others keep their speed.
+It may be another one than that of the prompt. So a few workers decode, and the prompts of the
+others keep their speed.
 
 It uses no more than half of its memory. When prompts wait, it may give its sequences back
 (`router.machine.moves.lending`).
@@ -127,8 +128,7 @@ class _Question:
             return shortest_backlog(asked, Slo.name, "nothing was measured yet")
         able = [p for p in able if p.drag < inf and self._can_go_on(p.worker)]
         if not can_join:
-            lent = self._lent(able)
-            return Busy() if lent is None else self._decision(lent, lent.worker[0])
+            return self._lent(able) or Busy()
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
         if local is not None and self._is_quicker(local, best):
@@ -186,7 +186,7 @@ class _Question:
         return _Prefill(item, ready_s, best.seconds, best.source, num_matched, drag, weight)
 
     def _is_kept(self, pace_s: float) -> bool:
-        return self._bound_s is None or pace_s <= self._bound_s
+        return self._bound_s is None or pace_s <= self._bound_s or not self._asked.need.decodes
 
     def _can_go_on(self, item: Worker) -> bool:
         """True if a worker that goes on decoding keeps the bound with one more sequence."""
@@ -218,15 +218,25 @@ class _Question:
             return False
         return prefill.drag < inf and has_memory(worker, asked.need.max_len)
 
-    def _lent(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
-        """Returns the prefill worker that goes on decoding at the least price, if any could."""
-        prices_s = {p.worker[0]: p.price_s + self._harm_s(p.worker[1]) for p in prefills}
-        able = [prefill for prefill in prefills if prices_s[prefill.worker[0]] < inf]
-        if not able or not self._all_paces_known:
+    def _lent(self, prefills: Sequence[_Prefill]) -> Decision | None:
+        """Has the answer decoded by a prefill worker, at the least price."""
+        asked = self._asked
+        if not prefills or not self._all_paces_known:
             return None
-        least_s = min(prices_s.values())
-        equals = [prefill for prefill in able if prices_s[prefill.worker[0]] == least_s]
-        return self._asked.rng.choice(sorted(equals, key=lambda prefill: prefill.worker[0]))
+        harms_s = {i: self._harm_s(worker) for i, worker in asked.view.prefillers()}
+        apart = asked.candidates.apart
+        ways = [
+            (prefill.price_s + harm_s, prefill.worker[0] != i, prefill, i)
+            for prefill in prefills
+            for i, harm_s in harms_s.items()
+            if harm_s < inf and (prefill.worker[0], i) not in apart
+        ]
+        if not ways:
+            return None
+        least = min(way[:2] for way in ways)
+        equals = [(prefill, i) for *cost, prefill, i in ways if tuple(cost) == least]
+        equals.sort(key=lambda way: (way[0].worker[0], way[1]))
+        return self._decision(*asked.rng.choice(equals))
 
     def _harm_s(self, worker: WorkerView) -> float:
         """Seconds by which later prompts take longer if it decodes this; infinite if it may not."""
@@ -285,7 +295,7 @@ class _Question:
         prefill_id, source = prefill.worker[0], prefill.source
         return Decision(
             Slo.name,
-            reason(prefill.worker[1].info, is_local=prefill_id == decode, pulls=source is not None),
+            reason(prefill.worker[1].info, self._info(decode), pulls=source is not None),
             prefill_id,
             decode,
             len(self._asked.candidates.prefillers),
@@ -299,6 +309,9 @@ class _Question:
             drag=prefill.drag,
         )
 
+    def _info(self, worker_id: WorkerId) -> Welcome:
+        return self._asked.view.workers[worker_id].info
+
     def _pace_of(self, decode: WorkerId) -> float | None:
         if not self._all_paces_known:
             return None
@@ -307,11 +320,13 @@ class _Question:
         return tpot_s(self._asked.view.workers[decode], self._asked.need, self._asked.costs)
 
 
-def reason(info: Welcome, *, is_local: bool, pulls: bool) -> str:
-    """The reason of a placement in words; `info` is that of the prefill worker."""
+def reason(prefill: Welcome, decode: Welcome, *, pulls: bool) -> str:
+    """The reason of a placement in words."""
     why = "least TTFT"
-    if is_local:
-        why += f", {_LOCALLY[info.role]}"
+    if prefill.worker_id == decode.worker_id:
+        why += f", {_LOCALLY[prefill.role]}"
+    elif decode.role is Role.PREFILL:
+        why += ", decoded by another prefill worker"
     return f"{why}, with a prefix pulled" if pulls else why
 
 

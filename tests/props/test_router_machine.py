@@ -203,7 +203,7 @@ class FakeWorker:
     def _accepts(self, kind: type) -> bool:
         if kind is Generate:
             return self.role is Role.MIXED or self.is_local
-        return self.role.prefills if kind is Prefill else self.role.decodes
+        return self.role.prefills if kind is Prefill else self.role.decodes or self.is_local
 
     def _hand_over(self, seq_id: str, as_seq_id: str) -> None:
         """Hands a sequence over, without a lease if it does not decode."""

@@ -234,7 +234,7 @@ class Fleet {
     wait_bound_s_ = request.wait_bound_s;
     need_blocks_ = blocks_for(request.final_tokens);
     Choice decode = choose_decode();
-    const bool can_join = decode.cost < kInf && decode.cost <= request.tpot_bound_s;
+    const bool can_join = decode.cost < kInf && is_kept(decode.cost);
     // At least one token is computed: the first token of the answer is sampled from it.
     match_.find(table_, hashes, std::min(count, (request.num_tokens - 1) / block_size_));
     find_best();
@@ -247,12 +247,15 @@ class Fleet {
       }
     }
     if (!can_join) {
+      const Choice lender = choose_lender();
       lends_ = true;
-      prefill = choose_prefill(false);
+      const Choice local = choose_prefill(false);
       lends_ = false;
-      if (prefill.cost == kInf) return refuse(decision, decode);
-      decode.slot = prefill.slot;
-      decode.cost = lent_tpot_s(prefill.slot);
+      const double apart = prefill.cost + lender.cost;
+      if (apart == kInf && local.cost == kInf) return refuse(decision, decode);
+      if (local.cost <= apart) prefill = local;
+      decode.slot = local.cost <= apart ? local.slot : lender.slot;
+      decode.cost = lent_tpot_s(decode.slot);
       return reserve(decision, fill(decision, prefill, decode));
     }
     if (prefill.cost == kInf && num_spared > 0) prefill = choose_prefill(false);
@@ -549,7 +552,7 @@ class Fleet {
     if (load.blocks + need_blocks_ > kLendShare * kind.num_blocks) return false;
     if (blocks_for(request_->max_tokens) > kind.num_blocks) return false;
     const double tpot = lent_tpot_s(slot);
-    return tpot > 0 && tpot <= request_->tpot_bound_s;
+    return tpot > 0 && is_kept(tpot);
   }
 
   // Seconds by which later prompts take longer if the worker decodes this; infinite if it may not.
@@ -558,6 +561,15 @@ class Fleet {
     const double tpot = lent_tpot_s(slot);
     const double more = drag_at(tpot, kind_at(slot).stretch) - drag(slot);
     return more * (request_->busy * tpot * tokens_to_come());
+  }
+
+  // The prefill worker that delays later prompts least by decoding the request.
+  Choice choose_lender() {
+    Choice choice;
+    for (Slot slot = 0; slot < workers_.size(); ++slot) {
+      if (ready_at_[slot] < kInf) choice.offer(harm_s(slot), slot, 0, random_);
+    }
+    return choice;
   }
 
   double tokens_to_come() const {
@@ -571,11 +583,14 @@ class Fleet {
     if (decode.cost < kInf) decision.wait_s = has_open_local() ? 0 : soonest_s();
   }
 
+  // Whether the bound is kept. It means nothing if no token follows the first one.
+  bool is_kept(double tpot) const {
+    return tpot <= request_->tpot_bound_s || request_->max_tokens <= request_->num_tokens + 1;
+  }
+
   bool has_room(Slot slot) const { return room_[slot] >= need_blocks_ && tpot_[slot] < kInf; }
 
-  bool can_decode(Slot slot) const {
-    return has_room(slot) && tpot_s(slot) <= request_->tpot_bound_s;
-  }
+  bool can_decode(Slot slot) const { return has_room(slot) && is_kept(tpot_s(slot)); }
 
   // ------------------------------------------------------------------ prefill
 

@@ -28,7 +28,7 @@ from engine.net.trust import Secret
 from engine.worker.batch import BatchResult, RowResult
 from engine.worker.core import WorkerCore
 from engine.worker.events import GatewayLost
-from engine.worker.pace import LEAST_TOKENS
+from engine.worker.pace import FIRST_TOKENS
 from tests.kits.fakes.model import VOCAB_SIZE, FakeGuides, FakeRunner
 from tests.kits.worker_core import HERE, decode, generate, given_back, hold, prefill
 
@@ -66,7 +66,7 @@ def step(core: WorkerCore) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("role", "stretch", "takes"),
     [
-        (Role.PREFILL, 4.0, {"prefill", "generate"}),
+        (Role.PREFILL, 4.0, {"prefill", "generate", "decode"}),
         (Role.PREFILL, None, {"prefill"}),
         (Role.DECODE, 4.0, {"generate", "decode"}),
         (Role.DECODE, None, {"decode"}),
@@ -90,7 +90,7 @@ def test_fluid_worker_computes_short_chunks_beside_decodes_until_steps_were_time
     assert step(core) == [("a", 3)]
     core.handle(generate("b", [1] * 100), 0.0)
     core.handle(generate("c", [2] * 40), 0.0)
-    assert step(core) == [("a", 1), ("b", LEAST_TOKENS)]
+    assert step(core) == [("a", 1), ("b", FIRST_TOKENS)]
 
 
 def test_mixed_worker_computes_prompts_in_chunks_after_decodes():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import StepReport
-from engine.worker.pace import EAGER, EVERY, KEPT, LEAST_TOKENS, StepPace
+from engine.worker.pace import EAGER, EVERY, FIRST_TOKENS, KEPT, LEAST_TOKENS, StepPace
 
 FIXED_S, TOKEN_S, SQUARE_S, ROW_S, CONTEXT_S = 4e-3, 5e-4, 1e-8, 1e-3, 1e-6
 
@@ -87,7 +87,7 @@ def test_nothing_limits_a_prompt_if_nothing_decodes():
 
 def test_before_any_step_was_timed_chunks_are_short():
     pace = StepPace(4.0)
-    assert chunks_of_a_step(pace, [DecodeRow(10)], [0, 5]) == [(0, LEAST_TOKENS)]
+    assert chunks_of_a_step(pace, [DecodeRow(10)], [0, 5]) == [(0, FIRST_TOKENS)]
 
 
 def test_some_steps_are_learned_from_forever():

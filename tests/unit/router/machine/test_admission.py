@@ -138,6 +138,21 @@ def test_bounds_of_a_request_override_the_routers():
     assert router.counters["rejected", "tokens slow"] == 1
 
 
+def test_a_bound_on_tokens_holds_up_no_answer_of_one_token():
+    router = machine(welcome("p0"), welcome("d0"), slo_tpot_s=0.0115)
+    router.handle(arrival("a", 0.0), 0.0)
+    assert refused(router.handle(arrival("b", 0.1), 0.1))
+    router.handle(arrival("c", 0.2, max_tokens=1), 1.5)
+    assert router.state.flights["c"].attempt is not None
+
+
+def test_what_a_prefill_worker_could_decode_in_time_is_not_refused():
+    router = machine(welcome("p0", stretch=4.0), welcome("d0"), slo_tpot_s=0.0115)
+    router.handle(arrival("a", 0.0), 0.0)
+    router.handle(arrival("b", 0.1), 0.1)
+    assert "b" in router.state.flights
+
+
 def test_without_bound_or_prediction_no_request_is_refused_early():
     for router in (
         machine(welcome("p0"), welcome("d0")),

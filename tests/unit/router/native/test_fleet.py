@@ -45,6 +45,7 @@ from tests.kits.seeds import seeds
 
 BLOCK = 16
 BACKLOG_S = 3.0
+QUEUES = EMPTY, Queue(0.5, 0.25), Queue(busy=0.6), Queue(4.0, 2.0, 0.5)
 LAYOUT = KVLayout(BLOCK, KVFormat.BF16, (KVSection(1, 1, 8),))
 NARROW = KVLayout(BLOCK, KVFormat.INT8, (KVSection(1, 1, 8),))
 # Sums of these are exact, so there are ties.
@@ -336,7 +337,7 @@ class RandomCluster:
             predicted_len=rng.choice([None, num_tokens + 20]),
             tpot_bound_s=rng.choice([None, 0.2, 0.3]),
         )
-        self.cluster.queue = rng.choice((EMPTY, EMPTY, Queue(0.5, 0.25), Queue(4.0, 2.0, 0.5)))
+        self.cluster.queue = rng.choice(QUEUES)
         ours = self.cluster.fleet_choice(need, hashes, self.now_s)
         theirs = self.cluster.policy_choice(need, hashes, self.now_s, seed=rng.random())
         self.outcomes[_outcome(ours)] += 1
@@ -418,7 +419,10 @@ def test_random_clusters_are_decided_in_every_way():
     ways = ["least TTFT", *(f"least TTFT, {why}" for why in local)]
     ways += [f"{why}, with a prefix pulled" for why in ways]
     lent = "least TTFT, decoded by an idle prefill worker"
-    either = {lent, f"{lent}, with a prefix pulled"}
+    apart = "least TTFT, decoded by another prefill worker"
+    either = {
+        f"{why}{pulled}" for why in (lent, apart) for pulled in ("", ", with a prefix pulled")
+    }
     assert outcomes.keys() | either == {*ways, *either, "Busy", "NoneType"}
     assert outcomes[lent] > 0
     assert min(media[medium] for medium in (None, Medium.HOST, *LOWER_MEDIA)) > 1
@@ -580,11 +584,42 @@ def test_few_prefill_workers_decode_what_no_decode_worker_has_room_for():
     cluster = Cluster(*fluid, welcome("d0", D, max_running=1), costs=costs)
     cluster.view.workers["d0"].reserve_decode("s", 1)
     decode_one(cluster, "p1")
-    for busy, takers in ((0.0, {"p0", "p2"}), (0.5, {"p1"})):
+    idle = {("p0", "p0"), ("p2", "p2")}
+    for busy, ways in ((0.0, idle), (0.5, {("p0", "p1"), ("p2", "p1")})):
         cluster.queue = Queue(busy=busy)
-        chosen = [cluster.fleet_choice(NEED).placement.decode for _ in range(20)]
-        chosen += [cluster.policy_choice(NEED, seed=i).placement.decode for i in range(20)]
-        assert set(chosen) == takers
+        chosen = [cluster.fleet_choice(NEED).placement for _ in range(20)]
+        chosen += [cluster.policy_choice(NEED, seed=i).placement for i in range(20)]
+        assert {(each.prefill, each.decode) for each in chosen} == ways
+
+
+def test_what_prefill_workers_decode_is_decided_alike():
+    """No two of them have the same load, so there are no ties."""
+    costs = WorkerCosts(PrefillCost(0.0, 2**-10, 0.0), DecodeCost(0.125, 2**-6, 2**-12), ROUND.pull)
+    names, ways = [f"p{i}" for i in range(5)], Counter()
+    for seed in range(60):
+        rng = random.Random(seed)
+        fluid = [welcome(name, P, local=True) for name in names]
+        cluster = Cluster(*fluid, welcome("d0", D, max_running=1), costs=costs, backlog_s=0.5)
+        cluster.view.workers["d0"].reserve_decode("s", 1)
+        for name in names:
+            worker = cluster.view.workers[name]
+            worker.reserve_prefill("s", 9, seconds=rng.random())
+            for i in range(rng.choice([0, 1, 3])):
+                worker.reserve_decode(f"s{i}", rng.randint(1, 9), context_tokens=rng.randint(1, 99))
+                worker.begin_decode(f"s{i}")
+        cluster.queue = Queue(busy=rng.random())
+        need = Need(129, 168, tpot_bound_s=rng.choice([0.25, 0.3, 0.5]))
+        ours, theirs = cluster.fleet_choice(need), cluster.policy_choice(need)
+        if isinstance(ours, Busy):
+            assert isinstance(theirs, Busy)
+            ways["busy"] += 1
+        else:
+            assert ours.placement == theirs.placement
+            assert ours.predicted_tpot_s == pytest.approx(theirs.predicted_tpot_s)
+            assert (ours.why, ours.drag) == (theirs.why, pytest.approx(theirs.drag))
+            ways[ours.why] += 1
+    assert len(ways) == 3
+    assert min(ways.values()) > 1
 
 
 def test_an_idle_prefill_worker_is_preferred_to_a_decode_worker_as_quick():
