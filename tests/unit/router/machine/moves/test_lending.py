@@ -1,0 +1,65 @@
+"""Whether a prefill worker gives a sequence back to a decode worker, while prompts wait."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from engine.demand import DecodeCost
+from engine.layout import KVFormat, KVLayout, KVSection
+from engine.messages import PROTOCOL_VERSION, Role, Welcome, WorkerId
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
+from router.cluster.estimates import Estimates
+from router.cluster.view import WorkerView
+from router.machine.moves.lending import Lending
+from router.policies.base import EMPTY, Need, Queue
+
+LAYOUT = KVLayout(16, KVFormat.BF16, (KVSection(1, 1, 8),))
+# a step takes 10 ms, and 2 ms more for each sequence
+COSTS = WorkerCosts(PrefillCost(0.0, 1e-3), DecodeCost(0.01, 0.002, 0.0), PullCost(0.0, 0.0, 1e12))
+NEED = Need(100, 200)  # it has 100 tokens to come
+
+
+def worker(name, role, num_seqs):
+    info = Welcome(
+        PROTOCOL_VERSION, WorkerId(name), "life", role, "fp", LAYOUT, 1000, 100, stretch=4.0
+    )
+    view = WorkerView(info)
+    for number in range(num_seqs):
+        view.reserve_decode(f"s{number}", 4)
+        view.begin_decode(f"s{number}")
+    return view
+
+
+def pays(queue, *, num_there, bound_s=None):
+    """Asks for one of two sequences at a prefill worker."""
+    lending = Lending(
+        SimpleNamespace(estimates=Estimates(COSTS)),
+        SimpleNamespace(queue=lambda flight, now_s: queue),
+        None,
+    )
+    flight = SimpleNamespace(limits=SimpleNamespace(tpot_s=bound_s), length=100)
+    way = worker("p0", Role.PREFILL, 2), worker("d0", Role.DECODE, num_there)
+    return lending._pays(flight, NEED, way, 0.0)
+
+
+@pytest.mark.parametrize(("bound_s", "is_moved"), [(0.021, False), (0.023, True)])
+def test_a_bound_must_hold_where_it_goes(bound_s, is_moved):
+    """With it, a step of the six there takes 22 ms."""
+    assert pays(Queue(9.0, 9.0), num_there=5, bound_s=bound_s) is is_moved
+
+
+@pytest.mark.parametrize(
+    ("queue", "is_moved"),
+    [
+        (EMPTY, False),
+        (Queue(1.0, 0.1), False),  # the prompts would save less than 0.8 s, which it loses
+        (Queue(4.0, 1.0), True),
+        (Queue(1.0, 0.1, busy=0.9), True),  # prompts keep coming, so it is no quicker here
+    ],
+)
+def test_without_a_bound_it_moves_if_prompts_save_more_than_it_loses(queue, is_moved):
+    assert pays(queue, num_there=5) is is_moved
+
+
+def test_it_moves_to_where_it_is_quicker():
+    assert pays(EMPTY, num_there=0)
