@@ -17,8 +17,8 @@ HEADLINES: tuple[Headline, ...] = (
     Headline("prefill, fp32 weights, 88 M model", "engine", "prefill/fp32", "vllm"),
     Headline("decode of 32 sequences, fp32 weights", "engine", "decode_b32/fp32", "vllm"),
     Headline("decode of one sequence, fp32 weights", "engine", "decode_b1/fp32", "vllm"),
-    Headline("decode of 32 sequences, int8 weights", "engine", "decode_b32/int8", "llamacpp_q8_0"),
-    Headline("decode of one sequence, int8 weights", "engine", "decode_b1/int8", "llamacpp_q8_0"),
+    Headline("decode of 32 sequences, int8 weights", "engine", "decode_b32/int8", "vllm_w8a8"),
+    Headline("decode of one sequence, int8 weights", "engine", "decode_b1/int8", "vllm_w8a8"),
     Headline("KV over shared memory, blocks of 1 MiB", "kv", "shm/1MiB", "mooncake"),
     Headline("KV over ZeroMQ, encrypted, blocks of 1 MiB", "kv", "zmq/1MiB", "mooncake"),
     Headline("placements at 1,000 workers", "router", "decisions/1000", "dict_bitmask"),
@@ -28,7 +28,6 @@ HEADLINES: tuple[Headline, ...] = (
         "store",
         "ttft_gain/memory",
     ),
-    Headline("the same after everything was stopped, from disk", "store", "ttft_gain/disk"),
     Headline(
         "requests/s of fluid pools over the better of walled and mixed ones, a load that turns",
         "fluid",
