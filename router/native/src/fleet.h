@@ -560,7 +560,8 @@ class Fleet {
     if (!may_be_lent(slot)) return kInf;
     const double tpot = lent_tpot_s(slot);
     const double more = drag_at(tpot, kind_at(slot).stretch) - drag(slot);
-    return more * (request_->busy * tpot * tokens_to_come());
+    const double harm = more * (request_->busy * tpot * tokens_to_come());
+    return harm < kInf ? harm : kInf;  // a prompt that would stand still, times none, is no number
   }
 
   // The prefill worker that delays later prompts least by decoding the request.

@@ -592,6 +592,15 @@ def test_few_prefill_workers_decode_what_no_decode_worker_has_room_for():
         assert {(each.prefill, each.decode) for each in chosen} == ways
 
 
+@pytest.mark.parametrize("busy", [0.0, 0.5])
+def test_no_prefill_worker_decodes_where_prompts_would_stand_still(busy):
+    """A step there takes as long as its bound. An answer of one token needs no step."""
+    cluster = lending()
+    cluster.queue = Queue(busy=busy)
+    need = Need(129, 130, tpot_bound_s=0.25)
+    assert cluster.fleet_choice(need) == cluster.policy_choice(need) == Busy()
+
+
 def test_what_prefill_workers_decode_is_decided_alike():
     """No two of them have the same load, so there are no ties."""
     costs = WorkerCosts(PrefillCost(0.0, 2**-10, 0.0), DecodeCost(0.125, 2**-6, 2**-12), ROUND.pull)

@@ -133,19 +133,24 @@ def test_any_bytes_become_the_text_that_python_decodes(data, lengths):
     assert native.rest == state.rest
 
 
-def test_all_characters_are_escaped_as_in_python():
-    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
-    data = every.encode()
-    bytes_by_id = {0: data}
-    batched = BatchedText(
+def bare_text(vocabulary):
+    """Text in chunks without a frame, of an answer that no token ends."""
+    return BatchedText(
         NativeText(),
-        NativeVocabulary(bytes_by_id, 1, frozenset()),
+        vocabulary,
         frame=(b"", b""),
         end_ids=(),
         min_tokens=0,
         gaps=Buckets((1.0,)),
         shows_special=False,
     )
+
+
+def test_all_characters_are_escaped_as_in_python():
+    every = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x110000)]))
+    data = every.encode()
+    bytes_by_id = {0: data}
+    batched = bare_text(NativeVocabulary(bytes_by_id, 1, frozenset()))
     [chunk] = chunks_of(TextSteps(), [(batched, [0], 0.0)])
     assert chunk.partition(b"\r\n")[2][:-2] == msgspec.json.encode(every)
 
@@ -154,18 +159,7 @@ def test_a_full_socket_takes_a_part_and_nothing_behind_it():
     """Two choices of one stream, of which the first has a long text, and another stream."""
     bytes_by_id = {0: b"a" * 2**22, 1: b"b"}
     vocabulary = NativeVocabulary(bytes_by_id, 2, frozenset())
-    first, second, other = (
-        BatchedText(
-            NativeText(),
-            vocabulary,
-            frame=(b"", b""),
-            end_ids=(),
-            min_tokens=0,
-            gaps=Buckets((1.0,)),
-            shows_special=False,
-        )
-        for _ in range(3)
-    )
+    first, second, other = (bare_text(vocabulary) for _ in range(3))
     (ours, theirs), (our_other, their_other) = socketpair(), socketpair()
     with ours, theirs, our_other, their_other:
         places = [ours.fileno(), ours.fileno(), our_other.fileno()]
@@ -182,15 +176,7 @@ def test_a_full_socket_takes_a_part_and_nothing_behind_it():
 
 def test_what_a_closed_socket_does_not_take_is_returned():
     bytes_by_id = {0: b"a"}
-    batched = BatchedText(
-        NativeText(),
-        NativeVocabulary(bytes_by_id, 1, frozenset()),
-        frame=(b"", b""),
-        end_ids=(),
-        min_tokens=0,
-        gaps=Buckets((1.0,)),
-        shows_special=False,
-    )
+    batched = bare_text(NativeVocabulary(bytes_by_id, 1, frozenset()))
     ours, theirs = socketpair()
     theirs.close()
     with ours:
