@@ -8,7 +8,10 @@ decoding sequences are cut into chunks, so that no step takes longer than
 
 A step of b sequences with kv tokens of context, and chunks of prompts from p to n, is predicted as
 
-    A + B·Σ(n - p) + C·Σ(n² - p²) + E·b + F·kv      `engine.worker.costs`, learned from this worker
+    max(A, D) + B·Σ(n - p) + C·Σ(n² - p²) + E·b + F·kv
+
+with the costs of `engine.worker.costs`, learned from this worker. Its fixed parts are mostly the
+reading of weights, which both kinds of rows share.
 
 A prompt always makes some progress, even where the sequences alone exceed their bound.
 
@@ -80,7 +83,7 @@ class StepPace:
         limit_s = min((bound_s for bound_s in bounds_s if bound_s is not None), default=inf)
         if None in bounds_s:
             limit_s = min(limit_s, self.stretch * plain_s)
-        return KEPT * limit_s - (plain_s - decode.fixed_s) - cost.fixed_s
+        return KEPT * limit_s - plain_s - max(cost.fixed_s - decode.fixed_s, 0.0)
 
     def wants(self, *, decodes_only: bool) -> bool:
         """True if to learn from the step of this kind that has just ended."""

@@ -34,16 +34,19 @@ share `busy` of its time that prompts lately took:
     gain = (step at the best decode worker - step here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
 
-If no decode worker has room and keeps the bound, prefill workers decode too. Of all that could, one
-is taken that by this delays later prompts least:
+If no decode worker has room and keeps the bound, prefill workers decode too. The one is taken that
+by this loses least time for prompts, and of equal ones the fullest:
 
-    harm = (drag after - drag before) · busy · step there · tokens to come
+    harm = (step after - step before, 0 if nothing decodes there) · busy · tokens to come
 
-It may be another one than that of the prompt. So a few workers decode, and the prompts of the
-others keep their speed.
+The first sequence costs the D of each step, the next ones little. So few workers decode, which may
+be others than that of the prompt, and the rest compute prompts at full speed. A prompt waits for
+one of these if it is done sooner there:
 
-It uses no more than half of its memory. When prompts wait, it may give its sequences back
-(`router.machine.moves.lending`).
+    its wait there + min(...)  <  its price here - what it brings those behind it in the queue
+
+A lender uses no more than `LEND_SHARE` of its memory. When prompts wait, it may give its sequences
+back, or to a fuller lender (`router.machine.moves.lending`).
 
 Before the first measurement the policy is `least-loaded`.
 
@@ -67,7 +70,7 @@ from router.policies.pulling import Holder, Holders, bid
 from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 LEND_RATIO = 1.1
-LEND_SHARE = 0.5  # of a prefill worker's KV memory
+LEND_SHARE = 0.75  # of a prefill worker's KV memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ class _Question:
             return shortest_backlog(asked, Slo.name, "nothing was measured yet")
         able = [p for p in able if p.drag < inf and self._can_go_on(p.worker)]
         if not can_join:
-            return self._lent(able) or Busy()
+            return self._lent(able)
         best = self._soonest([prefill for prefill in able if not self._is_in_the_way(prefill)])
         local = self._soonest(self._locals())
         if local is not None and self._is_quicker(local, best):
@@ -136,6 +139,8 @@ class _Question:
         best = best or self._soonest(able)
         if best is None:
             return asked.candidates.busy
+        if (busy := self._better_late(best)) is not None:
+            return busy
         if self._gains_if_lent(best):
             return self._decision(best, best.worker[0])
         return self._with_decoder(best)
@@ -153,16 +158,33 @@ class _Question:
         """
         if best is not None:
             return local.price_s < best.price_s
-        return local.price_s - self._asked.queue.waiting * local.work_s < self._waiting_s()
+        if self._asked.candidates.prefillers:
+            return True
+        soonest = self._soonest_busy()
+        return soonest is None or self._hastened_s(local) < soonest.price_s
 
-    def _waiting_s(self) -> float:
-        """The price of a prompt that waits for a prefill worker; infinite if one has time."""
+    def _hastened_s(self, prefill: _Prefill) -> float:
+        """The price, less what it brings those behind it in the queue forward."""
+        return prefill.price_s - self._asked.queue.waiting * prefill.work_s
+
+    def _soonest_busy(self) -> _Prefill | None:
+        """The best of the workers that prefill and have no time now."""
         asked = self._asked
-        if asked.candidates.prefillers:
-            return inf
-        busy = [item for item in asked.view.prefillers() if self._may_be_waited_for(item)]
-        predicted = [self._predict(item) for item in busy]
-        return min((prefill.price_s for prefill in predicted if prefill is not None), default=inf)
+        has_time = {worker_id for worker_id, _ in asked.candidates.prefillers}
+        busy = [item for item in asked.view.prefillers() if item[0] not in has_time]
+        predicted = [self._predict(item) for item in busy if self._may_be_waited_for(item)]
+        able = [prefill for prefill in predicted if prefill is not None]
+        return min(able, key=lambda prefill: prefill.price_s, default=None)
+
+    def _better_late(self, prefill: _Prefill) -> Busy | None:
+        """Has the prompt wait, rather than be slowed down by what a prefill worker decodes."""
+        asked = self._asked
+        if prefill.worker[1].info.role.decodes or prefill.drag <= 1.0:
+            return None
+        soonest = self._soonest_busy()
+        if soonest is None or self._hastened_s(prefill) <= soonest.price_s:
+            return None
+        return Busy(asked.now_s + soonest.wait_s - asked.wait_bound_s, Role.PREFILL)
 
     def _may_be_waited_for(self, item: Worker) -> bool:
         worker, need = item[1], self._asked.need
@@ -218,35 +240,41 @@ class _Question:
             return False
         return prefill.drag < inf and has_memory(worker, asked.need.max_len)
 
-    def _lent(self, prefills: Sequence[_Prefill]) -> Decision | None:
+    def _lent(self, prefills: Sequence[_Prefill]) -> Decision | Busy:
         """Has the answer decoded by a prefill worker, at the least price."""
         asked = self._asked
         if not prefills or not self._all_paces_known:
-            return None
+            return Busy()
         harms_s = {i: self._harm_s(worker) for i, worker in asked.view.prefillers()}
         apart = asked.candidates.apart
         ways = [
-            (prefill.price_s + harm_s, prefill.worker[0] != i, prefill, i)
+            ((prefill.price_s + harm_s, self._rank(i), prefill.worker[0] != i), prefill, i)
             for prefill in prefills
             for i, harm_s in harms_s.items()
             if harm_s < inf and (prefill.worker[0], i) not in apart
         ]
         if not ways:
-            return None
-        least = min(way[:2] for way in ways)
-        equals = [(prefill, i) for *cost, prefill, i in ways if tuple(cost) == least]
+            return Busy()
+        least = min(cost for cost, _, _ in ways)
+        equals = [(prefill, i) for cost, prefill, i in ways if cost == least]
         equals.sort(key=lambda way: (way[0].worker[0], way[1]))
-        return self._decision(*asked.rng.choice(equals))
+        prefill, decode = asked.rng.choice(equals)
+        return self._better_late(prefill) or self._decision(prefill, decode)
+
+    def _rank(self, lender: WorkerId) -> float:
+        """Orders equal lenders: the fullest first while prompts come, or else the quickest."""
+        pace_s = self._pace_of(lender) or 0.0
+        return -pace_s if self._asked.queue.busy > 0 else pace_s
 
     def _harm_s(self, worker: WorkerView) -> float:
-        """Seconds by which later prompts take longer if it decodes this; infinite if it may not."""
-        asked = self._asked
-        pace_s = lent_tpot_s(worker, asked.need, asked.costs)
+        """Seconds of prompts not computed while it decodes this; infinite if it may not."""
+        asked, need, costs = self._asked, self._asked.need, self._asked.costs
+        pace_s = lent_tpot_s(worker, need, costs)
         if pace_s is None or not self._is_kept(pace_s):
             return inf
-        drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
-        more = drag - drag_of(worker, asked.costs, self._bound_s)
-        return more * (asked.queue.busy * pace_s * asked.need.num_to_come)
+        alone_s = costs.step_s(worker, 1, need.mean_context_tokens) or 0.0
+        before_s = (costs.step_s(worker, 0, 0) or 0.0) if worker.num_decodes else 0.0
+        return (alone_s - before_s) * (asked.queue.busy * need.num_to_come)
 
     def _gains_if_lent(self, prefill: _Prefill) -> bool:
         """True if all of the answer comes sooner where its prompt is computed."""

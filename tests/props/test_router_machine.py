@@ -85,7 +85,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.moves.rule import BALANCED, DRAINED, GIVEN_BACK
+from router.machine.moves.rule import BALANCED, DRAINED, GATHERED, GIVEN_BACK
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
 from router.native.machine import native_machine
 from router.recording.records import Recorder, replay
@@ -813,9 +813,11 @@ def strike_moves(rng: random.Random, world: World) -> None:
         rng.choice(copying).give_back(rng)
 
 
-def day_of_lending(rng: random.Random, *names: str) -> World:
+def day_of_lending(rng: random.Random, *names: str, tpot_s: float | None = None) -> World:
     """Runs long answers with few fluid workers, which die now and then, and waves of prompts."""
-    config = msgspec.structs.replace(CONFIG, move_timeout_s=0.5, prefill_backlog_s=1e-3)
+    config = msgspec.structs.replace(
+        CONFIG, move_timeout_s=0.5, prefill_backlog_s=1e-3, slo_tpot_s=tpot_s
+    )
     world = World(msgspec.structs.replace(config, max_attempts=6, max_queue=40))
     world.machine = native_machine(world.config, estimates=RowsCost())
     for step in range(500):
@@ -844,9 +846,12 @@ def test_fluid_workers_take_and_give_back_work_without_changing_a_token(monkeypa
     for seed in range(2):
         for names in (("f0", "l0", "l1"), ("f0", "d0")):
             counted += day_of_lending(random.Random(seed), *names).machine.counters
+        names = ("f0", "f1", "f2", "d0")  # of which few keep the bound
+        counted += day_of_lending(random.Random(seed), *names, tpot_s=0.45).machine.counters
     for reason in ("prefilled by a decode worker", "decoded by an idle prefill worker"):
         assert counted["placed", f"least TTFT, {reason}"] > 2, counted
     assert counted["moved", GIVEN_BACK] > 0, counted
+    assert counted["moved", GATHERED] > 0, counted
     assert counted["ended", "finished"] > 80, counted
 
 

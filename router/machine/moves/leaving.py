@@ -134,6 +134,7 @@ class Departures:
             lease=lease,
             prefilled=True,
             is_moved=True,
+            is_lent=not target.info.role.decodes,
         )
         claim = target.decodes[move.seq_id]
         target.begin_decode(move.seq_id)

@@ -6,16 +6,19 @@ move to decode workers. A move goes the way of all others (`router.machine.moves
 
 A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
 moves if the rule by which it was lent says so for its tokens to come, its transfer included.
+
+If no decode worker may take it, a sequence with a bound moves to a prefill worker that decodes more
+sequences already. Each one that decodes any loses about half of its time for prompts.
 """
 
-from engine.messages import Role
+from engine.messages import Role, WorkerId
 from router.cluster.view import WorkerView
 from router.machine.flight import Flight, Move
-from router.machine.moves.rule import GIVEN_BACK, REST_S, MoveRule
+from router.machine.moves.rule import COUNTED_AS, GATHERED, GIVEN_BACK, REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.base import Need
-from router.policies.slo import drag_of, lend_ratio, lending_loss_s, tpot_s
+from router.policies.slo import drag_of, lend_ratio, lending_loss_s, lent_tpot_s, tpot_s
 
 LOOK_EVERY_S = 0.1
 
@@ -31,17 +34,17 @@ class Lending:
 
     def give_back(self, now_s: float) -> bool:
         """Begins moves if prompts wait, unless it looked a moment ago. True if it began any."""
-        busy = self._placing.busy
-        if busy is None or busy.lacks is not Role.PREFILL or now_s < self._next_look_s:
+        if self._placing.busy is None or now_s < self._next_look_s:
             return False
         self._next_look_s = now_s + LOOK_EVERY_S
-        lent = [
-            (self._state.by_seq[seq_id], worker)
-            for worker in self._state.view.workers.values()
-            if worker.info.role is Role.PREFILL
-            for seq_id in worker.decodes
-        ]
-        return sum([self._move(flight, worker, now_s) for flight, worker in lent]) > 0
+        workers = self._state.view.workers.values()
+        lenders = [w for w in workers if w.info.role is Role.PREFILL and w.num_decodes]
+        lenders.sort(key=lambda worker: worker.num_decodes)
+        lent = [(seq_id, worker) for worker in lenders for seq_id in worker.decodes]
+        by_seq = self._state.by_seq
+        # Moves reserve room under other names, which may be at a lender.
+        moving = [self._move(by_seq[i], w, now_s) for i, w in lent if i in by_seq]
+        return any(moving)
 
     def _move(self, flight: Flight, worker: WorkerView, now_s: float) -> bool:
         attempt = flight.attempt
@@ -50,16 +53,41 @@ class Lending:
         if not is_free or now_s < flight.rests_until_s:
             return False
         need = self._placing.need(flight, now_s)
-        target = self._rule.choose(attempt, need)
+        reason, target = self._target(flight, need, worker, now_s)
         if target is None:
             return False
-        if not self._pays(flight, need, (worker, self._state.view.workers[target]), now_s):
-            return False
         flight.rests_until_s = now_s + REST_S
-        self._state.counters["give back", "begun"] += 1
-        move = Move(flight.next_seq_id(), target, need.end_len, GIVEN_BACK)
+        self._state.counters[COUNTED_AS[reason], "begun"] += 1
+        move = Move(flight.next_seq_id(), target, need.end_len, reason)
         self._rule.begin(flight, attempt, move, now_s)
         return True
+
+    def _target(
+        self, flight: Flight, need: Need, worker: WorkerView, now_s: float
+    ) -> tuple[str, WorkerId | None]:
+        """The reason of a move and where to; None: it should stay."""
+        view, attempt = self._state.view, flight.attempt
+        assert attempt is not None
+        target = self._rule.choose(attempt, need)
+        if target is not None and self._pays(flight, need, (worker, view.workers[target]), now_s):
+            return GIVEN_BACK, target
+        bound_s = flight.limits.tpot_s
+        fuller = None if bound_s is None else self._fuller_lender(need, worker, bound_s)
+        return GATHERED, fuller
+
+    def _fuller_lender(self, need: Need, here: WorkerView, bound_s: float) -> WorkerId | None:
+        """The lender with the longest steps that keeps the bound; None if it is this one."""
+        view, costs = self._state.view, self._state.estimates
+        fuller = [
+            (worker_id, worker)
+            for worker_id, worker in view.prefillers()
+            if worker.num_decodes > here.num_decodes
+            and worker.info.layout.difference(here.info.layout) is None
+            and (here.info.worker_id, worker_id) not in view.severed
+        ]
+        known = ((lent_tpot_s(worker, need, costs), i) for i, worker in fuller)
+        kept = [(tpot, i) for tpot, i in known if tpot is not None and tpot <= bound_s]
+        return max(kept)[1] if kept else None
 
     def _pays(
         self, flight: Flight, need: Need, way: tuple[WorkerView, WorkerView], now_s: float

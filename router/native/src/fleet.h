@@ -21,7 +21,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
-constexpr double kLendRatio = 1.1, kLendShare = 0.5;  // of router/policies/slo.py
+constexpr double kLendRatio = 1.1, kLendShare = 0.75;  // of router/policies/slo.py
 constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
@@ -253,8 +253,12 @@ class Fleet {
       lends_ = false;
       const double apart = prefill.cost + lender.cost;
       if (apart == kInf && local.cost == kInf) return refuse(decision, decode);
-      if (local.cost <= apart) prefill = local;
-      decode.slot = local.cost <= apart ? local.slot : lender.slot;
+      const bool is_local =
+          local.cost < apart ||
+          (local.cost == apart && preference(local.slot) >= preference(lender.slot));
+      if (is_local) prefill = local;
+      if (should_wait(decision, prefill)) return;
+      decode.slot = is_local ? local.slot : lender.slot;
       decode.cost = lent_tpot_s(decode.slot);
       return reserve(decision, fill(decision, prefill, decode));
     }
@@ -264,6 +268,7 @@ class Fleet {
       decision.wait_s = soonest_s();
       return;
     }
+    if (should_wait(decision, prefill)) return;
     if (kind_at(prefill.slot).decodes) {  // it decodes what it prefills
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
@@ -498,8 +503,7 @@ class Fleet {
     double least_added = kInf;
     for (size_t kind = 0; kind < kinds_.size(); ++kind) {
       const Costs& costs = costs_[kinds_[kind].costs];
-      added_[kind] =
-          costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens());
+      added_[kind] = added_s(costs);
       least_added = std::min(least_added, added_[kind]);
     }
     Choice choice;
@@ -520,17 +524,16 @@ class Fleet {
   // Context tokens that the request adds, half-way through its growth.
   int64_t context_tokens() const { return (request_->num_tokens + request_->final_tokens) / 2; }
 
-  double tpot_s(Slot slot) const {
-    const Costs& costs = costs_[kind_at(slot).costs];
-    return tpot_[slot] +
-           (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
+  // By which the request makes a step longer.
+  double added_s(const Costs& costs) const {
+    return costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens());
   }
+
+  double tpot_s(Slot slot) const { return tpot_[slot] + added_s(costs_[kind_at(slot).costs]); }
 
   // The same of a prefill worker that would decode.
   double lent_tpot_s(Slot slot) const {
-    const Costs& costs = costs_[kind_at(slot).costs];
-    return pace_s(slot) +
-           (costs.decode_per_seq + costs.decode_per_token * static_cast<double>(context_tokens()));
+    return pace_s(slot) + added_s(costs_[kind_at(slot).costs]);
   }
 
   // Whether all of an answer comes sooner where its prompt is computed.
@@ -555,20 +558,29 @@ class Fleet {
     return tpot > 0 && is_kept(tpot);
   }
 
-  // Seconds by which later prompts take longer if the worker decodes this; infinite if it may not.
+  // Seconds of prompts that a worker does not compute while it decodes this; infinite if it may not.
   double harm_s(Slot slot) const {
     if (!may_be_lent(slot)) return kInf;
-    const double tpot = lent_tpot_s(slot);
-    const double more = drag_at(tpot, kind_at(slot).stretch) - drag(slot);
-    const double harm = more * (request_->busy * tpot * tokens_to_come());
-    return harm < kInf ? harm : kInf;  // a prompt that would stand still, times none, is no number
+    const Costs& costs = costs_[kind_at(slot).costs];
+    const double begun = workers_[slot].load.running > 0 ? 0 : costs.decode;
+    return (begun + added_s(costs)) * (request_->busy * tokens_to_come());
   }
 
-  // The prefill worker that delays later prompts least by decoding the request.
+  // By which one of equal lenders is chosen: the fullest while prompts come, or else the quickest.
+  double preference(Slot slot) const {
+    return request_->busy > 0 ? lent_tpot_s(slot) : -lent_tpot_s(slot);
+  }
+
+  // The prefill worker that loses least by decoding the request.
   Choice choose_lender() {
     Choice choice;
     for (Slot slot = 0; slot < workers_.size(); ++slot) {
-      if (ready_at_[slot] < kInf) choice.offer(harm_s(slot), slot, 0, random_);
+      const double harm = ready_at_[slot] < kInf ? harm_s(slot) : kInf;
+      if (harm == choice.cost && harm < kInf && preference(slot) != preference(choice.slot)) {
+        if (preference(slot) < preference(choice.slot)) continue;
+        choice = {};
+      }
+      choice.offer(harm, slot, 0, random_);
     }
     return choice;
   }
@@ -576,6 +588,24 @@ class Fleet {
   double tokens_to_come() const {
     const int64_t tokens = request_->final_tokens - request_->num_tokens;
     return static_cast<double>(std::max<int64_t>(tokens, 1));
+  }
+
+  // Whether a prompt, rather than be slowed down by what a prefill worker decodes, waits for another
+  // worker. The time that it would take there brings those behind it in the queue forward.
+  bool should_wait(Decision& decision, const Choice& prefill) {
+    const Kind& kind = kind_at(prefill.slot);
+    if (kind.decodes || drag(prefill.slot) <= 1) return false;
+    int32_t medium;
+    const double work = work_s(kind, prefill.depth, &medium);
+    const double price = wait_s(prefill.slot) + work * weight(prefill.slot);
+    wait_bound_s_ = kInf;
+    const Choice other = choose_prefill(false);
+    wait_bound_s_ = request_->wait_bound_s;
+    if (other.cost >= price - request_->queued * work) return false;
+    if (wait_s(other.slot) <= wait_bound_s_) return false;
+    decision.status = kNoPrefill;
+    decision.wait_s = wait_s(other.slot);
+    return true;
   }
 
   // No decode worker has room, or none keeps the bound.

@@ -545,10 +545,10 @@ def test_an_idle_prefill_worker_decodes_what_no_decode_worker_has_room_for():
 
 
 @pytest.mark.parametrize(
-    "why", ["it has a long prompt", "half of its memory is too little", "a wall"]
+    "why", ["it has a long prompt", "its share of memory is too little", "a wall"]
 )
 def test_a_prefill_worker_decodes_nothing_if(why):
-    cluster = lending(num_blocks=20 if "half" in why else 100)
+    cluster = lending(num_blocks=14 if "share" in why else 100)
     if why == "a wall":
         cluster.change_info("p0", stretch=None)
     if why == "it has a long prompt":
@@ -592,13 +592,49 @@ def test_few_prefill_workers_decode_what_no_decode_worker_has_room_for():
         assert {(each.prefill, each.decode) for each in chosen} == ways
 
 
-@pytest.mark.parametrize("busy", [0.0, 0.5])
-def test_no_prefill_worker_decodes_where_prompts_would_stand_still(busy):
+@pytest.mark.parametrize(("busy", "lender"), [(0.0, "p0"), (0.5, "p1")])
+def test_of_equal_lenders_the_fullest_decodes_while_prompts_come(busy, lender):
+    """Every further sequence costs each of them as much."""
+    cluster = Cluster(
+        *(welcome(f"p{i}", P, local=True) for i in range(3)),
+        welcome("d0", D, max_running=1),
+        costs=WorkerCosts(PrefillCost(0.0, 2**-10, 0.0), DecodeCost(0.125, 2**-6, 0), QUICK.pull),
+    )
+    cluster.view.workers["d0"].reserve_decode("s", 1)
+    for name, num_seqs in (("p0", 1), ("p1", 3), ("p2", 2)):
+        for i in range(num_seqs):
+            cluster.view.workers[name].reserve_decode(f"s{i}", 1)
+    cluster.queue = Queue(busy=busy)
+    for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
+        assert choice.placement.decode == lender
+
+
+@pytest.mark.parametrize(("queued", "waits"), [(0.0, True), (0.5, True), (1.5, False)])
+def test_a_prompt_waits_for_a_worker_that_is_not_slowed_down(queued, waits):
+    """It takes 0.25 s, or twice that beside what p0 decodes. p1 has time in a tenth of a second."""
+    costs = WorkerCosts(PrefillCost(0.0, 2**-9, 0.0), DecodeCost(0.125, 0.0, 0.0), QUICK.pull)
+    fluid = [welcome(f"p{i}", P, local=True) for i in range(2)]
+    cluster = Cluster(*fluid, welcome("d0", D), costs=costs, backlog_s=0.0)
+    decode_one(cluster, "p0")
+    cluster.view.workers["p1"].reserve_prefill("s", 9, seconds=0.125)
+    cluster.queue = Queue(queued)
+    need = Need(129, 168, tpot_bound_s=0.25)
+    for choice in (cluster.fleet_choice(need), cluster.policy_choice(need)):
+        if waits:
+            assert isinstance(choice, Busy)
+            assert choice.lacks is Role.PREFILL
+            assert choice.until_s == pytest.approx(0.125, abs=0.002)
+        else:
+            assert choice.placement.prefill == "p0"
+
+
+def test_a_prefill_worker_answers_with_one_token_even_if_prompts_would_stand_still():
     """A step there takes as long as its bound. An answer of one token needs no step."""
     cluster = lending()
-    cluster.queue = Queue(busy=busy)
+    cluster.queue = Queue(busy=0.5)
     need = Need(129, 130, tpot_bound_s=0.25)
-    assert cluster.fleet_choice(need) == cluster.policy_choice(need) == Busy()
+    for choice in (cluster.fleet_choice(need), cluster.policy_choice(need)):
+        assert choice.placement == Placement("p0", "p0")
 
 
 def test_what_prefill_workers_decode_is_decided_alike():

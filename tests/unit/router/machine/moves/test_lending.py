@@ -1,4 +1,4 @@
-"""Whether a prefill worker gives a sequence back to a decode worker, while prompts wait."""
+"""Where a prefill worker has the sequences that it decodes go, while prompts wait."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, Role, Welcome, WorkerId
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.cluster.view import WorkerView
+from router.cluster.view import ClusterView, WorkerView
 from router.machine.moves.lending import Lending
 from router.policies.base import EMPTY, Need, Queue
 
@@ -21,7 +21,7 @@ NEED = Need(100, 200)  # it has 100 tokens to come
 
 def worker(name, role, num_seqs):
     info = Welcome(
-        PROTOCOL_VERSION, WorkerId(name), "life", role, "fp", LAYOUT, 1000, 100, stretch=4.0
+        PROTOCOL_VERSION, WorkerId(name), "life", role, "fp", LAYOUT, 1000, 999, stretch=4.0
     )
     view = WorkerView(info)
     for number in range(num_seqs):
@@ -63,3 +63,26 @@ def test_without_a_bound_it_moves_if_prompts_save_more_than_it_loses(queue, is_m
 
 def test_it_moves_to_where_it_is_quicker():
     assert pays(EMPTY, num_there=0)
+
+
+@pytest.mark.parametrize(
+    ("num_there", "bound_s", "target"),
+    [
+        ((3, 4), 0.03, "p2"),  # the fuller one: its step takes 20 ms with it
+        ((3, 4), 0.019, "p1"),  # 18 ms
+        ((3, 4), 0.017, None),
+        ((2, 1), 0.03, None),  # no fuller than here
+        ((3, 240), 9.0, "p1"),  # the other one has no memory left to lend
+    ],
+)
+def test_with_a_bound_it_moves_to_a_fuller_lender(num_there, bound_s, target):
+    """Two sequences are here. Each holds four of 1,000 blocks."""
+    view = ClusterView()
+    for i, num_seqs in enumerate((2, *num_there)):
+        name = f"p{i}"
+        view.workers[WorkerId(name)] = worker(name, Role.PREFILL, num_seqs)
+    view.measure()
+    lending = Lending(SimpleNamespace(view=view, estimates=Estimates(COSTS)), None, None)
+    assert lending._fuller_lender(NEED, view.workers[WorkerId("p0")], bound_s) == target
+    view.severed = {(WorkerId("p0"), WorkerId(f"p{i}")): 1.0 for i in (1, 2)}
+    assert lending._fuller_lender(NEED, view.workers[WorkerId("p0")], bound_s) is None
