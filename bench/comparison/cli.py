@@ -23,6 +23,7 @@ from bench.comparison.run import measure
 from bench.simulator.hardware import hardware_named
 from bench.simulator.splits import splits_of
 from bench.simulator.traces import read_trace
+from engine.config import PoolsConfig
 
 
 def simulator(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -43,6 +44,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
     goodput_requests: Annotated[
         int, typer.Option(min=0, help="Requests for the goodput; 0 leaves it out.")
     ] = 2000,
+    fluid: Annotated[bool, typer.Option(help="Pools take each other's work.")] = True,
     seed: SeedOption = 0,
     peer: Annotated[
         str | None,
@@ -59,7 +61,8 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
         profile = msgspec.structs.replace(profile, num_blocks=num_blocks)
         played = read_trace(trace)
         played = played if requests is None else played.first(requests)
-        plan = ComparisonPlan(played, profile, pairs, goodput_requests, seed=seed)
+        stretch = PoolsConfig().stretch if fluid else None
+        plan = ComparisonPlan(played, profile, pairs, goodput_requests, stretch=stretch, seed=seed)
         with ExitStack() as open_peers:
             full = short = None
             for program in programs:
@@ -77,6 +80,7 @@ def simulator(  # noqa: PLR0913 (one parameter for each option is how typer decl
                 "profile": profile.name,
                 "kv_blocks": num_blocks,
                 "splits": splits,
+                "stretch": stretch,
                 "ttft_bound_s": plan.ttft_s,
                 "tpot_bound_s": plan.tpot_s,
             },

@@ -17,4 +17,5 @@ class ComparisonPlan:
     num_for_goodput: int
     ttft_s: float = 5.0
     tpot_s: float = 0.025
+    stretch: float | None = None  # of fluid pools, as in `SimulationSetup`; not for round-robin
     seed: int = 0

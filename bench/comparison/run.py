@@ -113,7 +113,12 @@ def play(
         slo_tpot_s=plan.tpot_s if keeps_bounds else None,
     )
     pools = SimulatedPools(shape.prefill, shape.decode)
-    setup = SimulationSetup(plan.hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS)
+    setup = SimulationSetup(
+        plan.hardware,
+        pools,
+        max_answer_tokens=MAX_ANSWER_TOKENS,
+        stretch=plan.stretch if policy is RouterPolicy.SLO else None,
+    )
     began_s = time.perf_counter()
     run = simulate(trace.sped_up(shape.speed_up), setup, native_machine(config))
     return _played(run, time.perf_counter() - began_s)
