@@ -4,12 +4,16 @@ A library is compiled for the processor that builds it. Its name in the cache ho
 sources, the compiler, the flags and the processor's features. So a home folder that several kinds
 of machines share keeps one library for each.
 
+Processes that start together want the same library: one of them builds it, and the others wait.
+
 A library that another user can have written is never loaded (`engine.ownership`). If the cache is
 not to be trusted, the library is built again in a private folder, for this process alone.
 """
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -17,7 +21,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,26 +52,35 @@ counters = {"private_builds": 0}  # libraries built for this process alone
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a library: `main`, which includes others of the same folder."""
+    """The files of a library. Those in `mains` are compiled side by side, and include others of the
+    same folder.
+    """
 
     name: str  # of the library, in the cache
     folder: Path
-    main: str
+    mains: tuple[str, ...]
 
 
 def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
     """Path of the compiled library, built if it is not in the cache. Raises BuildError."""
     compiler = find_compiler()
     name = f"{sources.name}-{_digest(sources, compiler, flags)}.so"
-    command = [compiler, *flags, str(sources.folder / sources.main)]
+    command = [compiler, *flags]
+    mains = [sources.folder / main for main in sources.mains]
     try:
-        return _cached(command, name)
+        return _cached(command, mains, name)
     except UntrustedFile as error:
         target = _private_folder(name, error) / name
     except OSError as error:
         raise BuildError(f"building {name} failed: {error}") from error
-    _build(command, target)
+    _build(command, mains, target)
     return target
+
+
+def is_built(sources: Sources) -> bool:
+    """True if the cache has the library. It may be untrusted. Raises BuildError."""
+    compiler = find_compiler()
+    return (cache_folder() / f"{sources.name}-{_digest(sources, compiler, FLAGS)}.so").exists()
 
 
 def compiler_cache(name: str) -> Path:
@@ -80,7 +94,7 @@ def compiler_cache(name: str) -> Path:
     return folder
 
 
-def _cached(command: list[str], name: str) -> Path:
+def _cached(command: list[str], mains: list[Path], name: str) -> Path:
     """Path of the library in the cache, built if need be. Raises BuildError, UntrustedFile,
     OSError.
     """
@@ -88,9 +102,27 @@ def _cached(command: list[str], name: str) -> Path:
     make_folder(folder, top=top, mode=0o700)
     target = folder / name
     if not target.exists():
-        _build(command, target)
+        with _sole_builder(target):
+            if not target.exists():
+                _build(command, mains, target)
     require_trusted(target, top=top)
     return target
+
+
+@contextlib.contextmanager
+def _sole_builder(target: Path) -> Iterator[None]:
+    """Waits until no other process builds `target`, and holds others back meanwhile.
+
+    Without a lock two processes build the same file, each for itself: some file systems have none.
+    """
+    path = target.with_suffix(".lock")
+    with path.open("w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # who waits for it finds the library
 
 
 def _private_folder(name: str, why: Exception) -> Path:
@@ -141,24 +173,39 @@ def cache_top() -> Path:
     return (Path(base) if base else Path.home() / ".cache").resolve()
 
 
-def _build(command: list[str], target: Path) -> None:
+def _build(command: list[str], mains: list[Path], target: Path) -> None:
     """Compiles to a file beside `target` and renames it, so that workers may race."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            done = subprocess.run(
-                [*command, "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=BUILD_TIMEOUT_S,
-                check=False,
-            )
-            if done.returncode:
-                raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
+            if len(mains) > 1:
+                parts = [Path(folder) / f"{main.stem}.o" for main in mains]
+                with ThreadPoolExecutor(len(mains)) as threads:
+                    compiled = [
+                        threads.submit(_compile, [*command, "-c", str(main)], part)
+                        for main, part in zip(mains, parts, strict=True)
+                    ]
+                for each in compiled:
+                    each.result()
+                mains = parts
+            _compile([*command, *map(str, mains)], made)
             made.chmod(0o500)
             made.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"building {target.name} failed: {error}") from error
+
+
+def _compile(command: list[str], to: Path) -> None:
+    """Raises BuildError, OSError, TimeoutExpired."""
+    done = subprocess.run(
+        [*command, "-o", str(to)],
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
 
 
 def _digest(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,7 @@ from deploy.local.service_manager import ServiceManager
 from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
 from deploy.logs.lines import NewsStream, configure_logging, controller_logs
 from deploy.ray import own_ray
+from deploy.services.prepare import Preparation
 from deploy.services.spec import GatewayReady
 from engine.clock import MonotonicClock
 from engine.config import (
@@ -210,11 +211,14 @@ def serve(  # noqa: PLR0913 - a command's options
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     forget_environment(os.environ)
     manager = ServiceManager(os.environ)
+    preparation = Preparation()
+    preparation.start()
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     console = Console(stderr=True)
     if as_json:
         console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
-    raise typer.Exit(run(deployment, console, manager))
+    with closing(preparation):
+        raise typer.Exit(run(deployment, console, manager))
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:

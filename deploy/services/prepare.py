@@ -1,31 +1,68 @@
-"""Builds all C++ libraries of this machine: `python -m deploy.services.prepare`.
+"""Builds the C++ libraries of this machine: `python -m deploy.services.prepare`.
 
-A first start would build them one after another while clients wait. Here each has a compiler of its
-own. What cannot be built is reported, and Baton serves without it.
+Each service would build what it needs when it needs it, one library after another. Here all cores
+build at once, the longest first. `baton serve` does this while services import what they need, and
+a service that needs a library sooner waits for it. What cannot be built is reported, and Baton
+serves without it.
 """
 
+import contextlib
 import logging
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.errors import BuildError
 from engine.model.native.library import SOURCES as ENGINE
-from engine.native_build import Sources, built_library
+from engine.native_build import Sources, built_library, is_built
 from kvtransfer.native.library import SOURCES as TRANSFER
 from kvtransfer.store.disk.uring import SOURCES as DISK
 from router.native.library import SOURCES as ROUTER
+from router.text.native.library import SOURCES as TEXT
 
 log = logging.getLogger(__name__)
 
-LIBRARIES = (ENGINE, ROUTER, TRANSFER, DISK)  # the longest first
+SERVING = (ENGINE, ROUTER, TRANSFER, TEXT)  # what each deployment needs, the longest first
+LIBRARIES = {sources.name: sources for sources in (*SERVING, DISK)}
 
 
-def main() -> int:
-    """Returns 0 also if a library cannot be built: a machine may have no compiler."""
-    with ThreadPoolExecutor(len(LIBRARIES)) as threads:
-        for failure in filter(None, threads.map(_failure, LIBRARIES)):
+def main(names: Sequence[str] = ()) -> int:
+    """Builds these libraries, or all. Returns 0 also if one cannot be built: a machine may have no
+    compiler.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and so removes half of a library
+    wanted = [LIBRARIES[name] for name in names or LIBRARIES]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        for failure in filter(None, threads.map(_failure, wanted)):
             log.warning("%s", failure)
     return 0
+
+
+class Preparation:
+    """A process that builds what serving needs and is not built yet."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it if it is needed. Services report what cannot be built."""
+        with contextlib.suppress(BuildError, OSError):
+            missing = [sources.name for sources in SERVING if not is_built(sources)]
+            if missing:
+                command = [sys.executable, "-m", "deploy.services.prepare", *missing]
+                self._process = subprocess.Popen(
+                    command, stderr=subprocess.DEVNULL, start_new_session=True
+                )
+
+    def close(self) -> None:
+        """Ends it and its compilers."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
 
 
 def _failure(sources: Sources) -> str:
@@ -38,4 +75,4 @@ def _failure(sources: Sources) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = Sources("kernels", Path(__file__).parent / "src", "baton.cpp")
+SOURCES = Sources("kernels", Path(__file__).parent / "src", ("baton.cpp", "attention.cpp"))
 FP32, BF16, INT8, INT8_AS_FLOAT, BF16_PAIRS = range(5)  # kinds of weights
 FORMATS = {
     KVFormat.FP32: 0,

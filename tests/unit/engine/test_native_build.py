@@ -1,15 +1,17 @@
 """A library is built once for each set of inputs, and build failures are reported."""
 
+import fcntl
 import os
 import platform
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from engine import native_build
 from engine.errors import BuildError
-from engine.native_build import FLAGS, Sources, built_library, cache_folder
+from engine.native_build import FLAGS, Sources, built_library, cache_folder, is_built
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo 1.0; exit 0; fi
@@ -30,7 +32,7 @@ def sources(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "main.cpp").write_text("int x;")
     (folder / "part.h").write_text("")
-    return Sources("thing", folder, "main.cpp")
+    return Sources("thing", folder, ("main.cpp",))
 
 
 @pytest.fixture
@@ -187,3 +189,48 @@ def test_other_compilers_get_their_own_folder(tmp_path, monkeypatch):
     private = native_build.compiler_cache("inductor")
     assert private != folder
     assert private.stat().st_mode & 0o777 == 0o700
+
+
+def test_several_files_are_compiled_apart_and_linked(sources, log):
+    (sources.folder / "more.cpp").write_text("int y;")
+    path = built_library(Sources("thing", sources.folder, ("main.cpp", "more.cpp")))
+    assert path.read_text() == "built\n"
+    *compiled, linked = log.read_text().splitlines()
+    assert sorted(Path(line.split()[-1]).name for line in compiled) == ["main.o", "more.o"]
+    assert all(" -c " in line for line in compiled)
+    assert " -c " not in linked
+    words = [Path(word).name for word in linked.split()[-4:]]
+    assert words == ["main.o", "more.o", "-o", path.name]
+        "main.o",
+        "more.o",
+        "-o",
+        path.name,
+    ]
+
+
+def test_processes_that_want_the_same_library_build_it_once(sources, log, use_compiler, tmp_path):
+    fifo = tmp_path / "go"
+    os.mkfifo(fifo)
+    waiting = COMPILER.replace('echo "$@"', f'read line < {fifo}\necho "$@"')
+    use_compiler(waiting.format(log=log))
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(built_library, sources) for _ in range(2)]
+        with fifo.open("w") as go:  # opens when a compiler reads
+            go.write("go\n")
+        assert found[0].result() == found[1].result()
+    assert len(log.read_text().splitlines()) == 1
+    assert [path.suffix for path in cache_folder().iterdir()] == [".so"]
+
+
+def test_a_library_is_built_where_files_cannot_be_locked(sources, log, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert built_library(sources).read_text() == "built\n"
+
+
+def test_what_is_in_the_cache_is_built(sources, log):
+    assert not is_built(sources)
+    built_library(sources)
+    assert is_built(sources)

@@ -37,9 +37,9 @@ inline bool request_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
-// Static: an `inline` variable would be shared by all libraries of a process.
-static const bool amx_is_lent = request_amx();
-static bool amx_is_used = amx_is_lent;
+// Hidden: else all libraries of a process would share them.
+[[gnu::visibility("hidden")]] inline const bool amx_is_lent = request_amx();
+[[gnu::visibility("hidden")]] inline bool amx_is_used = amx_is_lent;
 
 // While one exists, the thread's eight registers are tiles of 16 rows of 64 bytes.
 class AmxTiles {
@@ -130,7 +130,7 @@ inline void put_parts(const float* x, uint8_t* to) {
 
 #else
 
-static bool amx_is_used = false;
+[[gnu::visibility("hidden")]] inline bool amx_is_used = false;
 constexpr bool amx_is_lent = false;
 struct AmxTiles {
   explicit AmxTiles(bool) {}

@@ -189,8 +189,9 @@ class Attention {
   }
 
   template <int32_t format>
-  void run_as(int index, const Batch& batch, int layer, const Scoring& scoring, const float* query,
-              size_t query_stride, float* out, size_t out_stride, float* scratch) {
+  [[gnu::noinline]] void run_as(int index, const Batch& batch, int layer, const Scoring& scoring,
+                                const float* query, size_t query_stride, float* out,
+                                size_t out_stride, float* scratch) {
     const Task& task = tasks_[index];
     const int queries = task.count * group_;
     const int end = batch.context_lens[task.row] - this->queries(batch, task.row) + task.first +
@@ -313,7 +314,7 @@ class Attention {
 
   // Turns the scores of query i, at `position`, into weights, and rescales its sums so far.
   template <bool kScaled>
-  void weigh(const Scoring& scoring, int position, int tile, const float* key_scales,
+  BATON_INLINE void weigh(const Scoring& scoring, int position, int tile, const float* key_scales,
              const float* value_scales, float* scores, Partial& p, int i) const {
     const int seen = std::min(kTile, position + 1 - tile);
     const int hidden = scoring.window > 0 ? std::max(0, position + 1 - scoring.window - tile) : 0;
@@ -393,7 +394,7 @@ class Attention {
   }
 
   // The places of K and V of a tile's tokens. Missing tokens are at `nothing_`, which is zeros.
-  void find_tile(const int32_t* table, int layer, int head, int first, int end, Places& keys,
+  BATON_INLINE void find_tile(const int32_t* table, int layer, int head, int first, int end, Places& keys,
                  Places& values) const {
     const int size = cache_.block_size;
     const int present = std::min(kTile, end - first);
@@ -632,7 +633,7 @@ class Attention {
     }
   }
 
-  void read_scales(const Places& places, float* scales) const {
+  BATON_INLINE void read_scales(const Places& places, float* scales) const {
     for (int t = 0; t < kTile; t += kLanes) {
       if (places.scales[t + kLanes - 1] == places.scales[t] + 4 * (kLanes - 1)) {  // of one block
         store(scales + t, load(reinterpret_cast<const float*>(places.scales[t])));
@@ -653,5 +654,15 @@ class Attention {
   std::vector<Task> tasks_;
   std::vector<float> parts_;
 };
+
+// attention.cpp has these: they take as long to compile as all else.
+#define BATON_RUN_AS(format)                                                                    \
+  template void Attention::run_as<format>(int, const Batch&, int, const Scoring&, const float*, \
+                                          size_t, float*, size_t, float*)
+extern BATON_RUN_AS(kKvFp32);
+extern BATON_RUN_AS(kKvBf16);
+extern BATON_RUN_AS(kKvFp8);
+extern BATON_RUN_AS(kKvInt8);
+extern BATON_RUN_AS(kKvInt4);
 
 }  // namespace baton
