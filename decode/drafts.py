@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from decode.acceptance import Proposer
 from decode.choosing import MAX_UNSEEN_TOKENS, Candidate, Proposal
 from decode.memory import DecodeMemory
-from decode.ngram import Match, NgramIndex
+from decode.ngram import Match, Ngrams, follow
 from decode.speculation import Speculator
 from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
@@ -36,7 +36,7 @@ class _Draft:
     """The state of one running sequence. All but `ngrams` is of the step planned last."""
 
     seq: Sequence
-    ngrams: NgramIndex | None
+    ngrams: Any  # its index, or None
     match: Match | None = None
     proposal: Proposal | None = None
     is_seen: bool = False  # by the draft model
@@ -61,13 +61,19 @@ class DraftPlanner:
     """Plans the drafts of running sequences. Without a speculator it drafts nothing."""
 
     def __init__(
-        self, speculator: Speculator | None, memory: DecodeMemory, counters: Counter[str]
+        self,
+        speculator: Speculator | None,
+        memory: DecodeMemory,
+        counters: Counter[str],
+        *,
+        ngrams: Ngrams,
     ) -> None:
         self.speculator = speculator
         self.has_draft_model = speculator is not None and speculator.has_draft_model
         self._memory = memory
         self._block_size = memory.block_size
         self._counters = counters
+        self._ngrams = ngrams
         self._drafts: dict[SeqId, _Draft] = {}
 
     @property
@@ -80,7 +86,7 @@ class DraftPlanner:
         if self.speculator is not None:
             if not self._drafts:
                 self.speculator.begin()
-            ngrams = NgramIndex(seq.token_ids) if self.speculator.uses_ngrams else None
+            ngrams = self._ngrams.open(seq.token_ids) if self.speculator.uses_ngrams else None
             self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
     def leave(self, seq_id: SeqId) -> None:
@@ -136,14 +142,15 @@ class DraftPlanner:
                 draft.proposal = msgspec.structs.replace(proposal, num_tokens=num_tokens)
 
     def _candidates(self, drafts: list[_Draft], speculator: Speculator) -> list[Candidate]:
-        to_index = INDEXED_TOKENS
+        if speculator.uses_ngrams:
+            # An answer's own new tokens are indexed even if others have long prompts.
+            indexes = [draft.ngrams for draft in drafts]
+            matches = self._ngrams.look(indexes, INDEXED_TOKENS, OWN_TOKENS)
+            for draft, match in zip(drafts, matches, strict=True):
+                draft.match = match
         candidates = []
         for draft in drafts:
             seq = draft.seq
-            if draft.ngrams is not None:
-                # An answer's own new tokens are indexed even if others have long prompts.
-                to_index -= draft.ngrams.index(max(to_index, OWN_TOKENS))
-                draft.match = draft.ngrams.find()
             candidates.append(
                 Candidate(
                     seq_id=seq.seq_id,
@@ -191,9 +198,8 @@ class DraftPlanner:
             return RowDraft(draft_token_ids=unseen)
         if draft.is_proposed_by_model:
             return RowDraft(num_to_draft=draft.proposal.num_tokens, draft_token_ids=unseen)
-        assert draft.ngrams is not None
         assert draft.match is not None
-        tokens = draft.ngrams.follow(draft.match, draft.proposal.num_tokens)
+        tokens = follow(seq.token_ids, draft.match, draft.proposal.num_tokens)
         return RowDraft(draft=tokens, draft_token_ids=unseen)
 
     # ------------------------------------------------------------ after a step

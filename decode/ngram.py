@@ -8,10 +8,13 @@ period does.
 Each token costs three stores in dicts, once. A long prompt is indexed over several steps, from its
 beginning. The index takes some 300 bytes a token.
 
+`decode.native.ngrams` does the same in C++, in a tenth of the time.
+
 Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lempel, 1977.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 SIZES = (4, 3, 2)  # tokens, longest first
 LONGER = (16, 8)  # lengths reported for matches beyond the longest size
@@ -74,16 +77,52 @@ class NgramIndex:
                 return Match(start, self._length(start) if size == SIZES[0] else size)
         return None
 
-    def follow(self, match: Match, num_tokens: int) -> list[int]:
-        """Returns the tokens after a match, as if the sequence repeated them."""
-        found = self._token_ids[match.start : match.start + num_tokens]
-        for i in range(num_tokens - len(found)):
-            found.append(found[i])
-        return found
-
     def _length(self, start: int) -> int:
         for length in LONGER:
             before = self._token_ids[max(start - length, 0) : start]
             if len(before) == length and before == self._token_ids[-length:]:
                 return length
         return SIZES[0]
+
+
+class Ngrams(Protocol):
+    """Makes indexes and looks for matches in them."""
+
+    def open(self, token_ids: list[int]) -> Any:
+        """Returns an index of a sequence whose tokens are, and will be, in this list."""
+        ...
+
+    def look(
+        self, indexes: Sequence[Any], budget_tokens: int, own_tokens: int
+    ) -> list[Match | None]:
+        """Indexes more tokens and returns the match of each sequence.
+
+        `budget_tokens` are indexed in all, in order, but `own_tokens` of each in any case.
+        """
+        ...
+
+
+class PythonNgrams(Ngrams):
+    """Those of this module."""
+
+    def open(self, token_ids: list[int]) -> NgramIndex:
+        """Returns an empty index."""
+        return NgramIndex(token_ids)
+
+    def look(
+        self, indexes: Sequence[NgramIndex], budget_tokens: int, own_tokens: int
+    ) -> list[Match | None]:
+        """Looks at one index after the other."""
+        matches = []
+        for index in indexes:
+            budget_tokens -= index.index(max(budget_tokens, own_tokens))
+            matches.append(index.find())
+        return matches
+
+
+def follow(token_ids: Sequence[int], match: Match, num_tokens: int) -> list[int]:
+    """Returns the tokens after a match, as if the sequence repeated them."""
+    found = list(token_ids[match.start : match.start + num_tokens])
+    for i in range(num_tokens - len(found)):
+        found.append(found[i])
+    return found

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from bench.peers.driver import drive, stdout_for_answers
+from decode.native.ngrams import best_ngrams
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from engine.clock import MonotonicClock
@@ -154,7 +155,11 @@ class MixedCore:
         self._runner = runner
         intake = Intake(runner.layout.block_size, guides, runner.vocab_size, runner.context_len)
         decode = DecodeScheduler(
-            pool, intake=intake, max_running=DEFAULTS.max_running, speculator=speculator
+            pool,
+            intake=intake,
+            max_running=DEFAULTS.max_running,
+            speculator=speculator,
+            ngrams=best_ngrams(),
         )
         prefill = PrefillScheduler(
             pool, intake=intake, chunk_tokens=DEFAULTS.chunk_tokens, address=NOWHERE

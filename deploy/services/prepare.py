@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from decode.native.ngrams import SOURCES as NGRAMS
 from engine.errors import BuildError
 from engine.model.native.library import SOURCES as ENGINE
 from engine.native_build import Sources, built_library, is_built
@@ -26,7 +27,7 @@ from router.text.native.library import SOURCES as TEXT
 log = logging.getLogger(__name__)
 
 SERVING = (ENGINE, ROUTER, TRANSFER, TEXT)  # what each deployment needs, the longest first
-LIBRARIES = {sources.name: sources for sources in (*SERVING, DISK)}
+LIBRARIES = {sources.name: sources for sources in (*SERVING, NGRAMS, DISK)}
 
 
 def main(names: Sequence[str] = ()) -> int:

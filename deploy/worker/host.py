@@ -24,6 +24,7 @@ from typing import Protocol
 
 import msgspec
 
+from decode.native.ngrams import best_ngrams
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
@@ -228,7 +229,11 @@ class WorkerHost:
             self._runner.layout.block_size, model.guides, model.vocab_size, model.context_len
         )
         decode = DecodeScheduler(
-            pool, intake=intake, max_running=config.max_running, speculator=speculator
+            pool,
+            intake=intake,
+            max_running=config.max_running,
+            speculator=speculator,
+            ngrams=best_ngrams() if speculator.uses_ngrams else None,
         )
         pace = None if config.stretch is None else StepPace(config.stretch)
         prefill = PrefillScheduler(

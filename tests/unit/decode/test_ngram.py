@@ -1,10 +1,13 @@
 """Proposals from the tokens that followed the same tokens before."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.ngram import LONGER, SIZES, Match, NgramIndex
+from decode.native.ngrams import NativeNgrams, best_ngrams
+from decode.ngram import LONGER, SIZES, Match, NgramIndex, PythonNgrams, follow
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 
@@ -64,7 +67,7 @@ def test_what_follows_a_match_is_what_a_slow_copy_would_write(token_ids, num_tok
     slow = list(token_ids)
     for i in range(num_tokens):
         slow.append(slow[match.start + i])
-    assert index.follow(match, num_tokens) == slow[len(token_ids) :]
+    assert follow(token_ids, match, num_tokens) == slow[len(token_ids) :]
 
 
 @pytest.mark.parametrize(
@@ -103,3 +106,40 @@ def test_tokens_that_are_not_indexed_are_not_found():
     assert index.find() is None
     index.index(50)
     assert index.find() == Match(92, 2)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=3, max_size=3),  # new tokens
+        st.integers(0, 12),  # budget
+        st.integers(0, 3),  # own tokens
+    ),
+    max_size=12,
+)
+
+
+@given(st.lists(TOKENS, min_size=3, max_size=3), STEPS)
+def test_cpp_finds_what_python_finds(prompts, steps):
+    native = best_ngrams()
+    if not isinstance(native, NativeNgrams):
+        pytest.skip("no C++ compiler")
+    sequences, slow = [list(prompt) for prompt in prompts], PythonNgrams()
+    in_cpp = [native.open(sequence) for sequence in sequences]
+    in_python = [slow.open(sequence) for sequence in sequences]
+    for new, budget, own in steps:
+        found = native.look(in_cpp, budget, own)
+        assert found == slow.look(in_python, budget, own)
+        for sequence, tokens in zip(sequences, new, strict=True):
+            sequence += tokens
+
+
+def test_cpp_finds_what_python_finds_in_long_sequences():
+    native = best_ngrams()
+    if not isinstance(native, NativeNgrams):
+        pytest.skip("no C++ compiler")
+    rng = random.Random(0)
+    token_ids = [rng.randrange(60) for _ in range(5000)]
+    in_cpp, in_python = native.open(token_ids), PythonNgrams().open(token_ids)
+    for _ in range(400):
+        assert native.look([in_cpp], 50, 0) == PythonNgrams().look([in_python], 50, 0)
+        token_ids += [rng.randrange(60) for _ in range(20)]

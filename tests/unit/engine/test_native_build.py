@@ -199,13 +199,8 @@ def test_several_files_are_compiled_apart_and_linked(sources, log):
     assert sorted(Path(line.split()[-1]).name for line in compiled) == ["main.o", "more.o"]
     assert all(" -c " in line for line in compiled)
     assert " -c " not in linked
-    words = [Path(word).name for word in linked.split()[-4:]]
-    assert words == ["main.o", "more.o", "-o", path.name]
-        "main.o",
-        "more.o",
-        "-o",
-        path.name,
-    ]
+    names = [Path(word).name for word in linked.split()]
+    assert names[-4:] == ["main.o", "more.o", "-o", path.name]
 
 
 def test_processes_that_want_the_same_library_build_it_once(sources, log, use_compiler, tmp_path):
