@@ -84,6 +84,7 @@ class DraftChooser:
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
     ) -> None:
+        self.expected_rate = 0.0  # tokens per second of the latest choice; 0 if it drafts nothing
         self._acceptance = acceptance
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model
@@ -99,8 +100,9 @@ class DraftChooser:
             for i, candidate in enumerate(candidates)
             if (option := self._best_option(i, candidate, cost, rate, len(candidates))) is not None
         ]
+        self.expected_rate = 0.0
         if options:
-            _allocate(options, cost, len(candidates), base_s, proposals)
+            self.expected_rate = _allocate(options, cost, len(candidates), base_s, proposals)
         for candidate, proposal in zip(candidates, proposals, strict=True):
             if proposal is None:
                 self._acceptance.idle(candidate.seq_id)
@@ -155,8 +157,11 @@ def _allocate(
     num_rows: int,
     base_s: float,
     proposals: list[Proposal | None],
-) -> None:
-    """Puts lengths for all options into `proposals`, if together they are worth it."""
+) -> float:
+    """Puts lengths for all options into `proposals`, if together they are worth it.
+
+    Returns the expected tokens per second with them, 0 if they are not worth it.
+    """
     plain = rate = num_rows / base_s
     lookups = [o for o in options if o.proposer is Proposer.NGRAM]
     drafts = [o for o in options if o.proposer is Proposer.DRAFT]
@@ -171,11 +176,12 @@ def _allocate(
         if tokens / seconds <= rate:
             break
         rate, lengths = tokens / seconds, round_lengths + deep
-    if rate <= plain * _LEAST_GAIN:
-        return
+    if rate * cost.trust <= plain * _LEAST_GAIN:
+        return 0.0
     for option, num in lengths:
         if num > 0:
             proposals[option.index] = Proposal(option.proposer, num, option.match_len)
+    return rate
 
 
 def _draft_lengths(

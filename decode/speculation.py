@@ -6,6 +6,9 @@ itself, hence:
     trials        if no draft is worth it, a few tokens are drafted for some sequences, in several
                   steps on end, since the first one finds caches cold. If they are wrong, the next
                   trial comes after twice as many steps; if they are kept, soon
+    trust         a choice takes the best of many estimates, so it hopes for too much. The speed of
+                  steps with drafts is compared with what was expected of them, and further choices
+                  are expected to bring as much less
     plain steps   while all steps have drafts, one without them now and then: the gain is measured
                   against it
     rests         to look for matches and to choose takes the host's time, in a large batch of a
@@ -155,6 +158,8 @@ class Speculator:
         self._num_vain = 0 if used else self._num_vain + 1
         self._is_trial = not used
         self._try(candidates, proposals, used)
+        if not used:
+            self._cost.hope_more()
         if not any(proposals):
             self._rest(candidates)
         return proposals
@@ -291,11 +296,11 @@ class Speculator:
         if is_vain:  # the next step without a look is a change of kind
             self._had_drafts, self._num_like = False, 0
         is_telling = not is_vain and self._is_telling(has_drafts=has_drafts)
-        if not (is_telling or self._has_looked):
-            return
         for row in plan.rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
+        if not self._has_looked:
+            self._cost.see_plain(step_s - times.draft_s)
         if self._has_looked and self._cost.is_known:
             self._learn_look(plan.rows, result, step_s, has_drafts=has_drafts)
         if not is_telling:
@@ -319,6 +324,8 @@ class Speculator:
             num_tokens = sum(len(outcome.token_ids) for outcome in result.rows)
             rate = num_tokens / len(rows) * self._cost.plain_s(len(rows), read) / step_s
             self._cost.learn_gain(rate - 1)
+            if self._chooser.expected_rate:
+                self._cost.learn_trust(num_tokens / step_s / self._chooser.expected_rate)
 
     def _turn_to(self, num_rows: int) -> None:
         """Selects the costs of steps with so many rows."""

@@ -32,8 +32,12 @@ _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
 _LOOK_RATE = 0.1  # weight of the latest look
+_PLAIN_RATE = 0.25  # weight of the latest step without one
 _FIRST_GAIN = 0.02  # of looks, while little is known
 _GAIN_RATE, _MOST_GAIN = 0.05, 2.0  # weight of the latest look; one step says no more than this
+
+_TRUST_RATE, _LEAST_TRUST = 0.2, 0.5  # weight of the latest step; one step says no less than this
+_HOPE = 0.01  # of what is missing to full trust, at each choice that drafts nothing
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
@@ -154,6 +158,8 @@ class StepCost:
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
         self.look_s = 0.0  # the host's time to look for drafts, in a step that then has none
         self.look_gain = _FIRST_GAIN  # of steps with a look over those without, as a share
+        self.trust = 1.0  # tokens per second of steps with drafts, as a share of those expected
+        self._plain_s: float | None = None  # of recent steps without a look
 
     def begun_anew(self) -> "StepCost":
         """Returns a copy with large uncertainty: a first guess for batches of another size."""
@@ -212,9 +218,10 @@ class StepCost:
     def learn_look(self, num_rows: int, read: float, seconds: float) -> None:
         """Learns from a step without drafts that took so long with a look for them.
 
-        A large difference is cut, as is a large error of a prediction.
+        It is compared with recent steps without one, since machines change their speed. A large
+        difference is cut, as is a large error of a prediction.
         """
-        plain_s = self.plain_s(num_rows, read)
+        plain_s = self._plain_s or self.plain_s(num_rows, read)
         fastest, slowest = (error * plain_s for error in _ERRORS)
         more_s = min(max(seconds - plain_s, fastest), slowest)
         self.look_s += _LOOK_RATE * (more_s - self.look_s)
@@ -225,9 +232,23 @@ class StepCost:
         gain = min(max(gain, _ERRORS[0]), _MOST_GAIN)
         self.look_gain += _GAIN_RATE * (gain - self.look_gain)
 
+    def see_plain(self, seconds: float) -> None:
+        """Notes the time of a step without a look."""
+        before_s = self._plain_s or seconds
+        self._plain_s = before_s + _PLAIN_RATE * (min(seconds, 2 * before_s) - before_s)
+
+    def learn_trust(self, share: float) -> None:
+        """Learns which share of the expected tokens per second a step with drafts had."""
+        share = min(max(share, _LEAST_TRUST), 1.0)
+        self.trust += _TRUST_RATE * (share - self.trust)
+
     def hope(self) -> None:
         """Expects something of looks again: new sequences may repeat more."""
         self.look_gain = max(self.look_gain, _FIRST_GAIN)
+
+    def hope_more(self) -> None:
+        """Trusts predictions a little more, as nothing was drafted that could show it."""
+        self.trust += _HOPE * (1.0 - self.trust)
 
     def learn_draft(self, num_passes: int, num_tokens: int, seconds: float) -> None:
         """Learns the time of the draft model's part of a step."""
