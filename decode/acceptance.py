@@ -20,14 +20,17 @@ class Proposer(StrEnum):
 
 Kind = tuple[Proposer, int]  # the proposer, and for n-grams the length of the match
 
+DRAFT: Kind = (Proposer.DRAFT, 0)
+NGRAMS: dict[int, Kind] = {length: (Proposer.NGRAM, length) for length in (2, 3, 4, 8, 16)}
+
 # The share of tokens kept before anything is known; it counts like `_FIRST_TRIES` tries.
 _FIRST = {
-    (Proposer.DRAFT, 0): 0.6,
-    (Proposer.NGRAM, 2): 0.3,
-    (Proposer.NGRAM, 3): 0.5,
-    (Proposer.NGRAM, 4): 0.7,
-    (Proposer.NGRAM, 8): 0.85,
-    (Proposer.NGRAM, 16): 0.9,
+    DRAFT: 0.6,
+    NGRAMS[2]: 0.3,
+    NGRAMS[3]: 0.5,
+    NGRAMS[4]: 0.7,
+    NGRAMS[8]: 0.85,
+    NGRAMS[16]: 0.9,
 }
 _FIRST_TRIES = 6.0
 _TRIES_OF_ALL = 4.0  # weight of all sequences together, in tries of one sequence

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from decode.acceptance import Acceptance, Proposer
+from decode.acceptance import DRAFT, NGRAMS, Acceptance, Proposer
 from decode.stepcost import StepCost
 from engine.messages import SeqId
 
@@ -97,8 +97,9 @@ class DraftChooser:
         rate = len(candidates) / base_s
         options = [
             option
-            for i, candidate in enumerate(candidates)
-            if (option := self._best_option(i, candidate, cost, rate, len(candidates))) is not None
+            for i in self._hopeful(candidates, cost, rate)
+            if (option := self._best_option(i, candidates[i], cost, rate, len(candidates)))
+            is not None
         ]
         self.expected_rate = 0.0
         if options:
@@ -107,6 +108,26 @@ class DraftChooser:
             if proposal is None:
                 self._acceptance.idle(candidate.seq_id)
         return proposals
+
+    def _hopeful(self, candidates: Sequence[Candidate], cost: StepCost, rate: float) -> list[int]:
+        """Returns the candidates whose first drafted token may be worth it at this rate.
+
+        In most steps these are few, so this is written to be fast.
+        """
+        token_s, read_s, least_s = cost.drafted_prices
+        draft_s = cost.draft_token_s + cost.draft_pass_s / len(candidates)
+        share_of = self._acceptance.of
+        hopeful = []
+        for i, candidate in enumerate(candidates):
+            drafted_s = max(token_s + read_s * (candidate.context_len / THOUSAND), least_s)
+            seq_id, length = candidate.seq_id, candidate.match_len
+            if (
+                length and self._uses_ngrams and share_of(seq_id, NGRAMS[length]) > rate * drafted_s
+            ) or (
+                self._uses_draft_model and share_of(seq_id, DRAFT) > rate * (drafted_s + draft_s)
+            ):
+                hopeful.append(i)
+        return hopeful
 
     def options(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float = 0.0
@@ -119,7 +140,7 @@ class DraftChooser:
         drafted_s = cost.drafted_s(candidate.context_len / THOUSAND)
         if self._uses_ngrams and candidate.match_len:
             length = candidate.match_len
-            share = self._acceptance.of(seq_id, (Proposer.NGRAM, length))
+            share = self._acceptance.of(seq_id, NGRAMS[length])
             if share > rate * drafted_s:
                 options.append(
                     DraftOption(
@@ -127,7 +148,7 @@ class DraftChooser:
                     )
                 )
         if self._uses_draft_model and candidate.num_unseen <= MAX_UNSEEN_TOKENS:
-            share = self._acceptance.of(seq_id, (Proposer.DRAFT, 0))
+            share = self._acceptance.of(seq_id, DRAFT)
             token_s = cost.draft_token_s
             first_s = token_s * candidate.num_unseen
             token_s += drafted_s
@@ -176,7 +197,7 @@ def _allocate(
         if tokens / seconds <= rate:
             break
         rate, lengths = tokens / seconds, round_lengths + deep
-    if rate * cost.trust <= plain * _LEAST_GAIN:
+    if rate * min(cost.trust, 1.0) <= plain * _LEAST_GAIN:
         return 0.0
     for option, num in lengths:
         if num > 0:

@@ -205,7 +205,7 @@ class Speculator:
             if proposer in used:
                 trials.used()
                 continue
-            if trials.num_left == 0 and not trials.is_due():
+            if trials.num_left == 0 and not (trials.is_due() and self._may_afford(proposer)):
                 continue
             options = [
                 option
@@ -229,14 +229,24 @@ class Speculator:
                 proposals[option.index] = Proposal(proposer, num_tokens, option.match_len)
                 self._tried.add(candidates[option.index].seq_id)
 
+    def _fixed_s(self, proposer: Proposer) -> float:
+        """Returns the cost of a step of a trial without its rows."""
+        if proposer is Proposer.NGRAM:
+            return self._cost.verifying_s
+        draft_s = self._cost.draft_start_s + _TRIED_TOKENS * self._cost.draft_pass_s
+        return self._cost.verifying_s + draft_s
+
+    def _may_afford(self, proposer: Proposer) -> bool:
+        """False if the credit pays no trial, whatever its options."""
+        fixed_s = _TRIED_STEPS * self._fixed_s(proposer)
+        return not self._cost.is_known or fixed_s <= self._credit.of("trials")
+
     def _afford(self, options: list[DraftOption], proposer: Proposer) -> int:
         """Returns for how many options the credit pays a trial.
 
         The credit pays for all options or for none, unless it is nearly full and will not grow.
         """
-        fixed_s = self._cost.verifying_s
-        if proposer is Proposer.DRAFT:
-            fixed_s += self._cost.draft_start_s + _TRIED_TOKENS * self._cost.draft_pass_s
+        fixed_s = self._fixed_s(proposer)
         rows_s = (_TRIED_TOKENS * o.token_s + o.first_s / _TRIED_STEPS for o in options)
         costs_s = (_TRIED_STEPS * s for s in accumulate(rows_s, initial=fixed_s))
         credit_s = self._credit.of("trials")
@@ -325,7 +335,8 @@ class Speculator:
             rate = num_tokens / len(rows) * self._cost.plain_s(len(rows), read) / step_s
             self._cost.learn_gain(rate - 1)
             if self._chooser.expected_rate:
-                self._cost.learn_trust(num_tokens / step_s / self._chooser.expected_rate)
+                share = num_tokens / step_s / self._chooser.expected_rate
+                self._cost.learn_trust(share, len(rows))
 
     def _turn_to(self, num_rows: int) -> None:
         """Selects the costs of steps with so many rows."""

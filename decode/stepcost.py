@@ -36,7 +36,8 @@ _PLAIN_RATE = 0.25  # weight of the latest step without one
 _FIRST_GAIN = 0.02  # of looks, while little is known
 _GAIN_RATE, _MOST_GAIN = 0.05, 2.0  # weight of the latest look; one step says no more than this
 
-_TRUST_RATE, _LEAST_TRUST = 0.2, 0.5  # weight of the latest step; one step says no less than this
+_TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; of fewer rows one says less
+_LEAST_SHARE = 0.5  # one step says no less than this
 _HOPE = 0.01  # of what is missing to full trust, at each choice that drafts nothing
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
@@ -188,8 +189,14 @@ class StepCost:
 
     def drafted_s(self, context: float) -> float:
         """Returns the cost to verify one more token behind `context` thousands of tokens."""
-        seconds = self.target.weights[4] + self.target.weights[2] * context
-        return max(seconds, _CHEAPEST * self.target.weights[0])
+        token_s, read_s, least_s = self.drafted_prices
+        return max(token_s + read_s * context, least_s)
+
+    @property
+    def drafted_prices(self) -> tuple[float, float, float]:
+        """The parts of `drafted_s`: of a token, of a thousand tokens behind it, and the least."""
+        base_s, _, read_s, _, token_s = self.target.weights
+        return token_s, read_s, _CHEAPEST * base_s
 
     @property
     def draft_start_s(self) -> float:
@@ -237,10 +244,10 @@ class StepCost:
         before_s = self._plain_s or seconds
         self._plain_s = before_s + _PLAIN_RATE * (min(seconds, 2 * before_s) - before_s)
 
-    def learn_trust(self, share: float) -> None:
+    def learn_trust(self, share: float, num_rows: int) -> None:
         """Learns which share of the expected tokens per second a step with drafts had."""
-        share = min(max(share, _LEAST_TRUST), 1.0)
-        self.trust += _TRUST_RATE * (share - self.trust)
+        rate = _TRUST_RATE * min(num_rows / _TRUST_ROWS, 1.0)
+        self.trust += rate * (max(share, _LEAST_SHARE) - self.trust)
 
     def hope(self) -> None:
         """Expects something of looks again: new sequences may repeat more."""

@@ -408,7 +408,7 @@ inline int panel_columns(const Weight& w, int panel) {
 // Rounds row x [cols] to bytes. Each sixteen of them are given to put(first column, bytes). Returns
 // the row's scale.
 template <class Put>
-inline float round_to_bytes(const Weight& w, const float* x, Put put) {
+[[gnu::noinline]] inline float round_to_bytes(const Weight& w, const float* x, Put put) {
   Vec most = zeros();
   int i = 0;
   for (; i + kLanes <= w.cols; i += kLanes) most = max(most, abs(load(x + i)));
