@@ -84,7 +84,7 @@ class DraftChooser:
     def __init__(
         self, acceptance: Acceptance, *, uses_ngrams: bool, uses_draft_model: bool
     ) -> None:
-        self.expected_rate = 0.0  # tokens per second of the latest choice; 0 if it drafts nothing
+        self.expected_gain = 0.0  # of the latest choice, as a multiple; 0 if it drafts nothing
         self._acceptance = acceptance
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model
@@ -101,9 +101,9 @@ class DraftChooser:
             if (option := self._best_option(i, candidates[i], cost, rate, len(candidates)))
             is not None
         ]
-        self.expected_rate = 0.0
+        self.expected_gain = 0.0
         if options:
-            self.expected_rate = _allocate(options, cost, len(candidates), base_s, proposals)
+            self.expected_gain = _allocate(options, cost, len(candidates), base_s, proposals)
         for candidate, proposal in zip(candidates, proposals, strict=True):
             if proposal is None:
                 self._acceptance.idle(candidate.seq_id)
@@ -133,30 +133,29 @@ class DraftChooser:
         self, index: int, candidate: Candidate, cost: StepCost, rate: float = 0.0
     ) -> list[DraftOption]:
         """Returns the ways to draft for a candidate, without those that lose at this rate."""
-        if candidate.max_tokens <= 0:
-            return []
-        options = []
+        found = (self.option(index, candidate, way, cost, rate) for way in Proposer)
+        return [option for option in found if option is not None]
+
+    def option(
+        self, index: int, candidate: Candidate, way: Proposer, cost: StepCost, rate: float = 0.0
+    ) -> DraftOption | None:
+        """Returns one way to draft for a candidate, unless it is none or loses at this rate."""
         seq_id, max_tokens = candidate.seq_id, candidate.max_tokens
-        drafted_s = cost.drafted_s(candidate.context_len / THOUSAND)
-        if self._uses_ngrams and candidate.match_len:
-            length = candidate.match_len
-            share = self._acceptance.of(seq_id, NGRAMS[length])
-            if share > rate * drafted_s:
-                options.append(
-                    DraftOption(
-                        index, Proposer.NGRAM, share, drafted_s, max_tokens, match_len=length
-                    )
-                )
-        if self._uses_draft_model and candidate.num_unseen <= MAX_UNSEEN_TOKENS:
-            share = self._acceptance.of(seq_id, DRAFT)
-            token_s = cost.draft_token_s
-            first_s = token_s * candidate.num_unseen
-            token_s += drafted_s
-            if share > rate * token_s:
-                options.append(
-                    DraftOption(index, Proposer.DRAFT, share, token_s, max_tokens, first_s)
-                )
-        return options
+        length = candidate.match_len if way is Proposer.NGRAM else 0
+        if way is Proposer.NGRAM:
+            if not (self._uses_ngrams and length):
+                return None
+        elif not self._uses_draft_model or candidate.num_unseen > MAX_UNSEEN_TOKENS:
+            return None
+        token_s = cost.drafted_s(candidate.context_len / THOUSAND)
+        first_s = 0.0
+        if way is Proposer.DRAFT:
+            first_s = cost.draft_token_s * candidate.num_unseen
+            token_s += cost.draft_token_s
+        share = self._acceptance.of(seq_id, NGRAMS[length] if length else DRAFT)
+        if max_tokens <= 0 or share <= rate * token_s:
+            return None
+        return DraftOption(index, way, share, token_s, max_tokens, first_s, length)
 
     def _best_option(
         self, index: int, candidate: Candidate, cost: StepCost, rate: float, num_rows: int
@@ -181,7 +180,7 @@ def _allocate(
 ) -> float:
     """Puts lengths for all options into `proposals`, if together they are worth it.
 
-    Returns the expected tokens per second with them, 0 if they are not worth it.
+    Returns the expected tokens per second as a multiple of those without; 0: not worth it.
     """
     plain = rate = num_rows / base_s
     lookups = [o for o in options if o.proposer is Proposer.NGRAM]
@@ -202,7 +201,7 @@ def _allocate(
     for option, num in lengths:
         if num > 0:
             proposals[option.index] = Proposal(option.proposer, num, option.match_len)
-    return rate
+    return rate / plain
 
 
 def _draft_lengths(

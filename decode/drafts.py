@@ -26,7 +26,6 @@ from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence
 
-INDEXED_TOKENS = 256  # of long prompts together, in one step
 OWN_TOKENS = 32  # of one answer, in any step: those of some steps without a look too
 CATCH_UP_TOKENS = 512  # of left-out sequences, that the draft model computes in one step
 
@@ -145,7 +144,7 @@ class DraftPlanner:
         if speculator.uses_ngrams:
             # An answer's own new tokens are indexed even if others have long prompts.
             indexes = [draft.ngrams for draft in drafts]
-            matches = self._ngrams.look(indexes, INDEXED_TOKENS, OWN_TOKENS)
+            matches = self._ngrams.look(indexes, self._ngrams.indexed_tokens, OWN_TOKENS)
             for draft, match in zip(drafts, matches, strict=True):
                 draft.match = match
         candidates = []

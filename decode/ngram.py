@@ -88,6 +88,8 @@ class NgramIndex:
 class Ngrams(Protocol):
     """Makes indexes and looks for matches in them."""
 
+    indexed_tokens: int  # that one look may index, of long prompts together
+
     def open(self, token_ids: list[int]) -> Any:
         """Returns an index of a sequence whose tokens are, and will be, in this list."""
         ...
@@ -104,6 +106,8 @@ class Ngrams(Protocol):
 
 class PythonNgrams(Ngrams):
     """Those of this module."""
+
+    indexed_tokens = 256
 
     def open(self, token_ids: list[int]) -> NgramIndex:
         """Returns an empty index."""

@@ -6,9 +6,9 @@ itself, hence:
     trials        if no draft is worth it, a few tokens are drafted for some sequences, in several
                   steps on end, since the first one finds caches cold. If they are wrong, the next
                   trial comes after twice as many steps; if they are kept, soon
-    trust         a choice takes the best of many estimates, so it hopes for too much. The speed of
-                  steps with drafts is compared with what was expected of them, and further choices
-                  are expected to bring as much less
+    trust         a choice takes the best of many estimates, so it hopes for too much. The gain of
+                  steps with drafts over the latest plain steps is compared with what was expected,
+                  and further choices are expected to bring as much less
     plain steps   while all steps have drafts, one without them now and then: the gain is measured
                   against it
     rests         to look for matches and to choose takes the host's time, in a large batch of a
@@ -41,7 +41,7 @@ _TRIED_TOKENS = 2  # of each tried row
 _TRIED_STEPS = 5  # of one trial, on end
 _FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two trials
 _BETWEEN_RATE = 0.1  # weight of the latest time between two steps
-_FIRST_PLAIN, _PLAIN_EVERY = 2, 128  # steps with drafts before a plain one: at first, and later
+_FIRST_PLAIN, _PLAIN_EVERY = 2, 32  # steps with drafts before a plain one: at first, and later
 _LEARN_EVERY = 8  # steps without drafts
 _SETTLED, _LEARN_EVERY_SETTLED = 256, 64  # after so many steps of a kind, learn more rarely
 _ENOUGH_STEPS = 32  # learned from, before only some steps are
@@ -134,7 +134,6 @@ class Speculator:
         self._num_vain = 0
         if self._cost.is_known:
             self._num_rest = 0
-            self._cost.hope()
 
     def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
         """Returns what to draft for each sequence of the next step."""
@@ -159,7 +158,7 @@ class Speculator:
         self._is_trial = not used
         self._try(candidates, proposals, used)
         if not used:
-            self._cost.hope_more()
+            self._cost.hope()
         if not any(proposals):
             self._rest(candidates)
         return proposals
@@ -211,8 +210,7 @@ class Speculator:
                 option
                 for i, candidate in enumerate(candidates)
                 if proposals[i] is None
-                for option in self._chooser.options(i, candidate, self._cost)
-                if option.proposer is proposer
+                and (option := self._chooser.option(i, candidate, proposer, self._cost))
             ]
             if not options:
                 continue
@@ -309,8 +307,9 @@ class Speculator:
         for row in plan.rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
-        if not self._has_looked:
-            self._cost.see_plain(step_s - times.draft_s)
+        if not self._has_looked and self._cost.is_known:
+            read = sum(row.end for row in plan.rows) / THOUSAND
+            self._cost.see_plain(len(plan.rows), read, step_s - times.draft_s)
         if self._has_looked and self._cost.is_known:
             self._learn_look(plan.rows, result, step_s, has_drafts=has_drafts)
         if not is_telling:
@@ -332,11 +331,10 @@ class Speculator:
             self._cost.learn_look(len(rows), read, step_s - result.times.draft_s)
         elif not self._is_trial:
             num_tokens = sum(len(outcome.token_ids) for outcome in result.rows)
-            rate = num_tokens / len(rows) * self._cost.plain_s(len(rows), read) / step_s
+            rate = num_tokens / len(rows) * self._cost.recent_plain_s(len(rows), read) / step_s
             self._cost.learn_gain(rate - 1)
-            if self._chooser.expected_rate:
-                share = num_tokens / step_s / self._chooser.expected_rate
-                self._cost.learn_trust(share, len(rows))
+            if self._chooser.expected_gain:
+                self._cost.learn_trust(rate / self._chooser.expected_gain, len(rows))
 
     def _turn_to(self, num_rows: int) -> None:
         """Selects the costs of steps with so many rows."""

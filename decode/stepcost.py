@@ -32,13 +32,13 @@ _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
 _LOOK_RATE = 0.1  # weight of the latest look
-_PLAIN_RATE = 0.25  # weight of the latest step without one
+_PACE_RATE, _PACES = 0.25, (0.5, 2.0)  # weight of the latest step without one; it says no more
 _FIRST_GAIN = 0.02  # of looks, while little is known
 _GAIN_RATE, _MOST_GAIN = 0.05, 2.0  # weight of the latest look; one step says no more than this
 
-_TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; of fewer rows one says less
+_TRUST_RATE, _TRUST_ROWS = 0.1, 16  # weight of the latest step; of fewer rows one says less
 _LEAST_SHARE = 0.5  # one step says no less than this
-_HOPE = 0.01  # of what is missing to full trust, at each choice that drafts nothing
+_HOPE = 0.05  # of what is missing to full trust, at each choice that drafts nothing
 
 _CHEAPEST = 1e-3  # lowest cost of a drafted token, as a share of a step
 
@@ -159,8 +159,8 @@ class StepCost:
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
         self.look_s = 0.0  # the host's time to look for drafts, in a step that then has none
         self.look_gain = _FIRST_GAIN  # of steps with a look over those without, as a share
-        self.trust = 1.0  # tokens per second of steps with drafts, as a share of those expected
-        self._plain_s: float | None = None  # of recent steps without a look
+        self.trust = 1.0  # what steps with drafts gained, as a share of what was expected
+        self._pace = 1.0  # time of recent steps without a look, as a share of their prediction
 
     def begun_anew(self) -> "StepCost":
         """Returns a copy with large uncertainty: a first guess for batches of another size."""
@@ -219,16 +219,29 @@ class StepCost:
         factor = self.target.learn(x, seconds, is_special=is_special)
         if factor != 1.0:
             (self.draft.scale if is_first else self.draft.keep_pace)(factor)
+            self._pace = 1.0
         if is_special:
             self.target.lean(3)
+
+    def recent_plain_s(self, num_rows: int, read: float) -> float:
+        """Returns the time of a plain step as the latest ones had it.
+
+        A prediction is learned over long: where the machine's speed changes, it comes too late.
+        """
+        return self._pace * self.plain_s(num_rows, read)
+
+    def see_plain(self, num_rows: int, read: float, seconds: float) -> None:
+        """Notes the time of a step without a look."""
+        fastest, slowest = _PACES
+        pace = min(max(seconds / self.plain_s(num_rows, read), fastest), slowest)
+        self._pace += _PACE_RATE * (pace - self._pace)
 
     def learn_look(self, num_rows: int, read: float, seconds: float) -> None:
         """Learns from a step without drafts that took so long with a look for them.
 
-        It is compared with recent steps without one, since machines change their speed. A large
-        difference is cut, as is a large error of a prediction.
+        A large difference is cut, as is a large error of a prediction.
         """
-        plain_s = self._plain_s or self.plain_s(num_rows, read)
+        plain_s = self.recent_plain_s(num_rows, read)
         fastest, slowest = (error * plain_s for error in _ERRORS)
         more_s = min(max(seconds - plain_s, fastest), slowest)
         self.look_s += _LOOK_RATE * (more_s - self.look_s)
@@ -239,21 +252,12 @@ class StepCost:
         gain = min(max(gain, _ERRORS[0]), _MOST_GAIN)
         self.look_gain += _GAIN_RATE * (gain - self.look_gain)
 
-    def see_plain(self, seconds: float) -> None:
-        """Notes the time of a step without a look."""
-        before_s = self._plain_s or seconds
-        self._plain_s = before_s + _PLAIN_RATE * (min(seconds, 2 * before_s) - before_s)
-
     def learn_trust(self, share: float, num_rows: int) -> None:
-        """Learns which share of the expected tokens per second a step with drafts had."""
+        """Learns which share of the expected gain a step with drafts had."""
         rate = _TRUST_RATE * min(num_rows / _TRUST_ROWS, 1.0)
         self.trust += rate * (max(share, _LEAST_SHARE) - self.trust)
 
     def hope(self) -> None:
-        """Expects something of looks again: new sequences may repeat more."""
-        self.look_gain = max(self.look_gain, _FIRST_GAIN)
-
-    def hope_more(self) -> None:
         """Trusts predictions a little more, as nothing was drafted that could show it."""
         self.trust += _HOPE * (1.0 - self.trust)
 

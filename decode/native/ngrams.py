@@ -52,6 +52,8 @@ class _NativeIndex:
 class NativeNgrams:
     """`Ngrams` in C++."""
 
+    indexed_tokens = 1024
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 

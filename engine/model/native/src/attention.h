@@ -315,7 +315,7 @@ class Attention {
   // Turns the scores of query i, at `position`, into weights, and rescales its sums so far.
   template <bool kScaled>
   BATON_INLINE void weigh(const Scoring& scoring, int position, int tile, const float* key_scales,
-             const float* value_scales, float* scores, Partial& p, int i) const {
+                          const float* value_scales, float* scores, Partial& p, int i) const {
     const int seen = std::min(kTile, position + 1 - tile);
     const int hidden = scoring.window > 0 ? std::max(0, position + 1 - scoring.window - tile) : 0;
     Vec s[kTile / kLanes];
@@ -394,8 +394,8 @@ class Attention {
   }
 
   // The places of K and V of a tile's tokens. Missing tokens are at `nothing_`, which is zeros.
-  BATON_INLINE void find_tile(const int32_t* table, int layer, int head, int first, int end, Places& keys,
-                 Places& values) const {
+  BATON_INLINE void find_tile(const int32_t* table, int layer, int head, int first, int end,
+                              Places& keys, Places& values) const {
     const int size = cache_.block_size;
     const int present = std::min(kTile, end - first);
     for (int t = 0; t < present;) {
