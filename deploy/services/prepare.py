@@ -37,8 +37,12 @@ def main(names: Sequence[str] = ()) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and so removes half of a library
     wanted = [LIBRARIES[name] for name in names or LIBRARIES]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for failure in filter(None, threads.map(_failure, wanted)):
-            log.warning("%s", failure)
+        try:
+            for failure in filter(None, threads.map(_failure, wanted)):
+                log.warning("%s", failure)
+        except SystemExit:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     return 0
 
 
@@ -58,12 +62,21 @@ class Preparation:
                     command, stderr=subprocess.DEVNULL, start_new_session=True
                 )
 
+    @property
+    def is_running(self) -> bool:
+        """True while it builds."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait(self) -> None:
+        """Returns when it has built everything."""
+        if self._process is not None:
+            self._process.wait()
+
     def close(self) -> None:
         """Ends it and its compilers."""
-        if self._process is not None:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait()
+        if self._process is not None and self.is_running:
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self.wait()
 
 
 def _failure(sources: Sources) -> str:
