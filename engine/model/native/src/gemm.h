@@ -40,6 +40,7 @@ constexpr int kChunkBytes = 512 * 1024;  // activations that stay in a core's L2
 constexpr int kWidenFromRows =
     2 * kMaxRows;  // with so many rows a bf16 panel is widened once for all
 constexpr int kPrefetchBytes = 2048;
+constexpr int kAheadFromRows = 3;  // fewer rows read faster than they multiply
 constexpr int kMaxColumns = 512;   // of one chunk, if all activations exceed kChunkBytes
 constexpr int kWaitingPanels = 8;  // panels whose sums wait for the next columns
 constexpr int kPackColumns = 128;
@@ -145,10 +146,31 @@ struct LoadBf16 {
   }
 };
 
+// Brings a part of the panel that is multiplied next into the L2 cache. Each block of rows requests
+// an equal part, so memory is read at an even pace.
+struct Ahead {
+  const char* first;
+  int step;  // bytes for each four columns
+
+  Ahead(const void* next, int cols, int block, int blocks)
+      : step((4 * kPanel + blocks - 1) / blocks) {
+    first = static_cast<const char*>(next) + static_cast<size_t>(cols / 4) * step * block;
+  }
+  BATON_INLINE void request(int k) const {
+    const char* at = first + k / 4 * step;
+    _mm_prefetch(at, _MM_HINT_T1);
+    if (step > 64) _mm_prefetch(at + 64, _MM_HINT_T1);
+  }
+};
+
+struct Nothing {
+  BATON_INLINE void request(int) const {}
+};
+
 #if BATON_AVX512
 
-template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
+template <int R, class Next>
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
   __m512i acc[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
@@ -156,6 +178,7 @@ inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* 
     const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes + 64, _MM_HINT_T0);
+    if (R >= kAheadFromRows) next.request(k);
     __m512i w0 = _mm512_loadu_si512(p), w1 = _mm512_loadu_si512(p + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -178,8 +201,8 @@ constexpr int kByteZero = 128;
 #else
 
 // |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
-template <int R>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* c) {
+template <int R, class Next>
+inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[R][2];
 #pragma GCC unroll 16
@@ -187,6 +210,7 @@ inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, int32_t* 
   for (int k = 0; k < cols; k += 4) {
     const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
+    if (R >= kAheadFromRows) next.request(k);
     __m256i w[2] = {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
                     _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 #pragma GCC unroll 16
@@ -244,10 +268,16 @@ struct Columns {
   int begin, end;
 };
 
+// What comes after a panel, and which of how many blocks of rows is multiplied.
+struct Turn {
+  int next_panel;
+  int block, blocks;
+};
+
 // One block of rows of x times one panel of w over some columns, into or (beyond the first column)
 // onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
 inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, bool amx,
-                           Share block, Columns columns, float* tile) {
+                           Share block, Columns columns, Turn turn, float* tile) {
   const int rows = block.end - block.begin;
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
   const size_t start = static_cast<size_t>(block.begin) * w.padded_cols;
@@ -260,8 +290,11 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
       if (rows > kAmxRows) amx_product<2>(x.bytes + start, raw, w.padded_cols, sums);
       else amx_product<1>(x.bytes + start, raw, w.padded_cols, sums);
     } else {
+      const Ahead next(static_cast<const int8_t*>(w.panels) +
+                           static_cast<size_t>(turn.next_panel) * kPanel * w.padded_cols,
+                       w.padded_cols, turn.block, turn.blocks);
       with_rows<kMaxRowsInt8>(
-          rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, sums); });
+          rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, next, sums); });
     }
     for (int v = 0; v < kPanelVecs; ++v) {
       const Vec scale = load(w.scales + first + v * kLanes);
@@ -377,15 +410,18 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
       for (int column = 0; column < w.cols; column += by.columns) {
         const Columns columns{column, std::min(w.cols, column + by.columns)};
         for (int panel = group; panel < std::min(share.end, group + by.panels); ++panel) {
+          const int last = std::min(blocks.count, chunk + by.blocks);
+          const int next = panel + 1 < share.end ? panel + 1 : panel;
           for (int i = 0; widen && i < kWeights; ++i)
             widen_panel(*weights[i], panel, columns, wide + i * wide_floats);
-          for (int block = chunk; block < std::min(blocks.count, chunk + by.blocks); ++block) {
+          for (int block = chunk; block < last; ++block) {
             const Share part = blocks[block];
             const int waiting = by.tiles > 1 ? (panel - group) * by.blocks + block - chunk : 0;
             float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kBlockRows * kPanel;
             for (int i = 0; i < kWeights; ++i)
               multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x,
-                             blocks.amx, part, columns, sums + i * kBlockRows * kPanel);
+                             blocks.amx, part, columns, {next, block - chunk, last - chunk},
+                             sums + i * kBlockRows * kPanel);
             if (columns.end == w.cols) consume(part.begin, part.end - part.begin, panel, sums);
           }
         }

@@ -130,7 +130,7 @@ inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int c
                           (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums);
     apart = kWholeRowsAmx;
   } else {
-    with_rows<kWholeRows>(rows, [&](auto r) { tile_int8<2 * r()>(a, panel, cols, sums); });
+    with_rows<kWholeRows>(rows, [&](auto r) { tile_int8<2 * r()>(a, panel, cols, Nothing{}, sums); });
   }
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < kPanelVecs; ++v) {
