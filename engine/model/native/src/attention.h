@@ -18,6 +18,7 @@ namespace baton {
 constexpr int kTile = 32;         // tokens; a multiple of kPanel
 constexpr int kPartition = 1024;  // tokens; a multiple of kTile
 constexpr int kTaskQueries = 96;  // query vectors of one task, at least one token's
+constexpr int kTilesAhead = 4;    // that few queries request
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Mirrored in library.py.
@@ -90,6 +91,7 @@ struct LoadTokens {
 // A thread's working memory for int8 KV.
 struct WholeScratch {
   bool amx;
+  bool few;            // K and V are multiplied in registers
   uint8_t* queries;    // blocks of queries as pack_whole writes them
   float* query_steps;  // what 1 stands for in each query's numbers
   int8_t* keys;        // [kTile / kPanel][cols / 4][kPanel][4]
@@ -106,6 +108,8 @@ class Attention {
       : cache_(cache), group_(group), padded_(padded_head(cache.head_dim)),
         tokens_per_task_(std::max(1, kTaskQueries / group)),
         is_whole_(cache.format == kKvInt8 && cache.head_dim <= kWholeMaxCols),
+        are_few_(BATON_AVX512 && is_whole_ && cache.head_dim % kGroupBytes == 0 &&
+                 cache.block_size % kLanes == 0),
         whole_cols_(round_up(cache.head_dim, BATON_AMX ? kAmxInputs : 4)),
         nothing_(cache.token_bytes + kGroupBytes) {}
 
@@ -205,6 +209,7 @@ class Attention {
     whole.amx = is_whole_ && amx_is_used && queries >= kWholeFromAmx;
     const AmxTiles registers(whole.amx);
     if (is_whole_) rest = begin_whole(q, queries, rest, whole);
+    whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
     if (task.partition >= 0) {
       Partial own = part(task.part, queries);
       reset(own, queries);
@@ -246,6 +251,14 @@ class Attention {
             int end, int oldest, int partition, Partial& p, const WholeScratch& whole,
             float* scratch) const {
     const int queries = task.count * group_;
+#if BATON_AVX512
+    if (format == kKvInt8 && whole.few) {
+      with_rows<kWholeRows>(queries, [&](auto r) {
+        walk_few<r()>(batch, task, layer, scoring, end, oldest, partition, p, whole);
+      });
+      return;
+    }
+#endif
     float* keys = scratch;                     // [kTile / kPanel][padded][kPanel]
     float* values = keys + kTile * padded_;    // [kTile][padded]
     float* scores = values + kTile * padded_;  // [queries, kTile]
@@ -311,6 +324,73 @@ class Attention {
       }
     }
   }
+
+#if BATON_AVX512
+
+  // Sixteen tokens of one block, of which some may be missing.
+  struct Sixteen {
+    const uint8_t *keys, *values, *key_scales, *value_scales;
+    __mmask16 present;
+
+    BATON_INLINE void request(int line) const {
+      _mm_prefetch(reinterpret_cast<const char*>(keys) + line * 64, _MM_HINT_T1);
+      _mm_prefetch(reinterpret_cast<const char*>(values) + line * 64, _MM_HINT_T1);
+    }
+  };
+
+  // The same for R queries and int8 KV: the same bits.
+  template <int R>
+  void walk_few(const Batch& batch, const Task& task, int layer, const Scoring& scoring, int end,
+                int oldest, int partition, Partial& p, const WholeScratch& whole) const {
+    constexpr int kGroups = kTile / kLanes;
+    const int n = cache_.head_dim;
+    alignas(64) float scores[R * kTile], key_scales[kTile], value_scales[kTile];
+    alignas(64) uint8_t weights[2 * R * kTile];
+    float steps[R];
+    const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
+    const int stop = std::min((partition + 1) * kPartition, end);
+    const int32_t* table = batch.block_tables + static_cast<size_t>(task.row) * batch.max_blocks;
+    const auto find = [&](int first) {
+      const int at = first < end ? first : begin;
+      const Place key =
+          place(cache_, layer, task.head, table[at / cache_.block_size], at % cache_.block_size);
+      const size_t apart = cache_.num_kv_heads * cache_.head_bytes;
+      const int present = std::clamp(end - first, 0, kLanes);
+      return Sixteen{key.elements, key.elements + apart, key.scale, key.scale + apart,
+                     static_cast<__mmask16>((1u << present) - 1)};
+    };
+    for (int tile = begin; tile < stop; tile += kTile) {
+      Sixteen now[kGroups];
+      for (int g = 0; g < kGroups; ++g) {
+        now[g] = find(tile + g * kLanes);
+        const int far = tile + kTilesAhead * kTile + g * kLanes;
+        const Sixteen later = far < end ? find(far) : now[g];
+        store(key_scales + g * kLanes, _mm512_maskz_loadu_ps(now[g].present, now[g].key_scales));
+        store(value_scales + g * kLanes,
+              _mm512_maskz_loadu_ps(now[g].present, now[g].value_scales));
+        _mm_prefetch(reinterpret_cast<const char*>(later.key_scales), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(later.value_scales), _MM_HINT_T1);
+        Words products[R];
+        few_scores<R>(whole.queries, now[g].keys, n, products, later);
+        for (int r = 0; r < R; ++r)
+          store(scores + r * kTile + g * kLanes,
+                mul(from_int32(products[r]), fill(whole.query_steps[r])));
+      }
+      for (int r = 0; r < R; ++r) {
+        weigh<true>(scoring, end - task.count + r / group_, tile, key_scales, value_scales,
+                    scores + r * kTile, p, r);
+        const float inverse = inverse_step(scores + r * kTile, kTile, steps[r]);
+        pack_whole(scores + r * kTile, inverse, 0, kTile, r, R, false, weights);
+      }
+      const uint8_t* values[kGroups];
+      for (int g = 0; g < kGroups; ++g) values[g] = now[g].values;
+      for (int first = 0; first < n; first += kGroupBytes)
+        few_values<R>(weights, steps, values, kGroups, n, first, p.sums, padded_);
+    }
+    for (int i = 0; i < R * n; i += kGroupBytes) exchange_quarters(p.sums + i);
+  }
+
+#endif
 
   // Turns the scores of query i, at `position`, into weights, and rescales its sums so far.
   template <bool kScaled>
@@ -648,6 +728,7 @@ class Attention {
   int padded_;
   int tokens_per_task_;
   bool is_whole_;   // int8 KV is multiplied in whole numbers
+  bool are_few_;    // so that few queries read it sixteen tokens at a time
   int whole_cols_;  // head_dim, padded for whole_product
   int num_parts_ = 0;
   std::vector<uint8_t> nothing_;  // a token of zeros, and its scale

@@ -130,7 +130,8 @@ inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int c
                           (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums);
     apart = kWholeRowsAmx;
   } else {
-    with_rows<kWholeRows>(rows, [&](auto r) { tile_int8<2 * r()>(a, panel, cols, Nothing{}, sums); });
+    with_rows<kWholeRows>(rows,
+                          [&](auto r) { tile_int8<2 * r()>(a, panel, cols, Nothing{}, sums); });
   }
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < kPanelVecs; ++v) {
@@ -170,6 +171,112 @@ BATON_INLINE void interleave(const uint8_t* const* tokens, size_t at, int8_t* to
   _mm_storeu_si128(out + 3, _mm_unpackhi_epi16(high01, high23));
 #endif
 }
+
+#if BATON_AVX512
+
+// For few rows, K and V go from the record to the products in registers. Sixteen tokens follow one
+// another there. `a` holds R rows as pack_whole writes them. The functions are not inlined, because
+// compilers keep fewer sums in registers in a large function.
+
+// The products of each row with K [16, cols]; cols are a multiple of kGroupBytes. Requests the lines
+// of `next` meanwhile.
+template <int R, class Next>
+__attribute__((noinline)) void few_scores(const uint8_t* a, const uint8_t* tokens, int cols,
+                                          Words* products, const Next& next) {
+  const uint8_t* rows[kLanes];
+  for (int t = 0; t < kLanes; ++t) rows[t] = tokens + static_cast<size_t>(t) * cols;
+  Words sums[2 * R], offset = fill_words(0);
+#pragma GCC unroll 14
+  for (int r = 0; r < 2 * R; ++r) sums[r] = fill_words(0);
+  for (int first = 0; first < cols; first += kGroupBytes) {
+    Vec columns[kLanes];
+    transpose(rows, first, columns);
+#pragma GCC unroll 16
+    for (int c = 0; c < kLanes; ++c, a += 8 * R) {
+      const __m512i k = _mm512_castps_si512(columns[c]);
+      next.request(first / kWord + c);
+      offset = _mm512_dpbusd_epi32(offset, _mm512_set1_epi8(1), k);
+#pragma GCC unroll 14
+      for (int r = 0; r < 2 * R; ++r) {
+        int32_t four;
+        std::memcpy(&four, a + 4 * r, 4);
+        sums[r] = _mm512_dpbusd_epi32(sums[r], _mm512_set1_epi32(four), k);
+      }
+    }
+  }
+  offset = shifted_left(offset, 15);  // undoes kWholeZero
+#pragma GCC unroll 7
+  for (int r = 0; r < R; ++r) products[r] = sub(add(sums[r], shifted_left(sums[R + r], 8)), offset);
+}
+
+// The order in which few_values leaves sums of 64 dimensions: vector j has 16 L + 4 j … 16 L + 4 j + 3
+// in its L-th quarter. Doing it twice restores the order.
+BATON_INLINE void exchange_quarters(float* sums) {
+  const Vec a = load(sums), b = load(sums + 16), c = load(sums + 32), d = load(sums + 48);
+  const Vec even_low = _mm512_shuffle_f32x4(a, b, 0x88),
+            even_high = _mm512_shuffle_f32x4(c, d, 0x88);
+  const Vec odd_low = _mm512_shuffle_f32x4(a, b, 0xDD), odd_high = _mm512_shuffle_f32x4(c, d, 0xDD);
+  store(sums, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
+  store(sums + 16, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+  store(sums + 32, _mm512_shuffle_f32x4(even_low, even_high, 0xDD));
+  store(sums + 48, _mm512_shuffle_f32x4(odd_low, odd_high, 0xDD));
+}
+
+// sums [R, padded] += weights [R, 16 * groups] times V, for 64 dimensions from `first` on; `steps`:
+// what 1 stands for in each row of `a`.
+template <int R>
+__attribute__((noinline)) void few_values(const uint8_t* a, const float* steps,
+                                          const uint8_t* const* tokens, int groups, int cols,
+                                          int first, float* to, int padded) {
+  constexpr int kVecs = R <= 2 ? 4 : 2;  // whose sums stay in registers
+#pragma GCC unroll 2
+  for (int half = 0; half < 4; half += kVecs) {
+    Words sums[2 * R][kVecs];
+#pragma GCC unroll 14
+    for (int r = 0; r < 2 * R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = fill_words(0);
+    const uint8_t* weights = a;
+    for (int g = 0; g < groups; ++g) {
+      const uint8_t* at = tokens[g] + first;
+      for (int t = 0; t < kLanes; t += 4, at += 4 * cols, weights += 8 * R) {
+        const __m512i x0 = _mm512_loadu_si512(at), x1 = _mm512_loadu_si512(at + cols);
+        const __m512i x2 = _mm512_loadu_si512(at + 2 * cols);
+        const __m512i x3 = _mm512_loadu_si512(at + 3 * cols);
+        __m512i values[4];
+        if (half == 0) {
+          const __m512i a01 = _mm512_unpacklo_epi8(x0, x1), a23 = _mm512_unpacklo_epi8(x2, x3);
+          values[0] = _mm512_unpacklo_epi16(a01, a23);
+          values[1] = _mm512_unpackhi_epi16(a01, a23);
+        }
+        if (half + kVecs == 4) {
+          const __m512i a01 = _mm512_unpackhi_epi8(x0, x1), a23 = _mm512_unpackhi_epi8(x2, x3);
+          values[kVecs - 2] = _mm512_unpacklo_epi16(a01, a23);
+          values[kVecs - 1] = _mm512_unpackhi_epi16(a01, a23);
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < 2 * R; ++r) {
+          int32_t four;
+          std::memcpy(&four, weights + 4 * r, 4);
+          const __m512i x = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVecs; ++v)
+            sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], x, values[v]);
+        }
+      }
+    }
+#pragma GCC unroll 7
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        float* y = to + static_cast<size_t>(r) * padded + first + (half + v) * kLanes;
+        const Words sum = add(sums[r][v], shifted_left(sums[R + r][v], 8));
+        store(y, fma(from_int32(sum), fill(steps[r]), load(y)));
+      }
+  }
+}
+
+#endif
 
 // sums + the four signed bytes of each word.
 BATON_INLINE Words add_bytes(Words sums, Vec words) {
