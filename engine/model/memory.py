@@ -7,6 +7,7 @@ import torch
 
 ALIGNMENT = 64
 HUGE_PAGE = 2**21
+CHUNK = 16 * HUGE_PAGE  # bytes; what is never written takes no memory
 
 
 def aligned_bytes(num_bytes: int) -> torch.Tensor:
@@ -25,3 +26,21 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
         raw = torch.frombuffer(memory, dtype=torch.uint8)
     start = -raw.data_ptr() % alignment
     return raw[start : start + num_bytes]
+
+
+class Pieces:
+    """Hands out memory piece by piece, so that small pieces share huge pages.
+
+    Memory goes back to the system in chunks, each when its last piece is freed.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Zeros that start on a cache line."""
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if size > len(self._rest):
+            self._rest = aligned_bytes(max(size, CHUNK))
+        piece, self._rest = self._rest[:num_bytes], self._rest[size:]
+        return piece

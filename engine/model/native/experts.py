@@ -118,7 +118,7 @@ def _take(experts: nn.Module, name: str, team: Team, form: WeightFormat) -> list
     matrices = []
     for weight in getattr(experts, name):
         matrix = weight.T if experts.is_transposed else weight
-        matrices.append(PackedMatrix(team.library, matrix, form))
+        matrices.append(PackedMatrix(team, matrix, form))
     delattr(experts, name)
     if experts.has_bias:
         for matrix, bias in zip(matrices, getattr(experts, f"{name}_bias"), strict=True):

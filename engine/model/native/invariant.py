@@ -80,7 +80,7 @@ class InvariantProducts:
         key = (weight.data_ptr(), *weight.shape, *weight.stride())
         matrix = self._packed.get(key)
         if matrix is None:
-            matrix = PackedMatrix(self._team.library, weight.T, WeightFormat.FP32)
+            matrix = PackedMatrix(self._team, weight.T, WeightFormat.FP32)
             self._packed[key] = matrix
         return multiply(x, matrix, self._team)
 

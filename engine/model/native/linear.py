@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         weight = linear.weight.T if isinstance(linear, Conv1D) else linear.weight
         self.out_features, self.in_features = weight.shape
-        self.matrix = PackedMatrix(team.library, weight, form)
+        self.matrix = PackedMatrix(team, weight, form)
         if linear.bias is not None:
             self.matrix.set_bias(linear.bias)
         self._team = team

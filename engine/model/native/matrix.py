@@ -14,19 +14,20 @@ import mmap
 import torch
 
 from engine.config import WeightFormat
-from engine.model.memory import ALIGNMENT, aligned_bytes
+from engine.model.memory import ALIGNMENT, Pieces
 from engine.model.native.library import BF16, BF16_PAIRS, FP32, INT8, Weight
 
 CHECKED_AT_ONCE = 2**18
 
 
 class Team:
-    """Threads that compute together, and their library. Used by one thread."""
+    """Threads that compute together, their library, and memory for weights. Used by one thread."""
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self.library = library
         self.threads = threads
         self.handle = library.baton_team_open(threads)
+        self.weights = Pieces()
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -45,8 +46,9 @@ class Team:
 class PackedMatrix:
     """A matrix [rows, cols] as the kernels read it."""
 
-    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, form: WeightFormat) -> None:
+    def __init__(self, team: Team, weight: torch.Tensor, form: WeightFormat) -> None:
         """`form` is fp32, bf16 or int8; `weight` is fp32, bf16 or fp16."""
+        library = team.library
         rows, cols = weight.shape
         kind = _kind(weight, form)
         if kind == BF16 and library.baton_uses_amx():
@@ -54,7 +56,7 @@ class PackedMatrix:
         panel = library.baton_panel()
         padded_rows = -(-rows // panel) * panel
         self.form = form
-        self.panels = aligned_bytes(library.baton_packed_bytes(kind, rows, cols))
+        self.panels = team.weights.take(library.baton_packed_bytes(kind, rows, cols))
         self.scales = torch.zeros(padded_rows)
         self.offsets = torch.zeros(padded_rows, dtype=torch.int32)
         self.bias: torch.Tensor | None = None

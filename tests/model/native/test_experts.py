@@ -58,7 +58,7 @@ def test_an_unchosen_expert_changes_nothing(team):
 def test_int8_experts_equal_int8_layers_summed_in_order_of_choice(team):
     experts = experts_of()
     layers = [
-        [PackedMatrix(team.library, w, WeightFormat.INT8) for w in weights]
+        [PackedMatrix(team, w, WeightFormat.INT8) for w in weights]
         for weights in (experts.gate_up_proj, experts.down_proj)
     ]
     packed = PackedExperts(experts, team, WeightFormat.INT8)
