@@ -92,6 +92,7 @@ struct LoadTokens {
 struct WholeScratch {
   bool amx;
   bool few;            // K and V are multiplied in registers
+  const Task* next;    // whose first tokens are requested at the end; or null
   uint8_t* queries;    // blocks of queries as pack_whole writes them
   float* query_steps;  // what 1 stands for in each query's numbers
   int8_t* keys;        // [kTile / kPanel][cols / 4][kPanel][4]
@@ -117,6 +118,7 @@ class Attention {
   void plan(const Batch& batch, int threads) {
     tasks_.clear();
     num_parts_ = 0;
+    threads_ = threads;
     int whole = 0;
     for (int row = 0; row < batch.num_rows; ++row)
       whole +=
@@ -186,6 +188,16 @@ class Attention {
     return Partial(parts_.data() + index * part_floats(), queries, padded_);
   }
 
+  // One beyond the position of the task's last query.
+  static int end_of(const Batch& batch, const Task& task) {
+    return batch.context_lens[task.row] - queries(batch, task.row) + task.first + task.count;
+  }
+  // The first position that one of its queries sees.
+  static int oldest_of(const Batch& batch, const Task& task, const Scoring& scoring) {
+    if (scoring.window == 0) return 0;
+    return std::max(0, end_of(batch, task) - task.count + 1 - scoring.window);
+  }
+
   void reset(Partial& p, int queries) const {
     std::fill_n(p.sums, static_cast<size_t>(queries) * padded_, 0.0f);
     std::fill_n(p.peaks, queries, kMinusInfinity);
@@ -198,9 +210,7 @@ class Attention {
                                 size_t out_stride, float* scratch) {
     const Task& task = tasks_[index];
     const int queries = task.count * group_;
-    const int end = batch.context_lens[task.row] - this->queries(batch, task.row) + task.first +
-                    task.count;  // one beyond the last query's position
-    const int oldest = scoring.window > 0 ? std::max(0, end - task.count + 1 - scoring.window) : 0;
+    const int end = end_of(batch, task), oldest = oldest_of(batch, task, scoring);
     float* q = scratch;
     float* rest = q + max_queries() * padded_;
     load_queries(batch, task, query, query_stride, q);
@@ -209,6 +219,8 @@ class Attention {
     whole.amx = is_whole_ && amx_is_used && queries >= kWholeFromAmx;
     const AmxTiles registers(whole.amx);
     if (is_whole_) rest = begin_whole(q, queries, rest, whole);
+    const size_t next = index + threads_;  // which this thread is likely to compute next
+    whole.next = next < tasks_.size() ? &tasks_[next] : nullptr;
     whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
     if (task.partition >= 0) {
       Partial own = part(task.part, queries);
@@ -349,22 +361,29 @@ class Attention {
     float steps[R];
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
     const int stop = std::min((partition + 1) * kPartition, end);
-    const int32_t* table = batch.block_tables + static_cast<size_t>(task.row) * batch.max_blocks;
-    const auto find = [&](int first) {
-      const int at = first < end ? first : begin;
-      const Place key =
-          place(cache_, layer, task.head, table[at / cache_.block_size], at % cache_.block_size);
-      const size_t apart = cache_.num_kv_heads * cache_.head_bytes;
+    const auto find = [&](const Task& of, int first, int end) {
+      const int32_t* blocks = batch.block_tables + static_cast<size_t>(of.row) * batch.max_blocks;
       const int present = std::clamp(end - first, 0, kLanes);
+      const int at = present > 0 ? first : 0;
+      const Place key =
+          place(cache_, layer, of.head, blocks[at / cache_.block_size], at % cache_.block_size);
+      const size_t apart = cache_.num_kv_heads * cache_.head_bytes;
       return Sixteen{key.elements, key.elements + apart, key.scale, key.scale + apart,
                      static_cast<__mmask16>((1u << present) - 1)};
+    };
+    const int ahead = std::min(kTilesAhead * kTile, round_up(end - begin, kTile));
+    const auto find_later = [&](int first) {  // of this task, else of the next
+      if (first < end || whole.next == nullptr) return find(task, first, end);
+      const Task& next = *whole.next;
+      const int start = oldest_of(batch, next, scoring) / kTile * kTile;
+      const int more = std::max(0, first - round_up(end, kTile));
+      return find(next, start + more, end_of(batch, next));
     };
     for (int tile = begin; tile < stop; tile += kTile) {
       Sixteen now[kGroups];
       for (int g = 0; g < kGroups; ++g) {
-        now[g] = find(tile + g * kLanes);
-        const int far = tile + kTilesAhead * kTile + g * kLanes;
-        const Sixteen later = far < end ? find(far) : now[g];
+        now[g] = find(task, tile + g * kLanes, end);
+        const Sixteen later = find_later(tile + ahead + g * kLanes);
         store(key_scales + g * kLanes, _mm512_maskz_loadu_ps(now[g].present, now[g].key_scales));
         store(value_scales + g * kLanes,
               _mm512_maskz_loadu_ps(now[g].present, now[g].value_scales));
@@ -469,7 +488,10 @@ class Attention {
         const int i = t * group_ + g;
         float* to = out + (start + t) * stride + (task.head * group_ + g) * n;
         const float* sums = total.sums + static_cast<size_t>(i) * padded_;
-        for (int d = 0; d < n; ++d) to[d] = sums[d] / total.totals[i];
+        const float whole = total.totals[i];
+        int d = 0;
+        for (; d + kLanes <= n; d += kLanes) store(to + d, div(load(sums + d), fill(whole)));
+        for (; d < n; ++d) to[d] = sums[d] / whole;
       }
   }
 
@@ -732,6 +754,7 @@ class Attention {
   int whole_cols_;  // head_dim, padded for whole_product
   int num_parts_ = 0;
   std::vector<uint8_t> nothing_;  // a token of zeros, and its scale
+  int threads_ = 1;
   std::vector<Task> tasks_;
   std::vector<float> parts_;
 };

@@ -99,10 +99,32 @@ struct RowBlocks {
   }
 };
 
+// Brings a part of the panel that is multiplied next into the L2 cache. Each block of rows requests
+// an equal part, so memory is read at an even pace.
+struct Ahead {
+  const char* first;
+  int step;  // bytes
+
+  // `next` is read in so many steps of at most 128 bytes.
+  Ahead(const void* next, int steps, int step_bytes, int block, int blocks)
+      : step((step_bytes + blocks - 1) / blocks) {
+    first = static_cast<const char*>(next) + static_cast<size_t>(steps) * step * block;
+  }
+  BATON_INLINE void request(int i) const {
+    const char* at = first + static_cast<size_t>(i) * step;
+    _mm_prefetch(at, _MM_HINT_T1);
+    if (step > 64) _mm_prefetch(at + 64, _MM_HINT_T1);
+  }
+};
+
+struct Nothing {
+  BATON_INLINE void request(int) const {}
+};
+
 // c [R, kPanel] = or += a [R, cols] times a panel; a's element (r, k) is a[r * step_r + k * step_k].
-template <int R, class Load>
+template <int R, class Load, class Next = Nothing>
 inline void tile_float(const float* a, size_t step_r, size_t step_k, Load weights, int cols,
-                       float* c, size_t ldc, bool accumulate) {
+                       float* c, size_t ldc, bool accumulate, Next next = {}) {
   Vec acc[R][kPanelVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -110,6 +132,7 @@ inline void tile_float(const float* a, size_t step_r, size_t step_k, Load weight
     for (int v = 0; v < kPanelVecs; ++v)
       acc[r][v] = accumulate ? load(c + r * ldc + v * kLanes) : zeros();
   for (int k = 0; k < cols; ++k) {
+    if (R >= kAheadFromRows) next.request(k);
     Vec w[kPanelVecs];
 #pragma GCC unroll 2
     for (int v = 0; v < kPanelVecs; ++v) w[v] = weights(k, v);
@@ -146,27 +169,6 @@ struct LoadBf16 {
   }
 };
 
-// Brings a part of the panel that is multiplied next into the L2 cache. Each block of rows requests
-// an equal part, so memory is read at an even pace.
-struct Ahead {
-  const char* first;
-  int step;  // bytes for each four columns
-
-  Ahead(const void* next, int cols, int block, int blocks)
-      : step((4 * kPanel + blocks - 1) / blocks) {
-    first = static_cast<const char*>(next) + static_cast<size_t>(cols / 4) * step * block;
-  }
-  BATON_INLINE void request(int k) const {
-    const char* at = first + k / 4 * step;
-    _mm_prefetch(at, _MM_HINT_T1);
-    if (step > 64) _mm_prefetch(at + 64, _MM_HINT_T1);
-  }
-};
-
-struct Nothing {
-  BATON_INLINE void request(int) const {}
-};
-
 #if BATON_AVX512
 
 template <int R, class Next>
@@ -178,7 +180,7 @@ inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next
     const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes + 64, _MM_HINT_T0);
-    if (R >= kAheadFromRows) next.request(k);
+    if (R >= kAheadFromRows) next.request(k / 4);
     __m512i w0 = _mm512_loadu_si512(p), w1 = _mm512_loadu_si512(p + 64);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -210,7 +212,7 @@ inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next
   for (int k = 0; k < cols; k += 4) {
     const int8_t* p = panel + static_cast<size_t>(k) * kPanel;
     _mm_prefetch(reinterpret_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
-    if (R >= kAheadFromRows) next.request(k);
+    if (R >= kAheadFromRows) next.request(k / 4);
     __m256i w[2] = {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
                     _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 #pragma GCC unroll 16
@@ -268,9 +270,9 @@ struct Columns {
   int begin, end;
 };
 
-// What comes after a panel, and which of how many blocks of rows is multiplied.
+// How far on the next panel is, and which of how many blocks of rows is multiplied.
 struct Turn {
-  int next_panel;
+  ptrdiff_t panels_on;
   int block, blocks;
 };
 
@@ -290,9 +292,8 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
       if (rows > kAmxRows) amx_product<2>(x.bytes + start, raw, w.padded_cols, sums);
       else amx_product<1>(x.bytes + start, raw, w.padded_cols, sums);
     } else {
-      const Ahead next(static_cast<const int8_t*>(w.panels) +
-                           static_cast<size_t>(turn.next_panel) * kPanel * w.padded_cols,
-                       w.padded_cols, turn.block, turn.blocks);
+      const Ahead next(bytes + turn.panels_on * kPanel * w.padded_cols, w.padded_cols / 4,
+                       4 * kPanel, turn.block, turn.blocks);
       with_rows<kMaxRowsInt8>(
           rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, next, sums); });
     }
@@ -324,16 +325,20 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
   const int count = columns.end - columns.begin;
   const float* a = x.values + start + static_cast<size_t>(columns.begin) * rows;
   const size_t before = at + static_cast<size_t>(columns.begin) * kPanel;
+  const int bytes = w.kind == kFp32 ? 4 : w.kind == kBf16 ? 2 : 1;  // of an element
+  const char* raw = static_cast<const char*>(w.panels) + before * bytes;
+  const Ahead next(raw + turn.panels_on * kPanel * w.padded_cols * bytes, count, kPanel * bytes,
+                   turn.block, turn.blocks);
   if (wide == nullptr && w.kind == kBf16) {
-    const uint16_t* narrow = static_cast<const uint16_t*>(w.panels) + before;
+    const LoadBf16 load{reinterpret_cast<const uint16_t*>(raw)};
     with_rows<kMaxRows>(rows, [&](auto r) {
-      tile_float<r()>(a, 1, r(), LoadBf16{narrow}, count, tile, kPanel, columns.begin > 0);
+      tile_float<r()>(a, 1, r(), load, count, tile, kPanel, columns.begin > 0, next);
     });
     return;
   }
-  if (wide == nullptr) wide = static_cast<const float*>(w.panels) + before;
+  const LoadFloat load{wide ? wide : reinterpret_cast<const float*>(raw), kPanel};
   with_rows<kMaxRows>(rows, [&](auto r) {
-    tile_float<r()>(a, 1, r(), LoadFloat{wide, kPanel}, count, tile, kPanel, columns.begin > 0);
+    tile_float<r()>(a, 1, r(), load, count, tile, kPanel, columns.begin > 0, next);
   });
 }
 
@@ -411,7 +416,7 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
         const Columns columns{column, std::min(w.cols, column + by.columns)};
         for (int panel = group; panel < std::min(share.end, group + by.panels); ++panel) {
           const int last = std::min(blocks.count, chunk + by.blocks);
-          const int next = panel + 1 < share.end ? panel + 1 : panel;
+          const ptrdiff_t panels_on = panel + 1 < share.end;  // the last one is requested again
           for (int i = 0; widen && i < kWeights; ++i)
             widen_panel(*weights[i], panel, columns, wide + i * wide_floats);
           for (int block = chunk; block < last; ++block) {
@@ -420,7 +425,7 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
             float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kBlockRows * kPanel;
             for (int i = 0; i < kWeights; ++i)
               multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x,
-                             blocks.amx, part, columns, {next, block - chunk, last - chunk},
+                             blocks.amx, part, columns, {panels_on, block - chunk, last - chunk},
                              sums + i * kBlockRows * kPanel);
             if (columns.end == w.cols) consume(part.begin, part.end - part.begin, panel, sums);
           }
