@@ -25,9 +25,8 @@ import secrets
 import select
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 import zmq
@@ -63,11 +62,11 @@ from kvtransfer.lease.terms import Timing, counts_of
 from kvtransfer.lease_words import LeaseWords, NoWords
 from kvtransfer.memory import Pool, keep_freed_memory, touch
 from kvtransfer.messages import Identity, IpcOffer, LeaseMessage, Offers
-from kvtransfer.native.sealing import can_seal
+from kvtransfer.native.stream import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
-from kvtransfer.sealed import SealedSource
 from kvtransfer.sink_end import SinkEnd
-from kvtransfer.source_end import SourceEnd, set_heartbeat
+from kvtransfer.source_end import SourceEnd
+from kvtransfer.stream.source import SealedSource
 from kvtransfer.wire import Disagreement, ranks_to_hold
 
 log = logging.getLogger(__name__)
@@ -113,6 +112,7 @@ class TransferEndpoint:
         self._stopping = False
         self._pulls = PullGroups()
         self._untouched: deque[BlockId] = deque()  # blocks that are written soon, perhaps first
+        self._touched: set[BlockId] = set()
         self._ends: deque[PullDone | PullFailed] = deque()  # of parts
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
@@ -130,6 +130,7 @@ class TransferEndpoint:
         words = self._open_words()
         self._context = zmq.Context()
         self._doorkeeper.open(self._context)
+        self._poller = select.epoll()
         sealed = self._open_sealed() if blocks is not None and can_seal() else None
         offers = Offers(
             shm=self._pool.offer() if config.transport in (Transport.AUTO, Transport.SHM) else None,
@@ -172,7 +173,6 @@ class TransferEndpoint:
             on_end=self._ends.append,
             count=self._count,
         )
-        self._poller = select.epoll()
         address = self._source_end.open(self._context, config.secret, config.host)
         self._sink_end.open(self._context, config.secret, self._poller)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -241,9 +241,8 @@ class TransferEndpoint:
 
     def _open_sealed(self) -> SealedSource:
         config = self._config
-        sealed = SealedSource(self._doorkeeper, self._count)
-        prepare = partial(set_heartbeat, timing=config.timing)
-        sealed.open(self._context, config.host, prepare=prepare)
+        sealed = SealedSource(config.timing, self._clock, self._count)
+        sealed.open(config.host, self._poller)
         return sealed
 
     def _open_ipc(self) -> IpcOffer | None:
@@ -300,9 +299,9 @@ class TransferEndpoint:
                 self._pool.device.driver.enter()
             timeout_s = 0.0
             while not self._stopping:
-                self._wait(timeout_s)
+                ready = self._wait(timeout_s)
                 with self._turn:
-                    self._take_turn()
+                    self._take_turn(ready)
                     timeout_s = self._timeout_s()
         except BaseException as error:
             self._on_crash(error)
@@ -321,33 +320,39 @@ class TransferEndpoint:
         if isinstance(self._pool, DevicePool):
             self._pool.device.driver.close()
 
-    def _take_turn(self) -> None:
-        if self._source_end.has_work:
-            self._source_end.wait_for_buffer(BUFFER_WAIT_S)
+    def _take_turn(self, ready: Collection[int]) -> None:
+        self._source_end.wait_for_buffer(BUFFER_WAIT_S)
         self._take_orders()
-        self._source_end.receive(self._on_sinks_message)
+        self._source_end.receive(self._on_sinks_message, ready)
         self._source_end.send_blocks()
-        self._sink_end.receive()
+        self._sink_end.receive(ready)
         self._count_served_reads()
         if (now_s := self._clock.now_s()) >= self._due_s:
             self._source_end.perform(self.source.sweep(now_s))
             self._sink_end.perform(self.sink.sweep(now_s))
         self._take_ends()
         self._sink_end.send()
-        self._touch_next()
+        if not ready:
+            self._touch_next()
 
     def _touch_next(self) -> None:
         """Touches one block, so that sockets and orders have their turn between two."""
+        if not self.sink.num_pulls:
+            self._untouched.clear()
         if not self._untouched:
             return
         blocks = self._pool.blocks
-        if blocks is None or not touch(blocks, self._untouched.popleft()):
+        block = self._untouched.popleft()
+        self._touched.add(block)
+        if blocks is None or not touch(blocks, block):
             self._untouched.clear()
 
-    def _wait(self, timeout_s: float) -> None:
-        """Waits for a socket or an order. The turn is free meanwhile."""
-        if any(fd == self._wake_fd for fd, _ in self._poller.poll(timeout_s)):
+    def _wait(self, timeout_s: float) -> Collection[int]:
+        """Waits for a socket or an order; returns what is ready. The turn is free meanwhile."""
+        ready = {fd for fd, _ in self._poller.poll(timeout_s)}
+        if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
+        return ready
 
     @property
     def _must_go_on(self) -> bool:
@@ -417,7 +422,8 @@ class TransferEndpoint:
                 case ToMember(rank, StartPull(seq_id, blocks)):
                     part = part_id(seq_id, rank)
                     self._sink_end.perform(self.sink.start(part, blocks, now_s))
-                    self._untouched.extend(self.sink.awaited(part))
+                    awaited = self.sink.awaited(part)
+                    self._untouched.extend(b for b in awaited if b not in self._touched)
                 case ToMember(rank, AbortPull(seq_id)):
                     self._sink_end.perform(self.sink.abort(part_id(seq_id, rank), now_s))
                 case PullDone() | PullFailed():

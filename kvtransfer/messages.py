@@ -16,7 +16,7 @@ from engine.messages import Incarnation, LeaseId
 
 T = TypeVar("T")
 
-TRANSFER_VERSION = 5
+TRANSFER_VERSION = 6
 MAX_BLOCKS_PER_READ = 4096
 NUM_WORDS = 4096  # of leases, at each rank of a source
 
@@ -85,8 +85,8 @@ class NixlOffer(msgspec.Struct, frozen=True):
 class Offers(msgspec.Struct, frozen=True):
     """Ways to read a source's pool. `sends`: the source can send blocks over its socket.
 
-    `words` is memory with the words of `NUM_WORDS` leases. `sealed_port` is that of the socket for
-    sealed blocks, on the host of the source's address.
+    `words` is memory with the words of `NUM_WORDS` leases. `sealed_port` is that for sealed
+    streams, on the host of the source's address.
     """
 
     shm: ShmOffer | None = None
@@ -148,14 +148,14 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskSealed(msgspec.Struct, frozen=True, tag=True):
-    """Asks for blocks over the socket for sealed ones, with that key. Answered by MaySeal.
+    """Asks for a sealed stream with that key. Answered by MaySeal.
 
-    `name` and `word` let the sink connect to it. All three are random.
+    With `name` and `word` the sink connects to it, once. All three are random.
     """
 
     name: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     word: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 # ---------------------------------------------------------------- source to sink

@@ -15,6 +15,26 @@ from kvtransfer.native.copying import checksum, copy_records, gather_records, sc
 from kvtransfer.wire import Wire
 
 
+def rows_to_send(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
+    """Returns the bytes of all blocks that travel, as rows; None if they are to be packed first."""
+    if isinstance(pool, DeviceBlocks) or wire.stored.kv_format != wire.travels_as:
+        return None
+    if len(wire.packing) != 1:
+        return None
+    (piece,) = wire.packing
+    return pool[:, piece.source_offset : piece.source_offset + piece.num_bytes]
+
+
+def rows_to_receive(wire: Wire, pool: Blocks | DeviceBlocks) -> Blocks | None:
+    """Returns the places of all blocks that come, as rows; None if they are unpacked later."""
+    if isinstance(pool, DeviceBlocks) or wire.wanted.kv_format != wire.travels_as:
+        return None
+    if len(wire.unpacking) != 1:
+        return None
+    (piece,) = wire.unpacking
+    return pool[:, piece.sink_offset : piece.sink_offset + piece.num_bytes]
+
+
 def pack(wire: Wire, pool: Blocks | DeviceBlocks, block_ids: Sequence[int], out: Blocks) -> int:
     """Writes blocks of the source's pool to `out` [num_blocks, wire.record_bytes].
 

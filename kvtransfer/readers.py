@@ -30,7 +30,6 @@ from kvtransfer.messages import Data, LeaseWord, Read
 from kvtransfer.native.copying import RecordCopier
 from kvtransfer.nixl_backend import NixlReader
 from kvtransfer.packing import convert_blocks, unpack
-from kvtransfer.sealed import SealedFrame
 from kvtransfer.wire import Wire
 
 FRAME_BYTES = 2 * 2**20  # of one Data: smaller frames cost calls, larger ones exceed the caches
@@ -167,15 +166,6 @@ class ZmqReader:
         return BlocksArrived(
             data.lease_id, tuple(indices[row] for row in rows), sent_by_source=True
         )
-
-    def take_sealed(self, frame: SealedFrame, places: Sequence[BlockId | None]) -> FetchNews:
-        """Opens records into their places, as `take` puts them there."""
-        indices, lease_id = tuple(frame.data.indices), frame.data.lease_id
-        fits = frame.num_bytes == len(indices) * self._wire.record_bytes
-        if not (fits and frame.open(self._wire, self._local, places)):
-            return BlocksFailed(lease_id, indices, "blocks arrive damaged", damaged=True)
-        arrived = tuple(i for i, place in zip(indices, places, strict=True) if place is not None)
-        return BlocksArrived(lease_id, arrived, sent_by_source=True)
 
     def poll(self) -> Sequence[FetchNews]:
         """Returns nothing: `take` reports what comes."""

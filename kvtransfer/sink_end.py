@@ -5,9 +5,10 @@ sink and its leases, and a pull continues from the blocks that it has.
 """
 
 import logging
+import math
 import secrets
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import zmq
@@ -27,24 +28,24 @@ from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.terms import Timing
 from kvtransfer.lease_words import NoWords, SourcesWords
 from kvtransfer.memory import Blocks, ShmUnavailable, boot_id, map_offer
-from kvtransfer.messages import Data, MaySeal, ToSink, ToSource, decode_to_sink, encode
-from kvtransfer.native.sealing import can_seal
+from kvtransfer.messages import Data, MaySeal, Read, ToSink, decode_to_sink, encode
+from kvtransfer.native.stream import can_seal
 from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable
 from kvtransfer.readers import (
     FRAME_BYTES,
     BlocksArrived,
+    BlocksFailed,
     FetchNews,
     OneSidedReader,
     Reader,
     ShmReader,
     ZmqReader,
 )
-from kvtransfer.sealed import SealedLink
 from kvtransfer.source_end import has_mail, set_heartbeat
+from kvtransfer.stream.sink import SealedLink, StreamLost, Target
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 2**16  # of a frame of sealed blocks
 MAX_MESSAGES_PER_TURN = 64  # of one source; then other sources and deadlines have their turn
 WAYS = {  # in order of preference
     Transport.AUTO: (Transport.SHM, Transport.IPC, Transport.NIXL, Transport.ZMQ),
@@ -69,8 +70,10 @@ class _Link:
     socket: "zmq.Socket[bytes]"
     reader: Reader | None = None
     words: SourcesWords | None = None  # of its leases, if it is on this host
-    sealed: SealedLink | None = None  # if it sends its blocks
-    sealed_port: int = 0
+    target: Target | None = None  # of its sealed streams, if it sends its blocks
+    sealed: SealedLink | None = None
+    sealed_port: int | None = None
+    seal_again_s: float = math.inf  # when to ask for another stream
     share_bytes: int = 0  # of a block here that come from this source
 
 
@@ -129,16 +132,21 @@ class SinkEnd:
 
     # ------------------------------------------------------------ what comes
 
-    def receive(self) -> None:
-        """Takes messages of sources, and reads that ended."""
+    def receive(self, ready: Collection[int]) -> None:
+        """Takes messages of sources, and reads that ended.
+
+        `ready` are the descriptors that can be read or written.
+        """
         self.has_mail = False
-        for address in list(self._links):
-            for receive in (self._receive_one, self._receive_sealed):
-                for _ in range(MAX_MESSAGES_PER_TURN):
-                    if not receive(address):
-                        break
-                else:
-                    self.has_mail = True  # perhaps
+        for address, link in list(self._links.items()):
+            for _ in range(MAX_MESSAGES_PER_TURN):
+                if not self._receive_one(address):
+                    break
+            else:
+                self.has_mail = True  # perhaps
+            sealed = link.sealed
+            if sealed is not None and (sealed.fileno() in ready or sealed.has_more):
+                self._receive_sealed(address, sealed)
         self.poll()
 
     def poll(self) -> None:
@@ -171,26 +179,44 @@ class SinkEnd:
             self.perform(self._take_news(address, news))
         return True
 
-    def _receive_sealed(self, address: str) -> bool:
-        """Takes one frame of sealed blocks, if there is one."""
-        link = self._links.get(address)
-        if link is None or link.sealed is None or link.sealed.socket is None:
-            return False
-        if not has_mail(link.sealed.socket):
-            return False
-        now_s = self._clock.now_s()
-        try:
-            frame = link.sealed.receive()
-        except ProtocolError as error:
-            self._cut_off(address, error)
-            return False
-        assert isinstance(link.reader, ZmqReader)
-        places = self._machine.places(address, frame.data)
-        self.perform(self._machine.receive(address, frame.data, now_s))
-        if any(place is not None for place in places):
-            news = link.reader.take_sealed(frame, places)
-            self.perform(self._take_news(address, news))
-        return True
+    def _receive_sealed(self, address: str, sealed: SealedLink) -> None:
+        """Takes what has come over a sealed stream, up to some number of Data."""
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            link = self._links.get(address)
+            if link is None or link.sealed is not sealed:
+                return
+            assert link.target is not None
+            try:
+                arrived = sealed.receive(link.target)
+            except ProtocolError as error:
+                self._cut_off(address, error)
+                return
+            except StreamLost as error:
+                self._lose_sealed(address, link, str(error))
+                return
+            if arrived is not None:
+                now_s = self._clock.now_s()
+                self.perform(self._machine.receive(address, arrived.data, now_s))
+                if arrived.indices:
+                    lease_id = arrived.data.lease_id
+                    news = BlocksArrived(lease_id, arrived.indices, sent_by_source=True)
+                    self.perform(self._take_news(address, news))
+            if not sealed.has_more:
+                return
+        self.has_mail = True
+
+    def _lose_sealed(self, address: str, link: _Link, reason: str) -> None:
+        """Blocks come over CURVE again, until another stream is there."""
+        assert link.sealed is not None
+        landing = link.sealed.landing
+        link.sealed.close()
+        link.sealed = None
+        link.seal_again_s = self._clock.now_s() + self._timing.silence_s
+        self._fall_back(Transport.ZMQ, "unsealed")
+        log.warning("the sealed stream of %s has ended: %s", address, reason)
+        if landing is not None and landing.awaited:
+            lost = BlocksFailed(landing.data.lease_id, landing.awaited, reason, damaged=True)
+            self.perform(self._take_news(address, lost))
 
     def _cut_off(self, address: str, error: ProtocolError) -> None:
         self._count("bad_messages", 1)
@@ -198,20 +224,13 @@ class SinkEnd:
         self.perform(self._machine.refuse_source(address, "source sends nonsense"))
 
     def _connect_sealed(self, address: str, link: _Link) -> None:
-        if link.sealed is None or link.sealed.socket is not None:
+        if link.sealed is None or link.sealed.is_connecting:
             return  # a source that answers twice
-        frame_bytes = max(self._block_bytes, FRAME_BYTES) + MAX_HEADER_BYTES
+        assert link.sealed_port is not None
         try:
-            socket = link.sealed.connect(
-                self._context, address, link.sealed_port, max_frame_bytes=frame_bytes
-            )
-        except zmq.ZMQError as error:
-            self._fall_back(Transport.ZMQ, "unsealed")
-            log.warning("blocks of %s are not sealed, which is slower: %s", address, error)
-            return
-        set_heartbeat(socket, self._timing)
-        self._poller.register(socket, select.EPOLLIN)
-        self.has_mail = True  # perhaps, before the descriptor was watched
+            link.sealed.connect(address, link.sealed_port, self._poller, self._timing)
+        except OSError as error:
+            self._lose_sealed(address, link, str(error))
 
     def _receive_payload(self, link: _Link, address: str, message: ToSink) -> FetchNews | None:
         """Receives the records of a Data, checks them and puts them in their places."""
@@ -270,16 +289,26 @@ class SinkEnd:
                 case UseSource():
                     todo += self._use_source(effect)
                 case Fetch():
-                    reader = self._links[effect.address].reader
+                    link = self._links[effect.address]
+                    self._ask_sealed_again(effect.address, link)
+                    reader = link.reader
                     assert reader is not None, "the source has not accepted us"
                     for news in reader.fetch(effect):
                         todo += self._take_news(effect.address, news)
                 case CloseSource():
                     self._close_link(effect.address)
                 case PullDone():
+                    self._doubt_landings()
                     self._on_end(effect)
                 case PullFailed():
+                    self._doubt_landings()
                     self._fail(effect)
+
+    def _doubt_landings(self) -> None:
+        """A pull has ended, so what still comes for it must not be written."""
+        for link in self._links.values():
+            if link.sealed is not None:
+                link.sealed.is_stale = True
 
     def _fail(self, failed: PullFailed) -> None:
         """Reports a failed pull once nothing writes to its blocks any more."""
@@ -332,18 +361,34 @@ class SinkEnd:
                 return self._open_nixl(use)
         if not use.source.offers.sends:
             raise _Unfit("source cannot send what is in a GPU's memory")
-        self._ask_sealed(use)
-        return ZmqReader(use.wire, self._own_pool(), lambda read: self._post(use.address, read))
+        link, pool = self._links[use.address], self._own_pool()
+        reader = ZmqReader(use.wire, pool, lambda read: self._ask_for(use.address, read))
+        link.target = Target(
+            *(use.wire, pool, reader.means.batch_blocks),
+            places=lambda data: self._machine.places(use.address, data),
+        )
+        link.sealed_port = use.source.offers.sealed_port
+        self._ask_sealed(use.address, link)
+        return reader
 
-    def _ask_sealed(self, use: UseSource) -> None:
-        """Asks a source to seal its blocks, if both can."""
-        link, port = self._links[use.address], use.source.offers.sealed_port
-        if port is None or not can_seal():
+    def _ask_sealed(self, address: str, link: _Link) -> None:
+        """Asks a source for a sealed stream, if both can."""
+        link.seal_again_s = math.inf
+        if link.sealed_port is None or not can_seal():
             self._fall_back(Transport.ZMQ, "unsealed")
-            log.warning("blocks of %s are not sealed, which is slower", use.address)
+            log.warning("blocks of %s come over CURVE, which is slower", address)
             return
-        link.sealed, link.sealed_port = SealedLink(), port
-        self._outbox.append(SendToSource(use.address, link.sealed.ask()))
+        link.sealed = SealedLink()
+        self._outbox.append(SendToSource(address, link.sealed.ask()))
+
+    def _ask_sealed_again(self, address: str, link: _Link) -> None:
+        if link.seal_again_s <= self._clock.now_s():
+            self._ask_sealed(address, link)
+
+    def _ask_for(self, address: str, read: Read) -> None:
+        sealed = self._links[address].sealed
+        if sealed is None or not sealed.read(read):
+            self._outbox.append(SendToSource(address, read))
 
     def _open_words(self, way: Transport, use: UseSource) -> SourcesWords | None:
         """Maps the words of the source's leases, unless it sends its blocks or is elsewhere."""
@@ -444,9 +489,6 @@ class SinkEnd:
 
     # ------------------------------------------------------------ sockets
 
-    def _post(self, address: str, message: ToSource) -> None:
-        self._outbox.append(SendToSource(address, message))
-
     def send(self) -> None:
         """Sends the messages of this turn. It may wake another thread, so it comes last."""
         outbox, self._outbox = self._outbox, []
@@ -483,8 +525,6 @@ class SinkEnd:
             return
         self._poller.unregister(link.socket)
         if link.sealed is not None:
-            if link.sealed.socket is not None:
-                self._poller.unregister(link.sealed.socket)
             link.sealed.close()
         link.socket.close(linger=0)
         if link.words is not None:

@@ -1,14 +1,15 @@
 """The source's side of an endpoint: a ROUTER socket to which sinks connect.
 
-Blocks are gathered, or sealed, into staging buffers, from which ZeroMQ sends without another copy.
-The buffers bound the memory that a source holds for its sinks: reads wait, sink by sink, until one
-is free. A read whose lease ended meanwhile is dropped; its sink has been told.
+Blocks go over the sink's sealed stream (`kvtransfer.stream`), if it has one. Otherwise they are
+gathered into staging buffers, from which ZeroMQ sends without another copy. The buffers bound the
+memory that a source holds for its sinks: reads wait, sink by sink, until one is free, or until the
+stream takes more. A read whose lease ended meanwhile is dropped; its sink has been told.
 """
 
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.packing import pack
 from kvtransfer.readers import FRAME_BYTES, num_records
-from kvtransfer.sealed import SealedSource, encode_header, num_sealed
+from kvtransfer.stream.source import SealedSource
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,7 @@ class Staging:
                 return buffer
         if len(self._sending) >= MAX_BUFFERS:
             return None
-        spare = FRAME_BYTES // 16  # for headers: any free buffer fits any frame of small blocks
-        return self._allocate(max(num_bytes, FRAME_BYTES) + spare)
+        return self._allocate(max(num_bytes, FRAME_BYTES))  # fits any frame of small blocks
 
     def lend(self, buffer: Blocks, peer: Peer, tracker: zmq.MessageTracker) -> None:
         """Marks a buffer as being sent."""
@@ -111,6 +111,7 @@ class SourceEnd:
         pinned = pool.driver.pinned if isinstance(pool, DeviceBlocks) else _host_bytes
         self._staging = Staging(pinned)
         self._queued: dict[Peer, deque[SendBlocks]] = {}
+        self._lacks_buffer = False
         self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
@@ -136,11 +137,22 @@ class SourceEnd:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks wait to be sent."""
-        return bool(self._queued)
+        """True if blocks wait to be sent, and no descriptor will tell when they can be."""
+        sealed = self._sealed
+        if sealed is None:
+            return bool(self._queued)
+        return sealed.has_more or any(sealed.can_send(peer) for peer in self._queued)
 
-    def receive(self, handle: Callable[[Peer, LeaseMessage], None]) -> None:
-        """Takes a limited number of messages. A sink that sends an invalid one is cut off."""
+    def receive(self, handle: Callable[[Peer, LeaseMessage], None], ready: Collection[int]) -> None:
+        """Takes a limited number of messages. A sink that sends an invalid one is cut off.
+
+        `ready` are the descriptors that can be read or written.
+        """
+        for peer, read in self._sealed.receive(ready) if self._sealed is not None else ():
+            if isinstance(read, ProtocolError):
+                self._refuse(peer, read)
+            else:
+                handle(peer, read)
         self.has_mail = False
         for _ in range(MAX_MESSAGES_PER_TURN):
             if not has_mail(self.socket):
@@ -149,15 +161,18 @@ class SourceEnd:
             try:
                 message = decode_to_source(self._only_frame())
             except ProtocolError as error:
-                self._count("bad_messages")
-                log.warning("cut off a sink: %s", error)
-                self._send_away(peer, "bad message")
+                self._refuse(peer, error)
                 continue
             if isinstance(message, AskSealed):
                 self._admit(peer, message)
             else:
                 handle(peer, message)
         self.has_mail = True  # perhaps
+
+    def _refuse(self, peer: Peer, error: ProtocolError) -> None:
+        self._count("bad_messages")
+        log.warning("cut off a sink: %s", error)
+        self._send_away(peer, "bad message")
 
     def _send_away(self, peer: Peer, reason: str) -> None:
         if self._sealed is not None:
@@ -192,6 +207,7 @@ class SourceEnd:
 
     def send_blocks(self) -> None:
         """Sends frames to the waiting sinks in turn, as long as there are buffers."""
+        self._lacks_buffer = False
         for _ in range(MAX_FRAMES_PER_TURN):
             if not sum(self._send_next(peer) for peer in list(self._queued)):
                 return
@@ -200,9 +216,16 @@ class SourceEnd:
         """Sends the next frame that a sink waits for. Returns False if it must wait longer."""
         queue = self._queued[peer]
         read = queue[0]
-        num = num_records(FRAME_BYTES, read.wire)
-        if self._machine.may_send(read) and not self._send_frame(_first(read, num)):
-            return False
+        num = len(read.indices)
+        if self._machine.may_send(read):
+            assert self._pool is not None, "a source that cannot reach its pool offers no sending"
+            if self._sealed is not None and self._sealed.is_connected(peer):
+                if not (self._sealed.can_send(peer) and self._sealed.send(read, self._pool)):
+                    return False
+            else:
+                num = num_records(FRAME_BYTES, read.wire)
+                if not self._send_frame(_first(read, num), self._pool):
+                    return False
         queue.popleft()
         if len(read.indices) > num:
             queue.appendleft(_without_first(read, num))
@@ -211,8 +234,9 @@ class SourceEnd:
         return True
 
     def wait_for_buffer(self, timeout_s: float) -> None:
-        """Waits for a buffer, so that `send_blocks` can continue."""
-        self._staging.wait(timeout_s)
+        """Waits for a buffer, if `send_blocks` lacked one, so that it can continue."""
+        if self._lacks_buffer:
+            self._staging.wait(timeout_s)
 
     def _queue(self, read: SendBlocks) -> None:
         queue = self._queued.setdefault(read.peer, deque())
@@ -222,21 +246,16 @@ class SourceEnd:
             return
         queue.append(read)
 
-    def _send_frame(self, read: SendBlocks) -> bool:
-        """Sends blocks in one Data. Returns False if they must wait."""
-        assert self._pool is not None, "a source that cannot reach its pool offers no sending"
+    def _send_frame(self, read: SendBlocks, pool: Blocks | DeviceBlocks) -> bool:
+        """Sends blocks in one Data over CURVE. Returns False if they must wait."""
         num_bytes = len(read.block_ids) * read.wire.record_bytes
-        header = encode_header(read)
-        buffer = self._staging.take(read.peer, num_sealed(header, num_bytes))
+        buffer = self._staging.take(read.peer, num_bytes)
         if buffer is None:
+            self._lacks_buffer = True
             return False
-        if self._sealed is not None and self._sealed.begin(read.peer):
-            out = buffer[: num_sealed(header, num_bytes)]
-            self._staging.lend(buffer, read.peer, self._sealed.send(read, header, self._pool, out))
-            return True
         payload = buffer[:num_bytes]
         records = payload.reshape(len(read.block_ids), read.wire.record_bytes)
-        checksum = pack(read.wire, self._pool, read.block_ids, records)
+        checksum = pack(read.wire, pool, read.block_ids, records)
         data = Data(read.lease_id, list(read.indices), checksum)
         tracker = self._send(read.peer, encode(data), payload.data)
         if tracker is not None:

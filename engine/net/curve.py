@@ -7,10 +7,7 @@ own key. A connection that has not passed is closed after HANDSHAKE_S, or at its
 Each *channel* (KV, block events) has keys of its own. So the keys of one can be given away without
 the others.
 
-CURVE encrypts less than 1 GiB/s. A socket for sealed bytes, which are encrypted already, lets in
-clients by a *pass*: a name and a word that their server sent them over CURVE.
-
-Sources: CurveZMQ (rfc.zeromq.org/spec/26), ZAP (rfc.zeromq.org/spec/27), PLAIN (spec/24).
+Sources: CurveZMQ (rfc.zeromq.org/spec/26), ZAP (rfc.zeromq.org/spec/27).
 """
 
 import logging
@@ -35,11 +32,7 @@ OVERHEAD_BYTES = 64  # an encrypted frame needs 33
 LOG_EVERY_S = 10.0
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
-_ZAP_FRAMES = {  # version, request, domain, address, identity, mechanism, and what proves it
-    b"CURVE": 7,  # key
-    b"PLAIN": 8,  # name, word
-}
-PASS_BYTES = 16  # of a name, and of a word
+_ZAP_FRAMES = 7  # version, request, domain, address, identity, mechanism, key
 _DOMAIN = b"baton"
 
 
@@ -89,28 +82,6 @@ def secure_client(
     _limit(socket, max_message_bytes)
 
 
-class Pass(NamedTuple):
-    """The right to connect to one socket, once known to its `Doorkeeper`."""
-
-    name: bytes
-    word: bytes
-
-
-def pass_only_server(socket: "zmq.Socket[bytes]", *, max_message_bytes: int) -> None:
-    """Lets in clients with a pass only. Nothing is encrypted; the context needs a `Doorkeeper`."""
-    socket.set(zmq.PLAIN_SERVER, 1)
-    socket.set(zmq.ZAP_DOMAIN, _DOMAIN)
-    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    _limit(socket, max_message_bytes)
-
-
-def show_pass(socket: "zmq.Socket[bytes]", own: Pass, *, max_message_bytes: int) -> None:
-    """Prepares a client before it is connected."""
-    socket.set(zmq.PLAIN_USERNAME, own.name.hex().encode())
-    socket.set(zmq.PLAIN_PASSWORD, own.word.hex().encode())
-    _limit(socket, max_message_bytes)
-
-
 def _limit(socket: "zmq.Socket[bytes]", max_message_bytes: int) -> None:
     socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_S * 1000)
     socket.set(zmq.MAXMSGSIZE, max(max_message_bytes + OVERHEAD_BYTES, MIN_MESSAGE_BYTES))
@@ -128,16 +99,7 @@ class Doorkeeper:
         self._key = z85.decode(client_keys(secret, channel).public)
         self._clock = clock
         self._refusals = Seldom(LOG_EVERY_S)
-        self._passes: dict[bytes, bytes] = {}
         self.counters: Counter[str] = Counter()
-
-    def admit(self, one: Pass) -> None:
-        """Lets clients with that pass in from now on. Safe from any thread."""
-        self._passes[one.name.hex().encode()] = one.word.hex().encode()
-
-    def dismiss(self, one: Pass) -> None:
-        """Lets no client with that pass in any more. Safe from any thread."""
-        self._passes.pop(one.name.hex().encode(), None)
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Starts the thread, which ends with the context."""
@@ -158,18 +120,11 @@ class Doorkeeper:
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         """Answers one request of ZAP 1.0, in frames."""
-        _, request, _, address, _, mechanism, *proof = frames
-        assert len(frames) == _ZAP_FRAMES[mechanism], "ZeroMQ itself asks"
-        if self._is_proven(proof):
+        assert len(frames) == _ZAP_FRAMES, "ZeroMQ itself asks, with CURVE as the mechanism"
+        _, request, _, address, _, _, key = frames
+        if compare_digest(key, self._key):
             return [_ZAP_VERSION, request, b"200", b"OK", b"", b""]
         self.counters["refused_connections:wrong key"] += 1
         if (num := self._refusals.due(self._clock.now_s())) is not None:
             log.warning("refused %d connections, the last from %s", num, address.decode())
         return [_ZAP_VERSION, request, b"400", b"wrong key", b"", b""]
-
-    def _is_proven(self, proof: list[bytes]) -> bool:
-        if len(proof) == 1:
-            return compare_digest(proof[0], self._key)
-        name, word = proof
-        known = self._passes.get(name)
-        return known is not None and compare_digest(word, known)

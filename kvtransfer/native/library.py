@@ -64,9 +64,15 @@ class Section(Structure):
 
 
 class Cipher(Structure):
-    """Functions of libcrypto, and a context with a key: see `kvtransfer.native.sealing`."""
+    """Functions of libsodium: see `kvtransfer.native.stream`."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("init", "update", "final", "control", "context"))
+    _fields_ = (("seal", c_void_p), ("open", c_void_p))
+
+
+class Received(Structure):
+    """What a call received of a stream."""
+
+    _fields_ = (("note", c_void_p), ("note_bytes", c_int64), ("num_records", c_int64))
 
 
 _COPIES = (POINTER(Records), POINTER(Records), c_int64, c_void_p, c_int64)
@@ -86,16 +92,14 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             POINTER(Records),
         ),
     ),
-    "baton_seal_bytes": (
+    "baton_stream_open": (c_void_p, (c_int32, POINTER(Cipher), c_char_p, c_int32)),
+    "baton_stream_close": (None, (c_void_p,)),
+    "baton_stream_note": (c_int32, (c_void_p, c_char_p, c_int64)),
+    "baton_stream_send": (c_int32, (c_void_p, POINTER(Records), c_int64, c_int64, c_int32)),
+    "baton_stream_receive": (
         c_int32,
-        (POINTER(Cipher), c_uint64, c_char_p, c_int64, c_void_p),
+        (c_void_p, POINTER(Records), c_int64, c_int64, c_int32, POINTER(Received)),
     ),
-    "baton_open_bytes": (
-        c_int32,
-        (POINTER(Cipher), c_uint64, c_void_p, c_int64, c_void_p),
-    ),
-    "baton_seal_records": (c_int32, (POINTER(Cipher), c_uint64, *_COPIES, c_void_p)),
-    "baton_open_records": (c_int32, (POINTER(Cipher), c_uint64, *_COPIES, c_void_p)),
     "baton_set_word": (None, (c_void_p, c_uint64)),
     "baton_word_is": (c_int32, (c_void_p, c_uint64, c_int32)),
 }

@@ -15,7 +15,7 @@ from kvtransfer.formats import convert
 from kvtransfer.lease.sink import MAX_DAMAGED
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
-from kvtransfer.sealed import SealedSource
+from kvtransfer.stream.source import SealedSource
 from kvtransfer.wire import Wire
 from tests.kits.endpoints import (
     NUM_BLOCKS,
@@ -236,7 +236,7 @@ def test_shares_that_arrive_damaged_are_sent_again(monkeypatch):
         ranks("d", Transport.ZMQ, tp(1), layout=FP32) as [sink],
     ):
         fill(source, tp(2), whole)
-        monkeypatch.setattr(SealedSource, "begin", lambda *what: False)
+        monkeypatch.setattr(SealedSource, "is_connected", lambda *what: False)
         real = source_end.pack
         once = iter([1])
         monkeypatch.setattr(source_end, "pack", lambda *what: real(*what) ^ next(once, 0))
@@ -251,7 +251,7 @@ def test_a_rank_whose_shares_stay_damaged_fails_the_pull_with_no_block(monkeypat
         ranks("p", Transport.ZMQ, tp(2), layout=FP32) as source,
         ranks("d", Transport.ZMQ, tp(1), layout=FP32) as [sink],
     ):
-        monkeypatch.setattr(SealedSource, "begin", lambda *what: False)
+        monkeypatch.setattr(SealedSource, "is_connected", lambda *what: False)
         real, broken = source_end.pack, source[1].pool.blocks
 
         def pack(wire: Wire, pool: Blocks, *what: Any) -> int:

@@ -81,17 +81,8 @@ struct Copies {
   const Piece* pieces;
   int64_t num_pieces;
 
-  bool are_within_bounds() const { return sink.has_all(count) && have_places(); }
-
-  // The same, but negative ids of the sink are none.
-  bool are_within_bounds_or_unplaced() const {
-    return std::all_of(sink.ids, sink.ids + count,
-                       [&](int64_t id) { return id < sink.num_records; }) &&
-           have_places();
-  }
-
-  bool have_places() const {
-    return source.has_all(count) &&
+  bool are_within_bounds() const {
+    return sink.has_all(count) && source.has_all(count) &&
            std::all_of(pieces, pieces + num_pieces, [&](const Piece& piece) {
              return sink.has(piece.sink_offset, piece.num_bytes) &&
                     source.has(piece.source_offset, piece.num_bytes);

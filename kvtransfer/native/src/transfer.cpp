@@ -2,7 +2,7 @@
 // keeps no state, so any number of threads may call at once.
 #include "convert.h"
 #include "copy.h"
-#include "sealing.h"
+#include "stream.h"
 #include "words.h"
 
 using namespace baton;
@@ -43,42 +43,35 @@ void baton_convert_records(const Section* sections, int64_t num_sections, int64_
   convert_records(sections, num_sections, block_size, converter(from, to), *source, *sink);
 }
 
-// Seals bytes; the tag follows them. Returns 0 if the cipher failed.
-int32_t baton_seal_bytes(const Cipher* cipher, uint64_t number, const uint8_t* in,
-                         int64_t num_bytes, uint8_t* out) {
-  Box box(*cipher, number);
-  box.update(out, in, num_bytes);
-  return box.seal(out + num_bytes);
+// Returns a sealed stream over a connection, which stays the caller's. One thread at a time uses it.
+void* baton_stream_open(int32_t fd, const Cipher* cipher, const uint8_t* key, int32_t is_source) {
+  return new Stream(fd, *cipher, key, is_source);
 }
 
-// Opens what the function above sealed. Returns 0 if it was changed.
-int32_t baton_open_bytes(const Cipher* cipher, uint64_t number, const uint8_t* in,
-                         int64_t num_bytes, uint8_t* out) {
-  Box box(*cipher, number);
-  box.update(out, in, num_bytes);
-  return box.open(in + num_bytes);
+void baton_stream_close(void* stream) { delete static_cast<Stream*>(stream); }
+
+// Seals a note, which the next function sends, and begins a frame. Returns 0 if there is no room.
+int32_t baton_stream_note(void* stream, const char* bytes, int64_t num_bytes) {
+  return static_cast<Stream*>(stream)->sender.note(reinterpret_cast<const uint8_t*>(bytes), num_bytes);
 }
 
-// Seals the pieces of records into a frame and its tag. Returns 0, with nothing written, if an id or a
-// piece is out of bounds or the pieces do not fill the frame; or if the cipher failed.
-int32_t baton_seal_records(const Cipher* cipher, uint64_t number, const Records* frame,
-                           const Records* source, int64_t count, const Piece* pieces,
-                           int64_t num_pieces, uint8_t* tag) {
-  const Copies copies{*frame, *source, count, pieces, num_pieces};
-  return copies.are_within_bounds() &&
-         fill_records(pieces, num_pieces, frame->record_bytes, &Piece::sink_offset) &&
-         seal_records(*cipher, number, copies, tag);
+// Goes on with the records of a frame, about `budget` bytes. Returns a Stop; or kBad, with nothing sent,
+// if an id is out of bounds.
+int32_t baton_stream_send(void* stream, const Records* source, int64_t count, int64_t budget,
+                          int32_t others) {
+  if (!source->has_all(count)) return static_cast<int32_t>(Stop::kBad);
+  return static_cast<int32_t>(
+      static_cast<Stream*>(stream)->sender.send(*source, count, budget, others));
 }
 
-// Opens a frame of records into those that the sink's ids name; those with a negative id where they
-// lie. Returns 0 if it was changed, or as the function above.
-int32_t baton_open_records(const Cipher* cipher, uint64_t number, const Records* sink,
-                           const Records* frame, int64_t count, const Piece* pieces,
-                           int64_t num_pieces, const uint8_t* tag) {
-  const Copies copies{*sink, *frame, count, pieces, num_pieces};
-  return copies.are_within_bounds_or_unplaced() &&
-         fill_records(pieces, num_pieces, frame->record_bytes, &Piece::source_offset) &&
-         open_records(*cipher, number, copies, tag);
+// Receives about `budget` bytes into the records of a frame. Returns a Stop.
+int32_t baton_stream_receive(void* stream, const Records* sink, int64_t count, int64_t budget,
+                             int32_t others, Received* received) {
+  const bool fits = std::all_of(sink->ids, sink->ids + count,
+                                [&](int64_t id) { return id < sink->num_records; });
+  if (!fits) return static_cast<int32_t>(Stop::kBad);
+  return static_cast<int32_t>(
+      static_cast<Stream*>(stream)->receiver.receive(*sink, count, budget, others, received));
 }
 
 // Sets a lease's word.

@@ -1,0 +1,217 @@
+"""The sink's end of a sealed stream."""
+
+import os
+import secrets
+import select
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.errors import ProtocolError
+from engine.worker.blocks import BlockId
+from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.lease.terms import Timing
+from kvtransfer.memory import Blocks
+from kvtransfer.messages import AskSealed, Data, Read, decode_to_sink, encode
+from kvtransfer.native.stream import KEY_BYTES, Frame, SealedStream, Stop
+from kvtransfer.packing import rows_to_receive, unpack
+from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
+from kvtransfer.wire import Wire
+
+Places = Sequence[BlockId | None]
+NO_PLACE = -1
+
+
+class StreamLost(Exception):
+    """The connection is gone, or what came over it is not its source's."""
+
+
+class Arrived(NamedTuple):
+    """Blocks of a Data that are in their places now."""
+
+    data: Data
+    indices: tuple[int, ...]
+
+
+class Landing:
+    """Records on their way to their places here."""
+
+    def __init__(self, data: Data, places: Places, wire: Wire, pool: Blocks | DeviceBlocks) -> None:
+        """None as a place: no pull waits for that block."""
+        self.data = data
+        self._places = list(places)
+        self._wire = wire
+        self._pool = pool
+        self._num_here = 0
+        rows = rows_to_receive(wire, pool)
+        self._is_direct = rows is not None
+        if rows is None:
+            rows = np.empty((len(places), wire.record_bytes), np.uint8)
+            self.frame = Frame.of(rows, range(len(places)))
+        else:
+            self.frame = Frame.of(rows, [NO_PLACE if p is None else p for p in places])
+
+    def keep(self, places: Places) -> None:
+        """Passes over the blocks to come whose places are others now, or none."""
+        for row in range(self._num_here, len(places)):
+            if places[row] != self._places[row]:
+                self._places[row] = None
+                if self._is_direct:
+                    self.frame.ids[row] = NO_PLACE
+
+    def arrive(self, num_records: int) -> tuple[int, ...]:
+        """Takes in how many records have come; returns the indices of those in place since."""
+        if not self._is_direct and num_records < len(self._places):
+            return ()
+        rows = range(self._num_here, num_records)
+        placed = [row for row in rows if self._places[row] is not None]
+        self._num_here = num_records
+        if placed and not self._is_direct:
+            blocks = [place for place in self._places if place is not None]
+            unpack(self._wire, self.frame.records, placed, self._pool, blocks)
+        return tuple([self.data.indices[row] for row in placed])
+
+    @property
+    def is_over(self) -> bool:
+        """True if all its records have come."""
+        return self._num_here == len(self._places)
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """Indices of the blocks that have not come."""
+        rows = range(self._num_here, len(self._places))
+        return tuple([self.data.indices[row] for row in rows if self._places[row] is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a sink's streams need to know of it and of a source."""
+
+    wire: Wire
+    pool: Blocks | DeviceBlocks
+    max_blocks: int  # of one Data
+    places: Callable[[Data], Places]
+
+
+class SealedLink:
+    """A sink's connection to a source."""
+
+    def __init__(self) -> None:
+        """The connection is made by `connect`, once the source has answered `ask`."""
+        half = GREETING_BYTES // 2
+        self._ask = AskSealed(
+            secrets.token_bytes(half), secrets.token_bytes(half), secrets.token_bytes(KEY_BYTES)
+        )
+        self._connection: socket.socket | None = None
+        self._stream: SealedStream | None = None  # once it is connected
+        self._is_blocked = False  # reads wait until the connection takes them
+        self.landing: Landing | None = None
+        self.is_stale = False  # places may be others than when the records set out
+        self.has_more = False  # more may have come than its descriptor reports
+
+    def ask(self) -> AskSealed:
+        """Returns the message for the source."""
+        return self._ask
+
+    @property
+    def is_connecting(self) -> bool:
+        """True once `connect` was called."""
+        return self._connection is not None
+
+    def connect(self, address: str, port: int, poller: select.epoll, timing: Timing) -> None:
+        """Begins to connect to the port of the source at `address`. Raises OSError."""
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        connection = socket.socket(family, kind)
+        try:
+            prepare(connection, timing)
+            connection.connect(place)
+        except BlockingIOError:
+            pass
+        except OSError:
+            connection.close()
+            raise
+        self._connection, self._poller = connection, poller
+        poller.register(connection, select.EPOLLOUT)
+
+    def fileno(self) -> int:
+        """The connection's descriptor; -1 without one."""
+        return -1 if self._connection is None else self._connection.fileno()
+
+    def read(self, message: Read) -> bool:
+        """Asks for blocks. Returns False if that must go another way."""
+        if self._stream is None or not self._stream.note(encode(message)):
+            return False
+        return self._flush() is not Stop.LOST
+
+    def _flush(self) -> Stop:
+        """Sends what is queued, now or when the connection takes it."""
+        assert self._stream is not None
+        stop = self._stream.send(None, BUDGET_BYTES)
+        if (stop is Stop.BLOCKED) != self._is_blocked:
+            self._is_blocked = not self._is_blocked
+            also = select.EPOLLOUT if self._is_blocked else 0
+            self._poller.modify(self._stream, select.EPOLLIN | also)
+        return stop
+
+    def receive(self, target: Target) -> Arrived | None:
+        """Takes what has come, up to the next Data. Raises StreamLost and ProtocolError."""
+        if self._stream is None:
+            self._greet()
+            return None
+        if self._is_blocked:
+            self._flush()
+        landing = self.landing
+        if landing is not None and self.is_stale:
+            landing.keep(target.places(landing.data))
+        self.is_stale = False
+        stop, num = self._stream.receive(landing and landing.frame, BUDGET_BYTES)
+        self.has_more = stop not in (Stop.BLOCKED, Stop.MORE)
+        arrived = landing and Arrived(landing.data, landing.arrive(num))
+        if landing is not None and landing.is_over:
+            self.landing = None
+        if stop is Stop.NOTE:
+            self.landing = self._land(target)
+        elif stop in (Stop.LOST, Stop.BAD) and not (arrived and arrived.indices):
+            raise StreamLost("damaged" if stop is Stop.BAD else "lost")
+        return arrived
+
+    def _greet(self) -> None:
+        """Says which sink this is, if the connection is there. Raises StreamLost."""
+        assert self._connection is not None
+        error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise StreamLost(os.strerror(error))
+        greeting = self._ask.name + self._ask.word
+        try:
+            done = self._connection.send(greeting) == len(greeting)
+        except OSError as error:
+            raise StreamLost(str(error)) from error
+        if not done:
+            raise StreamLost("a new connection takes no 32 bytes")
+        self._stream = SealedStream(
+            self._connection, self._ask.key, is_source=False, others=self._poller.fileno()
+        )
+        self._poller.modify(self._connection, select.EPOLLIN)
+
+    def _land(self, target: Target) -> Landing:
+        assert self._stream is not None
+        data = decode_to_sink(self._stream.received_note)
+        if not isinstance(data, Data):
+            raise ProtocolError("sealed notes are Data only")
+        if not 0 < len(data.indices) <= target.max_blocks:
+            raise ProtocolError("more blocks than were asked for, or none")
+        return Landing(data, target.places(data), target.wire, target.pool)
+
+    def close(self) -> None:
+        """Closes the connection, if there is one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._poller.unregister(connection)
+            connection.close()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,267 @@
+"""The source's end of sealed streams: a listener, and a line to each sink that asked for one."""
+
+import select
+import socket
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from hmac import compare_digest
+
+import numpy as np
+
+from engine.clock import Clock
+from engine.errors import ProtocolError
+from kvtransfer.device.blocks import DeviceBlocks
+from kvtransfer.lease.effects import Peer, SendBlocks
+from kvtransfer.lease.terms import Timing
+from kvtransfer.memory import Blocks
+from kvtransfer.messages import AskSealed, Data, Read, decode_to_source, encode
+from kvtransfer.native.stream import Frame, SealedStream, Stop
+from kvtransfer.packing import pack, rows_to_send
+from kvtransfer.readers import FRAME_BYTES, num_records
+from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
+
+GREETING_S = 5.0  # for a connection to say which sink it is
+MAX_GUESTS = 64  # connections that have not; the oldest makes room
+MAX_LINES = 4096
+MAX_NOTES_PER_TURN = 64  # of one sink
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A connection that has not said yet which sink it is."""
+
+    connection: socket.socket
+    until_s: float
+    greeting: bytes = b""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The way to one sink."""
+
+    ask: AskSealed
+    stream: SealedStream | None = None  # once the sink is connected
+    is_blocked: bool = False  # until the connection can take more
+    has_more: bool = False  # notes may wait that no descriptor reports
+    read: SendBlocks | None = None  # being answered
+    num_begun: int = 0  # of its blocks
+    frame: Frame | None = None  # of them, the last that were begun
+
+
+class SealedSource:
+    """The sealed streams of a source."""
+
+    def __init__(self, timing: Timing, clock: Clock, count: Callable[[str], None]) -> None:
+        self._timing = timing
+        self._clock = clock
+        self._count = count
+        self._lines: dict[Peer, _Line] = {}  # oldest first
+        self._peers: dict[bytes, Peer] = {}  # by the name of the line
+        self._connected: dict[int, Peer] = {}  # by descriptor
+        self._guests: dict[int, _Guest] = {}  # by descriptor, oldest first
+
+    def open(self, host: str, poller: select.epoll) -> None:
+        """Listens on `port`. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_GUESTS)
+        self._listener.settimeout(0)
+        self.port: int = self._listener.getsockname()[1]
+        self._poller = poller
+        poller.register(self._listener, select.EPOLLIN)
+
+    def close(self) -> None:
+        """Closes all connections, and forgets all keys."""
+        for peer in list(self._lines):
+            self.dismiss(peer)
+        for fd in list(self._guests):
+            self._send_away(fd)
+        self._listener.close()
+
+    # ------------------------------------------------------------ sinks
+
+    def admit(self, peer: Peer, ask: AskSealed) -> None:
+        """Lets a sink connect, once. It loses the connection that it has."""
+        self.dismiss(peer)
+        if len(self._lines) >= MAX_LINES:
+            self.dismiss(next(iter(self._lines)))
+        self._lines[peer] = _Line(ask)
+        self._peers[ask.name] = peer
+
+    def dismiss(self, peer: Peer) -> None:
+        """Ends a sink's line."""
+        line = self._lines.pop(peer, None)
+        if line is None:
+            return
+        self._peers.pop(line.ask.name, None)
+        if line.stream is not None:
+            del self._connected[line.stream.fileno()]
+            self._poller.unregister(line.stream)
+            line.stream.close()
+
+    def is_connected(self, peer: Peer) -> bool:
+        """True if a sink gets its blocks over a line."""
+        line = self._lines.get(peer)
+        return line is not None and line.stream is not None
+
+    def can_send(self, peer: Peer) -> bool:
+        """True unless a sink's line is blocked."""
+        line = self._lines.get(peer)
+        return line is None or not line.is_blocked
+
+    @property
+    def has_more(self) -> bool:
+        """True if reads may wait that no descriptor reports."""
+        return any(line.has_more for line in self._lines.values())
+
+    # ------------------------------------------------------------ what comes
+
+    def receive(self, ready: Collection[int]) -> Iterator[tuple[Peer, Read | ProtocolError]]:
+        """Yields the reads of sinks whose connections are ready; an error for an invalid one."""
+        if self._listener.fileno() in ready:
+            self._accept()
+        for fd in [fd for fd in self._guests if fd in ready]:
+            self._greet(fd)
+        now_s = self._clock.now_s()
+        for fd in [fd for fd, guest in self._guests.items() if guest.until_s <= now_s]:
+            self._send_away(fd)
+        for fd, peer in list(self._connected.items()):
+            line = self._lines.get(peer)
+            if line is not None and (fd in ready or line.has_more):
+                yield from self._receive_of(peer, line)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+                prepare(connection, self._timing)
+            except BlockingIOError:
+                return
+            except OSError:  # it has gone again, or there are no descriptors left
+                self._count("lost_connections")
+                return
+            if len(self._guests) >= MAX_GUESTS:
+                self._send_away(next(iter(self._guests)))
+            fd = connection.fileno()
+            self._guests[fd] = _Guest(connection, self._clock.now_s() + GREETING_S)
+            self._poller.register(fd, select.EPOLLIN)
+
+    def _greet(self, fd: int) -> None:
+        """Takes what a guest says; once that is complete, the guest is a sink or sent away."""
+        guest = self._guests[fd]
+        try:
+            said = guest.connection.recv(GREETING_BYTES - len(guest.greeting))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        guest.greeting += said
+        if said and len(guest.greeting) < GREETING_BYTES:
+            return
+        peer = self._known(guest.greeting)
+        if peer is None:
+            self._count("refused_connections:wrong pass")
+            self._send_away(fd)
+            return
+        del self._guests[fd]
+        line = self._lines[peer]
+        line.stream = SealedStream(
+            guest.connection, line.ask.key, is_source=True, others=self._poller.fileno()
+        )
+        self._connected[fd] = peer
+
+    def _known(self, greeting: bytes) -> Peer | None:
+        half = GREETING_BYTES // 2
+        peer = self._peers.get(greeting[:half])
+        if peer is None or not compare_digest(greeting[half:], self._lines[peer].ask.word):
+            return None
+        return None if self.is_connected(peer) else peer
+
+    def _send_away(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        self._guests.pop(fd).connection.close()
+
+    def _receive_of(self, peer: Peer, line: _Line) -> Iterator[tuple[Peer, Read | ProtocolError]]:
+        self._unblock(line)
+        for _ in range(MAX_NOTES_PER_TURN):
+            if line.stream is None or self._lines.get(peer) is not line:
+                return
+            stop, _ = line.stream.receive(None, BUDGET_BYTES)
+            line.has_more = stop is Stop.NOTE
+            if stop in (Stop.LOST, Stop.BAD):
+                self._lose(peer)
+                return
+            if stop is not Stop.NOTE:
+                return
+            yield peer, _read(line.stream.received_note)
+
+    def _lose(self, peer: Peer) -> None:
+        self._count("fallbacks:zmq_unsealed")
+        self.dismiss(peer)
+
+    # ------------------------------------------------------------ blocks
+
+    def send(self, read: SendBlocks, pool: Blocks | DeviceBlocks) -> bool:
+        """Goes on with the answer to a read of a connected sink. Returns True once all is sent.
+
+        A read that is not gone on with, but another, ends where it is.
+        """
+        line = self._lines[read.peer]
+        if line.read is not read:
+            line.read, line.num_begun, line.frame = read, 0, None
+        while True:
+            if line.frame is None and line.num_begun == len(read.indices):
+                line.read = None
+                return True
+            if line.frame is None and not self._flush(line):
+                return False
+            if line.frame is None:
+                line.frame = self._begin(line, read, pool)
+            if not self._go_on(line, line.frame):
+                return False
+            line.frame = None
+
+    def _flush(self, line: _Line) -> bool:
+        """Sends what is left of a read that was given up. Returns False if it must wait."""
+        return self._go_on(line, None)
+
+    def _begin(self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks) -> Frame:
+        """Begins a frame of the next blocks: all, or as many as are packed at once."""
+        assert line.stream is not None
+        rows = rows_to_send(read.wire, pool)
+        first = line.num_begun
+        end = len(read.indices)
+        if rows is None:
+            end = min(end, first + num_records(FRAME_BYTES, read.wire))
+        line.num_begun = end
+        ids = read.block_ids[first:end]
+        done = line.stream.note(encode(Data(read.lease_id, list(read.indices[first:end]), 0)))
+        assert done, "nothing is left of the frame before"
+        if rows is not None:
+            return Frame.of(rows, ids)
+        packed = np.empty((len(ids), read.wire.record_bytes), np.uint8)
+        pack(read.wire, pool, ids, packed)
+        return Frame.of(packed, range(len(ids)))
+
+    def _go_on(self, line: _Line, frame: Frame | None) -> bool:
+        """Returns True once a frame is sent."""
+        assert line.stream is not None
+        stop = line.stream.send(frame, BUDGET_BYTES)
+        if stop is Stop.BLOCKED:
+            line.is_blocked = True
+            self._poller.modify(line.stream, select.EPOLLIN | select.EPOLLOUT)
+        elif stop is Stop.LOST:
+            self._lose(self._connected[line.stream.fileno()])
+        return stop is Stop.DONE
+
+    def _unblock(self, line: _Line) -> None:
+        if line.is_blocked and line.stream is not None:
+            line.is_blocked = False
+            self._poller.modify(line.stream, select.EPOLLIN)
+
+
+def _read(note: bytes) -> Read | ProtocolError:
+    try:
+        message = decode_to_source(note)
+    except ProtocolError as error:
+        return error
+    return message if isinstance(message, Read) else ProtocolError("sealed notes are reads only")
