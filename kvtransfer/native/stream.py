@@ -35,7 +35,7 @@ class CannotSeal(BatonError):
     """There is no C++ here, no libsodium with AEGIS-128L, or no AES in the processor."""
 
 
-class Stop(IntEnum):
+class StreamStop(IntEnum):
     """Why a call returned; mirrors `Stop` in stream.h."""
 
     BLOCKED = 0  # until the connection is ready
@@ -46,7 +46,7 @@ class Stop(IntEnum):
     BAD = 5  # what came is not the peer's next message
 
 
-class Frame(NamedTuple):
+class RecordFrame(NamedTuple):
     """Records that follow a note: these rows of an array. A negative id stands for no row."""
 
     records: Blocks
@@ -54,7 +54,7 @@ class Frame(NamedTuple):
     struct: Records
 
     @classmethod
-    def of(cls, records: Blocks, ids: Sequence[int]) -> "Frame":
+    def of(cls, records: Blocks, ids: Sequence[int]) -> "RecordFrame":
         """Returns the frame of these rows of `records` [n, record_bytes], contiguous each."""
         numbers = array("q", ids)
         return cls(records, numbers, records_struct(records, numbers.buffer_info()[0]))
@@ -112,7 +112,7 @@ class SealedStream:
             connection.fileno(), byref(cipher), key, int(is_source)
         )
         self._received = Received()
-        self._nothing = Frame.of(_NO_RECORDS, ())
+        self._nothing = RecordFrame.of(_NO_RECORDS, ())
 
     def fileno(self) -> int:
         """The connection's descriptor."""
@@ -122,7 +122,7 @@ class SealedStream:
         """Queues a note, which `send` sends, and begins a frame. Returns False without room."""
         return bool(self._native.baton_stream_note(self._stream, note, len(note)))
 
-    def send(self, frame: Frame | None, budget_bytes: int) -> Stop:
+    def send(self, frame: RecordFrame | None, budget_bytes: int) -> StreamStop:
         """Goes on with the records that follow the last note.
 
         Raises IndexError if a row is out of bounds; nothing is sent then.
@@ -131,11 +131,11 @@ class SealedStream:
         stop = self._native.baton_stream_send(
             *(self._stream, byref(frame.struct), len(frame.ids), budget_bytes, self._others)
         )
-        if stop == Stop.BAD:
+        if stop == StreamStop.BAD:
             raise IndexError("a frame names a record that is not there")
-        return Stop(stop)
+        return StreamStop(stop)
 
-    def receive(self, frame: Frame | None, budget_bytes: int) -> tuple[Stop, int]:
+    def receive(self, frame: RecordFrame | None, budget_bytes: int) -> tuple[StreamStop, int]:
         """Receives the records that follow the last note into their rows.
 
         Returns also how many of them are complete. After NOTE the frame is over.
@@ -145,7 +145,7 @@ class SealedStream:
             *(self._stream, byref(frame.struct), len(frame.ids), budget_bytes, self._others),
             byref(self._received),
         )
-        return Stop(stop), self._received.num_records
+        return StreamStop(stop), self._received.num_records
 
     @property
     def received_note(self) -> bytes:

@@ -16,7 +16,7 @@ from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import AskSealed, Data, Read, decode_to_sink, encode
-from kvtransfer.native.stream import KEY_BYTES, Frame, SealedStream, Stop
+from kvtransfer.native.stream import KEY_BYTES, RecordFrame, SealedStream, StreamStop
 from kvtransfer.packing import rows_to_receive, unpack
 from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
 from kvtransfer.wire import Wire
@@ -29,7 +29,7 @@ class StreamLost(Exception):
     """The connection is gone, or what came over it is not its source's."""
 
 
-class Arrived(NamedTuple):
+class Landed(NamedTuple):
     """Blocks of a Data that are in their places now."""
 
     data: Data
@@ -50,9 +50,9 @@ class Landing:
         self._is_direct = rows is not None
         if rows is None:
             rows = np.empty((len(places), wire.record_bytes), np.uint8)
-            self.frame = Frame.of(rows, range(len(places)))
+            self.frame = RecordFrame.of(rows, range(len(places)))
         else:
-            self.frame = Frame.of(rows, [NO_PLACE if p is None else p for p in places])
+            self.frame = RecordFrame.of(rows, [NO_PLACE if p is None else p for p in places])
 
     def keep(self, places: Places) -> None:
         """Passes over the blocks to come whose places are others now, or none."""
@@ -145,19 +145,19 @@ class SealedLink:
         """Asks for blocks. Returns False if that must go another way."""
         if self._stream is None or not self._stream.note(encode(message)):
             return False
-        return self._flush() is not Stop.LOST
+        return self._flush() is not StreamStop.LOST
 
-    def _flush(self) -> Stop:
+    def _flush(self) -> StreamStop:
         """Sends what is queued, now or when the connection takes it."""
         assert self._stream is not None
         stop = self._stream.send(None, BUDGET_BYTES)
-        if (stop is Stop.BLOCKED) != self._is_blocked:
+        if (stop is StreamStop.BLOCKED) != self._is_blocked:
             self._is_blocked = not self._is_blocked
             also = select.EPOLLOUT if self._is_blocked else 0
             self._poller.modify(self._stream, select.EPOLLIN | also)
         return stop
 
-    def receive(self, target: Target) -> Arrived | None:
+    def receive(self, target: Target) -> Landed | None:
         """Takes what has come, up to the next Data. Raises StreamLost and ProtocolError."""
         if self._stream is None:
             self._greet()
@@ -168,23 +168,26 @@ class SealedLink:
         if landing is not None and self.is_stale:
             landing.keep(target.places(landing.data))
         self.is_stale = False
-        stop, num = self._stream.receive(landing and landing.frame, BUDGET_BYTES)
-        self.has_more = stop not in (Stop.BLOCKED, Stop.MORE)
-        arrived = landing and Arrived(landing.data, landing.arrive(num))
-        if landing is not None and landing.is_over:
-            self.landing = None
-        if stop is Stop.NOTE:
+        frame = None if landing is None else landing.frame
+        stop, num = self._stream.receive(frame, BUDGET_BYTES)
+        self.has_more = stop not in (StreamStop.BLOCKED, StreamStop.MORE)
+        arrived = None
+        if landing is not None:
+            arrived = Landed(landing.data, landing.arrive(num))
+            if landing.is_over:
+                self.landing = None
+        if stop is StreamStop.NOTE:
             self.landing = self._land(target)
-        elif stop in (Stop.LOST, Stop.BAD) and not (arrived and arrived.indices):
-            raise StreamLost("damaged" if stop is Stop.BAD else "lost")
+        elif stop in (StreamStop.LOST, StreamStop.BAD) and not (arrived and arrived.indices):
+            raise StreamLost("damaged" if stop is StreamStop.BAD else "lost")
         return arrived
 
     def _greet(self) -> None:
         """Says which sink this is, if the connection is there. Raises StreamLost."""
         assert self._connection is not None
-        error = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise StreamLost(os.strerror(error))
+        number = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if number:
+            raise StreamLost(os.strerror(number))
         greeting = self._ask.name + self._ask.word
         try:
             done = self._connection.send(greeting) == len(greeting)

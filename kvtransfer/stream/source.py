@@ -15,7 +15,7 @@ from kvtransfer.lease.effects import Peer, SendBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import AskSealed, Data, Read, decode_to_source, encode
-from kvtransfer.native.stream import Frame, SealedStream, Stop
+from kvtransfer.native.stream import RecordFrame, SealedStream, StreamStop
 from kvtransfer.packing import pack, rows_to_send
 from kvtransfer.readers import FRAME_BYTES, num_records
 from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
@@ -45,7 +45,7 @@ class _Line:
     has_more: bool = False  # notes may wait that no descriptor reports
     read: SendBlocks | None = None  # being answered
     num_begun: int = 0  # of its blocks
-    frame: Frame | None = None  # of them, the last that were begun
+    frame: RecordFrame | None = None  # of them, the last that were begun
 
 
 class SealedSource:
@@ -137,7 +137,7 @@ class SealedSource:
             except BlockingIOError:
                 return
             except OSError:  # it has gone again, or there are no descriptors left
-                self._count("lost_connections")
+                self._count("refused_connections:cannot be accepted")
                 return
             if len(self._guests) >= MAX_GUESTS:
                 self._send_away(next(iter(self._guests)))
@@ -186,11 +186,11 @@ class SealedSource:
             if line.stream is None or self._lines.get(peer) is not line:
                 return
             stop, _ = line.stream.receive(None, BUDGET_BYTES)
-            line.has_more = stop is Stop.NOTE
-            if stop in (Stop.LOST, Stop.BAD):
+            line.has_more = stop is StreamStop.NOTE
+            if stop in (StreamStop.LOST, StreamStop.BAD):
                 self._lose(peer)
                 return
-            if stop is not Stop.NOTE:
+            if stop is not StreamStop.NOTE:
                 return
             yield peer, _read(line.stream.received_note)
 
@@ -224,7 +224,7 @@ class SealedSource:
         """Sends what is left of a read that was given up. Returns False if it must wait."""
         return self._go_on(line, None)
 
-    def _begin(self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks) -> Frame:
+    def _begin(self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks) -> RecordFrame:
         """Begins a frame of the next blocks: all, or as many as are packed at once."""
         assert line.stream is not None
         rows = rows_to_send(read.wire, pool)
@@ -237,21 +237,21 @@ class SealedSource:
         done = line.stream.note(encode(Data(read.lease_id, list(read.indices[first:end]), 0)))
         assert done, "nothing is left of the frame before"
         if rows is not None:
-            return Frame.of(rows, ids)
+            return RecordFrame.of(rows, ids)
         packed = np.empty((len(ids), read.wire.record_bytes), np.uint8)
         pack(read.wire, pool, ids, packed)
-        return Frame.of(packed, range(len(ids)))
+        return RecordFrame.of(packed, range(len(ids)))
 
-    def _go_on(self, line: _Line, frame: Frame | None) -> bool:
+    def _go_on(self, line: _Line, frame: RecordFrame | None) -> bool:
         """Returns True once a frame is sent."""
         assert line.stream is not None
         stop = line.stream.send(frame, BUDGET_BYTES)
-        if stop is Stop.BLOCKED:
+        if stop is StreamStop.BLOCKED:
             line.is_blocked = True
             self._poller.modify(line.stream, select.EPOLLIN | select.EPOLLOUT)
-        elif stop is Stop.LOST:
+        elif stop is StreamStop.LOST:
             self._lose(self._connected[line.stream.fileno()])
-        return stop is Stop.DONE
+        return stop is StreamStop.DONE
 
     def _unblock(self, line: _Line) -> None:
         if line.is_blocked and line.stream is not None:

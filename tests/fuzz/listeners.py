@@ -3,9 +3,10 @@
 import asyncio
 import multiprocessing
 import random
+import select
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,31 @@ import zmq
 from deploy.worker.block_publisher import BlockPublisher
 from engine.clock import MonotonicClock
 from engine.config import Transport
+from engine.messages import LeaseId
 from engine.net.challenge import CLAIM_BYTES
 from engine.net.curve import Channel, secure_client
 from engine.net.sessions import GREETING, Line, SessionClient, SessionServer
 from engine.worker.block_events import EventLog, encode_number
 from engine.worker.blocks import Stored, hash_blocks
-from kvtransfer.messages import Hold, encode
+from kvtransfer.lease.terms import Timing
+from kvtransfer.messages import (
+    AttachBody,
+    Attached,
+    Ended,
+    Hold,
+    Identity,
+    MaySeal,
+    Read,
+    attach,
+    decode_to_sink,
+    encode,
+)
+from kvtransfer.stream import GREETING_BYTES
+from kvtransfer.stream.sink import SealedLink
 from tests.fuzz.mutation import with_damage
-from tests.kits.endpoints import SECRET, worker
+from tests.kits.endpoints import LAYOUT, SECRET, worker
 
-LISTENERS = ("sessions", "kv", "published", "asked")
+LISTENERS = ("sessions", "kv", "sealed kv", "published", "asked")
 DEADLINE_S = 20.0
 THROW_S = 1.0
 MAX_CHANGES = 3
@@ -59,7 +75,8 @@ def _serve(told: Any) -> None:
         events = publisher.open()
         news = [Stored(hash_blocks(range(4), 4)[0], None)]
         with worker("w", Transport.ZMQ) as source:
-            endpoints = (source.address.address, events.published, events.asked)
+            sealed = f"127.0.0.1:{source.endpoint._source_end._sealed.port}"
+            endpoints = (source.address.address, sealed, events.published, events.asked)
             addresses = [await server.open(), *(e.removeprefix("tcp://") for e in endpoints)]
             told.put(dict(zip(LISTENERS, addresses, strict=True)))
             never = asyncio.get_running_loop().create_future()
@@ -95,6 +112,8 @@ def is_served(listeners: Listeners, name: str) -> bool:
     address = listeners.addresses[name]
     if name == "sessions":
         return listeners.runner.run(_has_session(address))
+    if name == "sealed kv":
+        return _has_stream(listeners.addresses["kv"], address)
     channel = Channel.KV if name == "kv" else Channel.BLOCK_EVENTS
     with zmq.Context() as context, context.socket(_KINDS[name]) as client:
         client.linger = 0
@@ -109,6 +128,30 @@ def is_served(listeners: Listeners, name: str) -> bool:
 
 _KINDS = {"kv": zmq.DEALER, "published": zmq.SUB, "asked": zmq.DEALER}
 _ASKS = {"kv": [encode(Hold("l", 0, 0))], "asked": [b"", encode_number(0)]}
+
+
+def _has_stream(control: str, address: str) -> bool:
+    """True if a sink gets a stream on which its read is heard."""
+    link = SealedLink()
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as client,
+        select.epoll() as poller,
+        closing(link),
+    ):
+        client.linger = 0
+        client.set(zmq.RCVTIMEO, int(1000 * DEADLINE_S))
+        secure_client(client, SECRET, Channel.KV, max_message_bytes=2**20)
+        client.connect(f"tcp://{control}")
+        client.send(encode(attach(AttachBody("raw", "w-1", Identity("model", LAYOUT)))))
+        assert isinstance(decode_to_sink(client.recv()), Attached)
+        client.send(encode(link.ask()))
+        assert decode_to_sink(client.recv()) == MaySeal()
+        link.connect(f"tcp://{control}", int(address.rpartition(":")[2]), poller, Timing())
+        assert poller.poll(DEADLINE_S)
+        link.receive(None)  # type: ignore[arg-type]  # it has sent nothing
+        assert link.read(Read(LeaseId("none"), [0]))
+        return decode_to_sink(client.recv()) == Ended(LeaseId("none"), "unknown")
 
 
 async def _has_session(address: str) -> bool:
@@ -193,4 +236,9 @@ _SESSION = [
     [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(3) + b"\x04" + bytes(5)],
     [b"GET / HTTP/1.1\r\n", b"Host: x\r\n" * 100, b"\r\n"],
 ]
-_OPENINGS = {name: _SESSION if name == "sessions" else _ZMTP for name in LISTENERS}
+_STREAM = [
+    [bytes(GREETING_BYTES), bytes(100)],
+    [bytes(10), bytes(GREETING_BYTES - 10), b"\x01\x00\x00\x00\xff\xff\xff\xff"],
+    [bytes(GREETING_BYTES - 1)],
+]
+_OPENINGS = dict.fromkeys(LISTENERS, _ZMTP) | {"sessions": _SESSION, "sealed kv": _STREAM}

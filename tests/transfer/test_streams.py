@@ -23,7 +23,7 @@ from kvtransfer.lease.effects import SendBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import PrivatePool
 from kvtransfer.messages import AskSealed, Data, Hold, Identity, MaySeal, Read, encode
-from kvtransfer.native.stream import KEY_BYTES, Frame, SealedStream, Stop, can_seal
+from kvtransfer.native.stream import KEY_BYTES, RecordFrame, SealedStream, StreamStop, can_seal
 from kvtransfer.stream.sink import SealedLink, StreamLost, Target
 from kvtransfer.stream.source import MAX_GUESTS, SealedSource
 from kvtransfer.wire import agree
@@ -60,16 +60,16 @@ def both_ends(key_of_sink=KEY):
 def move(there, here, frame, into):
     """Sends a note and a frame; returns how many records came."""
     assert there.note(b"records")
-    assert there.send(None, BUDGET) is Stop.DONE
-    assert here.receive(None, BUDGET)[0] is Stop.NOTE
+    assert there.send(None, BUDGET) is StreamStop.DONE
+    assert here.receive(None, BUDGET)[0] is StreamStop.NOTE
     assert here.received_note == b"records"
     while True:
         sent = there.send(frame, BUDGET)
         stop, num = here.receive(into, BUDGET)
-        if stop not in (Stop.BLOCKED, Stop.MORE):
+        if stop not in (StreamStop.BLOCKED, StreamStop.MORE):
             return stop
-        if sent is Stop.DONE and num == len(into.ids):
-            return Stop.DONE
+        if sent is StreamStop.DONE and num == len(into.ids):
+            return StreamStop.DONE
 
 
 @settings(max_examples=30, deadline=None)
@@ -81,7 +81,10 @@ def test_records_come_from_any_rows_to_any_rows(record_bytes, ids, random):
     passed_over = {place for place in places if random.random() < 0.3}
     rows = [-1 if place in passed_over else place for place in places]
     with both_ends() as (there, here):
-        assert move(there, here, Frame.of(source, ids), Frame.of(sink, rows)) is Stop.DONE
+        assert (
+            move(there, here, RecordFrame.of(source, ids), RecordFrame.of(sink, rows))
+            is StreamStop.DONE
+        )
     expected = np.zeros_like(sink)
     for row, block in zip(rows, ids, strict=True):
         if row >= 0:
@@ -96,11 +99,11 @@ def test_notes_come_in_order_both_ways(notes):
         for there, here in (ends, ends[::-1]):
             for note in notes:
                 assert there.note(note)
-            assert there.send(None, BUDGET) is Stop.DONE
+            assert there.send(None, BUDGET) is StreamStop.DONE
             for note in notes:
-                assert here.receive(None, BUDGET)[0] is Stop.NOTE
+                assert here.receive(None, BUDGET)[0] is StreamStop.NOTE
                 assert here.received_note == note
-            assert here.receive(None, BUDGET)[0] is Stop.BLOCKED
+            assert here.receive(None, BUDGET)[0] is StreamStop.BLOCKED
 
 
 def test_a_frame_may_be_given_up_for_another_one():
@@ -108,19 +111,19 @@ def test_a_frame_may_be_given_up_for_another_one():
     sink = np.zeros((2, 2**20), np.uint8)
     with both_ends() as (there, here):
         there.note(b"long")
-        assert there.send(Frame.of(source, range(64)), 2**40) is Stop.BLOCKED
-        assert here.receive(None, BUDGET)[0] is Stop.NOTE
-        into = Frame.of(source.copy(), range(64))
-        while there.send(None, BUDGET) is not Stop.DONE:
-            assert here.receive(into, BUDGET)[0] in (Stop.BLOCKED, Stop.MORE)
+        assert there.send(RecordFrame.of(source, range(64)), 2**40) is StreamStop.BLOCKED
+        assert here.receive(None, BUDGET)[0] is StreamStop.NOTE
+        into = RecordFrame.of(source.copy(), range(64))
+        while there.send(None, BUDGET) is not StreamStop.DONE:
+            assert here.receive(into, BUDGET)[0] in (StreamStop.BLOCKED, StreamStop.MORE)
         there.note(b"short")
-        there.send(Frame.of(source, [5, 6]), 2**40)
+        there.send(RecordFrame.of(source, [5, 6]), 2**40)
         stop, num = here.receive(into, 2**40)
-        assert (stop, here.received_note) == (Stop.NOTE, b"short")
+        assert (stop, here.received_note) == (StreamStop.NOTE, b"short")
         assert num < 64
-        last = Frame.of(sink, [0, 1])
+        last = RecordFrame.of(sink, [0, 1])
         while here.receive(last, BUDGET)[1] < 2:
-            there.send(Frame.of(source, [5, 6]), 2**40)
+            there.send(RecordFrame.of(source, [5, 6]), 2**40)
     assert np.array_equal(sink, source[[5, 6]])
 
 
@@ -129,8 +132,8 @@ def test_nothing_is_sent_out_of_bounds(ids):
     with both_ends() as (there, here):
         there.note(b"")
         with pytest.raises(IndexError):
-            there.send(Frame.of(np.zeros((6, 64), np.uint8), ids), BUDGET)
-        assert here.receive(None, BUDGET)[0] is Stop.BLOCKED
+            there.send(RecordFrame.of(np.zeros((6, 64), np.uint8), ids), BUDGET)
+        assert here.receive(None, BUDGET)[0] is StreamStop.BLOCKED
 
 
 def sealed_bytes(*notes):
@@ -152,7 +155,7 @@ def heard(raw, key=KEY):
         theirs.sendall(raw)
         theirs.shutdown(socket.SHUT_WR)
         notes = []
-        while (stop := stream.receive(None, BUDGET)[0]) is Stop.NOTE:
+        while (stop := stream.receive(None, BUDGET)[0]) is StreamStop.NOTE:
             notes.append(stream.received_note)
         return notes, stop
 
@@ -160,11 +163,11 @@ def heard(raw, key=KEY):
 def test_messages_open_only_in_order_and_with_their_key():
     first, second = sealed_bytes(b"one"), sealed_bytes(b"one", b"two")
     second = second.removeprefix(first)
-    assert heard(first + second) == ([b"one", b"two"], Stop.LOST)
-    assert heard(second) == ([], Stop.BAD)
-    assert heard(first + first) == ([b"one"], Stop.BAD)
-    assert heard(first, key=bytes(KEY_BYTES)) == ([], Stop.BAD)
-    assert heard(first[:-1]) == ([], Stop.LOST)
+    assert heard(first + second) == ([b"one", b"two"], StreamStop.LOST)
+    assert heard(second) == ([], StreamStop.BAD)
+    assert heard(first + first) == ([b"one"], StreamStop.BAD)
+    assert heard(first, key=bytes(KEY_BYTES)) == ([], StreamStop.BAD)
+    assert heard(first[:-1]) == ([], StreamStop.LOST)
 
 
 @given(st.data())
@@ -174,7 +177,7 @@ def test_any_changed_bit_ends_a_stream(data):
     raw[place] ^= 1 << data.draw(st.integers(0, 7))
     notes, stop = heard(bytes(raw))
     assert notes in ([], [b"some"])
-    assert stop in (Stop.BAD, Stop.LOST)  # lost: a longer message was expected
+    assert stop in (StreamStop.BAD, StreamStop.LOST)  # lost: a longer message was expected
 
 
 @given(st.binary(max_size=4096))
@@ -189,7 +192,7 @@ def test_a_sink_cannot_be_sent_its_own_messages():
         stream.note(b"read")
         stream.send(None, BUDGET)
         theirs.sendall(theirs.recv(2**16))
-        assert stream.receive(None, BUDGET)[0] is Stop.BAD
+        assert stream.receive(None, BUDGET)[0] is StreamStop.BAD
 
 
 # ---------------------------------------------------------------- ends

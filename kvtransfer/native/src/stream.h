@@ -57,7 +57,7 @@ constexpr int64_t kTagBytes = 32;
 constexpr int64_t kPartBytes = 16 * 1024;
 constexpr int64_t kMaxNoteBytes = 64 * 1024;
 constexpr int64_t kLongestBytes = kBeginningBytes + kMaxNoteBytes + kTagBytes;  // of a message
-constexpr int64_t kStagedBytes = 256 * 1024;
+constexpr int64_t kStagedBytes = 512 * 1024;
 
 // Waits a moment for a connection, unless anything else is ready, which the descriptor `others` of an
 // epoll tells. A thread that returns to Python and is woken for each few parts takes twice as long.
@@ -115,8 +115,8 @@ class Numbered {
     const Beginning beginning{kind, static_cast<uint32_t>(num_bytes)};
     std::memcpy(message, &beginning, kBeginningBytes);
     uint8_t* sealed = message + kBeginningBytes;
-    cipher_.seal(sealed, sealed + num_bytes, nullptr, bytes, static_cast<uint64_t>(num_bytes), message,
-                 kBeginningBytes, nullptr, next(), key_);
+    cipher_.seal(sealed, sealed + num_bytes, nullptr, bytes, static_cast<uint64_t>(num_bytes),
+                 message, kBeginningBytes, nullptr, next(), key_);
   }
 
   bool open(const uint8_t* message, int64_t num_bytes, uint8_t* out) {
@@ -213,8 +213,8 @@ class Receiver {
       std::memmove(staged_.get(), staged_.get() + begin_, static_cast<size_t>(end_ - begin_));
       end_ -= begin_;
       begin_ = 0;
-      const ssize_t num = ::recv(fd_, staged_.get() + end_, static_cast<size_t>(kStagedBytes - end_),
-                                 MSG_DONTWAIT);
+      const ssize_t num =
+          ::recv(fd_, staged_.get() + end_, static_cast<size_t>(kStagedBytes - end_), MSG_DONTWAIT);
       if (num < 0 && errno == EINTR) continue;
       if (num < 0 && errno == EAGAIN) {
         if (at_.record < count && !was_in_vain) {

@@ -52,7 +52,8 @@ void baton_stream_close(void* stream) { delete static_cast<Stream*>(stream); }
 
 // Seals a note, which the next function sends, and begins a frame. Returns 0 if there is no room.
 int32_t baton_stream_note(void* stream, const char* bytes, int64_t num_bytes) {
-  return static_cast<Stream*>(stream)->sender.note(reinterpret_cast<const uint8_t*>(bytes), num_bytes);
+  return static_cast<Stream*>(stream)->sender.note(reinterpret_cast<const uint8_t*>(bytes),
+                                                   num_bytes);
 }
 
 // Goes on with the records of a frame, about `budget` bytes. Returns a Stop; or kBad, with nothing sent,
@@ -67,8 +68,8 @@ int32_t baton_stream_send(void* stream, const Records* source, int64_t count, in
 // Receives about `budget` bytes into the records of a frame. Returns a Stop.
 int32_t baton_stream_receive(void* stream, const Records* sink, int64_t count, int64_t budget,
                              int32_t others, Received* received) {
-  const bool fits = std::all_of(sink->ids, sink->ids + count,
-                                [&](int64_t id) { return id < sink->num_records; });
+  const bool fits =
+      std::all_of(sink->ids, sink->ids + count, [&](int64_t id) { return id < sink->num_records; });
   if (!fits) return static_cast<int32_t>(Stop::kBad);
   return static_cast<int32_t>(
       static_cast<Stream*>(stream)->receiver.receive(*sink, count, budget, others, received));
