@@ -324,8 +324,8 @@ class TransferEndpoint:
         self._source_end.wait_for_buffer(BUFFER_WAIT_S)
         self._take_orders()
         self._source_end.receive(self._on_sinks_message, ready)
-        self._source_end.send_blocks()
-        self._sink_end.receive(ready)
+        self._source_end.send_blocks(may_wait=not self._sink_end.must_poll)
+        self._sink_end.receive(ready, may_wait=not self._source_end.has_work)
         self._count_served_reads()
         if (now_s := self._clock.now_s()) >= self._due_s:
             self._source_end.perform(self.source.sweep(now_s))

@@ -132,10 +132,11 @@ class SinkEnd:
 
     # ------------------------------------------------------------ what comes
 
-    def receive(self, ready: Collection[int]) -> None:
+    def receive(self, ready: Collection[int], *, may_wait: bool) -> None:
         """Takes messages of sources, and reads that ended.
 
-        `ready` are the descriptors that can be read or written.
+        `ready` are the descriptors that can be read or written. `may_wait`, for a moment, for
+        more of what has begun to come.
         """
         self.has_mail = False
         for address, link in list(self._links.items()):
@@ -146,7 +147,7 @@ class SinkEnd:
                 self.has_mail = True  # perhaps
             sealed = link.sealed
             if sealed is not None and (sealed.fileno() in ready or sealed.has_more):
-                self._receive_sealed(address, sealed)
+                self._receive_sealed(address, sealed, may_wait=may_wait and not self.must_poll)
         self.poll()
 
     def poll(self) -> None:
@@ -179,15 +180,15 @@ class SinkEnd:
             self.perform(self._take_news(address, news))
         return True
 
-    def _receive_sealed(self, address: str, sealed: SealedLink) -> None:
-        """Takes what has come over a sealed stream, up to some number of Data."""
+    def _receive_sealed(self, address: str, sealed: SealedLink, *, may_wait: bool) -> None:
+        """Takes what has come over a sealed stream: one step, which may bring blocks."""
         for _ in range(MAX_MESSAGES_PER_TURN):
             link = self._links.get(address)
             if link is None or link.sealed is not sealed:
                 return
             assert link.target is not None
             try:
-                arrived = sealed.receive(link.target)
+                arrived = sealed.receive(link.target, may_wait=may_wait)
             except ProtocolError as error:
                 self._cut_off(address, error)
                 return
@@ -201,9 +202,10 @@ class SinkEnd:
                     lease_id = arrived.data.lease_id
                     news = BlocksArrived(lease_id, arrived.indices, sent_by_source=True)
                     self.perform(self._take_news(address, news))
+                    break  # what follows from them is done before more is awaited
             if not sealed.has_more:
                 return
-        self.has_mail = True
+        self.has_mail = self.has_mail or sealed.has_more
 
     def _lose_sealed(self, address: str, link: _Link, reason: str) -> None:
         """Blocks come over CURVE again, until another stream is there."""

@@ -112,6 +112,7 @@ class SourceEnd:
         self._staging = Staging(pinned)
         self._queued: dict[Peer, deque[SendBlocks]] = {}
         self._lacks_buffer = False
+        self._may_wait = False
         self.has_mail = False  # messages may wait that no descriptor reports
 
     def open(self, context: "zmq.Context[zmq.Socket[bytes]]", secret: Secret, host: str) -> str:
@@ -205,9 +206,13 @@ class SourceEnd:
                 case LeaseEnded():
                     self._on_ended(effect)
 
-    def send_blocks(self) -> None:
-        """Sends frames to the waiting sinks in turn, as long as there are buffers."""
+    def send_blocks(self, *, may_wait: bool) -> None:
+        """Sends frames to the waiting sinks in turn, as long as there are buffers.
+
+        `may_wait` for a moment: if only one sink waits.
+        """
         self._lacks_buffer = False
+        self._may_wait = may_wait and len(self._queued) == 1
         for _ in range(MAX_FRAMES_PER_TURN):
             if not sum(self._send_next(peer) for peer in list(self._queued)):
                 return
@@ -220,7 +225,9 @@ class SourceEnd:
         if self._machine.may_send(read):
             assert self._pool is not None, "a source that cannot reach its pool offers no sending"
             if self._sealed is not None and self._sealed.is_connected(peer):
-                if not (self._sealed.can_send(peer) and self._sealed.send(read, self._pool)):
+                if not self._sealed.can_send(peer):
+                    return False
+                if not self._sealed.send(read, self._pool, may_wait=self._may_wait):
                     return False
             else:
                 num = num_records(FRAME_BYTES, read.wire)

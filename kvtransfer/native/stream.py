@@ -98,8 +98,8 @@ class SealedStream:
     ) -> None:
         """Takes over the connection. Raises CannotSeal.
 
-        Within a frame it waits a few milliseconds for the connection, if nothing else is ready at
-        the descriptor `others`, an epoll's.
+        Where it may wait it does so for a few milliseconds, within a frame, unless anything else
+        is ready at the descriptor `others`, an epoll's.
         """
         assert len(key) == KEY_BYTES
         native, cipher = kernels(), _cipher()
@@ -122,27 +122,33 @@ class SealedStream:
         """Queues a note, which `send` sends, and begins a frame. Returns False without room."""
         return bool(self._native.baton_stream_note(self._stream, note, len(note)))
 
-    def send(self, frame: RecordFrame | None, budget_bytes: int) -> StreamStop:
+    def send(
+        self, frame: RecordFrame | None, budget_bytes: int, *, may_wait: bool = False
+    ) -> StreamStop:
         """Goes on with the records that follow the last note.
 
         Raises IndexError if a row is out of bounds; nothing is sent then.
         """
         frame = frame or self._nothing
         stop = self._native.baton_stream_send(
-            *(self._stream, byref(frame.struct), len(frame.ids), budget_bytes, self._others)
+            *(self._stream, byref(frame.struct), len(frame.ids), budget_bytes),
+            self._others if may_wait else -1,
         )
         if stop == StreamStop.BAD:
             raise IndexError("a frame names a record that is not there")
         return StreamStop(stop)
 
-    def receive(self, frame: RecordFrame | None, budget_bytes: int) -> tuple[StreamStop, int]:
+    def receive(
+        self, frame: RecordFrame | None, budget_bytes: int, *, may_wait: bool = False
+    ) -> tuple[StreamStop, int]:
         """Receives the records that follow the last note into their rows.
 
         Returns also how many of them are complete. After NOTE the frame is over.
         """
         frame = frame or self._nothing
         stop = self._native.baton_stream_receive(
-            *(self._stream, byref(frame.struct), len(frame.ids), budget_bytes, self._others),
+            *(self._stream, byref(frame.struct), len(frame.ids), budget_bytes),
+            self._others if may_wait else -1,
             byref(self._received),
         )
         return StreamStop(stop), self._received.num_records

@@ -157,7 +157,7 @@ class SealedLink:
             self._poller.modify(self._stream, select.EPOLLIN | also)
         return stop
 
-    def receive(self, target: Target) -> Landed | None:
+    def receive(self, target: Target, *, may_wait: bool) -> Landed | None:
         """Takes what has come, up to the next Data. Raises StreamLost and ProtocolError."""
         if self._stream is None:
             self._greet()
@@ -169,7 +169,7 @@ class SealedLink:
             landing.keep(target.places(landing.data))
         self.is_stale = False
         frame = None if landing is None else landing.frame
-        stop, num = self._stream.receive(frame, BUDGET_BYTES)
+        stop, num = self._stream.receive(frame, BUDGET_BYTES, may_wait=may_wait)
         self.has_more = stop not in (StreamStop.BLOCKED, StreamStop.MORE)
         arrived = None
         if landing is not None:
@@ -191,6 +191,8 @@ class SealedLink:
         greeting = self._ask.name + self._ask.word
         try:
             done = self._connection.send(greeting) == len(greeting)
+        except BlockingIOError:
+            return  # it is not
         except OSError as error:
             raise StreamLost(str(error)) from error
         if not done:

@@ -130,7 +130,7 @@ class SealedSource:
                 yield from self._receive_of(peer, line)
 
     def _accept(self) -> None:
-        while True:
+        for _ in range(MAX_GUESTS):
             try:
                 connection, _ = self._listener.accept()
                 prepare(connection, self._timing)
@@ -200,7 +200,7 @@ class SealedSource:
 
     # ------------------------------------------------------------ blocks
 
-    def send(self, read: SendBlocks, pool: Blocks | DeviceBlocks) -> bool:
+    def send(self, read: SendBlocks, pool: Blocks | DeviceBlocks, *, may_wait: bool) -> bool:
         """Goes on with the answer to a read of a connected sink. Returns True once all is sent.
 
         A read that is not gone on with, but another, ends where it is.
@@ -216,13 +216,13 @@ class SealedSource:
                 return False
             if line.frame is None:
                 line.frame = self._begin(line, read, pool)
-            if not self._go_on(line, line.frame):
+            if not self._go_on(line, line.frame, may_wait=may_wait):
                 return False
             line.frame = None
 
     def _flush(self, line: _Line) -> bool:
         """Sends what is left of a read that was given up. Returns False if it must wait."""
-        return self._go_on(line, None)
+        return self._go_on(line, None, may_wait=False)
 
     def _begin(self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks) -> RecordFrame:
         """Begins a frame of the next blocks: all, or as many as are packed at once."""
@@ -242,10 +242,10 @@ class SealedSource:
         pack(read.wire, pool, ids, packed)
         return RecordFrame.of(packed, range(len(ids)))
 
-    def _go_on(self, line: _Line, frame: RecordFrame | None) -> bool:
+    def _go_on(self, line: _Line, frame: RecordFrame | None, *, may_wait: bool) -> bool:
         """Returns True once a frame is sent."""
         assert line.stream is not None
-        stop = line.stream.send(frame, BUDGET_BYTES)
+        stop = line.stream.send(frame, BUDGET_BYTES, may_wait=may_wait)
         if stop is StreamStop.BLOCKED:
             line.is_blocked = True
             self._poller.modify(line.stream, select.EPOLLIN | select.EPOLLOUT)

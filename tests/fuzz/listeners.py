@@ -149,7 +149,7 @@ def _has_stream(control: str, address: str) -> bool:
         assert decode_to_sink(client.recv()) == MaySeal()
         link.connect(f"tcp://{control}", int(address.rpartition(":")[2]), poller, Timing())
         assert poller.poll(DEADLINE_S)
-        link.receive(None)  # type: ignore[arg-type]  # it has sent nothing
+        link.receive(None, may_wait=False)  # type: ignore[arg-type]  # it has sent nothing
         assert link.read(Read(LeaseId("none"), [0]))
         return decode_to_sink(client.recv()) == Ended(LeaseId("none"), "unknown")
 

@@ -238,12 +238,12 @@ class Ends:
     def take(self):
         places = self.places
         target = Target(WIRE, self.sink, max_blocks=2, places=lambda data: places)
-        return self.link.receive(target)
+        return self.link.receive(target, may_wait=False)
 
     def send(self, *blocks):
         ids = tuple(BlockId(block) for block in blocks)
         read = SendBlocks(SINK, WIRE, LeaseId("l"), tuple(range(len(blocks))), ids)
-        return self.source.send(read, self.pool.blocks)
+        return self.source.send(read, self.pool.blocks, may_wait=False)
 
 
 @pytest.fixture
@@ -316,13 +316,13 @@ def test_only_a_sink_that_was_admitted_connects_and_only_once(ends):
         if late is twin:
             ends.admit_and_connect()
         ends.connect(late)
-        late.receive(None)
+        late.receive(None, may_wait=False)
         until(
             lambda: ends.turn() == [] and ends.counted == ["refused_connections:wrong pass"],
             "refused",
         )
         with pytest.raises(StreamLost):
-            until(lambda late=late: late.receive(None), "closed")
+            until(lambda late=late: late.receive(None, may_wait=False), "closed")
         ends.counted.clear()
         late.close()
     wrong = AskSealed(ends.link.ask().name, bytes(16), KEY)
@@ -436,10 +436,10 @@ def test_blocks_that_arrive_damaged_are_sent_again(monkeypatch):
     with sealing_pair(timing=Timing(reread_s=30.0, silence_s=30.0)) as (source, sink):
         receive = SealedLink.receive
 
-        def damage(self, target):
+        def damage(self, target, **options):
             if self.landing is not None:
                 raise StreamLost(DAMAGED)
-            return receive(self, target)
+            return receive(self, target, **options)
 
         monkeypatch.setattr(SealedLink, "receive", damage)
         end = sink.pull("s", source.lease("l", [1, 2]), [(0, 7), (1, 8)])

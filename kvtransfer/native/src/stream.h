@@ -60,9 +60,11 @@ constexpr int64_t kLongestBytes = kBeginningBytes + kMaxNoteBytes + kTagBytes;  
 constexpr int64_t kStagedBytes = 512 * 1024;
 
 // Waits a moment for a connection, unless anything else is ready, which the descriptor `others` of an
-// epoll tells. A thread that returns to Python and is woken for each few parts takes twice as long.
+// epoll tells; not at all if that is negative. A thread that returns to Python and is woken for each few
+// parts takes twice as long.
 inline bool wait_for(int fd, int16_t events, int others) {
   constexpr int kMaxMs = 5;
+  if (others < 0) return false;
   pollfd ready[2]{{fd, events, 0}, {others, POLLIN, 0}};
   return poll(ready, 2, kMaxMs) > 0 && ready[0].revents != 0;
 }
