@@ -26,7 +26,7 @@ import socket
 
 from kvtransfer.lease.terms import Timing
 
-BUDGET_BYTES = 4 * 2**20  # of one call; then other connections and deadlines have their turn
+BUDGET_BYTES = 8 * 2**20  # of one call; then other connections and deadlines have their turn
 GREETING_BYTES = 32  # a name and a word
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.clock import Clock
 from engine.errors import ProtocolError
+from engine.worker.blocks import BlockId
 from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.effects import Peer, SendBlocks
 from kvtransfer.lease.terms import Timing
@@ -208,39 +209,36 @@ class SealedSource:
         line = self._lines[read.peer]
         if line.read is not read:
             line.read, line.num_begun, line.frame = read, 0, None
-        while True:
-            if line.frame is None and line.num_begun == len(read.indices):
-                line.read = None
-                return True
-            if line.frame is None and not self._flush(line):
-                return False
-            if line.frame is None:
-                line.frame = self._begin(line, read, pool)
-            if not self._go_on(line, line.frame, may_wait=may_wait):
+        while line.frame is not None or line.num_begun < len(read.indices):
+            frame = line.frame or self._begin(line, read, pool)  # None: only what is left is sent
+            if not self._go_on(line, frame, may_wait=may_wait):
                 return False
             line.frame = None
+        line.read = None
+        return True
 
-    def _flush(self, line: _Line) -> bool:
-        """Sends what is left of a read that was given up. Returns False if it must wait."""
-        return self._go_on(line, None, may_wait=False)
+    def _begin(
+        self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks
+    ) -> RecordFrame | None:
+        """Begins a frame of the next blocks: all, or as many as are packed at once.
 
-    def _begin(self, line: _Line, read: SendBlocks, pool: Blocks | DeviceBlocks) -> RecordFrame:
-        """Begins a frame of the next blocks: all, or as many as are packed at once."""
+        Returns None if what is left of a read that was given up leaves no room.
+        """
         assert line.stream is not None
         rows = rows_to_send(read.wire, pool)
-        first = line.num_begun
-        end = len(read.indices)
+        first, end = line.num_begun, len(read.indices)
         if rows is None:
             end = min(end, first + num_records(FRAME_BYTES, read.wire))
-        line.num_begun = end
+        if not line.stream.note(encode(Data(read.lease_id, list(read.indices[first:end]), 0))):
+            return None
         ids = read.block_ids[first:end]
-        done = line.stream.note(encode(Data(read.lease_id, list(read.indices[first:end]), 0)))
-        assert done, "nothing is left of the frame before"
-        if rows is not None:
-            return RecordFrame.of(rows, ids)
-        packed = np.empty((len(ids), read.wire.record_bytes), np.uint8)
-        pack(read.wire, pool, ids, packed)
-        return RecordFrame.of(packed, range(len(ids)))
+        if rows is None:
+            rows = np.empty((len(ids), read.wire.record_bytes), np.uint8)
+            pack(read.wire, pool, ids, rows)
+            ids = tuple(map(BlockId, range(len(ids))))
+        line.num_begun = end
+        line.frame = RecordFrame.of(rows, ids)
+        return line.frame
 
     def _go_on(self, line: _Line, frame: RecordFrame | None, *, may_wait: bool) -> bool:
         """Returns True once a frame is sent."""

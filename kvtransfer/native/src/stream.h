@@ -8,8 +8,8 @@
 // open, is authenticated too. Messages are numbered in each direction; the number is the nonce. So a
 // message that was changed, repeated, moved or sent back does not open.
 //
-// Measured on an EPYC (Zen 4, two cores, loopback): a part is sealed from memory into the nearest caches
-// at 15 GiB/s, and the system then copies it from there, not from memory.
+// Measured on an EPYC (Zen 4, two cores): AEGIS-128L seals 15 GiB/s within the caches and 8.8 from memory,
+// whatever the size of a part, and opens 15 and 12. Prefetching by hand makes it slower.
 #pragma once
 
 #include <poll.h>
