@@ -170,7 +170,7 @@ class SealedLink:
         self.is_stale = False
         frame = None if landing is None else landing.frame
         stop, num = self._stream.receive(frame, BUDGET_BYTES, may_wait=may_wait)
-        self.has_more = stop not in (StreamStop.BLOCKED, StreamStop.MORE)
+        self.has_more = stop is not StreamStop.BLOCKED  # then its descriptor tells
         arrived = None
         if landing is not None:
             arrived = Landed(landing.data, landing.arrive(num))

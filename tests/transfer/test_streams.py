@@ -409,6 +409,17 @@ def test_pulls_go_over_the_stream_once_it_is_there(travels_as, monkeypatch):
             assert error.max() < 0.02
 
 
+@pytest.mark.parametrize("budget", [50_000, 300_000, 2**20])
+def test_the_end_of_a_read_comes_however_it_is_cut_into_steps(monkeypatch, budget):
+    with sealing_pair() as (source, sink):
+        monkeypatch.setattr("kvtransfer.stream.sink.BUDGET_BYTES", budget)
+        for number in range(5):
+            lease = source.lease(f"l{number}", list(range(NUM_BLOCKS)))
+            pairs = [(block, block) for block in range(NUM_BLOCKS)]
+            assert is_done(sink.pull(f"s{number}", lease, pairs), "zmq")
+        assert np.array_equal(sink.pool.blocks, source.pool.blocks)
+
+
 @pytest.mark.parametrize("which", ["source", "sink"])
 def test_pulls_go_on_over_curve_if_the_stream_breaks(which):
     with sealing_pair(timing=Timing(reread_s=0.1, silence_s=2.0)) as (source, sink):
