@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.messages import LoadReport, RequestId, Role, StoreHint, WorkerId
+from engine.messages import LoadReport, RequestId, Role, SeqId, StoreHint, WorkerId
 from router.cluster.transfers import MovedKv
 from router.machine.requests import Forecast, Request, Timeline, Update
 
@@ -13,6 +13,33 @@ TakeAtOnce = Callable[[Update], bool]
 
 # Takes the tokens of an update with tokens alone, and its time of arrival in seconds.
 TakeTokens = Callable[[Sequence[int], float], bool]
+
+
+class StepTaker(Protocol):
+    """Takes the tokens of running answers from the frames of workers, and sends them.
+
+    The way of one sequence's tokens is its *lane*. As long as it is open, the client of the answer
+    gets updates only through `take_frame`.
+    """
+
+    def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
+        """Takes what a frame has for open lanes: messages with tokens and nothing else.
+
+        Behind other news of a sequence, the frame's tokens for it are not taken. Returns the places of all other messages; None if nothing was taken.
+        """
+        ...
+
+    def close_lane(self, seq_id: SeqId) -> None:
+        """Closes a lane, if it is open. It may also close by itself."""
+        ...
+
+
+# Opens a lane for the sequence of an answer that is under way, if that is possible now.
+OpenLane = Callable[[SeqId], StepTaker | None]
+
+
+def open_no_lane(_: SeqId) -> None:
+    """The default `OpenLane`: all tokens are updates."""
 
 
 def take_nothing(_: Update) -> bool:
@@ -83,12 +110,14 @@ class RequestPort(Protocol):
         request: Request,
         take_at_once: TakeAtOnce = take_nothing,
         take_tokens: TakeTokens = take_no_tokens,
+        open_lane: OpenLane = open_no_lane,
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request.
 
         Each update is first offered to `take_at_once`. If that returns True, the iterator does not
         yield the update. So most tokens are sent as they arrive, and wait for no task. An update of
-        tokens alone is offered to `take_tokens` before.
+        tokens alone is offered to `take_tokens` before. Where that takes them, a lane may be opened
+        for the next ones.
         """
         ...
 

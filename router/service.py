@@ -31,6 +31,7 @@ from engine.messages import (
     LoadReport,
     RequestId,
     Role,
+    SeqId,
     StillStepping,
     StoreHint,
     ToGateway,
@@ -65,7 +66,16 @@ from router.machine.machine import (
 )
 from router.machine.requests import Failed, Request, Timeline, Update
 from router.native.machine import native_machine
-from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
+from router.port import (
+    OpenLane,
+    StepTaker,
+    TakeAtOnce,
+    TakeTokens,
+    WorkerStatus,
+    open_no_lane,
+    take_no_tokens,
+    take_nothing,
+)
 from router.prefixes.news import Apply, Unheard
 from router.recording.file import RecordingFile
 
@@ -75,15 +85,20 @@ HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_EVERY_S = 1.0
 LEAST_SLEEP_S = 1e-3  # a loop's timers are no finer
 CLOSE_TIMEOUT_S = 5.0
+MAX_UNHEARD = 16  # frames
 _LINK_ERRORS = (ConnectionError, TimeoutError, ProtocolError, LayoutMismatch, StepStuck)
 
 
 class _Client:
     """Updates of one request on their way to its client. Unread updates are merged."""
 
-    def __init__(self, take_at_once: TakeAtOnce, take_tokens: TakeTokens) -> None:
+    def __init__(
+        self, take_at_once: TakeAtOnce, take_tokens: TakeTokens, open_lane: OpenLane
+    ) -> None:
         self._take_at_once = take_at_once
         self._take_tokens = take_tokens
+        self._open_lane = open_lane
+        self.lane: SeqId | None = None  # the sequence of its lane, which may have closed by itself
         self._unread: Update | None = None
         self._waiter: asyncio.Future[Update] | None = None
 
@@ -97,24 +112,35 @@ class _Client:
                 self._unread = _merged(self._unread, update)
             return
         try:
-            if self._take_at_once(update):
-                return
+            if not self._take_at_once(update):
+                self._waiter = None
+                waiter.set_result(update)
         except Exception as error:  # a bug of the receiver must not end other requests
-            waiter.set_exception(error)
-            return
-        waiter.set_result(update)
+            self._fail(error)
 
-    def put_tokens(self, token_ids: tuple[int, ...], now_s: float) -> None:
-        """Adds an update of tokens alone, as nearly all are."""
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
+    def put_tokens(self, token_ids: tuple[int, ...], now_s: float) -> bool:
+        """Adds an update of tokens alone. Returns True if they were taken at once."""
+        if self._waiter is not None:
             try:
                 if self._take_tokens(token_ids, now_s):
-                    return
+                    return True
             except Exception as error:  # as in `put`
-                waiter.set_exception(error)
-                return
+                self._fail(error)
+                return False
         self.put(Update(token_ids))
+        return False
+
+    def open_lane(self, seq_id: SeqId) -> StepTaker | None:
+        """Opens a lane, if that is possible now. It must be closed before the next `put`."""
+        steps = self._open_lane(seq_id)
+        if steps is not None:
+            self.lane = seq_id
+        return steps
+
+    def _fail(self, error: Exception) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():  # else its request was cancelled
+            waiter.set_exception(error)
 
     async def next(self) -> Update:
         """Waits for an update. Returns all unread ones as one."""
@@ -156,6 +182,11 @@ class Router:
         self._linked_to: dict[WorkerId, str] = {}  # their addresses
         self._stores: list[WorkerId] = []  # those that are stores
         self._clients: dict[RequestId, _Client] = {}
+        self._steps: StepTaker | None = None  # has all lanes; None: there was none yet
+        self._lanes: dict[SeqId, _Client] = {}
+        self._num_ended_seqs = 0  # of the machine, when it was last looked at
+        # Frames with tokens that went to lanes, and which of their messages did not.
+        self._unheard: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
         self._fingerprint = self._shown_fingerprint = ""
         self._layouts: dict[Role, KVLayout] = {}
         self._news_counters: Counter[tuple[str, str]] = Counter()
@@ -219,6 +250,7 @@ class Router:
         self._end = end
         clients = list(self._clients.values())
         for client in clients:
+            self._close_lane(client)
             client.put(Update(outcome=end))
         return len(clients)
 
@@ -258,12 +290,14 @@ class Router:
         request: Request,
         take_at_once: TakeAtOnce = take_nothing,
         take_tokens: TakeTokens = take_no_tokens,
+        open_lane: OpenLane = open_no_lane,
     ) -> AsyncGenerator[Update, None]:
         """Starts a request. Closing the iterator before its last update cancels the request."""
         if self._end is not None:
             yield Update(outcome=self._end)
             return
-        self._clients[request.request_id] = client = _Client(take_at_once, take_tokens)
+        client = _Client(take_at_once, take_tokens, open_lane)
+        self._clients[request.request_id] = client
         try:
             self._handle(Arrived(request))
             while True:
@@ -272,6 +306,7 @@ class Router:
                 if update.outcome is not None:
                     return
         finally:
+            self._close_lane(client)
             del self._clients[request.request_id]
             if request.request_id in self.machine.state.flights:
                 self._handle(ClientGone(request.request_id))
@@ -323,6 +358,7 @@ class Router:
 
     def workers(self) -> Mapping[WorkerId, WorkerStatus]:
         """All live workers."""
+        self._catch_up()
         now_s = self._clock.now_s()
         return {
             worker_id: WorkerStatus(
@@ -358,6 +394,7 @@ class Router:
 
     def timelines(self, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Timeline]:
         """The stages up to now of those requests that this router has."""
+        self._catch_up()
         now_s, flights = self._clock.now_s(), self.machine.state.flights
         return {
             each: running_timeline(flight, now_s)
@@ -374,12 +411,76 @@ class Router:
 
     # ------------------------------------------------------------ the machine
 
+    def _take_frame(self, worker_id: WorkerId, frame: bytes) -> Sequence[ToGateway]:
+        """Handles a worker's frame; returns its messages, but for tokens that went to lanes.
+
+        Of these the machine would only say the same. It hears of them later: of several frames one
+        right after the other, which takes it a fraction of the time, and in any case before
+        anything else. Raises ProtocolError.
+        """
+        now_s = self._clock.now_s()
+        left = None if self._steps is None else self._steps.take_frame(frame, now_s)
+        if left is None:
+            messages = decode_to_gateway(frame)
+        else:
+            decoded = decode_to_gateway(frame) if left else []
+            self._unheard.append((worker_id, frame, left, now_s))
+            if not left:
+                if len(self._unheard) >= MAX_UNHEARD:
+                    self._catch_up()
+                return ()
+            messages = [decoded[place] for place in left]
+        self._handle(*_events(worker_id, messages))
+        return messages
+
+    def _catch_up(self) -> None:
+        """Tells the machine of the tokens that went to lanes."""
+        unheard, self._unheard = self._unheard, []
+        for worker_id, frame, left, now_s in unheard:
+            messages = decode_to_gateway(frame)
+            for place in reversed(left):
+                del messages[place]
+            event = Stepped(worker_id, cast("list[Tokens]", messages))
+            effects = self.machine.handle(event, now_s)
+            if self._recording is not None:
+                self._recording.note(event, now_s, effects)
+
+    def _open_lane(self, request_id: RequestId, client: _Client) -> None:
+        """Lets the next tokens of an answer go to a lane, if that is possible now."""
+        flight = self.machine.state.flights.get(request_id)
+        if flight is None or flight.attempt is None:
+            return
+        seq_id = flight.attempt.seq_id
+        if client.lane != seq_id:
+            self._close_lane(client)
+        steps = client.open_lane(seq_id)
+        if steps is not None:
+            self._steps = steps
+            self._lanes[seq_id] = client
+
+    def _close_lane(self, client: _Client) -> None:
+        """Lets all that comes go through the machine again."""
+        if (seq_id := client.lane) is not None:
+            client.lane = None
+            del self._lanes[seq_id]
+            assert self._steps is not None
+            self._steps.close_lane(seq_id)
+
+    def _close_ended_lanes(self) -> None:
+        """Closes lanes of sequences that ended before their requests."""
+        state = self.machine.state
+        if state.num_ended_seqs != self._num_ended_seqs:
+            self._num_ended_seqs = state.num_ended_seqs
+            for seq_id in [each for each in self._lanes if each not in state.by_seq]:
+                self._close_lane(self._lanes[seq_id])
+
     def _handle(self, *events: RouterEvent) -> None:
         """Feeds events and performs their effects: one frame a worker, one update a request.
 
         Updates of tokens alone, nearly all there are, take a shorter path. Updates come last, as
         their receivers may feed events too.
         """
+        self._catch_up()
         now_s = self._clock.now_s()
         frames: dict[WorkerId, list[ToWorker]] = {}
         updates: dict[RequestId, Update] = {}
@@ -392,7 +493,8 @@ class Router:
             for effect in effects:
                 if (
                     type(effect) is Deliver
-                    and effect.is_plain
+                    and effect.timeline is None
+                    and not (effect.logprobs or effect.prompt_logprobs or effect.embedding)
                     and effect.request_id not in updates
                     and effect.request_id not in ended  # else the end is in the same update
                 ):
@@ -407,11 +509,15 @@ class Router:
             self._let_go()
         clients = self._clients
         for piece in tokens:
-            if (client := clients.get(piece.request_id)) is not None:
-                client.put_tokens(piece.token_ids, now_s)
+            client = clients.get(piece.request_id)
+            if client is not None and client.put_tokens(piece.token_ids, now_s):
+                self._open_lane(piece.request_id, client)
         for request_id, update in updates.items():
-            if (client := clients.get(request_id)) is not None:
+            client = clients.get(request_id)
+            if client is not None:
+                self._close_lane(client)
                 client.put(update)
+        self._close_ended_lanes()
 
     def _set_timer(self, wake_s: float | None) -> None:
         """Sets the timer for the machine's next tick, and no earlier one."""
@@ -487,8 +593,7 @@ class Router:
             self._joined.set()
             feed = self._follow(info)
             while (frame := await client.receive()) is not None:
-                messages = decode_to_gateway(frame)
-                self._handle(*_events(info.worker_id, messages))
+                messages = self._take_frame(info.worker_id, frame)
                 if feed is not None:
                     _count_batches(feed, messages)
                 match messages:

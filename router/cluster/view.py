@@ -174,6 +174,10 @@ class WorkerView:
         This happens often and changes little, so it does not put the worker into `touched`.
         """
         self.decodes[seq_id].context_tokens += num_tokens
+        self.grow_decodes(num_tokens)
+
+    def grow_decodes(self, num_tokens: int) -> None:
+        """Adds tokens to the sums, of sequences whose claims have grown by so many."""
         self.context_tokens += num_tokens
         self.totals.context_tokens += num_tokens
 

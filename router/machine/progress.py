@@ -245,24 +245,37 @@ class Progress:
         Most tokens are only delivered, and their sequence grows. The short path for them is here,
         as it runs once for each token.
         """
-        by_seq, workers = self._state.by_seq, self._state.view.workers
+        by_seq, worker = self._state.by_seq, self._state.view.workers.get(worker_id)
         effects: list[RouterEffect] = []
+        if worker is None:
+            return effects
+        num_grown = 0  # tokens that only the claims know of
         for message in tokens:
-            flight = by_seq.get(message.seq_id)
+            seq_id = message.seq_id
+            flight = by_seq.get(seq_id)
             if flight is None:
                 continue  # of an attempt that is over
-            answer, attempt, token_ids = flight.tokens, flight.attempt, tuple(message.token_ids)
+            claim, attempt, answer = worker.decodes.get(seq_id), flight.attempt, flight.tokens
             assert attempt is not None
-            worker, num_tokens = workers[attempt.decode], len(token_ids)
-            length = worker.decodes[message.seq_id].context_tokens + num_tokens
-            is_plain = not (message.finish or message.logprobs or message.num_drafted)
-            if not is_plain or len(answer) < 2 or length > attempt.reserved_len:
+            if (
+                claim is None  # news of a worker that shall not decode it
+                or message.finish is not None
+                or message.logprobs
+                or message.num_drafted
+                or len(answer) < 2
+                or claim.context_tokens + len(message.token_ids) > attempt.reserved_len
+            ):
+                worker.grow_decodes(num_grown)
+                num_grown = 0
                 effects += self.on_message(worker_id, message, now_s)
                 continue
+            token_ids = tuple(message.token_ids)
             flight.last_news_s = now_s
             answer += token_ids
-            worker.grow_decode(message.seq_id, num_tokens)
+            claim.context_tokens += len(token_ids)
+            num_grown += len(token_ids)
             effects.append(Deliver(flight.request.request_id, token_ids))
+        worker.grow_decodes(num_grown)
         return effects
 
     def _on_tokens(

@@ -54,6 +54,7 @@ class RouterState:
         self.lengths = AnswerLengths()
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival
         self.by_seq: dict[SeqId, Flight] = {}  # by the sequences of attempts and of copies
+        self.num_ended_seqs = 0  # of attempts
         self.deadlines = Deadlines(config)
         patience = config.queue_patience
         self.waiting = Waiting(estimates, self.lengths, self.deadlines, patience=patience)

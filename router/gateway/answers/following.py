@@ -1,18 +1,18 @@
 """Follows the choices of an answer to their ends and writes what is to be shown of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from functools import partial
 
 from engine.clock import Clock
+from engine.messages import SeqId
+from router.edge.extension import BodyPipe
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter
 from router.machine.requests import Update
-from router.port import RequestPort
-
-AddTokens = Callable[[Sequence[int], float], None]
+from router.port import OpenLane, RequestPort, StepTaker, open_no_lane
+from router.text.native.step import BatchedText
 
 MAX_OPEN = 128  # requests of one call that the router has at once
 
@@ -28,7 +28,7 @@ async def follow(
     """
     takers = [_UpdateTaker(choice, writer, clock) for choice in choices]
     if len(takers) == 1:
-        return await takers[0].follow(port)
+        return await takers[0].follow(port, takers[0].open_lane)
     return await _follow_all(port, takers, writer)
 
 
@@ -72,13 +72,15 @@ class _UpdateTaker:
         self._writer = writer
         self._clock = clock
         self._is_plain = choice.is_plain and writer.shows_text_alone
-        self._batch = writer.batch if isinstance(writer, StreamedAnswer) else None
-        self._add: AddTokens | None = None  # puts tokens into the batch
+        self._stream = writer if isinstance(writer, StreamedAnswer) else None
+        self._batch = None if self._stream is None else self._stream.batch
+        self._batched: tuple[BatchedText, BodyPipe] | None = None  # what the batch takes tokens for
         self._last: AnswerPiece | None = None  # of an answer that a stop string ended
 
-    async def follow(self, port: RequestPort) -> AnswerPiece:
+    async def follow(self, port: RequestPort, open_lane: OpenLane = open_no_lane) -> AnswerPiece:
         """Submits the request, writes its pieces and returns the last one."""
-        updates = port.submit(self._choice.request, self._take_at_once, self._take_tokens)
+        request = self._choice.request
+        updates = port.submit(request, self._take_at_once, self._take_tokens, open_lane)
         async with aclosing(updates):
             async for update in updates:
                 if self._choice.waits_for_prompt:
@@ -89,6 +91,13 @@ class _UpdateTaker:
                 if update.token_ids:
                     await self._writer.write(piece)
         raise AssertionError("the router's iterator ended without an outcome")
+
+    def open_lane(self, seq_id: SeqId) -> StepTaker | None:
+        """Opens a lane if the last tokens went to the batch and nothing waits to be sent."""
+        batched, batch = self._batched, self._batch
+        if batched is None or batch is None or not batch.open_lane(seq_id, batched):
+            return None
+        return batch
 
     def _take_at_once(self, update: Update) -> bool:
         """Writes this update without waiting; returns False if that is not possible."""
@@ -107,25 +116,33 @@ class _UpdateTaker:
 
         Most tokens go this way.
         """
+        if (batched := self._batched) is not None:
+            batch, stream = self._batch, self._stream
+            assert batch is not None
+            assert stream is not None
+            if not (stream.is_open and batched[1].is_ready):  # `is_ready`, without a call
+                return False
+            batch.add(batched, token_ids, now_s)
+            return True
         choice, writer = self._choice, self._writer
         if not (self._is_plain and writer.is_ready):
             return False
-        if (add := self._add or self._batched()) is not None:
-            add(token_ids, now_s)
-        elif text := choice.take_tokens(token_ids, now_s):
+        if self._join_batch():
+            return self._take_tokens(token_ids, now_s)
+        if text := choice.take_tokens(token_ids, now_s):
             writer.write_text(choice.index, text)
         return True
 
-    def _batched(self) -> AddTokens | None:
-        """Prepares the choice for `TextBatch`; returns None if it cannot be."""
-        batch, writer, choice = self._batch, self._writer, self._choice
+    def _join_batch(self) -> bool:
+        """Prepares the choice for `TextBatch`; returns False if it cannot be."""
+        batch, stream, choice = self._batch, self._stream, self._choice
         if batch is None or not choice.num_tokens:
-            return None
-        assert isinstance(writer, StreamedAnswer)
-        pipe, frame = writer.frame_of(choice.index)
+            return False
+        assert stream is not None
+        pipe, frame = stream.frame_of(choice.index)
         text = choice.batched(frame, batch.flush)
         if text is None:
             self._batch = None
-            return None
-        self._add = partial(batch.add, text, pipe)
-        return self._add
+            return False
+        self._batched = text, pipe
+        return True

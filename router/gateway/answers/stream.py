@@ -48,7 +48,7 @@ class StreamedAnswer:
         self._send = send
         self._pipe = pipe
         self._turn = asyncio.Lock()  # choices of one answer write one at a time
-        self._is_open = False  # the head is sent, and nothing waits to be
+        self.is_open = False  # the head is sent, and nothing waits to be
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
         self._unfinished = heading.num_choices
         self._last = b""  # the end of the last choice, which is sent with the end of the answer
@@ -56,7 +56,7 @@ class StreamedAnswer:
     @property
     def is_ready(self) -> bool:
         """True if the head is sent and nothing waits to be sent."""
-        return self._is_open and self._pipe is not None and self._pipe.is_ready
+        return self.is_open and self._pipe is not None and self._pipe.is_ready
 
     @property
     def shows_text_alone(self) -> bool:
@@ -85,9 +85,9 @@ class StreamedAnswer:
     async def write(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
         async with self._turn:
-            self._is_open = False
+            self.is_open = False
             await self._write(piece)
-            self._is_open = True
+            self.is_open = True
 
     async def _write(self, piece: AnswerPiece) -> None:
         chunk = self._chunk

@@ -17,7 +17,15 @@ import msgspec
 from engine.config import MAX_PRIORITY
 from engine.messages import RequestId
 from router.machine.requests import Cancelled, Request, Timeline, Update
-from router.port import RouterPort, TakeAtOnce, TakeTokens, take_no_tokens, take_nothing
+from router.port import (
+    OpenLane,
+    RouterPort,
+    TakeAtOnce,
+    TakeTokens,
+    open_no_lane,
+    take_no_tokens,
+    take_nothing,
+)
 
 BATCH_PRIORITY = MAX_PRIORITY + 1  # behind all that clients may ask for
 
@@ -160,6 +168,7 @@ class SteppingPort:
         request: Request,
         take_at_once: TakeAtOnce = take_nothing,
         take_tokens: TakeTokens = take_no_tokens,
+        open_lane: OpenLane = open_no_lane,  # not used: each token is noted here
     ) -> AsyncGenerator[Update, None]:
         """Starts a request, and pauses it as often as the gate says. Raises VersionLeaves."""
         journal = Journal(_in_background(request))

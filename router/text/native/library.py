@@ -60,6 +60,22 @@ class NativeText(Structure):
         self.rest_bytes[: len(data)] = tuple(data)
 
 
+class TakenFrame(Structure):
+    """What was done with a worker's frame."""
+
+    _fields_ = (
+        ("num_messages", c_int64),
+        ("num_taken", c_int64),
+        ("num_tokens", c_int64),
+        ("taken", POINTER(c_void_p)),  # by message; None: not taken
+        ("num_rests", c_int64),
+        ("rests", POINTER(c_int64)),
+        ("out", c_void_p),
+        ("unknown_id", c_int64),
+        ("unknown_vocabulary", c_void_p),
+    )
+
+
 Core = ctypes.PyDLL
 
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -72,6 +88,9 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_int64,
         (*[c_void_p] * 4, c_int64, *[c_void_p] * 3, POINTER(c_int64), POINTER(c_void_p)),
     ),
+    "baton_lane_open": (c_int32, (c_void_p, c_char_p, c_int64, c_void_p, c_int32, c_int64)),
+    "baton_lane_close": (None, (c_void_p, c_char_p, c_int64)),
+    "baton_text_frame": (c_int32, (c_void_p, c_char_p, c_int64, c_double, POINTER(TakenFrame))),
 }
 
 

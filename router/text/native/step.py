@@ -7,11 +7,12 @@ are the slow twin. Only the bytes of a token are needed, so it is for ByteLevel 
 
 import ctypes
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from router.text.native.library import NativeSeries, NativeText, opened
+from router.text.native.library import NativeSeries, NativeText, TakenFrame, opened
 
 REST = 3  # numbers of a rest in C++: the place of its addition, where it begins, where it ends
 
@@ -60,6 +61,8 @@ class NativeVocabulary:
 class BatchedText:
     """One answer whose tokens can be taken in steps. `state` is shared with the slow path."""
 
+    __slots__ = ("_end_ids", "_gaps", "_kept", "address", "state", "vocabulary")
+
     def __init__(  # noqa: PLR0913 - all that a chunk is made of
         self,
         state: NativeText,
@@ -96,41 +99,57 @@ class BatchedText:
         self.address = ctypes.addressof(state)
 
 
+@dataclass(frozen=True, slots=True)
+class FrameTaken:
+    """The part of a worker's frame that went to lanes."""
+
+    num_tokens: int
+    left: Sequence[int]  # the places of messages that did not
+    rests: Sequence[tuple[int, bytes]]  # numbers of lanes with what could not be sent at once
+
+
 class TextSteps:
-    """Makes chunks of tokens and sends them."""
+    """Makes chunks of tokens and sends them.
+
+    A *lane* is the way of one sequence's tokens from the frames of its worker to a socket, without
+    Python. It has a number, and a descriptor of its own for the socket. The caller keeps its text.
+    """
 
     def __init__(self) -> None:
         """Raises BuildError where there is no C++."""
         self._library = library = opened()
         self._handle: int = library.baton_text_open()
+        self._told = TakenFrame()
 
     def __del__(self) -> None:
         self._library.baton_text_close(self._handle)
 
     def take(
-        self, added: Sequence[tuple[BatchedText, Sequence[int], float]], sockets: Sequence[int]
+        self,
+        texts: Sequence[BatchedText],
+        token_ids: Sequence[Sequence[int]],
+        came_s: Sequence[float],
+        sockets: Sequence[int],
     ) -> list[tuple[int, bytes]]:
-        """Takes the next tokens of answers, with the time at which they came.
+        """Takes the next tokens of answers, with the times at which they came.
 
-        Sends the chunk of each addition to its socket, in order, unless that is negative. Without
-        text there is none. Returns the places of additions with what could not be sent at once.
+        Sends the chunk of each answer to its socket, in order, unless that is negative. Without
+        text there is none. Returns the places of answers with what could not be sent at once.
         """
-        if not added:
-            return []
-        texts, token_ids, times = zip(*added, strict=True)
+        num_answers = len(texts)
         addresses = array("Q", [text.address for text in texts])
         lengths = array("q", list(map(len, token_ids)))
-        times_s = array("d", times)
+        times_s = array("d", came_s)
         ids = array("q", list(chain.from_iterable(token_ids)))
         descriptors = array("i", sockets)
-        rests = array("q", bytes(8 * REST * len(added)))
+        rests = array("q", bytes(8 * REST * num_answers))
         num_rests, begin = ctypes.c_int64(), ctypes.c_void_p()
         arguments = (
             self._handle,
             addresses.buffer_info()[0],
             lengths.buffer_info()[0],
             times_s.buffer_info()[0],
-            len(added),
+            num_answers,
             ids.buffer_info()[0],
             descriptors.buffer_info()[0],
             rests.buffer_info()[0],
@@ -145,3 +164,42 @@ class TextSteps:
         data = ctypes.string_at(begin, rests[REST * num_rests.value - 1])
         found = (rests[REST * i : REST * (i + 1)] for i in range(num_rests.value))
         return [(place, data[start:end]) for place, start, end in found]
+
+    def open_lane(self, number: int, seq_id: bytes, text: BatchedText, socket: int) -> bool:
+        """Opens the lane of a sequence; False if there is no descriptor left for it."""
+        length = len(seq_id)
+        opened = self._library.baton_lane_open(
+            self._handle, seq_id, length, text.address, socket, number
+        )
+        return bool(opened)
+
+    def close_lane(self, seq_id: bytes) -> None:
+        """Closes a lane, if it is open."""
+        self._library.baton_lane_close(self._handle, seq_id, len(seq_id))
+
+    def take_frame(
+        self, frame: bytes, now_s: float, learn: Callable[[int, int], None]
+    ) -> FrameTaken | None:
+        """Takes what a worker's frame has for open lanes; None if there is nothing.
+
+        `learn` puts a token, the second argument, into the vocabulary with this handle.
+
+        Nothing else may wait for the sockets of lanes: see `router.gateway.answers.batching`.
+        """
+        told, take = self._told, self._library.baton_text_frame
+        while not take(self._handle, frame, len(frame), now_s, ctypes.byref(told)):
+            if told.unknown_id < 0:
+                return None
+            learn(told.unknown_vocabulary, told.unknown_id)
+        left: Sequence[int] = ()
+        if told.num_taken < told.num_messages:
+            left = [i for i in range(told.num_messages) if told.taken[i] is None]
+        numbers = told.rests[: REST * told.num_rests]
+        rests = [
+            (
+                numbers[i],
+                ctypes.string_at(told.out + numbers[i + 1], numbers[i + 2] - numbers[i + 1]),
+            )
+            for i in range(0, len(numbers), REST)
+        ]
+        return FrameTaken(told.num_tokens, left, rests)

@@ -16,7 +16,15 @@ from router.gateway.batches.settings import BatchSettings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.storage import Storage
 from router.machine.requests import Cancelled, Finished, Request, Update
-from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
+from router.port import (
+    OpenLane,
+    TakeAtOnce,
+    TakeTokens,
+    WorkerStatus,
+    open_no_lane,
+    take_no_tokens,
+    take_nothing,
+)
 from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.router.gateway import SECRET, FakeRouter, fetch, versions_of
 
@@ -44,6 +52,7 @@ class ComputingRouter(FakeRouter):
         request: Request,
         take_at_once: TakeAtOnce = take_nothing,
         take_tokens: TakeTokens = take_no_tokens,
+        open_lane: OpenLane = open_no_lane,
     ) -> AsyncGenerator[Update, None]:
         assert request.request_id not in {each.request_id for each in self.requests}
         self.requests.append(request)

@@ -18,7 +18,15 @@ from router.gateway.app import create_app
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Finished, Request, Timeline, Update
-from router.port import TakeAtOnce, TakeTokens, WorkerStatus, take_no_tokens, take_nothing
+from router.port import (
+    OpenLane,
+    TakeAtOnce,
+    TakeTokens,
+    WorkerStatus,
+    open_no_lane,
+    take_no_tokens,
+    take_nothing,
+)
 from router.text.templates import ChatTemplate
 from router.text.tokenizer import TextModel
 from tests.kits.grammar_checks import CheckedAtOnce
@@ -120,6 +128,7 @@ class FakeRouter:
         request: Request,
         take_at_once: TakeAtOnce = take_nothing,
         take_tokens: TakeTokens = take_no_tokens,
+        open_lane: OpenLane = open_no_lane,
     ) -> AsyncIterator[Update]:
         number = len(self.requests)
         self.requests.append(request)

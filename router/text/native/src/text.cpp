@@ -2,6 +2,7 @@
 // HTTP's chunked coding and sending, in one pass over all streams. Called through ctypes: see
 // library.py. Callers hold Python's global lock, so no two threads call at once.
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -9,7 +10,10 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
+
+#include "frame.h"
 
 namespace {
 
@@ -172,10 +176,61 @@ struct Rest {
   int64_t place, begin, end;
 };
 
+struct Lane;
+
+// What was done with a frame. Mirrors `TakenFrame` of library.py.
+struct TakenFrame {
+  int64_t num_messages;
+  int64_t num_taken;         // of these
+  int64_t num_tokens;        // of those
+  const Lane* const* taken;  // by message; null: not taken
+  int64_t num_rests;
+  const Rest* rests;   // what sockets did not take at once, by the numbers of lanes
+  const char* out;     // what they are ranges of
+  int64_t unknown_id;  // a token whose bytes are to be put first; else -1
+  const Vocabulary* unknown_vocabulary;
+};
+
+// A stream that gets its tokens from the frames of its worker. It has a descriptor of its own for
+// its socket: that of a closed connection would soon be another connection's.
+struct Lane {
+  Text* text;
+  int32_t socket;
+  int64_t number;       // Python's
+  int64_t held_in = 0;  // the last frame with other news of the sequence
+};
+
+struct Hash {
+  using is_transparent = void;
+  size_t operator()(std::string_view text) const { return std::hash<std::string_view>{}(text); }
+};
+
 struct Step {
   std::string out;      // all chunks, one after the other
   std::string escaped;  // the text of the present one
   std::string joined;   // the rest of a character, and the bytes that may complete it
+  std::unordered_map<std::string, Lane, Hash, std::equal_to<>> lanes;  // by sequence id
+  FrameParser frame;
+  int64_t num_frames = 0;
+  std::vector<const Lane*> taken;  // of the present frame, by message; null: Python has to take it
+  std::vector<Rest> rests;
+
+  ~Step() {
+    for (const auto& [_, lane] : lanes) ::close(lane.socket);
+  }
+
+  const Lane* lane_at(int64_t place) const { return taken[static_cast<size_t>(place)]; }
+
+  // The range of the chunk of a text's next tokens.
+  Rest add_chunk(Text& text, int64_t place, const int64_t* ids, int64_t num_ids, double now_s) {
+    const auto begin = static_cast<int64_t>(out.size());
+    text.gaps->observe(now_s - text.last_s);
+    text.last_s = now_s;
+    text.num_batched += num_ids;
+    for (int64_t j = 0; j < num_ids; ++j) take(text, ids[j]);
+    close_chunk(text);
+    return {place, begin, static_cast<int64_t>(out.size())};
+  }
 
   void take(Text& text, int64_t id) {
     text.num_tokens += 1;
@@ -246,14 +301,8 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
   Step& step = *open;
   step.out.clear();
   for (int64_t i = 0; i < count; ++i) {  // all chunks first: the output moves while it grows
-    Text& text = *texts[i];
-    rests[i].begin = static_cast<int64_t>(step.out.size());
-    text.gaps->observe(times_s[i] - text.last_s);
-    text.last_s = times_s[i];
-    text.num_batched += lengths[i];
-    for (int64_t j = 0; j < lengths[i]; ++j) step.take(text, *ids++);
-    step.close_chunk(text);
-    rests[i].end = static_cast<int64_t>(step.out.size());
+    rests[i] = step.add_chunk(*texts[i], i, ids, lengths[i], times_s[i]);
+    ids += lengths[i];
   }
   *num_rests = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -264,6 +313,83 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
   }
   *begin = step.out.data();
   return -1;
+}
+
+// Opens a lane: from now on the tokens of this sequence in frames go to the text and its socket.
+// Returns 0 if there is no descriptor left for it.
+int32_t baton_lane_open(Step* step, const char* seq_id, int64_t length, Text* text, int32_t socket,
+                        int64_t number) {
+  const int32_t own = ::dup(socket);
+  if (own < 0) return 0;
+  step->lanes.insert_or_assign(std::string(seq_id, static_cast<size_t>(length)),
+                               Lane{text, own, number});
+  return 1;
+}
+
+void baton_lane_close(Step* step, const char* seq_id, int64_t length) {
+  const auto found = step->lanes.find(std::string_view(seq_id, static_cast<size_t>(length)));
+  if (found == step->lanes.end()) return;
+  ::close(found->second.socket);
+  step->lanes.erase(found);
+}
+
+// Takes from a worker's frame what is plain tokens of open lanes, and sends their chunks. Mirrors
+// `TakenFrame` of library.py. Returns 0 if it took nothing, as if the frame had not come.
+int32_t baton_text_frame(Step* open, const char* data, int64_t length, double now_s,
+                         TakenFrame* told) {
+  Step& step = *open;
+  FrameParser& frame = step.frame;
+  *told = {};
+  told->unknown_id = -1;
+  if (!frame.read({data, static_cast<size_t>(length)})) return 0;
+  step.taken.clear();
+  ++step.num_frames;
+  for (const auto& message : frame.messages) {
+    const auto found = step.lanes.find(message.seq_id);
+    Lane* lane = found == step.lanes.end() ? nullptr : &found->second;
+    if (lane && !message.is_plain) lane->held_in = step.num_frames;
+    if (lane && lane->held_in == step.num_frames) lane = nullptr;  // Python has to see the order
+    step.taken.push_back(lane);
+    if (!lane) continue;
+    ++told->num_taken;
+    told->num_tokens += message.num_ids;
+    for (int64_t j = 0; j < message.num_ids; ++j) {
+      const int64_t id = frame.ids[static_cast<size_t>(message.first_id + j)];
+      if (lane->text->vocabulary->knows(id)) continue;
+      told->unknown_id = id;
+      told->unknown_vocabulary = lane->text->vocabulary;
+      return 0;
+    }
+  }
+  if (!told->num_taken) return 0;
+  step.out.clear();
+  step.rests.clear();
+  for (size_t i = 0; i < step.taken.size(); ++i) {
+    if (!step.taken[i]) continue;
+    const auto& message = frame.messages[i];
+    step.rests.push_back(step.add_chunk(*step.taken[i]->text, static_cast<int64_t>(i),
+                                        frame.ids.data() + message.first_id, message.num_ids,
+                                        now_s));
+  }
+  size_t num_rests = 0;
+  for (const Rest& chunk : step.rests) {
+    const Lane* lane = step.lane_at(chunk.place);
+    const auto end = step.rests.begin() + static_cast<ptrdiff_t>(num_rests);
+    const bool waits = std::any_of(step.rests.begin(), end, [&](const Rest& earlier) {
+      return step.lane_at(earlier.place) == lane;
+    });
+    const Rest rest = step.send(chunk.place, chunk.begin, chunk.end, waits ? -1 : lane->socket);
+    if (rest.begin != rest.end) step.rests[num_rests++] = rest;
+  }
+  for (size_t i = 0; i < num_rests; ++i) {
+    step.rests[i].place = step.lane_at(step.rests[i].place)->number;
+  }
+  told->num_messages = static_cast<int64_t>(step.taken.size());
+  told->taken = step.taken.data();
+  told->num_rests = static_cast<int64_t>(num_rests);
+  told->rests = step.rests.data();
+  told->out = step.out.data();
+  return 1;
 }
 
 }  // extern "C"

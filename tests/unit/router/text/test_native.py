@@ -1,12 +1,23 @@
 """Text in C++ against the same text in Python, token by token."""
 
+from contextlib import ExitStack
+from itertools import compress
 from socket import socketpair
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Limits
+from engine.messages import (
+    FinishReason,
+    Limits,
+    LoadReport,
+    Logprobs,
+    PrefillDone,
+    StepReport,
+    Tokens,
+    encode_frame,
+)
 from router.gateway.metrics.histograms import Buckets
 from router.text.detokenizer import AnswerText, ByteDetokenizer, PlainTextState
 from router.text.native.library import NativeText
@@ -27,7 +38,8 @@ steps = st.lists(st.tuples(st.integers(0, 2), token_ids, st.booleans()), max_siz
 
 def chunks_of(batch: TextSteps, added: list[tuple[BatchedText, list[int], float]]) -> list[bytes]:
     """The chunk of each addition, none of which is sent."""
-    rests = dict(batch.take(added, [-1] * len(added)))
+    texts, token_ids, came_s = zip(*added, strict=True) if added else ((), (), ())
+    rests = dict(batch.take(texts, token_ids, came_s, [-1] * len(added)))
     assert b"" not in rests.values()
     return [rests.get(place, b"") for place in range(len(added))]
 
@@ -163,8 +175,9 @@ def test_a_full_socket_takes_a_part_and_nothing_behind_it():
     (ours, theirs), (our_other, their_other) = socketpair(), socketpair()
     with ours, theirs, our_other, their_other:
         places = [ours.fileno(), ours.fileno(), our_other.fileno()]
-        added = [(first, (0,), 0.0), (second, (1,), 0.0), (other, (1,), 0.0)]
-        (place, rest), (next_place, chunk) = TextSteps().take(added, places)
+        texts, token_ids = (first, second, other), ((0,), (1,), (1,))
+        rests = TextSteps().take(texts, token_ids, (0.0, 0.0, 0.0), places)
+        (place, rest), (next_place, chunk) = rests
         ours.close()
         sent = b"".join(iter(lambda: theirs.recv(2**20), b""))
         assert (place, next_place) == (0, 1)
@@ -180,4 +193,95 @@ def test_what_a_closed_socket_does_not_take_is_returned():
     ours, theirs = socketpair()
     theirs.close()
     with ours:
-        assert TextSteps().take([(batched, (0,), 0.0)], [ours.fileno()]) == [(0, b'3\r\n"a"\r\n')]
+        rests = TextSteps().take((batched,), ((0,),), (0.0,), [ours.fileno()])
+        assert rests == [(0, b'3\r\n"a"\r\n')]
+
+
+# ---------------------------------------------------------------- frames
+
+SCORE = Logprobs(-1.0, 1, (1,), (-1.0,))
+others = st.sampled_from(
+    [
+        Tokens("s0.0", [1], FinishReason.STOP),
+        Tokens("s0.0", [1], logprobs=[SCORE]),
+        Tokens("s0.0", [1], num_drafted=1),
+        Tokens("s0.0", []),
+        Tokens("unknown.0", [1]),
+        PrefillDone("s0.0", 1, None),
+        LoadReport(1, 2, 3, 4, 5, 6, 7, 2**40, steps=[StepReport(0.5, num_rows=1)]),
+    ]
+)
+plain = st.builds(
+    Tokens,
+    st.integers(0, 2).map(lambda number: f"s{number}.0"),
+    st.lists(st.integers(0, VOCAB_SIZE + 70_000), min_size=1, max_size=20),
+)
+
+
+@FEW
+@given(st.lists(st.lists(plain | others, max_size=20), max_size=5))
+def test_tokens_in_frames_become_the_chunks_of_python(frames):
+    vocabulary, batch = NativeVocabulary(TABLE, VOCAB_SIZE, SPECIAL), TextSteps()
+    twins = {f"s{i}.0": Twin(vocabulary, shows_special=False, min_len=0) for i in range(3)}
+    pairs = {seq_id: socketpair() for seq_id in twins}
+    expected = dict.fromkeys(twins, b"")
+    with ExitStack() as stack:
+        for number, (seq_id, twin) in enumerate(twins.items()):
+            ours, theirs = map(stack.enter_context, pairs[seq_id])
+            theirs.setblocking(False)
+            assert batch.open_lane(number, seq_id.encode(), twin.batched, ours.fileno())
+        for now, messages in enumerate(frames):
+            held = set[str]()  # sequences with other news in this frame
+            is_taken = []
+            for each in messages:
+                seq_id = getattr(each, "seq_id", "")
+                is_plain = isinstance(each, Tokens) and each == Tokens(seq_id, each.token_ids)
+                if not (is_plain and each.token_ids):
+                    held.add(seq_id)
+                is_taken.append(seq_id in twins and seq_id not in held)
+            taken = batch.take_frame(
+                encode_frame(messages), float(now), lambda _, token: vocabulary.learn(token)
+            )
+            assert (taken is None) == (not any(is_taken))
+            if taken is not None:
+                assert list(taken.left) == [i for i, here in enumerate(is_taken) if not here]
+                assert not taken.rests
+            for message in compress(messages, is_taken):
+                ids = message.token_ids
+                expected[message.seq_id] += twins[message.seq_id].chunk_of(ids, float(now))
+        for seq_id, (_, theirs) in pairs.items():
+            assert (theirs.recv(2**20) if expected[seq_id] else b"") == expected[seq_id]
+            twins[seq_id].check()
+
+
+@given(st.binary() | st.lists(plain | others, min_size=1).map(encode_frame), st.integers(0, 200))
+def test_a_frame_that_breaks_off_is_left_to_python(frame, end):
+    vocabulary, batch = NativeVocabulary({0: b"a"}, 1, frozenset()), TextSteps()
+    text = bare_text(vocabulary)
+    ours, theirs = socketpair()
+    with ours, theirs:
+        assert batch.open_lane(1, b"s0.0", text, ours.fileno())
+        broken = frame[: min(end, len(frame) - 1)]
+        assert batch.take_frame(broken, 0.0, lambda _, token: vocabulary.learn(token)) is None
+    assert text.state.num_tokens == 0
+
+
+def test_a_lane_keeps_its_socket_and_returns_what_does_not_fit():
+    bytes_by_id = {0: b"a" * 2**22, 1: b"b"}
+    vocabulary, batch = NativeVocabulary(bytes_by_id, 2, frozenset()), TextSteps()
+    text = bare_text(vocabulary)
+    ours, theirs = socketpair()
+    with theirs:
+        with ours:
+            assert batch.open_lane(5, b"s.0", text, ours.fileno())
+        frame = encode_frame([Tokens("s.0", [0]), Tokens("s.0", [1])])
+        taken = batch.take_frame(frame, 0.0, lambda _, token: vocabulary.learn(token))
+        assert taken is not None
+        (number, rest), (next_number, chunk) = taken.rests
+        batch.close_lane(b"s.0")
+        sent = b"".join(iter(lambda: theirs.recv(2**20), b""))  # closed with the lane
+        assert (number, next_number) == (5, 5)
+        assert sent
+        assert sent + rest == b"%x\r\n" % (2**22 + 2) + b'"' + bytes_by_id[0] + b'"\r\n'
+        assert chunk == b'3\r\n"b"\r\n'
+        assert batch.take_frame(frame, 0.0, lambda *_: None) is None
