@@ -25,7 +25,8 @@ class StepTaker(Protocol):
     def take_frame(self, frame: bytes, now_s: float) -> Sequence[int] | None:
         """Takes what a frame has for open lanes: messages with tokens and nothing else.
 
-        Behind other news of a sequence, the frame's tokens for it are not taken. Returns the places of all other messages; None if nothing was taken.
+        Behind other news of a sequence, the frame's tokens for it are not taken. Returns the places
+        of all other messages; None if nothing was taken.
         """
         ...
 

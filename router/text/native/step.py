@@ -112,7 +112,7 @@ class TextSteps:
     """Makes chunks of tokens and sends them.
 
     A *lane* is the way of one sequence's tokens from the frames of its worker to a socket, without
-    Python. It has a number, and a descriptor of its own for the socket. The caller keeps its text.
+    Python. It has a number. The caller keeps its text.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class TextSteps:
         return [(place, data[start:end]) for place, start, end in found]
 
     def open_lane(self, number: int, seq_id: bytes, text: BatchedText, socket: int) -> bool:
-        """Opens the lane of a sequence; False if there is no descriptor left for it."""
+        """Opens the lane of a sequence; False if the kernel cannot tell its socket from others."""
         length = len(seq_id)
         opened = self._library.baton_lane_open(
             self._handle, seq_id, length, text.address, socket, number

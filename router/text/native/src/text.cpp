@@ -2,7 +2,6 @@
 // HTTP's chunked coding and sending, in one pass over all streams. Called through ctypes: see
 // library.py. Callers hold Python's global lock, so no two threads call at once.
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -191,13 +190,23 @@ struct TakenFrame {
   const Vocabulary* unknown_vocabulary;
 };
 
-// A stream that gets its tokens from the frames of its worker. It has a descriptor of its own for
-// its socket: that of a closed connection would soon be another connection's.
+// The kernel's number of a socket, which no other one ever has; 0: it is closed, or has none.
+uint64_t cookie_of(int32_t socket) {
+  uint64_t cookie = 0;
+  socklen_t size = sizeof cookie;
+  return ::getsockopt(socket, SOL_SOCKET, SO_COOKIE, &cookie, &size) ? 0 : cookie;
+}
+
+// A stream that gets its tokens from the frames of its worker. When its connection has closed, its
+// descriptor may be another connection's before Python hears of that: the cookie tells.
 struct Lane {
   Text* text;
   int32_t socket;
+  uint64_t cookie;
   int64_t number;       // Python's
   int64_t held_in = 0;  // the last frame with other news of the sequence
+
+  int32_t own_socket() const { return cookie_of(socket) == cookie ? socket : -1; }
 };
 
 struct Hash {
@@ -214,10 +223,6 @@ struct Step {
   int64_t num_frames = 0;
   std::vector<const Lane*> taken;  // of the present frame, by message; null: Python has to take it
   std::vector<Rest> rests;
-
-  ~Step() {
-    for (const auto& [_, lane] : lanes) ::close(lane.socket);
-  }
 
   const Lane* lane_at(int64_t place) const { return taken[static_cast<size_t>(place)]; }
 
@@ -316,21 +321,19 @@ int64_t baton_text_step(Step* open, Text* const* texts, const int64_t* lengths,
 }
 
 // Opens a lane: from now on the tokens of this sequence in frames go to the text and its socket.
-// Returns 0 if there is no descriptor left for it.
+// Returns 0 if the socket is closed, or the kernel does not number it.
 int32_t baton_lane_open(Step* step, const char* seq_id, int64_t length, Text* text, int32_t socket,
                         int64_t number) {
-  const int32_t own = ::dup(socket);
-  if (own < 0) return 0;
+  const uint64_t cookie = cookie_of(socket);
+  if (!cookie) return 0;
   step->lanes.insert_or_assign(std::string(seq_id, static_cast<size_t>(length)),
-                               Lane{text, own, number});
+                               Lane{text, socket, cookie, number});
   return 1;
 }
 
 void baton_lane_close(Step* step, const char* seq_id, int64_t length) {
   const auto found = step->lanes.find(std::string_view(seq_id, static_cast<size_t>(length)));
-  if (found == step->lanes.end()) return;
-  ::close(found->second.socket);
-  step->lanes.erase(found);
+  if (found != step->lanes.end()) step->lanes.erase(found);
 }
 
 // Takes from a worker's frame what is plain tokens of open lanes, and sends their chunks. Mirrors
@@ -378,7 +381,8 @@ int32_t baton_text_frame(Step* open, const char* data, int64_t length, double no
     const bool waits = std::any_of(step.rests.begin(), end, [&](const Rest& earlier) {
       return step.lane_at(earlier.place) == lane;
     });
-    const Rest rest = step.send(chunk.place, chunk.begin, chunk.end, waits ? -1 : lane->socket);
+    const Rest rest =
+        step.send(chunk.place, chunk.begin, chunk.end, waits ? -1 : lane->own_socket());
     if (rest.begin != rest.end) step.rests[num_rests++] = rest;
   }
   for (size_t i = 0; i < num_rests; ++i) {

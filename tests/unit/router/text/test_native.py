@@ -1,10 +1,12 @@
 """Text in C++ against the same text in Python, token by token."""
 
+import os
 from contextlib import ExitStack
 from itertools import compress
 from socket import socketpair
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -266,22 +268,44 @@ def test_a_frame_that_breaks_off_is_left_to_python(frame, end):
     assert text.state.num_tokens == 0
 
 
-def test_a_lane_keeps_its_socket_and_returns_what_does_not_fit():
+def test_a_lane_returns_what_does_not_fit():
     bytes_by_id = {0: b"a" * 2**22, 1: b"b"}
     vocabulary, batch = NativeVocabulary(bytes_by_id, 2, frozenset()), TextSteps()
     text = bare_text(vocabulary)
     ours, theirs = socketpair()
-    with theirs:
-        with ours:
-            assert batch.open_lane(5, b"s.0", text, ours.fileno())
+    with ours, theirs:
+        assert batch.open_lane(5, b"s.0", text, ours.fileno())
         frame = encode_frame([Tokens("s.0", [0]), Tokens("s.0", [1])])
         taken = batch.take_frame(frame, 0.0, lambda _, token: vocabulary.learn(token))
         assert taken is not None
         (number, rest), (next_number, chunk) = taken.rests
         batch.close_lane(b"s.0")
-        sent = b"".join(iter(lambda: theirs.recv(2**20), b""))  # closed with the lane
+        assert batch.take_frame(frame, 0.0, lambda *_: None) is None
+        ours.close()
+        sent = b"".join(iter(lambda: theirs.recv(2**20), b""))
         assert (number, next_number) == (5, 5)
         assert sent
         assert sent + rest == b"%x\r\n" % (2**22 + 2) + b'"' + bytes_by_id[0] + b'"\r\n'
         assert chunk == b'3\r\n"b"\r\n'
-        assert batch.take_frame(frame, 0.0, lambda *_: None) is None
+
+
+def test_a_lane_never_sends_to_another_socket_with_its_descriptor():
+    vocabulary, batch = NativeVocabulary({0: b"a"}, 1, frozenset()), TextSteps()
+    text = bare_text(vocabulary)
+    ours, theirs = socketpair()
+    other, their_other = socketpair()
+    with theirs, other, their_other:
+        their_other.setblocking(False)
+        descriptor = ours.fileno()
+        assert batch.open_lane(1, b"s.0", text, descriptor)
+        ours.close()
+        for number in range(2):
+            frame = encode_frame([Tokens("s.0", [0])])
+            taken = batch.take_frame(frame, 0.0, lambda _, token: vocabulary.learn(token))
+            assert taken is not None
+            assert taken.rests == [(1, b'3\r\n"a"\r\n')]
+            if not number:
+                assert os.dup2(other.fileno(), descriptor) == descriptor
+        os.close(descriptor)
+        with pytest.raises(BlockingIOError):
+            their_other.recv(1)
