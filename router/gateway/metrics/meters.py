@@ -81,8 +81,10 @@ _MEASURES = (
     "prefix_pull_s",
     "move_pull_s",
 )  # beside the stages: they overlap with them
-_STAGES = tuple(
-    name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
+_STAGES = tuple(  # each with its label
+    (name, (name.removesuffix("_s"),))
+    for name in Timeline.__struct_fields__
+    if name.endswith("_s") and name not in _MEASURES
 )
 
 
@@ -402,8 +404,10 @@ class ChoiceMeter:
         if timeline is not None:
             if self._request.trace is not None:
                 self._request.trace.add_choice(timeline)
-            for name, seconds in _stages(timeline):
-                self._metrics.stages.observe(seconds, (name,))
+            for name, labels in _STAGES:
+                seconds: float | None = getattr(timeline, name)
+                if seconds is not None:
+                    self._metrics.stages.observe(seconds, labels)
             if timeline.kv_transfer_s is not None:
                 self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
             if timeline.kv_exposed_s is not None:
@@ -450,10 +454,3 @@ class ChoiceMeter:
             histogram.observe(predicted_s)
             if true_s is not None and predicted_s > 0:
                 metrics.prediction_ratio.observe(true_s / predicted_s, (name,))
-
-
-def _stages(timeline: Timeline) -> Iterator[tuple[str, float]]:
-    for name in _STAGES:
-        seconds: float | None = getattr(timeline, name)
-        if seconds is not None:
-            yield name.removesuffix("_s"), seconds

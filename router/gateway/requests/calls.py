@@ -112,6 +112,8 @@ class CheckedCall(msgspec.Struct, frozen=True):
     served: ServedVersion
     requests: tuple[Request, ...]
     num_prompts: int
+    num_candidates: int  # choices that are generated for each prompt, shown or not
+    prompt_len: int  # tokens of all prompts
     client_id: str | None
     timeout_s: float | None
     num_shown: int
@@ -147,19 +149,9 @@ class CheckedCall(msgspec.Struct, frozen=True):
         return self.requests[0]
 
     @property
-    def num_candidates(self) -> int:
-        """Choices that are generated for each prompt, shown or not."""
-        return len(self.requests) // self.num_prompts
-
-    @property
     def leaders(self) -> tuple[Request, ...]:
         """The first request of each prompt."""
         return self.requests[:: self.num_candidates]
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of all prompts."""
-        return sum(len(leader.token_ids) for leader in self.leaders)
 
     @property
     def most_tokens(self) -> int:
@@ -256,6 +248,8 @@ def parse(
         served=served,
         requests=requests,
         num_prompts=len(prompts),
+        num_candidates=num_candidates,
+        prompt_len=sum([len(prompt.token_ids) for prompt in prompts]),
         client_id=call.client_id,
         timeout_s=call.timeout_s,
         num_shown=body.num_choices,
