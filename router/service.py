@@ -435,6 +435,8 @@ class Router:
 
     def _catch_up(self) -> None:
         """Tells the machine of the tokens that went to lanes."""
+        if not self._unheard:
+            return
         unheard, self._unheard = self._unheard, []
         for worker_id, frame, left, now_s in unheard:
             messages = decode_to_gateway(frame)
