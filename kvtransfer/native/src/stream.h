@@ -3,7 +3,7 @@
 //
 //     kind (4) | bytes (4) | sealed bytes | tag (32)
 //
-// A *note* is a message of the caller's. A *part* is the next 64 KiB, or the rest, of a record. The
+// A *note* is a message of the caller's. A *part* is the next 16 KiB, or the rest, of a record. The
 // records that belong together follow the note that names them. The beginning of a message, which lies
 // open, is authenticated too. Messages are numbered in each direction; the number is the nonce. So a
 // message that was changed, repeated, moved or sent back does not open.
