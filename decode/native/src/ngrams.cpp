@@ -1,6 +1,8 @@
 // Indexes of n-grams: decode/ngram.py defines them, and is their slow twin.
 #include <algorithm>
+#include <bit>
 #include <cstdint>
+#include <random>
 #include <vector>
 
 namespace {
@@ -26,6 +28,13 @@ struct Run {
   bool operator==(const Run&) const = default;
 };
 
+// Odd, and another in each process: nobody can choose tokens so that their runs meet in one slot.
+uint64_t some_factor() {
+  std::random_device random;
+  return (static_cast<uint64_t>(random()) << 32 | random()) | 1;
+}
+const uint64_t kNewerFactor = some_factor(), kOlderFactor = some_factor();
+
 // The place behind the most recent occurrence of each run of one size.
 class Places {
  public:
@@ -45,9 +54,8 @@ class Places {
   };
 
   size_t find(const Run& run) const {
-    uint64_t hash = (run.newer ^ run.older * 0x9E3779B97F4A7C15u) * 0xD6E8FEB86659FD93u;
-    hash ^= hash >> 32;
-    size_t i = hash & (slots_.size() - 1);
+    const uint64_t hash = run.newer * kNewerFactor + run.older * kOlderFactor;
+    size_t i = hash >> (64 - std::countr_zero(slots_.size()));  // the best mixed bits
     while (slots_[i].place != 0 && slots_[i].run != run) i = (i + 1) & (slots_.size() - 1);
     return i;
   }
