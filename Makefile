@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Python compiles what it imports, once; pip would compile 18,000 files, for over a minute.
 INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
-CPP := $(wildcard */native/src/*.cpp */native/src/*.h router/text/native/src/*.cpp engine/model/native/src/*.cpp engine/model/native/src/*.h bench/engine/src/*.cpp)
+CPP := $(wildcard */native/src/*.cpp */native/src/*.h router/text/native/src/*.cpp router/text/native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h bench/engine/src/*.cpp)
 
 .PHONY: install develop environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-long fuzz clean
 
