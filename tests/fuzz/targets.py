@@ -212,8 +212,8 @@ def attack_source(world: World, script: Script) -> None:
         machine.validate()
 
     for _ in range(1 + len(script)):
-        end.receive(handle)
-        end.send_blocks()
+        end.receive(handle, ())
+        end.send_blocks(may_wait=False)
         machine.validate()
     assert len(ended) + machine.num_leases == 1
     assert np.array_equal(world.pool, world.content)
@@ -259,7 +259,7 @@ def attack_sink(world: World, script: Script) -> None:
     end.perform(machine.start(SeqId("s"), tuple((i, BlockId(b)) for i, b in WANTED), 0.0))
     end.send()
     for _ in range(1 + len(script)):
-        end.receive()
+        end.receive((), may_wait=False)
         end.send()
         machine.validate()
     end.perform(machine.abort(SeqId("s"), 0.0))
@@ -267,7 +267,7 @@ def attack_sink(world: World, script: Script) -> None:
     context.sockets[1].deliver(
         encode(Data(HONEST_LEASE, [0], checksum(honest_record))), honest_record
     )
-    end.receive()
+    end.receive((), may_wait=False)
     machine.validate()
     assert sorted(event.seq_id for event in ended if event.seq_id != "t") == ["honest", "s"]
     assert any(isinstance(event, PullDone) and event.seq_id == "honest" for event in ended)
