@@ -27,6 +27,7 @@ from router.text.native.library import SOURCES as TEXT
 log = logging.getLogger(__name__)
 
 SERVING = (ENGINE, ROUTER, TRANSFER, TEXT)  # what each deployment needs, the longest first
+STOP_S = 2.0  # for compilers to end
 LIBRARIES = {sources.name: sources for sources in (*SERVING, NGRAMS, DISK)}
 
 
@@ -74,9 +75,15 @@ class Preparation:
 
     def close(self) -> None:
         """Ends it and its compilers."""
-        if self._process is not None and self.is_running:
-            os.killpg(self._process.pid, signal.SIGTERM)
-        self.wait()
+        process = self._process
+        if process is None or not self.is_running:
+            return
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:  # it had just started another compiler
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _failure(sources: Sources) -> str:

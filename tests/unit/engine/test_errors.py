@@ -27,6 +27,7 @@ NO_ERRORS = {
     "StopAsked": "a signal that interrupts the start of a command",
     "NoPositiveForm": "control flow of the rewriting of schemas: a negation that has none",
     "LeaseLost": "control flow of the batches: another process runs them now",
+    "StreamLost": "control flow of a sink: its connection to a source is gone",
     "VersionLeaves": "control flow of the batches: a paused request starts again elsewhere",
     "ClientLeft": "control flow of the gateway: the client closed its connection",
 }
