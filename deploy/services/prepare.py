@@ -68,11 +68,6 @@ class Preparation:
         """True while it builds."""
         return self._process is not None and self._process.poll() is None
 
-    def wait(self) -> None:
-        """Returns when it has built everything."""
-        if self._process is not None:
-            self._process.wait()
-
     def close(self) -> None:
         """Ends it and its compilers."""
         process = self._process

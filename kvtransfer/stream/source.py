@@ -62,7 +62,7 @@ class SealedSource:
         self._guests: dict[int, _Guest] = {}  # by descriptor, oldest first
 
     def open(self, host: str, poller: select.epoll) -> None:
-        """Listens on `port`. Raises OSError."""
+        """Listens on a `port` that the system chooses. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_GUESTS)
         self._listener.settimeout(0)

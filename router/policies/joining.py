@@ -18,7 +18,11 @@ def next_decoder(
     view: ClusterView, need: Need, *, source: WorkerId, costs: Costs, rng: random.Random
 ) -> WorkerId | None:
     """Chooses where a sequence at `source` goes on. None if there is no room for it now."""
-    able = [item for item in _others(view, source) if has_room(item[1], need)]
+    able = [
+        item
+        for item in reachable(view, source)
+        if item[1].info.role.decodes and has_room(item[1], need)
+    ]
     if not able:
         return None
     paces_s = {i: tpot_s(worker, need, costs) for i, worker in able}
@@ -31,14 +35,13 @@ def next_decoder(
     return rng.choice(least(able, cost))[0]
 
 
-def _others(view: ClusterView, source: WorkerId) -> list[Worker]:
-    """Decode workers that can read the blocks of `source` and that these blocks reach."""
+def reachable(view: ClusterView, source: WorkerId) -> list[Worker]:
+    """Other workers that can read the blocks of `source` and that these blocks reach."""
     layout = view.workers[source].info.layout
     return [
         (worker_id, worker)
         for worker_id, worker in view.workers.items()
         if worker_id != source
-        and worker.info.role.decodes
         and worker.info.layout.difference(layout) is None
         and (source, worker_id) not in view.severed
     ]

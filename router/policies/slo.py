@@ -245,13 +245,14 @@ class _Question:
         asked = self._asked
         if not prefills or not self._all_paces_known:
             return Busy()
-        harms_s = {i: self._harm_s(worker) for i, worker in asked.view.prefillers()}
+        lenders = [(i, self._harm_s(worker)) for i, worker in asked.view.prefillers()]
+        ranks = [(i, harm_s, self._rank(i)) for i, harm_s in lenders if harm_s < inf]
         apart = asked.candidates.apart
         ways = [
-            ((prefill.price_s + harm_s, self._rank(i), prefill.worker[0] != i), prefill, i)
+            ((prefill.price_s + harm_s, rank, prefill.worker[0] != i), prefill, i)
             for prefill in prefills
-            for i, harm_s in harms_s.items()
-            if harm_s < inf and (prefill.worker[0], i) not in apart
+            for i, harm_s, rank in ranks
+            if (prefill.worker[0], i) not in apart
         ]
         if not ways:
             return Busy()

@@ -40,7 +40,7 @@ def test_a_short_storm_of_faults_harms_no_request():
     kinds = (FaultKind.KILL, FaultKind.FLIP, FaultKind.GATEWAY)
     for seed in (1, 2, 3):  # in a storm so short, each fault may miss all requests
         plan = ChaosPlan(
-            num_requests=42, rate_per_s=6.0, every_s=4.0, kinds=kinds, seed=seed, store_mib=64
+            num_requests=84, rate_per_s=12.0, every_s=4.0, kinds=kinds, seed=seed, store_mib=64
         )
         run = unharmed(plan, must_affect=seed == 3)
         if num_affected(run):

@@ -18,6 +18,7 @@ from router.machine.moves.rule import COUNTED_AS, GATHERED, GIVEN_BACK, REST_S, 
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.base import Need
+from router.policies.joining import reachable
 from router.policies.slo import drag_of, lend_ratio, lending_loss_s, lent_tpot_s, tpot_s
 
 LOOK_EVERY_S = 0.1
@@ -77,17 +78,15 @@ class Lending:
 
     def _fuller_lender(self, need: Need, here: WorkerView, bound_s: float) -> WorkerId | None:
         """The lender with the longest steps that keeps the bound; None if it is this one."""
-        view, costs = self._state.view, self._state.estimates
-        fuller = [
-            (worker_id, worker)
-            for worker_id, worker in view.prefillers()
+        costs = self._state.estimates
+        paces_s = [
+            (pace_s, worker_id)
+            for worker_id, worker in reachable(self._state.view, here.info.worker_id)
             if worker.num_decodes > here.num_decodes
-            and worker.info.layout.difference(here.info.layout) is None
-            and (here.info.worker_id, worker_id) not in view.severed
+            and (pace_s := lent_tpot_s(worker, need, costs)) is not None
+            and pace_s <= bound_s
         ]
-        known = ((lent_tpot_s(worker, need, costs), i) for i, worker in fuller)
-        kept = [(tpot, i) for tpot, i in known if tpot is not None and tpot <= bound_s]
-        return max(kept)[1] if kept else None
+        return max(paces_s)[1] if paces_s else None
 
     def _pays(
         self, flight: Flight, need: Need, way: tuple[WorkerView, WorkerView], now_s: float

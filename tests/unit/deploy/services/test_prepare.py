@@ -8,6 +8,7 @@ import pytest
 from deploy.services import prepare
 from deploy.services.prepare import LIBRARIES, SERVING, Preparation
 from engine.native_build import cache_folder, is_built
+from tests.kits.services.served import poll_until
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo 1.0; exit 0; fi
@@ -43,7 +44,7 @@ def test_a_start_builds_what_serving_needs(use_compiler):
     use_compiler()
     preparation = Preparation()
     preparation.start()
-    preparation.wait()
+    poll_until(lambda: not preparation.is_running, "all is built", 60)
     assert {path.name.split("-")[0] for path in cache_folder().iterdir()} == {
         sources.name for sources in SERVING
     }
