@@ -213,9 +213,11 @@ def test_closing_frees_every_descriptor():
             assert isinstance(sink.pull("s", source.lease("l", [1]), [(0, 2)]), PullDone)
 
     run()
-    before = num_fds()
-    run()
-    assert num_fds() == before
+    before, num_runs = num_fds(), 5
+    for _ in range(num_runs):
+        run()
+    # A leak leaves one of each run. Threads of earlier tests may open or close a few meanwhile.
+    assert num_fds() - before < num_runs
 
 
 SOURCE_PROCESS = """
