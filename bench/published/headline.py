@@ -20,7 +20,7 @@ HEADLINES: tuple[Headline, ...] = (
     Headline("decode of 32 sequences, int8 weights", "engine", "decode_b32/int8", "vllm_w8a8"),
     Headline("decode of one sequence, int8 weights", "engine", "decode_b1/int8", "vllm_w8a8"),
     Headline("KV over shared memory, blocks of 1 MiB", "kv", "shm/1MiB", "mooncake"),
-    Headline("KV over ZeroMQ, encrypted, blocks of 1 MiB", "kv", "zmq/1MiB", "mooncake"),
+    Headline("KV over the network, encrypted, blocks of 1 MiB", "kv", "zmq/1MiB", "mooncake"),
     Headline("placements at 1,000 workers", "router", "decisions/1000", "dict_bitmask"),
     Headline("tokens per CPU second of the gateway", "gateway", "gateway/tok_per_cpu_s", "fastapi"),
     Headline(
