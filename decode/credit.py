@@ -14,14 +14,14 @@ class TimeCredit:
         self._step_s: float | None = None  # the time of recent steps
         self._earned_s, self._num_earned = 0.0, 0  # seconds and steps not credited yet
 
-    def earn(self, seconds: float) -> None:
-        """Notes the time of a step."""
+    def earn(self, seconds: float, num_steps: int = 1) -> None:
+        """Notes the time of steps."""
         if self._step_s is None:
-            self._step_s = seconds
+            self._step_s = seconds / num_steps
             # Blocks that fill at once need not wait.
             self._credit_s["catching up"] = self._most_s("catching up")
-        self._earned_s += min(seconds, 2 * self._step_s)
-        self._num_earned += 1
+        self._earned_s += min(seconds, 2 * self._step_s * num_steps)
+        self._num_earned += num_steps
         if self._num_earned < _EARN_EVERY:
             return
         self._step_s += 0.5 * (self._earned_s / self._num_earned - self._step_s)

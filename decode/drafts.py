@@ -32,11 +32,11 @@ CATCH_UP_TOKENS = 512  # of left-out sequences, that the draft model computes in
 
 @dataclass(slots=True)
 class _Draft:
-    """The state of one running sequence. All but `ngrams` is of the step planned last."""
+    """The state of one running sequence: what was planned for it in the latest step."""
 
     seq: Sequence
     ngrams: Any  # its index, or None
-    match: Match | None = None
+    match: Match | None = None  # of the latest look
     proposal: Proposal | None = None
     is_seen: bool = False  # by the draft model
 
@@ -74,6 +74,7 @@ class DraftPlanner:
         self._counters = counters
         self._ngrams = ngrams
         self._drafts: dict[SeqId, _Draft] = {}
+        self._marked: list[_Draft] = []  # with a proposal or seen, in the step planned last
 
     @property
     def needs_last_step(self) -> bool:
@@ -110,15 +111,15 @@ class DraftPlanner:
         speculator = self.speculator
         if speculator is None or not chosen:
             return False
-        drafts = [self._drafts[seq.seq_id] for seq in chosen]
+        for draft in self._marked:
+            draft.proposal, draft.is_seen = None, False
+        proposed: list[_Draft] = []
         if speculator.is_on and not speculator.rests():
-            self._propose(drafts, speculator, budget_tokens, admitted)
-        else:
-            for draft in drafts:
-                draft.proposal = None
-        if self.has_draft_model:
-            self._look(drafts, speculator)
-        return any(draft.proposal is not None for draft in drafts)
+            drafts = [self._drafts[seq.seq_id] for seq in chosen]
+            proposed = self._propose(drafts, speculator, budget_tokens, admitted)
+        seen = self._look(chosen, proposed, speculator) if self.has_draft_model else []
+        self._marked = proposed + seen
+        return bool(proposed)
 
     def _propose(
         self,
@@ -126,10 +127,10 @@ class DraftPlanner:
         speculator: Speculator,
         budget_tokens: int,
         admitted: Callable[[], list[Sequence]],
-    ) -> None:
+    ) -> list[_Draft]:
+        """Returns the drafts that have a proposal now."""
         candidates = self._candidates(drafts, speculator)
         for proposal, draft in zip(speculator.plan(candidates), drafts, strict=True):
-            draft.proposal = None
             if proposal is None:
                 continue
             num_tokens = min(proposal.num_tokens, budget_tokens)
@@ -139,6 +140,7 @@ class DraftPlanner:
                 draft.proposal = proposal
             elif num_tokens:
                 draft.proposal = msgspec.structs.replace(proposal, num_tokens=num_tokens)
+        return [draft for draft in drafts if draft.proposal is not None]
 
     def _candidates(self, drafts: list[_Draft], speculator: Speculator) -> list[Candidate]:
         if speculator.uses_ngrams:
@@ -161,20 +163,24 @@ class DraftPlanner:
             )
         return candidates
 
-    def _look(self, drafts: list[_Draft], speculator: Speculator) -> None:
+    def _look(
+        self, chosen: Items[Sequence], proposed: Items[_Draft], speculator: Speculator
+    ) -> list[_Draft]:
         """Chooses the sequences that the draft model computes.
 
         These are the sequences that it drafts for, and those for which it would complete a block.
+        Returns the latter.
         """
-        late: list[_Draft] = []
-        num_passes = 1
-        for draft in drafts:
-            seq = draft.seq
-            draft.is_seen = draft.is_proposed_by_model
-            if draft.is_seen:
-                num_passes = 0
-            elif len(seq.token_ids) // self._block_size > seq.num_draft_tokens // self._block_size:
-                late.append(draft)
+        block_size, num_passes = self._block_size, 1
+        for draft in proposed:
+            if draft.is_proposed_by_model:
+                draft.is_seen, num_passes = True, 0
+        late = [
+            self._drafts[seq.seq_id]
+            for seq in chosen
+            if len(seq.token_ids) // block_size > seq.num_draft_tokens // block_size
+        ]
+        late = [draft for draft in late if not draft.is_seen]
         late.sort(key=lambda draft: draft.seq.num_unseen_tokens)
         num_tokens, num_seen = 0, 0
         for draft in late:
@@ -183,13 +189,15 @@ class DraftPlanner:
                 break
             num_tokens += num_unseen + 1
             num_seen += 1
-        if num_seen and speculator.may_catch_up(num_tokens, num_passes):
-            for draft in late[:num_seen]:
-                draft.is_seen = True
+        if not num_seen or not speculator.may_catch_up(num_tokens, num_passes):
+            return []
+        for draft in late[:num_seen]:
+            draft.is_seen = True
+        return late[:num_seen]
 
     def row_draft(self, seq: Sequence) -> RowDraft:
         """Returns the drafting fields of the sequence's row in the planned step."""
-        if self.speculator is None:
+        if not self._marked:
             return NO_DRAFT
         draft = self._drafts[seq.seq_id]
         unseen = seq.token_ids[seq.num_draft_tokens :] if draft.is_seen else ()
@@ -218,7 +226,7 @@ class DraftPlanner:
 
     def learn(self, seq_id: SeqId, result: RowResult, num_accepted: int) -> None:
         """Learns from a verified draft; `num_accepted` is cut at the answer's end."""
-        if self.speculator is None:
+        if self.speculator is None or not self._marked:
             return
         proposal = self._drafts[seq_id].proposal
         if proposal is None:

@@ -32,7 +32,7 @@ _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
 _LOOK_RATE = 0.1  # weight of the latest look
-_PACE_RATE, _PACES = 0.25, (0.5, 2.0)  # weight of the latest step without one; it says no more
+_PACE_RATE = 0.25  # weight of the latest step without one
 _FIRST_GAIN = 0.02  # of looks, while little is known
 _GAIN_RATE, _MOST_GAIN = 0.05, 2.0  # weight of the latest look; one step says no more than this
 
@@ -231,10 +231,11 @@ class StepCost:
         return self._pace * self.plain_s(num_rows, read)
 
     def see_plain(self, num_rows: int, read: float, seconds: float) -> None:
-        """Notes the time of a step without a look."""
-        fastest, slowest = _PACES
-        pace = min(max(seconds / self.plain_s(num_rows, read), fastest), slowest)
-        self._pace += _PACE_RATE * (pace - self._pace)
+        """Notes the time of a step without a look. It is cut like those with a look, with which it
+        is compared: else interruptions would count in one of them only.
+        """
+        change = seconds / self.recent_plain_s(num_rows, read) - 1
+        self._pace *= 1 + _PACE_RATE * min(max(change, _ERRORS[0]), _ERRORS[1])
 
     def learn_look(self, num_rows: int, read: float, seconds: float) -> None:
         """Learns from a step without drafts that took so long with a look for them.

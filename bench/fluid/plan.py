@@ -12,7 +12,7 @@ most output tokens every few seconds. All deployments are up all the time, all b
 repetition plays all mixes in a random order, and each mix on all deployments in a random order, one
 after the other. So each ratio is that of neighbours in time.
 
-**Bound.** First the pace of a few streams without prompts is measured on `fluid`, and the time of
+**Bound.** First the pace of a few streams without prompts is measured on `walled`, and the time of
 one prompt. Then a deployment `bound` starts, with fluid pools and `SLACK` times this pace as
 `router.slo_tpot_s`. Streams decode there, and on `walled`, without prompts and while prompts
 arrive. The prompts are a Poisson process at `LOAD` times the rate of one worker. No two prompts

@@ -232,8 +232,11 @@ class _Bench:
         return pace, runs
 
     async def _pace(self) -> tuple[float, float]:
-        """Measures the median gap of streams without prompts, and the time of one prompt."""
-        server = self._servers[FluidDeployment.FLUID]
+        """Measures the median gap of streams without prompts, and the time of one prompt.
+
+        On walled pools: of fluid ones both workers would decode, a pace that no prompt may disturb.
+        """
+        server = self._servers[FluidDeployment.WALLED]
         streams, prompts = self._bodies(server, "pace")
         alone = whole(
             await asyncio.gather(

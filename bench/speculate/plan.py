@@ -17,8 +17,9 @@ Answers are greedy, or at temperature 0.7. Answers to random tokens hardly repea
 not at all, so n-grams find least there. A *cell* is a workload, a batch size and a mode.
 
 Speed is that of decoding while the whole batch runs. It is measured from the step after the last
-sequence had its first token, until one sequence has as many as wanted. The worker lives on from
-cell to cell.
+sequence had its first token, until one sequence has as many as wanted. Such a batch is over in a
+tenth of a second, so a run of a cell is many of them, with all modes in turn, until those without
+speculation have taken long enough together. The worker lives on from cell to cell.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,8 @@ TEMPERATURE = 0.7
 EDIT_EVERY = 16  # tokens of an earlier answer, on average, one is replaced
 MAX_DRAFT_TOKENS = 8
 BATCHES = (1, 8, 32)
-ROUNDS_OF_ONE = 4  # a single sequence says little
+LEAST_S = 0.5  # of plain decoding, in one run of a cell
+MOST_ROUNDS = 61  # batches in one run; odd, as the order of modes changes with each
 CALIBRATED_LENS = (0, 1, 2, 4, 8)  # drafts whose passes are timed by themselves
 QUICK_TOKENS = 16
 QUICK_IDENTITY = 40
@@ -124,6 +126,7 @@ class SpeculatePlan:
     num_tokens: int  # of each answer that is timed
     num_identity: int  # requests that are answered in all modes, to be compared
     num_repeats: int
+    least_s: float = LEAST_S  # of plain decoding, in one run of a cell
     seed: int = 0
     is_quick: bool = False
 
@@ -159,6 +162,7 @@ def quick(plan: SpeculatePlan) -> SpeculatePlan:
         plan,
         setups=setups or plan.setups,
         num_repeats=1,
+        least_s=0.0,
         num_tokens=min(plan.num_tokens, QUICK_TOKENS),
         num_identity=min(plan.num_identity, QUICK_IDENTITY),
         is_quick=True,
@@ -184,20 +188,14 @@ def cells_of(plan: SpeculatePlan, setup: SpeculateSetup) -> list[Cell]:
     return [Cell(setup, workload, batch) for workload in setup.workloads for batch in plan.batches]
 
 
-def rounds_of(plan: SpeculatePlan, cell: Cell) -> int:
-    """Batches, one after the other, that make one run of a cell."""
-    return ROUNDS_OF_ONE // (2 if plan.is_quick else 1) if cell.batch == 1 else 1
+def prompts_for(cell: Cell, count: int, *, turn: int) -> list[int]:
+    """Chooses the prompts of this batch out of `count`: others in each turn."""
+    return [(turn * cell.batch + i) % count for i in range(cell.batch)]
 
 
-def prompts_for(cell: Cell, count: int, *, repeat: int, round_: int) -> list[int]:
-    """Chooses the prompts of this batch out of `count`: others in each round and repetition."""
-    first = (repeat * ROUNDS_OF_ONE + round_) * cell.batch
-    return [(first + i) % count for i in range(cell.batch)]
-
-
-def order_of(modes: Sequence[Speculate], repeat: int) -> list[Speculate]:
-    """Modes in the order of one repetition, so that drift meets all of them alike."""
-    return [*modes[::-1]] if repeat % 2 else [*modes]
+def order_of(modes: Sequence[Speculate], turn: int) -> list[Speculate]:
+    """Modes in the order of one turn, so that drift meets all of them alike."""
+    return [*modes[::-1]] if turn % 2 else [*modes]
 
 
 def config_of(plan: SpeculatePlan) -> dict[str, Scalar]:
@@ -212,6 +210,7 @@ def config_of(plan: SpeculatePlan) -> dict[str, Scalar]:
         "num_tokens": plan.num_tokens,
         "num_identity": plan.num_identity,
         "num_repeats": plan.num_repeats,
+        "least_s": plan.least_s,
         "max_draft_tokens": MAX_DRAFT_TOKENS,
         "quick": plan.is_quick,
     }

@@ -1,8 +1,7 @@
 """Measures speculation: a process for each setup, and in it the modes in turn.
 
 A speed-up compares modes of one process in one repetition, on the same prompts, one right after the
-other. The order rotates with each repetition, so other load on the machine meets all modes alike.
-Before the first figure every cell has run once.
+other. The order changes with each batch, so other load on the machine meets all modes alike. the first figure every cell has run once.
 
 Answers are compared too. Each request is answered in all modes, with int8 weights, where the
 promise is that no token differs, and with fp32.
@@ -26,6 +25,7 @@ from bench.speculate.plan import (
     BUNDLED,
     CALIBRATED_LENS,
     MAX_DRAFT_TOKENS,
+    MOST_ROUNDS,
     NUM_PROMPTS,
     PROMPT_LEN,
     Cell,
@@ -36,7 +36,6 @@ from bench.speculate.plan import (
     cells_of,
     order_of,
     prompts_for,
-    rounds_of,
     setups_of,
 )
 from bench.speculate.prompts import (
@@ -115,14 +114,18 @@ def _measure_cell(
 ) -> None:
     """Measures one cell in every mode."""
     found: dict[Speculate, list[BatchRun]] = {mode: [] for mode in cell.setup.modes}
-    for round_ in range(rounds_of(plan, cell) if repeat != WARM_UP else 1):
-        indices = prompts_for(cell, len(asks), repeat=repeat, round_=round_)
-        chosen = msgspec.to_builtins([asks[i] for i in indices])
-        for mode in order_of(cell.setup.modes, repeat):
+    plain_s = 0.0
+    for round_ in range(MOST_ROUNDS):
+        turn = repeat * MOST_ROUNDS + round_
+        chosen = msgspec.to_builtins([asks[i] for i in prompts_for(cell, len(asks), turn=turn)])
+        for mode in order_of(cell.setup.modes, turn):
             answer = worker.ask("decode", timeout_s=JOB_TIMEOUT_S, mode=mode, asks=chosen)
             found[mode].append(msgspec.convert(answer, BatchRun))
-    if repeat == WARM_UP:
-        return
+        plain_s += found[Speculate.OFF][-1].seconds
+        if repeat == WARM_UP:
+            return
+        if plain_s >= plan.least_s:
+            break
     plain = joined(found[Speculate.OFF])
     for mode, runs in found.items():
         run = joined(runs)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bench.speculate.plan import (
     CALIBRATED_LENS,
     GOALS,
+    MOST_ROUNDS,
     PromptKind,
     SpeculatePlan,
     SpeculateWorkload,
@@ -17,7 +18,6 @@ from bench.speculate.plan import (
     order_of,
     prompts_for,
     quick,
-    rounds_of,
     setups_of,
 )
 from bench.speculate.prompts import (
@@ -122,26 +122,21 @@ def test_quick_plan_is_smaller_and_keeps_all_promised_speeds():
     assert quick(replace(PLAN, setups=("bad",))).setups == ("bad",)
 
 
-def test_rounds_and_repetitions_have_prompts_of_their_own():
+def test_turns_have_prompts_of_their_own():
     cell = cells_of(PLAN, setups_of(PLAN)[0])[0]
     assert cell.batch == 1
-    found = [
-        prompts_for(cell, 32, repeat=repeat, round_=round_)
-        for repeat in range(2)
-        for round_ in range(rounds_of(PLAN, cell))
-    ]
-    assert sorted(found) == [[i] for i in range(8)]
+    assert sorted(prompts_for(cell, 32, turn=turn) for turn in range(8)) == [[i] for i in range(8)]
 
 
 def test_a_batch_larger_than_the_prompts_has_some_of_them_twice():
     cell = replace(cells_of(PLAN, setups_of(PLAN)[0])[0], batch=5)
-    assert prompts_for(cell, 3, repeat=0, round_=0) == [0, 1, 2, 0, 1]
+    assert prompts_for(cell, 3, turn=0) == [0, 1, 2, 0, 1]
 
 
-def test_order_of_modes_rotates_with_each_repetition():
+def test_order_of_modes_changes_with_each_turn_and_repetition():
     modes = [*Speculate]
-    assert order_of(modes, 0) == modes
-    assert order_of(modes, 1) == modes[::-1]
+    assert order_of(modes, 0) == order_of(modes, 2) == modes
+    assert order_of(modes, 1) == order_of(modes, MOST_ROUNDS) == modes[::-1]
 
 
 def test_kv_format_follows_the_weights():
