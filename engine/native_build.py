@@ -59,12 +59,13 @@ class Sources:
     name: str  # of the library, in the cache
     folder: Path
     mains: tuple[str, ...]
+    flags: tuple[str, ...] = FLAGS
 
 
-def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
+def built_library(sources: Sources) -> Path:
     """Path of the compiled library, built if it is not in the cache. Raises BuildError."""
-    compiler = find_compiler()
-    name = f"{sources.name}-{_digest(sources, compiler, flags)}.so"
+    compiler, flags = find_compiler(), sources.flags
+    name = f"{sources.name}-{_digest(sources, compiler)}.so"
     command = [compiler, *flags]
     mains = [sources.folder / main for main in sources.mains]
     try:
@@ -80,7 +81,7 @@ def built_library(sources: Sources, flags: tuple[str, ...] = FLAGS) -> Path:
 def is_built(sources: Sources) -> bool:
     """True if the cache has the library. It may be untrusted. Raises BuildError."""
     compiler = find_compiler()
-    return (cache_folder() / f"{sources.name}-{_digest(sources, compiler, FLAGS)}.so").exists()
+    return (cache_folder() / f"{sources.name}-{_digest(sources, compiler)}.so").exists()
 
 
 def compiler_cache(name: str) -> Path:
@@ -208,7 +209,7 @@ def _compile(command: list[str], to: Path) -> None:
         raise BuildError(f"{command[0]} failed: {_first_error(done.stderr)}")
 
 
-def _digest(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str:
+def _digest(sources: Sources, compiler: str) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for source in sorted(sources.folder.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
@@ -218,7 +219,7 @@ def _digest(sources: Sources, compiler: str, flags: tuple[str, ...]) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler} does not run: {error}") from error
-    digest.update(version + " ".join(flags).encode() + _processor().encode())
+    digest.update(version + " ".join(sources.flags).encode() + _processor().encode())
     return digest.hexdigest()
 
 

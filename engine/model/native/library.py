@@ -12,11 +12,17 @@ from pathlib import Path
 
 from engine.errors import BuildError
 from engine.layout import KVFormat
-from engine.native_build import Sources, built_library, open_library
+from engine.native_build import FLAGS, Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = Sources("kernels", Path(__file__).parent / "src", ("baton.cpp", "attention.cpp"))
+SOURCES = Sources(
+    "kernels",
+    Path(__file__).parent / "src",
+    ("baton.cpp", "attention.cpp"),
+    # Loops that matter name their vector instructions. To look for more takes a compiler long.
+    (*FLAGS, "-fno-tree-loop-vectorize"),
+)
 FP32, BF16, INT8, INT8_AS_FLOAT, BF16_PAIRS = range(5)  # kinds of weights
 FORMATS = {
     KVFormat.FP32: 0,
