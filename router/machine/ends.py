@@ -26,7 +26,8 @@ class Ends:
         state = self._state
         request_id = flight.request.request_id
         attempt = flight.attempt
-        self.release_followers(flight, now_s)
+        if flight.leads:
+            self.release_followers(flight, now_s)
         if attempt is None:
             state.waiting.drop(flight)
         has_kv = attempt is not None and attempt.prefilled and attempt.kv_ready

@@ -327,7 +327,12 @@ class RouterMachine:
             state.waiting.held.hold(request.request_id, leader.request.request_id)
             return effects
         flight.shared = None if leader is None else leader.shared
-        state.waiting.put(flight)
+        placed: list[RouterEffect] = []
+        if not (state.waiting.queue or self.num_stranded):  # no other request has its turn before
+            placed = self._placing.place_one(flight, now_s)
+        if not placed:
+            state.waiting.put(flight)
+        effects += placed
         return effects
 
     def _on_client_gone(self, request_id: RequestId, now_s: float) -> list[RouterEffect]:

@@ -7,8 +7,9 @@ pulled. If a new request must wait, the store is told to read it meanwhile.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
+
+from msgspec.structs import replace
 
 from engine.messages import (
     MAX_HASHES,
@@ -77,12 +78,15 @@ class Placing:
         return effects
 
     def place_one(self, flight: Flight, now_s: float) -> list[RouterEffect]:
-        """Places a queued request out of turn, if there is room."""
+        """Places a new request, or a queued one out of turn, if there is room."""
+        state = self._state
+        state.view.forget_severed(now_s)
         need = self.need(flight, now_s)
         decision = self._choose(flight, need, now_s)
         if not isinstance(decision, Decision):
             return []
-        self._state.waiting.take(flight)
+        if flight.request.request_id in state.waiting.queue:
+            state.waiting.take(flight)
         return [self._place(flight, decision, need, now_s)]
 
     def need(self, flight: Flight, now_s: float) -> Need:
@@ -208,9 +212,7 @@ class Placing:
         factor = state.config.hedge_after
         if factor is not None and decision.predicted_ttft_s is not None and not flight.num_hedges:
             attempt.hedge_after_s = max(factor * decision.predicted_ttft_s, HEDGE_LEAST_S)
-        effect = self._ask_or_prefill(flight, attempt, decision, now_s)
-        state.deadlines.watch(flight)
-        return effect
+        return self._ask_or_prefill(flight, attempt, decision, now_s)
 
     def _begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
         """Returns a new attempt, with all that it needs reserved."""
@@ -289,6 +291,7 @@ class Placing:
         if self._state.view.workers[decision.pulled_from].prefills:
             attempt.asked_s = now_s
         attempt.offer_due_s = now_s + self._state.config.offer_timeout_s
+        self._state.deadlines.watch(flight)
         self._state.counters["prefix offer", "asked"] += 1
         keepers = (None, decision.pulled_from)
         offer = OfferPrefix(
@@ -372,8 +375,10 @@ class KnownPrefixes:
     def hashes(self) -> Sequence[BlockHash]:
         """Hashes of the full blocks; none if one worker alone could hold them."""
         view, flight = self._state.view, self._flight
+        if len(view.workers) < 2 or flight.prompt_logprobs is not None:
+            return ()
         worker = view.any_computing()
-        if worker is None or len(view.workers) < 2 or flight.prompt_logprobs is not None:
+        if worker is None:
             return ()
         # At least one token is computed, to sample from its logits.
         return flight.leading_hashes(flight.length - 1, worker)
