@@ -159,8 +159,11 @@ class AnswerService:
                 await replies.refuse(error)
                 return
             meter.accept(received_s, checked.prompt_len, checked.served.name, key=tenant.name)
-            with parts.versions.serving(checked.served):
+            parts.versions.begin(checked.served)
+            try:
                 await self._serve(checked, replies, meter, use)
+            finally:
+                parts.versions.end(checked.served)
         finally:
             if use is not None:
                 use.end(parts.clock.now_s())

@@ -20,7 +20,7 @@ import contextlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -128,6 +128,7 @@ class Versions:
 
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
+        self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # of the table
         self.tallies = Tallies()
         self._num_requests: Counter[str] = Counter()
         # Counted by this object, and by routers that are gone.
@@ -146,6 +147,7 @@ class Versions:
             if gone.port not in left:
                 self._counted.update(gone.port.counters())
         self.table = table
+        self._able = {}  # set last, as other threads may be filling the old one
 
     def choose(
         self, *, key: str, model: str | None = None, version: str | None = None
@@ -153,7 +155,10 @@ class Versions:
         """Returns the version for a request. Thread-safe. Raises ApiError if there is none."""
         if self._is_stopping:
             raise ApiError(STOPPING, code=SERVER_SHUTDOWN, status=503)
-        able = _able(self.table, model, version)
+        known = self._able
+        able = known.get((model, version))
+        if able is None:  # errors are not kept, so there are as many as names that are served
+            able = known[model, version] = _able(self.table, model, version)
         if len(able) == 1:
             return able[0]
         ready = [each for each in able if each.port.readiness() is None]
@@ -183,14 +188,13 @@ class Versions:
                 found[name] = min(each.max_len for each in _able(self.table, name, None))
         return found
 
-    @contextlib.contextmanager
-    def serving(self, served: ServedVersion) -> Iterator[None]:
-        """Counts a request of a version while it runs."""
+    def begin(self, served: ServedVersion) -> None:
+        """Counts a request of a version that begins; `end` must follow."""
         self._num_requests[served.name] += 1
-        try:
-            yield
-        finally:
-            self._num_requests[served.name] -= 1
+
+    def end(self, served: ServedVersion) -> None:
+        """Notes the end of a request."""
+        self._num_requests[served.name] -= 1
 
     def num_in_flight(self) -> int:
         """Requests that are accepted and not over, over all versions."""

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Self
 
 from prometheus_client import generate_latest
 from prometheus_client.core import (
@@ -177,17 +178,9 @@ class GatewayMetrics:
         """Also exports a mapping that is counted elsewhere, by one label."""
         self.watch(lambda: [counter_of(name, text, label, counts)])
 
-    @contextmanager
-    def request(self) -> Iterator["RequestMeter"]:
-        """Counts one request, from its head to its end, whatever its outcome."""
-        meter = RequestMeter(self)
-        self.num_in_flight += 1
-        self.on_arrival()
-        try:
-            yield meter
-        finally:
-            if not meter.is_detached:
-                self._count(meter)
+    def request(self) -> "RequestMeter":
+        """Returns the meter of one request, which counts it while it is entered."""
+        return RequestMeter(self)
 
     def note_status(self, method: str, handler: str, status: int) -> None:
         """Counts the head of an HTTP answer. `handler` is a known path, or one word for others."""
@@ -205,7 +198,7 @@ class GatewayMetrics:
         try:
             yield
         finally:
-            self._count(meter)
+            self.count(meter)
 
     def own(self) -> list[Metric]:
         """The counts of this process alone."""
@@ -218,7 +211,8 @@ class GatewayMetrics:
         """All metrics in Prometheus' text format 0.0.4, including those of other processes."""
         return generate_latest(CompleteFamilies([*self._families(others)]))
 
-    def _count(self, meter: "RequestMeter") -> None:
+    def count(self, meter: "RequestMeter") -> None:
+        """Counts the end of a request."""
         self.num_in_flight -= 1
         self.num_by_outcome[meter.outcome] += 1
 
@@ -292,7 +286,8 @@ def _do_nothing() -> None:
 class RequestMeter:
     """Measures one HTTP request, which may have several choices.
 
-    A request whose outcome is not reported counts as cancelled: its client has left.
+    It is entered at the request's head and left at its end. A request whose outcome is not reported
+    counts as cancelled: its client has left.
     """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
@@ -309,6 +304,15 @@ class RequestMeter:
         self.key = ""  # the name of its API key
         self.trace: RequestTrace | None = None
         self.num_sent_tokens = 0  # of all its choices, known when it ends
+
+    def __enter__(self) -> Self:
+        self._metrics.num_in_flight += 1
+        self._metrics.on_arrival()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_detached:
+            self._metrics.count(self)
 
     def identify(self, request_id: str, key: str) -> None:
         """Notes the server's id of the request, and the name of its key."""
