@@ -77,7 +77,7 @@ class ByteDetokenizer:
         self._bytes_by_id = bytes_by_id
         self._hidden_ids = hidden_ids
         self._state = state or PlainTextState()
-        if prompt_ids:
+        if prompt_ids and not _ends_whole(prompt_ids, bytes_by_id, hidden_ids):
             end = b"".join([bytes_by_id[i] for i in _visible_end(prompt_ids, hidden_ids)])
             _, num_decoded = utf_8_decode(end, "replace")
             if num_decoded < len(end):
@@ -170,6 +170,16 @@ def _visible_end(prompt_ids: Sequence[int], hidden_ids: frozenset[int]) -> list[
     return list(islice(visible, CONTEXT_TOKENS))[::-1]
 
 
+def _ends_whole(
+    prompt_ids: Sequence[int], bytes_by_id: Mapping[int, bytes], hidden_ids: frozenset[int]
+) -> bool:
+    """True if a prompt ends with an ASCII character, as most do: then none is incomplete."""
+    for token_id in reversed(prompt_ids):
+        if token_id not in hidden_ids:
+            return bytes_by_id[token_id][-1:].isascii() and bool(bytes_by_id[token_id])
+    return True
+
+
 class StopFinder:
     """Finds the stop string that is complete first, in a text that comes in pieces.
 
@@ -217,6 +227,9 @@ class StopFinder:
         return len(text)
 
 
+_NO_STOP = StopFinder(())  # it finds and holds nothing, so all answers may share it
+
+
 class AnswerText:
     """One answer: hides the token that ends it, counts its tokens, cuts it at a stop string.
 
@@ -242,7 +255,7 @@ class AnswerText:
         self._prompt_len = prompt_len
         self._limits = limits
         self._hidden_end_ids = frozenset(() if shows_stop else limits.stop_token_ids)
-        self._stop = StopFinder(stop, keeps=shows_stop)
+        self._stop = StopFinder(stop, keeps=shows_stop) if stop else _NO_STOP
         self._has_stop = bool(stop)
 
     @property

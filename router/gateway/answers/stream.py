@@ -168,7 +168,7 @@ class _ChunkEncoder:
             dialect.logprobs_writer(
                 call.served.text.bytes_of, call.num_top or 0, ids_for_names=call.ids_for_names
             )
-            for _ in indices
+            for _ in (indices if call.num_top is not None else ())
         ]
 
     def first(self) -> bytes:

@@ -53,7 +53,7 @@ def sampling_of(
         repetition_penalty=_first(body.repetition_penalty, model.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else (),
         grammar=grammar,
         logprobs=_scored(body),
     )
@@ -82,12 +82,11 @@ def _first(asked: NumberT | None, of_model: NumberT | None, otherwise: NumberT) 
 
 def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar | None:
     """The grammar of `allowed_token_ids` and `bad_words`, if there are any. Raises ApiError."""
-    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(body, name)]
-    if not names:
+    if not (body.allowed_token_ids or body.bad_words):
         return None
     if structure.grammar is not None:
-        message = f"{names[0]} cannot be combined with {structure.param}"
-        raise invalid_value(message, names[0])
+        name = "allowed_token_ids" if body.allowed_token_ids else "bad_words"
+        raise invalid_value(f"{name} cannot be combined with {structure.param}", name)
     allowed = body.allowed_token_ids or None
     check_in_vocabulary(allowed or (), text.vocab_size, "allowed_token_ids")
     banned = {
