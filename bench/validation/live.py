@@ -11,11 +11,13 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
 from time import process_time
+
+from msgspec.structs import replace
 
 from bench.processes.services import launched
 from bench.simulator.cluster import SimulatedPools

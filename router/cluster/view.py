@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
 from msgspec.structs import replace
 
 from engine.messages import LoadReport, Role, RoleChanged, SeqId, Welcome, WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillClaim:
+class PrefillClaim(msgspec.Struct, frozen=True):
     """The debit of a prompt that is to be computed."""
 
     tokens: int  # to compute

@@ -31,8 +31,7 @@ class WorkerLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """A client's request, validated and tokenised."""
 
     request: Request
@@ -123,8 +122,7 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
         return self.timeline is None and not scores
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The request is over: no effect of it follows."""
 
     request_id: RequestId

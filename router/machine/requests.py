@@ -23,8 +23,7 @@ from router.policies.base import Decision
 from router.prefixes.map import PrefixHashes
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """A client's request, validated and tokenised. Lengths in `limits` include the prompt.
 
     Several answers to one prompt are a group of requests, each with its own seed. All but one name

@@ -7,7 +7,7 @@ and a turn counter are its only state.
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Protocol
 
@@ -36,16 +36,15 @@ class SharedPrompt:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """The room that a placement must provide."""
 
     num_tokens: int  # to prefill
     max_len: int  # tokens at the end of the answer, prompt included
     predicted_len: int | None = None  # the same, as answers like it ended; None: `max_len`
-    kept_tokens: Mapping[WorkerId, int] = field(default_factory=dict)  # left by earlier attempts
+    kept_tokens: Mapping[WorkerId, int] = {}  # left by earlier attempts
     shared: SharedPrompt | None = None
-    preempted_s: Mapping[WorkerId, float] = field(default_factory=dict)  # when, by worker
+    preempted_s: Mapping[WorkerId, float] = {}  # when, by worker
     tpot_bound_s: float | None = None
     may_pull: bool = True
 
@@ -182,8 +181,7 @@ class Candidates:
         return [item for item in self.decoders if (prefill, item[0]) not in self.apart]
 
 
-@dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(msgspec.Struct, frozen=True):
     """Other prompts that wait or will come, in shares for each worker that prefills."""
 
     waiting: float = 0.0  # requests

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from engine.errors import GrammarError, InvalidRequest
 from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
@@ -43,11 +45,11 @@ _GUIDED = {
 }
 _ANY_JSON = "$$ANY$$"  # SGLang's word for any value
 FIELDS = ("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice")
+_NAMES = frozenset(FIELDS)
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
+class Structure(msgspec.Struct, frozen=True):
     """The grammar of an answer and the tools that it may call.
 
     `param` names the field of the grammar. `parts` are the fields and grammars that it is made of;
@@ -74,6 +76,8 @@ def structure_of(
     `form` the way in which the model writes them.
     The gateway's grammar checker decides whether the grammar can be followed.
     """
+    if _NAMES.isdisjoint(fields):  # as nearly always
+        return Structure()
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
     calling = _tools_of(fields)

@@ -10,10 +10,9 @@ again, since what was computed before would be lost.
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import reduce
 
-import msgspec
+from msgspec.structs import replace
 
 from engine.clock import Clock
 from engine.messages import FinishReason, Limits, RequestId, Sampling
@@ -186,5 +185,5 @@ def _answer(hypothesis: Hypothesis, first: Update, *, is_first: bool) -> Update:
         logprobs=hypothesis.scores,
     )
     if is_first:
-        return msgspec.structs.replace(update, prompt_logprobs=first.prompt_logprobs)
+        return replace(update, prompt_logprobs=first.prompt_logprobs)
     return update

@@ -10,9 +10,8 @@ keep the blocks in their caches, so little is computed twice.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
-import msgspec
+from msgspec.structs import replace
 
 from engine.config import MAX_PRIORITY
 from engine.messages import RequestId
@@ -209,7 +208,7 @@ class SteppingPort:
                         note(update.token_ids)
                         is_paused = isinstance(update.outcome, Cancelled) and not ticket.is_in
                         if is_paused:
-                            shown = msgspec.structs.replace(shown, outcome=None, timeline=None)
+                            shown = replace(shown, outcome=None, timeline=None)
                         if not is_paused or shown.token_ids:
                             yield shown
                         if update.outcome is not None and not is_paused:
@@ -239,7 +238,7 @@ class Journal:
             return update
         if self._num_cached is None:
             self._num_cached = timeline.num_cached_tokens
-        return msgspec.structs.replace(update, timeline=_with_cached(timeline, self._num_cached))
+        return replace(update, timeline=_with_cached(timeline, self._num_cached))
 
     def next_request(self) -> Request:
         """The request for what is left. Each part has an id of its own, as news may come late."""
@@ -257,7 +256,7 @@ class Journal:
 
 
 def _with_cached(timeline: Timeline, num_cached_tokens: int) -> Timeline:
-    return msgspec.structs.replace(timeline, num_cached_tokens=num_cached_tokens)
+    return replace(timeline, num_cached_tokens=num_cached_tokens)
 
 
 def _in_background(request: Request) -> Request:

@@ -5,10 +5,11 @@ This module does not know how the answer is sent.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from starlette.types import Receive
 
 from engine.config import DashboardMode

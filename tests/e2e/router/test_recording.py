@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 
 import msgpack
 import pytest
+from msgspec.structs import replace
 
 from bench.simulator.traces import read_trace
 from bench.validation.recordings import read_run

@@ -75,7 +75,7 @@ class ComputingRouter(FakeRouter):
         for request_id, (request, updates) in list(self.running.items()):
             tokens = list(request.token_ids)
             token = next_token(tokens, request.sampling.seed)
-            grown = replace_tokens(request, (*tokens, token))
+            grown = msgspec.structs.replace(request, token_ids=(*tokens, token))
             outcome = None
             if len(grown.token_ids) >= request.limits.max_len:
                 outcome = Finished(FinishReason.LENGTH)
@@ -89,11 +89,6 @@ class ComputingRouter(FakeRouter):
             if (found := self.running.pop(request_id, None)) is not None:
                 self.num_withdrawn += 1
                 found[1].put_nowait(Update(outcome=Cancelled()))
-
-
-def replace_tokens(request: Request, token_ids: tuple[int, ...]) -> Request:
-    fields = {name: getattr(request, name) for name in Request.__dataclass_fields__}
-    return Request(**(fields | {"token_ids": token_ids}))
 
 
 @asynccontextmanager

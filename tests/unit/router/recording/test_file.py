@@ -4,9 +4,9 @@ import asyncio
 import logging
 import stat
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from engine.clock import MonotonicClock
 from engine.config import RouterConfig
