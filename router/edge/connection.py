@@ -204,7 +204,10 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Notes that the oldest request is answered."""
         if self._callers:
-            del self._callers[0]
+            # Without these two circles, what was made for a request is freed at its end.
+            cycle = self._callers.pop(0).cycle
+            del cycle.scope["extensions"]
+            cycle.transport = self.transport
         self._pace.resume(self.loop.time())
         super().on_response_complete()
 

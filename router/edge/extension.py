@@ -50,14 +50,14 @@ class Caller:
     """The client's side of one request."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self.cycle = cycle
         self._on_gone: Callable[[], None] | None = None
         self._is_gone = False
         self.streams_body = False
 
     def take_body(self) -> bytes | None:
         """The request's body if it has come whole and was not read yet, else None."""
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.more_body or self._is_gone or cycle.waiting_for_100_continue:
             return None
         data, cycle.body = bytes(cycle.body), bytearray()
