@@ -36,8 +36,8 @@ from router.gateway.answers.writing import (
     DECISION_HEADER,
     TIMED_OUT,
     AnswerWriter,
+    Ending,
     Heading,
-    ending_of,
 )
 from router.gateway.dashboard.recent import EndedChoice, RecentRequests, RunningChoice
 from router.gateway.hints.claims import claim_of
@@ -199,6 +199,7 @@ class AnswerService:
         port, clock = self._port_of(call.served), parts.clock
         searches = None if call.beams is None else Searches(port, clock, call)
         recent = parts.recent
+        outcome, last_s = None, 0.0
         try:
             for choice in choices:
                 shown_id = call.client_id or choice.request.request_id
@@ -207,13 +208,16 @@ class AnswerService:
                 last = await self._in_time(call, follow(port, clock, choices, writer))
             else:
                 last = await self._in_time(call, searches.follow(choices, writer))
-            outcome = last.outcome
+            outcome, last_s = last.outcome, choices[last.choice].last_s
             assert outcome is not None
-            meter.end(outcome, choices[last.choice].last_s)
             if not last.is_empty or last.finish is not None:
                 await writer.write(last)
-            await writer.end(ending_of(call, choices, outcome))
-        finally:
+            await writer.end(Ending(outcome, call, choices))
+        finally:  # the client has its end before it is counted
+            for choice in choices:
+                choice.measure()
+            if outcome is not None:
+                meter.end(outcome, last_s)
             num_tokens = sum(choice.num_tokens for choice in choices)
             meter.num_sent_tokens = num_tokens
             use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)

@@ -53,7 +53,9 @@ class Tallies:
 
     def note(self, name: str, *, failed: bool, late: bool, num_tokens: int, now_s: float) -> None:
         """Takes the end of one answer."""
-        tally = self._by_name.setdefault(name, VersionTally())
+        tally = self._by_name.get(name)
+        if tally is None:
+            tally = self._by_name[name] = VersionTally()
         self._by_name.move_to_end(name)
         if len(self._by_name) > MAX_VERSIONS:
             self._by_name.popitem(last=False)

@@ -173,7 +173,7 @@ class AnswerChoice:
         outcome = update.outcome
         ends = outcome is not None or self._text.stopped
         if ends:
-            text, entries = self._end(text, entries, outcome, now_s)
+            text, entries = self._end(text, entries, outcome)
         reasoning, calls = "", tuple[CallDelta, ...]()
         if self._parser is not None:
             if ends:
@@ -182,25 +182,18 @@ class AnswerChoice:
             reasoning, text, calls = _split(deltas)
         if has_tokens and self._echo is not None:
             text, entries = self._take_echo(text, entries)
-        shown_ids = token_ids if self._return_token_ids else ()
-        piece = AnswerPiece(
+        return AnswerPiece(
             self.index,
             text,
             self._text.num_tokens,
             entries,
             calls,
-            shown_ids,
-            embedding=update.embedding,
-        )
-        if reasoning and self._shows_reasoning:
-            piece = msgspec.structs.replace(piece, reasoning=reasoning)
-        if not ends:
-            return piece
-        return msgspec.structs.replace(
-            piece,
-            outcome=self.outcome,
-            finish=self._finish_reason(),
-            stop_reason=self._stop_reason(),
+            token_ids if self._return_token_ids else (),
+            self.outcome,
+            self._finish_reason() if ends else None,
+            self._stop_reason() if ends else None,
+            reasoning if self._shows_reasoning else "",
+            update.embedding,
         )
 
     def take_tokens(self, token_ids: Sequence[int], now_s: float) -> str:
@@ -282,7 +275,7 @@ class AnswerChoice:
         return deltas, tuple(entries)
 
     def _end(
-        self, text: str, entries: tuple[Entry, ...], outcome: Outcome | None, now_s: float
+        self, text: str, entries: tuple[Entry, ...], outcome: Outcome | None
     ) -> tuple[str, tuple[Entry, ...]]:
         """Ends the choice and returns its last text and entries."""
         if isinstance(outcome, Finished) and not self._text.stopped:
@@ -290,9 +283,12 @@ class AnswerChoice:
             text, entries = text + rest, entries + more
         # A stop string may be found in the very last text.
         self.outcome = Finished(FinishReason.STOP) if self._text.stopped else outcome
-        assert self.outcome is not None
-        self._meter.end(self.outcome, self.timeline, now_s)
         return text, entries
+
+    def measure(self) -> None:
+        """Counts the choice, if it has ended: once, when its client has its end."""
+        if self.outcome is not None:
+            self._meter.end(self.outcome, self.timeline)
 
     def _finish_reason(self) -> str | None:
         """OpenAI's finish reason; None if the choice failed."""
@@ -306,8 +302,9 @@ class AnswerChoice:
         """The stop string or the client's own stop token that ended the choice."""
         if self._text.stopped:
             return self._text.stop_string
-        has_stopped = self.outcome == Finished(FinishReason.STOP)
-        return self._last_id if has_stopped and self._last_id in self._stop_token_ids else None
+        if self._last_id not in self._stop_token_ids:
+            return None
+        return self._last_id if self.outcome == Finished(FinishReason.STOP) else None
 
     def _flush(self) -> tuple[str, tuple[Entry, ...]]:
         if self._scored is None:

@@ -70,23 +70,59 @@ class Heading(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The end of an answer.
-
-    The choices in `shown` are sent in this order; tokens are counted over all choices and prompts.
-    `timeline` is the first choice's, or None if the router gave none. `prompt_entries` has one item
-    for each prompt.
-    """
+    """The end of an answer. What a writer does not ask for is not added up."""
 
     outcome: Outcome
-    shown: tuple[int, ...]
-    prompt_tokens: int
-    completion_tokens: int
-    timeline: Timeline | None
-    num_cached_tokens: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    prompt_entries: tuple[tuple[Entry, ...], ...] = ()
+    call: CheckedCall
+    choices: Sequence[AnswerChoice]
+
+    @property
+    def shown(self) -> Sequence[int]:
+        """The choices to send, in order: of each prompt the best mean log-probabilities."""
+        call, choices = self.call, self.choices
+        if call.num_shown == call.num_candidates or not isinstance(self.outcome, Finished):
+            return range(len(choices))
+        shown: list[int] = []
+        for first in range(0, len(choices), call.num_candidates):
+            group = range(first, first + call.num_candidates)
+            ranked = sorted(group, key=lambda index: -choices[index].mean_logprob)
+            shown += ranked[: call.num_shown]
+        return shown
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The first choice's, or None if the router gave none."""
+        return self.choices[0].timeline
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return self.call.prompt_len
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all choices, shown or not."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were cached."""
+        timelines = [leader.timeline for leader in self._leaders]
+        return sum(each.num_cached_tokens for each in timelines if each is not None)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of `completion_tokens` that are reasoning."""
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    @property
+    def prompt_entries(self) -> Sequence[tuple[Entry, ...]]:
+        """The log-probabilities of each prompt."""
+        return [leader.prompt.entries for leader in self._leaders]
+
+    @property
+    def _leaders(self) -> Sequence[AnswerChoice]:
+        return self.choices[:: self.call.num_candidates]
 
     def usage(self) -> dict[str, Any]:
         """Token counts as OpenAI names them. Drafted tokens are counted if there were any."""
@@ -95,48 +131,20 @@ class Ending(msgspec.Struct, frozen=True):
             details = {"cached_tokens": self.num_cached_tokens}
         counts = usage_of(self.prompt_tokens, self.completion_tokens)
         usage: dict[str, Any] = {**counts, "prompt_tokens_details": details}
+        timelines = [choice.timeline for choice in self.choices if choice.timeline is not None]
+        num_drafted = sum(timeline.num_drafted_tokens for timeline in timelines)
         of_answer: dict[str, int] = {}
-        if self.num_drafted_tokens:
+        if num_drafted:
+            num_accepted = sum(timeline.num_accepted_tokens for timeline in timelines)
             of_answer = {
-                "accepted_prediction_tokens": self.num_accepted_tokens,
-                "rejected_prediction_tokens": self.num_drafted_tokens - self.num_accepted_tokens,
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_drafted - num_accepted,
             }
-        if self.num_reasoning_tokens:
-            of_answer["reasoning_tokens"] = self.num_reasoning_tokens
+        if num_reasoning := self.num_reasoning_tokens:
+            of_answer["reasoning_tokens"] = num_reasoning
         if of_answer:
             usage["completion_tokens_details"] = of_answer
         return usage
-
-
-def ending_of(call: CheckedCall, choices: Sequence[AnswerChoice], outcome: Outcome) -> Ending:
-    """The ending of an answer. Of each prompt, the best mean log-probabilities are shown."""
-    timelines = [choice.timeline for choice in choices if choice.timeline is not None]
-    leaders = choices[:: call.num_candidates]
-    return Ending(
-        outcome=outcome,
-        shown=_shown(call, choices, outcome),
-        prompt_tokens=call.prompt_len,
-        completion_tokens=sum(choice.num_tokens for choice in choices),
-        timeline=choices[0].timeline,
-        num_cached_tokens=sum(
-            leader.timeline.num_cached_tokens for leader in leaders if leader.timeline is not None
-        ),
-        num_drafted_tokens=sum(timeline.num_drafted_tokens for timeline in timelines),
-        num_accepted_tokens=sum(timeline.num_accepted_tokens for timeline in timelines),
-        num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in choices),
-        prompt_entries=tuple(leader.prompt.entries for leader in leaders),
-    )
-
-
-def _shown(call: CheckedCall, choices: Sequence[AnswerChoice], outcome: Outcome) -> tuple[int, ...]:
-    """The indices of the best choices of each prompt."""
-    if call.num_shown == call.num_candidates or not isinstance(outcome, Finished):
-        return tuple(range(len(choices)))
-    shown: list[int] = []
-    for first in range(0, len(choices), call.num_candidates):
-        group = range(first, first + call.num_candidates)
-        shown += sorted(group, key=lambda index: -choices[index].mean_logprob)[: call.num_shown]
-    return tuple(shown)
 
 
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

@@ -195,7 +195,8 @@ class RecentRequests:
         outcome, reason = _told(ended.outcome)
         ttft_s = None
         if timeline is not None and ended.num_tokens:
-            ttft_s = sum(getattr(timeline, name) for name in _TTFT_STAGES)
+            queued_s = timeline.route_s + timeline.queue_s + timeline.prefill_queue_s
+            ttft_s = queued_s + timeline.prefill_compute_s
         tpot_s = None
         if ttft_s is not None and ended.num_tokens > 1:
             tpot_s = max(last_s - request.received_s - ttft_s, 0.0) / (ended.num_tokens - 1)

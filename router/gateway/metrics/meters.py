@@ -402,7 +402,7 @@ class ChoiceMeter:
         self._num_tokens += num_tokens
         self._metrics.num_generation_tokens += num_tokens
 
-    def end(self, outcome: Outcome, timeline: Timeline | None, now_s: float) -> None:
+    def end(self, outcome: Outcome, timeline: Timeline | None) -> None:
         """Notes the outcome of the choice, and where its time went."""
         self._count(outcome, timeline)
         if timeline is not None:

@@ -179,7 +179,7 @@ def full_page() -> str:
         choice = meter.choice(1)
         choice.tokens(2, 1.0)
         choice.tokens(2, 2.0)
-        choice.end(STOP, TIMELINE, 2.0)
+        choice.end(STOP, TIMELINE)
         meter.end(STOP, 2.0)
     parts.metrics.note_status("POST", "/v1/completions", 200)
     parts.metrics.prediction_ratio.observe(1.0, ("ttft",))
