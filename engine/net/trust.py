@@ -26,13 +26,18 @@ class Secret:
             raise ConfigError("the deployment's secret is empty")
         encoded = token.encode(errors="surrogatepass")
         self._root = blake2b(encoded, person=b"baton secret").digest()
+        self._keys: dict[str, bytes] = {}  # those that were derived, by purpose: few
 
     def __repr__(self) -> str:
         return "Secret(…)"
 
     def key(self, purpose: str) -> bytes:
         """The key of one purpose, KEY_BYTES long."""
-        return blake2b(purpose.encode(), key=self._root, digest_size=KEY_BYTES).digest()
+        key = self._keys.get(purpose)
+        if key is None:
+            derived = blake2b(purpose.encode(), key=self._root, digest_size=KEY_BYTES)
+            key = self._keys[purpose] = derived.digest()
+        return key
 
     def salt(self, group: str, cache_salt: str = "") -> bytes:
         """The key under which a tenant's blocks are hashed, SALT_BYTES long.

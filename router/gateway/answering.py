@@ -205,9 +205,12 @@ class AnswerService:
                 shown_id = call.client_id or choice.request.request_id
                 recent.begin(RunningChoice(shown_id, call.served.name, choice))
             if searches is None:
-                last = await self._in_time(call, follow(port, clock, choices, writer))
+                following = follow(port, clock, choices, writer)
             else:
-                last = await self._in_time(call, searches.follow(choices, writer))
+                following = searches.follow(choices, writer)
+            if call.timeout_s is not None:
+                following = self._in_time(call, call.timeout_s, following)
+            last = await following
             outcome, last_s = last.outcome, choices[last.choice].last_s
             assert outcome is not None
             if not last.is_empty or last.finish is not None:
@@ -227,19 +230,17 @@ class AnswerService:
                 _tell_stores(call, call.notes, choices)
 
     async def _in_time(
-        self, call: CheckedCall, following: Coroutine[Any, Any, AnswerPiece]
+        self, call: CheckedCall, timeout_s: float, following: Coroutine[Any, Any, AnswerPiece]
     ) -> AnswerPiece:
         """Returns the last piece of the answer; after the call's timeout, that of a failure."""
-        if call.timeout_s is None:
-            return await following
-        left_s = call.first.received_s + call.timeout_s - self._parts.clock.now_s()
+        left_s = call.first.received_s + timeout_s - self._parts.clock.now_s()
         try:
             async with asyncio.timeout(left_s) as timeout:
                 return await following
         except TimeoutError:
             if not timeout.expired():
                 raise
-            message = f"the answer was not complete within {call.timeout_s:g} s ({TIMEOUT_HEADER})"
+            message = f"the answer was not complete within {timeout_s:g} s ({TIMEOUT_HEADER})"
             outcome = Failed(message, code=TIMED_OUT)
             return AnswerPiece(choice=0, text="", num_tokens=0, outcome=outcome)
 

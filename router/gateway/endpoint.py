@@ -4,7 +4,7 @@ Decides how the answer is sent. `router.gateway.shell` reads the body and watche
 `router.gateway.answering` does what is between. The response's head waits for the first token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
@@ -35,9 +35,9 @@ class AnswerEndpoint:
         self._shell = CallShell(parts, self.serve)
         self._batch = parts.batch
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Answers one request."""
-        await self._shell(scope, receive, send)
+        return self._shell(scope, receive, send)
 
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
         """Answers a request that was read."""

@@ -1,8 +1,9 @@
 """Follows the choices of an answer to their ends and writes what is to be shown of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from engine.clock import Clock
 from engine.messages import SeqId
@@ -17,9 +18,9 @@ from router.text.native.step import BatchedText
 MAX_OPEN = 128  # requests of one call that the router has at once
 
 
-async def follow(
+def follow(
     port: RequestPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
-) -> AnswerPiece:
+) -> Coroutine[Any, Any, AnswerPiece]:
     """Submits the request of each choice and writes its pieces, but not the last one.
 
     Returns the last piece of the answer, which has an outcome. So the iterator is closed, and a
@@ -28,8 +29,8 @@ async def follow(
     """
     takers = [_UpdateTaker(choice, writer, clock) for choice in choices]
     if len(takers) == 1:
-        return await takers[0].follow(port, takers[0].open_lane)
-    return await _follow_all(port, takers, writer)
+        return takers[0].follow(port, takers[0].open_lane)
+    return _follow_all(port, takers, writer)
 
 
 async def _follow_all(

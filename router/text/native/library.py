@@ -52,7 +52,7 @@ class NativeText(Structure):
     @property
     def rest(self) -> bytes:
         """The begin of an incomplete character."""
-        return bytes(self.rest_bytes[: self.rest_len])
+        return bytes(self.rest_bytes[: self.rest_len]) if self.rest_len else b""
 
     @rest.setter
     def rest(self, data: bytes) -> None:
