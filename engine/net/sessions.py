@@ -49,6 +49,7 @@ FAREWELL_S = 5.0  # for the last frames of a session to be sent
 MAX_CONNECTIONS = 1024  # to one server
 MAX_UNREAD_BYTES = 2**20  # of frames that wait to be handled, before the last of them
 OVERHEAD_BYTES = 64  # of a frame, however short
+MAX_BEHIND = 8  # frames of one turn that are sent together: a request's takes 0.2 ms to make
 COPY_BYTES = 16_384  # a frame up to this length is joined to its head, to be written in one piece
 LOG_EVERY_S = 10.0  # between two logged refusals; those in between are counted
 BACKLOG = 256
@@ -96,8 +97,8 @@ class Line(asyncio.Protocol):
         """Sends a frame without waiting for anything. Raises ConnectionError.
 
         If sending fails later, `receive` raises too. See `num_unsent_bytes`. In a turn of the loop
-        the first frame is sent at once, and short ones behind it are sent together: each write by
-        itself would wake the other end.
+        the first frame is sent at once, and short ones behind it a few together. Each write by
+        itself would wake the other end, and one write of all would leave it idle meanwhile.
         """
         if self._is_over:
             raise self._reason()
@@ -117,7 +118,7 @@ class Line(asyncio.Protocol):
         else:
             self._behind.append(head + frame)
             self._num_behind_bytes += HEAD_BYTES + len(frame)
-            if self._num_behind_bytes > COPY_BYTES:
+            if len(self._behind) >= MAX_BEHIND or self._num_behind_bytes > COPY_BYTES:
                 self._send_behind()
 
     def _send_behind(self) -> None:

@@ -15,6 +15,7 @@ from engine.net import sessions
 from engine.net.framing import FAREWELL, head_of
 from engine.net.sessions import (
     COPY_BYTES,
+    MAX_BEHIND,
     MAX_UNREAD_BYTES,
     Line,
     PeerSilent,
@@ -114,6 +115,12 @@ async def test_short_frames_of_a_turn_share_a_piece_behind_the_first():
     await asyncio.sleep(0)
     assert transport.pieces == [whole(b"a"), whole(b"b") + whole(b"c")]
     assert line.num_unsent_bytes == 0
+    transport.pieces.clear()
+    for _ in range(MAX_BEHIND + 2):
+        line.post(b"x")
+    assert transport.pieces == [whole(b"x"), whole(b"x") * MAX_BEHIND]  # many are not kept back
+    await asyncio.sleep(0)
+    assert transport.pieces[2:] == [whole(b"x")]
     transport.pieces.clear()
     for frame in (b"d", b"e", long, b"f", short, short, b"g"):
         line.post(frame)

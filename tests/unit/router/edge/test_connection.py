@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 from socket import socketpair
 
 import msgspec
@@ -210,6 +211,25 @@ async def test_pipelined_requests_keep_their_own_bodies():
     bodies = [data.partition(b"\r\n\r\n")[2].split(b"\r\n")[1] for _, data in written]
     assert bodies == [b"at once first", b"at once second"]
     assert connection._callers == []
+
+
+async def test_what_was_made_for_a_request_is_freed_at_its_end():
+    callers = []
+
+    async def app(scope, receive, send):
+        callers.append(weakref.ref(caller_of(scope)))
+        await echo(scope, receive, send)
+
+    written = []
+    connection, _ = connect("a", written, app)
+    gc.collect()
+    gc.disable()
+    try:
+        connection.data_received(request(b"hello"))
+        await until(lambda: written)
+        await until(lambda: callers[0]() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_body_that_comes_late_is_waited_for():
