@@ -143,6 +143,13 @@ def test_counts_of_a_version_stay_when_it_is_gone():
     assert versions.counters() == {("retry", "lost"): 3}
 
 
+def test_a_new_table_changes_the_choice_at_once():
+    versions = Versions(served("v1"))
+    assert chosen(versions) == {"v1"}
+    versions.follow((served("v1", is_leaving=True), served("v2")))
+    assert chosen(versions) == {"v2"}
+
+
 def test_the_fingerprint_names_the_version_and_the_header_forces_it():
     app = make_app_of(Versions(served("v1", 60), served("v2", 40)), TickingClock())
 
