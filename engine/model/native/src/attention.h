@@ -18,7 +18,7 @@ namespace baton {
 constexpr int kTile = 32;         // tokens; a multiple of kPanel
 constexpr int kPartition = 1024;  // tokens; a multiple of kTile
 constexpr int kTaskQueries = 96;  // query vectors of one task, at least one token's
-constexpr int kTilesAhead = 4;    // that few queries request
+constexpr int kTilesAhead = 6;    // that few queries request
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Mirrored in library.py.
@@ -88,15 +88,22 @@ struct LoadTokens {
   }
 };
 
+// Of the queries that are weighed together: what is subtracted from scores, and the factors of the
+// sums so far, or at first their exponents.
+struct Peaks {
+  alignas(64) float origins[kLanes] = {}, fades[kLanes] = {};
+};
+
 // A thread's working memory for int8 KV.
 struct WholeScratch {
   bool amx;
   bool few;            // K and V are multiplied in registers
   const Task* next;    // whose first tokens are requested at the end; or null
-  uint8_t* queries;    // blocks of queries as pack_whole writes them
+  uint8_t* queries;    // blocks of queries as pack_whole writes them, or few as pack_query does
   float* query_steps;  // what 1 stands for in each query's numbers
-  int8_t* keys;        // [kTile / kPanel][cols / 4][kPanel][4]
-  int8_t* values;      // [padded / kPanel][kWholeTokens / 4][kPanel][4]
+  int32_t query_offsets[kWholeRows];  // of few queries: see few_scores
+  int8_t* keys;                       // [kTile / kPanel][cols / 4][kPanel][4]
+  int8_t* values;                     // [padded / kPanel][kWholeTokens / 4][kPanel][4]
 };
 
 constexpr int kWholeTokens = BATON_AMX ? kAmxInputs : kTile;  // of a panel of V; the rest is empty
@@ -218,10 +225,10 @@ class Attention {
     WholeScratch whole{};
     whole.amx = is_whole_ && amx_is_used && queries >= kWholeFromAmx;
     const AmxTiles registers(whole.amx);
+    whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
     if (is_whole_) rest = begin_whole(q, queries, rest, whole);
     const size_t next = index + threads_;  // which this thread is likely to compute next
     whole.next = next < tasks_.size() ? &tasks_[next] : nullptr;
-    whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
     if (task.partition >= 0) {
       Partial own = part(task.part, queries);
       reset(own, queries);
@@ -308,12 +315,15 @@ class Attention {
                          keys + static_cast<size_t>(panel) * padded_ * kPanel, kPanel, padded_,
                          scores + row * kTile + panel * kPanel, kTile, false);
       }
-      for (int t = 0; t < task.count; ++t)
-        for (int g = 0; g < group_; ++g) {
-          const int i = t * group_ + g;
-          weigh<scales_apart(format)>(scoring, end - task.count + t, tile, key_scales, value_scales,
-                                      scores + i * kTile, p, i);
-        }
+      for (int i = 0; i < queries; ++i) {
+        Peaks peak;
+        float* row = scores + i * kTile;
+        find_peaks<scales_apart(format), 1>(scoring, end - task.count, tile, key_scales, row, p, i,
+                                            peak);
+        weigh<scales_apart(format), 1>(value_scales, row, p, i, peak);
+        if (peak.fades[0] != 1.0f)
+          scale_sums(p.sums + static_cast<size_t>(i) * padded_, peak.fades[0]);
+      }
       if (format == kKvInt8 && is_whole_) {
         read_whole_values(value_places, next_values, whole.values);
         add_whole_values(queries, scores, whole, p);
@@ -346,8 +356,17 @@ class Attention {
 
     BATON_INLINE void request(int line) const {
       _mm_prefetch(reinterpret_cast<const char*>(keys) + line * 64, _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(values) + line * 64, _MM_HINT_T1);
     }
+  };
+
+  // A tile of R queries between the steps of walk_few.
+  template <int R>
+  struct FewTile {
+    alignas(64) float scores[R * kTile], key_scales[kTile], value_scales[kTile];
+    alignas(64) uint8_t weights[2 * R * kTile];
+    float steps[R];
+    Peaks peaks;
+    const uint8_t *values[kTile / kLanes], *later_values[kTile / kLanes];
   };
 
   // The same for R queries and int8 KV: the same bits.
@@ -356,9 +375,7 @@ class Attention {
                 int oldest, int partition, Partial& p, const WholeScratch& whole) const {
     constexpr int kGroups = kTile / kLanes;
     const int n = cache_.head_dim;
-    alignas(64) float scores[R * kTile], key_scales[kTile], value_scales[kTile];
-    alignas(64) uint8_t weights[2 * R * kTile];
-    float steps[R];
+    FewTile<R> tiles[2];
     const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
     const int stop = std::min((partition + 1) * kPartition, end);
     const auto find = [&](const Task& of, int first, int end) {
@@ -379,76 +396,112 @@ class Attention {
       const int more = std::max(0, first - round_up(end, kTile));
       return find(next, start + more, end_of(batch, next));
     };
-    for (int tile = begin; tile < stop; tile += kTile) {
-      Sixteen now[kGroups];
+    const auto score = [&](int tile, FewTile<R>& of) {
       for (int g = 0; g < kGroups; ++g) {
-        now[g] = find(task, tile + g * kLanes, end);
+        const Sixteen now = find(task, tile + g * kLanes, end);
         const Sixteen later = find_later(tile + ahead + g * kLanes);
-        store(key_scales + g * kLanes, _mm512_maskz_loadu_ps(now[g].present, now[g].key_scales));
-        store(value_scales + g * kLanes,
-              _mm512_maskz_loadu_ps(now[g].present, now[g].value_scales));
+        of.values[g] = now.values;
+        of.later_values[g] = later.values;
+        store(of.key_scales + g * kLanes, _mm512_maskz_loadu_ps(now.present, now.key_scales));
+        store(of.value_scales + g * kLanes, _mm512_maskz_loadu_ps(now.present, now.value_scales));
         _mm_prefetch(reinterpret_cast<const char*>(later.key_scales), _MM_HINT_T1);
         _mm_prefetch(reinterpret_cast<const char*>(later.value_scales), _MM_HINT_T1);
         Words products[R];
-        few_scores<R>(whole.queries, now[g].keys, n, products, later);
+        few_scores<R>(whole.queries, whole.query_offsets, now.keys, n, products, later);
         for (int r = 0; r < R; ++r)
-          store(scores + r * kTile + g * kLanes,
+          store(of.scores + r * kTile + g * kLanes,
                 mul(from_int32(products[r]), fill(whole.query_steps[r])));
       }
+      find_peaks<true, R>(scoring, end - task.count, tile, of.key_scales, of.scores, p, 0,
+                          of.peaks);
+    };
+    const auto weigh_tile = [&](FewTile<R>& of) {
+      weigh<true, R>(of.value_scales, of.scores, p, 0, of.peaks);
       for (int r = 0; r < R; ++r) {
-        weigh<true>(scoring, end - task.count + r / group_, tile, key_scales, value_scales,
-                    scores + r * kTile, p, r);
-        const float inverse = inverse_step(scores + r * kTile, kTile, steps[r]);
-        pack_whole(scores + r * kTile, inverse, 0, kTile, r, R, false, weights);
+        const float* row = of.scores + r * kTile;
+        const Vec inverse = fill(inverse_step(row, kTile, of.steps[r]));
+        uint8_t* to = of.weights + 2 * r * kTile;
+        for (int t = 0; t < kTile; t += kLanes) {
+          const Words number = to_int32(mul(load(row + t), inverse));
+          store_low_bytes(to + t, number);
+          store_low_bytes(to + kTile + t, _mm512_srli_epi32(number, 8));
+        }
       }
-      const uint8_t* values[kGroups];
-      for (int g = 0; g < kGroups; ++g) values[g] = now[g].values;
+    };
+    // The next tile's scores are computed while one's weights wait for each other.
+    score(begin, tiles[0]);
+    weigh_tile(tiles[0]);
+    for (int tile = begin, i = 0; tile < stop; tile += kTile, i ^= 1) {
+      const FewTile<R>& now = tiles[i];
+      const bool more = tile + kTile < stop;
+      if (more) score(tile + kTile, tiles[i ^ 1]);
       for (int first = 0; first < n; first += kGroupBytes)
-        few_values<R>(weights, steps, values, kGroups, n, first, p.sums, padded_);
+        few_values<R>(now.weights, now.steps, now.peaks.fades, now.values, now.later_values,
+                      kGroups, n, first, p.sums, padded_);
+      if (more) weigh_tile(tiles[i ^ 1]);
     }
     for (int i = 0; i < R * n; i += kGroupBytes) exchange_quarters(p.sums + i);
   }
 
 #endif
 
-  // Turns the scores of query i, at `position`, into weights, and rescales its sums so far.
-  template <bool kScaled>
-  BATON_INLINE void weigh(const Scoring& scoring, int position, int tile, const float* key_scales,
-                          const float* value_scales, float* scores, Partial& p, int i) const {
-    const int seen = std::min(kTile, position + 1 - tile);
-    const int hidden = scoring.window > 0 ? std::max(0, position + 1 - scoring.window - tile) : 0;
-    Vec s[kTile / kLanes];
+  // Scales the scores [R, kTile] of queries i … i + R - 1, hides those that they do not see, and
+  // raises the peaks. `position`: of the task's first query.
+  template <bool kScaled, int R>
+  [[gnu::noinline]] void find_peaks(const Scoring& scoring, int position, int tile,
+                                    const float* key_scales, float* scores, Partial& p, int i,
+                                    Peaks& peaks) const {
+    constexpr int kVecs = kTile / kLanes;
     const Vec scaling = fill(scoring.scaling);
-    for (int v = 0; v < kTile / kLanes; ++v) {
-      s[v] = mul(load(scores + v * kLanes), scaling);
-      if (kScaled) s[v] = mul(s[v], load(key_scales + v * kLanes));
-      if (scoring.softcap > 0)
-        s[v] = mul(fill(scoring.softcap), tanh(div(s[v], fill(scoring.softcap))));
+#pragma GCC unroll 7
+    for (int r = 0; r < R; ++r) {
+      float* row = scores + r * kTile;
+      Vec s[kVecs];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        s[v] = mul(load(row + v * kLanes), scaling);
+        if (kScaled) s[v] = mul(s[v], load(key_scales + v * kLanes));
+        if (scoring.softcap > 0)
+          s[v] = mul(fill(scoring.softcap), tanh(div(s[v], fill(scoring.softcap))));
+        store(row + v * kLanes, s[v]);
+      }
+      const int beyond =
+          position + (i + r) / group_ + 1 - tile;  // the first token that is not seen
+      const int hidden = scoring.window > 0 ? beyond - scoring.window : 0;
+      if (beyond < kTile || hidden > 0) {
+        for (int t = std::max(0, beyond); t < kTile; ++t) row[t] = kMinusInfinity;
+        for (int t = 0; t < std::min(hidden, kTile); ++t) row[t] = kMinusInfinity;
+        for (int v = 0; v < kVecs; ++v) s[v] = load(row + v * kLanes);
+      }
+      Vec most = s[0];
+#pragma GCC unroll 2
+      for (int v = 1; v < kVecs; ++v) most = max(most, s[v]);
+      const float old = p.peaks[i + r], peak = std::max(old, max_lanes(most));
+      peaks.origins[r] = peak == kMinusInfinity ? 0.0f : peak;  // if nothing is seen so far
+      peaks.fades[r] = old - peaks.origins[r];
+      p.peaks[i + r] = peak;
     }
-    if (seen < kTile || hidden > 0) {
-      for (int v = 0; v < kTile / kLanes; ++v) store(scores + v * kLanes, s[v]);
-      for (int t = std::max(0, seen); t < kTile; ++t) scores[t] = kMinusInfinity;
-      for (int t = 0; t < std::min(hidden, kTile); ++t) scores[t] = kMinusInfinity;
-      for (int v = 0; v < kTile / kLanes; ++v) s[v] = load(scores + v * kLanes);
+  }
+
+  // Turns the scores into weights, and the exponents of `peaks` into factors of the sums so far.
+  template <bool kScaled, int R>
+  [[gnu::noinline]] void weigh(const float* value_scales, float* scores, Partial& p, int i,
+                               Peaks& peaks) const {
+    if (R == 1 && peaks.fades[0] == 0) peaks.fades[0] = 1.0f;  // as it mostly is
+    else store(peaks.fades, exp(load(peaks.fades)));
+#pragma GCC unroll 7
+    for (int r = 0; r < R; ++r) {
+      const Vec origin = fill(peaks.origins[r]);
+      Vec sum = zeros();
+#pragma GCC unroll 2
+      for (int v = 0; v < kTile / kLanes; ++v) {
+        float* at = scores + r * kTile + v * kLanes;
+        const Vec weight = exp(sub(load(at), origin));
+        sum = add(sum, weight);
+        store(at, kScaled ? mul(weight, load(value_scales + v * kLanes)) : weight);
+      }
+      p.totals[i + r] = std::fma(p.totals[i + r], peaks.fades[r], sum_lanes(sum));
     }
-    Vec peak_lanes = s[0];
-    for (int v = 1; v < kTile / kLanes; ++v) peak_lanes = max(peak_lanes, s[v]);
-    const float peak = std::max(p.peaks[i], max_lanes(peak_lanes));
-    if (peak == kMinusInfinity) {  // nothing seen so far
-      for (int v = 0; v < kTile / kLanes; ++v) store(scores + v * kLanes, zeros());
-      return;
-    }
-    const float fade = p.peaks[i] == kMinusInfinity ? 0.0f : fade_of(p.peaks[i], peak);
-    Vec sum = zeros();
-    const Vec origin = fill(peak);
-    for (int v = 0; v < kTile / kLanes; ++v) {
-      const Vec weight = exp(sub(s[v], origin));
-      sum = add(sum, weight);
-      store(scores + v * kLanes, kScaled ? mul(weight, load(value_scales + v * kLanes)) : weight);
-    }
-    p.totals[i] = std::fma(p.totals[i], fade, sum_lanes(sum));
-    if (fade != 1.0f) scale_sums(p.sums + static_cast<size_t>(i) * padded_, fade);
-    p.peaks[i] = peak;
   }
 
   // e^(old - new) of two peaks.
@@ -608,6 +661,13 @@ class Attention {
     for (int i = 0; i < queries; ++i, q += padded_) {
       const int first = i / block * block, rows = std::min(block, queries - first);
       const float inverse = inverse_step(q, padded_, whole.query_steps[i]);
+#if BATON_AVX512
+      if (whole.few) {
+        uint8_t* to = whole.queries + 2 * static_cast<size_t>(i) * padded_;
+        whole.query_offsets[i] = pack_query(q, inverse, padded_, to);
+        continue;
+      }
+#endif
       pack_whole(q, inverse, kWholeZero, whole_cols_, i - first, rows, whole.amx,
                  query_block(whole, i / block));
     }

@@ -468,11 +468,24 @@ BATON_INLINE void transpose_fours(Vec (&x)[4]) {
   x[3] = high_pairs(high01, high23);
 }
 
-// Transposes 16 x 16 words; row i begins `offset` bytes after rows[i].
 #if BATON_AVX512
 
+// The second half of a transposition of 16 x 16 words. quads[g] are rows 4 g … 4 g + 3 after
+// transpose_fours. columns[j] becomes column 4 j + c.
+BATON_INLINE void join_fours(const Vec (&quads)[4][4], int c, Vec (&columns)[4]) {
+  const Vec even01 = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0x88);
+  const Vec even23 = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0x88);
+  const Vec odd01 = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0xDD);
+  const Vec odd23 = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0xDD);
+  columns[0] = _mm512_shuffle_f32x4(even01, even23, 0x88);
+  columns[1] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
+  columns[2] = _mm512_shuffle_f32x4(even01, even23, 0xDD);
+  columns[3] = _mm512_shuffle_f32x4(odd01, odd23, 0xDD);
+}
+
+// Transposes 16 x 16 words; row i begins `offset` bytes after rows[i].
 BATON_INLINE void transpose(const uint8_t* const* rows, size_t offset, Vec* columns) {
-  Vec quads[4][4];  // [rows / 4][column % 4]: lanes 4 L … 4 L + 3 are column 4 L + c of four rows
+  Vec quads[4][4];
 #pragma GCC unroll 4
   for (int g = 0; g < 4; ++g) {
 #pragma GCC unroll 4
@@ -482,14 +495,10 @@ BATON_INLINE void transpose(const uint8_t* const* rows, size_t offset, Vec* colu
   }
 #pragma GCC unroll 4
   for (int c = 0; c < 4; ++c) {
-    const Vec even01 = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0x88);
-    const Vec even23 = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0x88);
-    const Vec odd01 = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0xDD);
-    const Vec odd23 = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0xDD);
-    columns[c] = _mm512_shuffle_f32x4(even01, even23, 0x88);
-    columns[4 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
-    columns[8 + c] = _mm512_shuffle_f32x4(even01, even23, 0xDD);
-    columns[12 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0xDD);
+    Vec four[4];
+    join_fours(quads, c, four);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) columns[4 * j + c] = four[j];
   }
 }
 

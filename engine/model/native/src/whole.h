@@ -175,38 +175,76 @@ BATON_INLINE void interleave(const uint8_t* const* tokens, size_t at, int8_t* to
 #if BATON_AVX512
 
 // For few rows, K and V go from the record to the products in registers. Sixteen tokens follow one
-// another there. `a` holds R rows as pack_whole writes them. The functions are not inlined, because
-// compilers keep fewer sums in registers in a large function.
+// another there. Each row of numbers is an array of their lower bytes, then one of their upper bytes.
+// The functions are not inlined, because compilers keep fewer sums in registers in a large function.
 
-// The products of each row with K [16, cols]; cols are a multiple of kGroupBytes. Requests the lines
+BATON_INLINE void store_low_bytes(uint8_t* to, Words x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
+}
+
+// Broadcasts four bytes of row r % R: of the lower ones if r < R, else of the upper ones.
+template <int R>
+BATON_INLINE Words four_bytes(const uint8_t* rows, int cols, int r, int at) {
+  int32_t four;
+  std::memcpy(&four, rows + static_cast<size_t>(r < R ? 2 * r : 2 * (r - R) + 1) * cols + at, 4);
+  return _mm512_set1_epi32(four);
+}
+
+constexpr int kKeyZero = 128;  // added to bytes of K, since vpdpbusd wants one factor unsigned
+
+// Rounds a query x [cols] to numbers of two signed bytes, for few_scores. Returns what undoes kKeyZero.
+inline int32_t pack_query(const float* x, float inverse, int cols, uint8_t* to) {
+  Words sum = fill_words(0);
+  for (int i = 0; i < cols; i += kLanes) {
+    const Words number = to_int32(mul(load(x + i), fill(inverse)));
+    sum = add(sum, number);
+    store_low_bytes(to + i, number);
+    store_low_bytes(to + cols + i, _mm512_srli_epi32(add(number, fill_words(128)), 8));
+  }
+  return -kKeyZero * _mm512_reduce_add_epi32(sum);
+}
+
+// The products of R queries with K [16, cols]; cols are a multiple of kGroupBytes. Requests the lines
 // of `next` meanwhile.
 template <int R, class Next>
-__attribute__((noinline)) void few_scores(const uint8_t* a, const uint8_t* tokens, int cols,
-                                          Words* products, const Next& next) {
-  const uint8_t* rows[kLanes];
-  for (int t = 0; t < kLanes; ++t) rows[t] = tokens + static_cast<size_t>(t) * cols;
-  Words sums[2 * R], offset = fill_words(0);
-#pragma GCC unroll 14
-  for (int r = 0; r < 2 * R; ++r) sums[r] = fill_words(0);
+__attribute__((noinline)) void few_scores(const uint8_t* queries, const int32_t* offsets,
+                                          const uint8_t* tokens, int cols, Words* products,
+                                          const Next& next) {
+  const Words zero = _mm512_set1_epi8(static_cast<char>(kKeyZero));
+  Words sums[2 * R];
+#pragma GCC unroll 7
+  for (int r = 0; r < R; ++r) {
+    sums[r] = _mm512_set1_epi32(offsets[r]);
+    sums[R + r] = fill_words(0);
+  }
   for (int first = 0; first < cols; first += kGroupBytes) {
-    Vec columns[kLanes];
-    transpose(rows, first, columns);
-#pragma GCC unroll 16
-    for (int c = 0; c < kLanes; ++c, a += 8 * R) {
-      const __m512i k = _mm512_castps_si512(columns[c]);
-      next.request(first / kWord + c);
-      offset = _mm512_dpbusd_epi32(offset, _mm512_set1_epi8(1), k);
+    Vec quads[4][4];
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const uint8_t* token = tokens + static_cast<size_t>(4 * g + i) * cols + first;
+        quads[g][i] = _mm512_castsi512_ps(bits_xor(load_words(token), zero));
+      }
+      transpose_fours(quads[g]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {  // products amid the shuffles, which take other units
+      Vec columns[4];
+      join_fours(quads, c, columns);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const Words keys = _mm512_castps_si512(columns[j]);
+        next.request(first / kWord + 4 * c + j);
 #pragma GCC unroll 14
-      for (int r = 0; r < 2 * R; ++r) {
-        int32_t four;
-        std::memcpy(&four, a + 4 * r, 4);
-        sums[r] = _mm512_dpbusd_epi32(sums[r], _mm512_set1_epi32(four), k);
+        for (int r = 0; r < 2 * R; ++r)
+          sums[r] = _mm512_dpbusd_epi32(
+              sums[r], keys, four_bytes<R>(queries, cols, r, first + (4 * j + c) * kWord));
       }
     }
   }
-  offset = shifted_left(offset, 15);  // undoes kWholeZero
 #pragma GCC unroll 7
-  for (int r = 0; r < R; ++r) products[r] = sub(add(sums[r], shifted_left(sums[R + r], 8)), offset);
+  for (int r = 0; r < R; ++r) products[r] = add(sums[r], shifted_left(sums[R + r], 8));
 }
 
 // The order in which few_values leaves sums of 64 dimensions: vector j has 16 L + 4 j … 16 L + 4 j + 3
@@ -222,11 +260,12 @@ BATON_INLINE void exchange_quarters(float* sums) {
   store(sums + 48, _mm512_shuffle_f32x4(odd_low, odd_high, 0xDD));
 }
 
-// sums [R, padded] += weights [R, 16 * groups] times V, for 64 dimensions from `first` on; `steps`:
-// what 1 stands for in each row of `a`.
+// sums [R, padded] = fades [R] * sums + weights [R, 16 * groups] times V, for 64 dimensions from
+// `first` on; `steps`: what 1 stands for in each row of weights. Requests as much of V at `next`.
 template <int R>
-__attribute__((noinline)) void few_values(const uint8_t* a, const float* steps,
-                                          const uint8_t* const* tokens, int groups, int cols,
+__attribute__((noinline)) void few_values(const uint8_t* weights, const float* steps,
+                                          const float* fades, const uint8_t* const* tokens,
+                                          const uint8_t* const* next, int groups, int cols,
                                           int first, float* to, int padded) {
   constexpr int kVecs = R <= 2 ? 4 : 2;  // whose sums stay in registers
 #pragma GCC unroll 2
@@ -236,10 +275,12 @@ __attribute__((noinline)) void few_values(const uint8_t* a, const float* steps,
     for (int r = 0; r < 2 * R; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) sums[r][v] = fill_words(0);
-    const uint8_t* weights = a;
     for (int g = 0; g < groups; ++g) {
       const uint8_t* at = tokens[g] + first;
-      for (int t = 0; t < kLanes; t += 4, at += 4 * cols, weights += 8 * R) {
+      const char* ahead = reinterpret_cast<const char*>(next[g]) + (first + half * kLanes) * kLanes;
+      for (int t = 0; t < kLanes; t += 4, at += 4 * cols, ahead += kVecs * 64) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs; ++v) _mm_prefetch(ahead + v * 64, _MM_HINT_T1);
         const __m512i x0 = _mm512_loadu_si512(at), x1 = _mm512_loadu_si512(at + cols);
         const __m512i x2 = _mm512_loadu_si512(at + 2 * cols);
         const __m512i x3 = _mm512_loadu_si512(at + 3 * cols);
@@ -256,9 +297,7 @@ __attribute__((noinline)) void few_values(const uint8_t* a, const float* steps,
         }
 #pragma GCC unroll 14
         for (int r = 0; r < 2 * R; ++r) {
-          int32_t four;
-          std::memcpy(&four, weights + 4 * r, 4);
-          const __m512i x = _mm512_set1_epi32(four);
+          const Words x = four_bytes<R>(weights, groups * kLanes, r, g * kLanes + t);
 #pragma GCC unroll 4
           for (int v = 0; v < kVecs; ++v)
             sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], x, values[v]);
@@ -271,7 +310,7 @@ __attribute__((noinline)) void few_values(const uint8_t* a, const float* steps,
       for (int v = 0; v < kVecs; ++v) {
         float* y = to + static_cast<size_t>(r) * padded + first + (half + v) * kLanes;
         const Words sum = add(sums[r][v], shifted_left(sums[R + r][v], 8));
-        store(y, fma(from_int32(sum), fill(steps[r]), load(y)));
+        store(y, fma(from_int32(sum), fill(steps[r]), mul(load(y), fill(fades[r]))));
       }
   }
 }
