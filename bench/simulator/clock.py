@@ -1,20 +1,19 @@
 """The virtual clock: a heap of future events, in order of time."""
 
 from collections.abc import Callable
-from enum import IntEnum
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Final
 
 
-class Rank(IntEnum):
-    """The order of events at the same moment.
+class Rank:
+    """The order of events at the same moment: plain numbers, which are looked up and compared fast.
 
     A message that arrives when a step ends is there before the next step is planned.
     """
 
-    MESSAGE = 0
-    STEP_END = 1
-    ROUTINE = 2  # reports, deadlines
+    MESSAGE: Final = 0
+    STEP_END: Final = 1
+    ROUTINE: Final = 2  # reports, deadlines
 
 
 class Future:
@@ -22,12 +21,16 @@ class Future:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.num_events = 0
         self._heap: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
         self._num_planned = 0
         self._is_stopped = False
 
-    def plan(self, at_s: float, rank: Rank, call: Callable[[Any], None], what: Any) -> None:
+    @property
+    def num_events(self) -> int:
+        """Events that were run, the present one included."""
+        return self._num_planned - len(self._heap)
+
+    def plan(self, at_s: float, rank: int, call: Callable[[Any], None], what: Any) -> None:
         """Plans `call(what)` for a time that has not passed."""
         self._num_planned += 1
         heappush(self._heap, (at_s, rank, self._num_planned, call, what))
@@ -39,7 +42,6 @@ class Future:
             at_s, _, _, call, what = heappop(heap)
             assert at_s >= self.now_s, "time went back"
             self.now_s = at_s
-            self.num_events += 1
             call(what)
 
     def stop(self) -> None:

@@ -213,7 +213,7 @@ class _Cluster:
             self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
         )
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
-        self._records: dict[int, SimulatedRequest] = {}  # of requests that have not ended
+        self._records: dict[RequestId, SimulatedRequest] = {}  # of requests that have not ended
         self._all_came = False
         self._num_waiting = 0  # in the machine, for a worker or for a move
         self._ended_s = 0.0
@@ -366,9 +366,9 @@ class _Cluster:
 
     def _on_arrival(self, arrival: tuple[int, TraceRequest]) -> None:
         index, asked = arrival
-        self._records[index] = SimulatedRequest(asked)
-        self._plan_arrival(index + 1)
         request_id = RequestId(str(index))
+        self._records[request_id] = SimulatedRequest(asked)
+        self._plan_arrival(index + 1)
         sampling = Sampling(temperature=0.0, seed=index)
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
@@ -442,14 +442,15 @@ class _Cluster:
 
     def _hear_tokens(self, worker_id: WorkerId, told: Sequence[Said]) -> None:
         """Delivers tokens of answers that continue."""
-        tokens = cast("list[Tokens]", [message for message, _ in told])
+        tokens = cast("list[Tokens]", [one.message for one in told])
         effects = self._machine.handle(Stepped(worker_id, tokens), self._future.now_s)
         if len(effects) < len(told):  # some belong to ended attempts
-            here = {int(effect.request_id) for effect in effects if isinstance(effect, Deliver)}
-            told = [one for one in told if request_index(tokens_of(one).seq_id) in here]
-        for effect, (_, times_s) in zip(effects, told, strict=True):
+            here = {effect.request_id for effect in effects if isinstance(effect, Deliver)}
+            told = [one for one in told if request_of(tokens_of(one).seq_id) in here]
+        records = self._records
+        for effect, one in zip(effects, told, strict=True):
             assert isinstance(effect, Deliver)
-            self._records[int(effect.request_id)].times_s.extend(times_s)
+            records[effect.request_id].times_s.extend(one.times_s)
 
     def _take(self, event: RouterEvent, times_s: Sequence[float] = ()) -> None:
         """Hands an event to the machine; `times_s` are the times of its tokens."""
@@ -459,7 +460,7 @@ class _Cluster:
         for effect in effects:
             if isinstance(effect, Deliver):  # most effects
                 assert len(effect.token_ids) == len(times_s)
-                self._records[int(effect.request_id)].times_s.extend(times_s)
+                self._records[effect.request_id].times_s.extend(times_s)
             elif isinstance(effect, SendTo):
                 events = frames.setdefault(effect.worker_id, [])
                 message = effect.message
@@ -469,7 +470,7 @@ class _Cluster:
                     events.append(FromGateway(GATEWAY, message))
             elif isinstance(effect, End):
                 self._prompts.close(effect.request_id)
-                self._end(int(effect.request_id), effect.outcome, effect.timeline)
+                self._end(effect.request_id, effect.outcome, effect.timeline)
         for worker_id, events in frames.items():
             at_s = self._arrival_s(worker_id, events)
             side = self._stores.get(worker_id) or self._workers[worker_id]
@@ -488,8 +489,7 @@ class _Cluster:
         is_copy = isinstance(message, Decode) and message.is_copy
         if self._setup.max_answer_tokens is None or is_copy:
             return message
-        index = request_index(message.seq_id)
-        limits = _limits(self._records[index].asked)
+        limits = _limits(self._records[request_of(message.seq_id)].asked)
         return replace(message, limits=replace(limits, tpot_s=message.limits.tpot_s))
 
     def _arrival_s(self, worker_id: WorkerId, events: Sequence[Event]) -> float:
@@ -523,13 +523,13 @@ class _Cluster:
         elif due_s is not None:
             self._plan_wake(due_s)
 
-    def _end(self, index: int, outcome: Outcome, timeline: Timeline) -> None:
-        record = self._records.pop(index)
+    def _end(self, request_id: RequestId, outcome: Outcome, timeline: Timeline) -> None:
+        record = self._records.pop(request_id)
         record.outcome, record.timeline = outcome, timeline
         record.ended_s = self._future.now_s
         # From now on: when the gateway heard.
         np.asarray(record.times_s)[:] += self._setup.latency_s
-        self._on_ended(index, record)
+        self._on_ended(int(request_id), record)
         if not self._goes_on:
             self._future.stop()
 
@@ -540,9 +540,9 @@ def tokens_of(said: Said) -> Tokens:
     return said.message
 
 
-def request_index(seq_id: SeqId) -> int:
-    """Returns the place of a sequence's request in the trace."""
-    return int(seq_id[: seq_id.index(".")])
+def request_of(seq_id: SeqId) -> RequestId:
+    """Returns the request of a sequence."""
+    return RequestId(seq_id[: seq_id.index(".")])
 
 
 def _limits(asked: TraceRequest, max_answer_tokens: int | None = None) -> Limits:

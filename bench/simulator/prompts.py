@@ -23,9 +23,9 @@ from router.prefixes.map import PrefixHashes
 _SEED_STRIDE, _SEEDS = 7919, 2**30  # keep the tokens of different seeds apart
 
 
-def token_at(sampling: Sampling, position: int) -> int:
-    """Returns the answer's token at a position."""
-    return sampling.seed * _SEED_STRIDE % _SEEDS + position
+def base_of(sampling: Sampling) -> int:
+    """Returns a number: an answer's token at position i is this number plus i."""
+    return sampling.seed * _SEED_STRIDE % _SEEDS
 
 
 class Unwritten(Sequence[int]):
@@ -99,7 +99,7 @@ class SimulatedPrompts:
         hashes = _hashes(asked.block_ids[: asked.input_len // self._block_size])
         self._hashes[request_id] = hashes
         last_id = asked.block_ids[-1]  # of the block that may not be full
-        tokens = Unwritten(last_id, asked.input_len, token_at(sampling, 0))
+        tokens = Unwritten(last_id, asked.input_len, base_of(sampling))
         return tokens, PrefixHashes({self._block_size: hashes})
 
     def close(self, request_id: RequestId) -> None:

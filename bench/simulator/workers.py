@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
+import msgspec
 import numpy as np
 
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
-from bench.simulator.prompts import token_at
+from bench.simulator.prompts import base_of
 from bench.simulator.transfers import Transfers
 from bench.validation.crowd import Crowd
 from decode.scheduler import DecodeScheduler
@@ -66,9 +67,10 @@ from engine.worker.pace import StepPace
 from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
+NOTHING = RowResult()
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True):  # made for each sequence and report
     """A message, and the times at which its tokens were chosen."""
 
     message: ToGateway
@@ -278,7 +280,7 @@ class SimWorker:
             message = event.message
             if isinstance(message, Decode | Generate):
                 # One token will have been chosen when it begins to decode.
-                token = token_at(message.sampling, len(message.token_ids) + 1)
+                token = base_of(message.sampling) + len(message.token_ids) + 1
                 self._expected[message.seq_id] = _Told(message.limits.max_len, token)
             elif isinstance(message, Cancel):
                 self._forget(message.seq_id)
@@ -341,7 +343,7 @@ class SimWorker:
 
     def _on_end_in_crowd(self, stretch: _Stretch) -> None:
         stretch.ends_s[0] = stretch.planned_end_s = self._future.now_s
-        self._on_end(stretch, stretch.planned_end_s)
+        self._on_end(stretch)
 
     def _ends_of_stretch(self, price: StepPrice, num_steps: int) -> "array[float]":
         """Returns the ends of equal decode steps, fewer if a report is due before."""
@@ -368,12 +370,7 @@ class SimWorker:
 
     def _plan_end(self, stretch: _Stretch) -> None:
         stretch.planned_end_s = stretch.ends_s[-1]
-        self._future.plan(
-            stretch.planned_end_s,
-            Rank.STEP_END,
-            partial(self._on_end, stretch),
-            stretch.planned_end_s,
-        )
+        self._future.plan(stretch.planned_end_s, Rank.STEP_END, self._on_end, stretch)
 
     def _cut(self, stretch: _Stretch) -> None:
         """Ends the stretch with the running step."""
@@ -382,8 +379,8 @@ class SimWorker:
             del stretch.ends_s[num_steps:]
             self._plan_end(stretch)
 
-    def _on_end(self, stretch: _Stretch, end_s: float) -> None:
-        if self._stretch is not stretch or stretch.planned_end_s != end_s:
+    def _on_end(self, stretch: _Stretch) -> None:
+        if self._stretch is not stretch or stretch.planned_end_s != self._future.now_s:
             return  # the stretch was cut
         self._stretch = None
         self._perform(self._finish(stretch))
@@ -459,13 +456,13 @@ class SimWorker:
 
 def price_of(rows: Sequence[Row], num_decoding: int) -> StepPrice:
     """Returns the sums that price a step; the first `num_decoding` rows decode a token each."""
-    chunks = rows[num_decoding:]
-    return StepPrice(
-        num_new=sum(len(row.token_ids) for row in chunks),
-        squares=sum(row.end * row.end - row.start * row.start for row in chunks),
-        num_rows=num_decoding,
-        num_context=sum([row.start for row in rows[:num_decoding]]) + num_decoding,
-    )
+    num_new = squares = 0
+    for row in rows[num_decoding:]:
+        num_tokens, start = len(row.token_ids), row.start
+        num_new += num_tokens
+        squares += (2 * start + num_tokens) * num_tokens  # end² - start²
+    num_context = sum([row.start for row in rows[:num_decoding]]) + num_decoding
+    return StepPrice(num_new, squares, num_decoding, num_context)
 
 
 def _tell(
@@ -483,8 +480,8 @@ def _tell(
 def result_of(row: Row, num_tokens: int) -> RowResult:
     """Returns the tokens that follow a row; none for a row that samples nothing."""
     if row.sampling is None:
-        return RowResult()
-    first = token_at(row.sampling, row.start + len(row.token_ids))
+        return NOTHING
+    first = base_of(row.sampling) + row.start + len(row.token_ids)
     # A range acts like the tuple.
     return RowResult(cast("tuple[int, ...]", range(first, first + num_tokens)))
 

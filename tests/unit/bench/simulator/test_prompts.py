@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.simulator.prompts import SimulatedPrompts, Unwritten, token_at
+from bench.simulator.prompts import SimulatedPrompts, Unwritten, base_of
 from bench.simulator.traces import Trace, TraceRequest
 from engine.messages import OfferPrefix, RequestId, Sampling, SeqId
 from engine.worker.blocks import hash_block, hash_blocks
@@ -79,11 +79,11 @@ def test_unwritten_prompt_acts_like_a_list(prompt_len, base, grown, data):
 
 
 def test_unwritten_prompt_grows_only_by_the_next_tokens():
-    unwritten = Unwritten(7, 3, token_at(SAMPLING, 0))
+    unwritten = Unwritten(7, 3, base_of(SAMPLING))
     with pytest.raises(AssertionError):
         unwritten.append(7)
     with pytest.raises(AssertionError):
-        unwritten += [token_at(SAMPLING, 4)]
+        unwritten += [base_of(SAMPLING) + 4]
 
 
 def test_copy_grows_independently():
