@@ -27,7 +27,6 @@ since their number of tokens does not determine their cost.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Protocol
 
 from engine.messages import (
@@ -193,7 +192,7 @@ class StepSamples:
 # Made once: a union would be made for each event and effect.
 _PASSED_ON = (Adopted, Leaving)
 _OPENERS = (Prefill, Generate, Decode)
-Planned = list[tuple[Scheduler, Row]]  # the rows of a step, each with the scheduler that chose it
+Planned = list[tuple[Scheduler, list[Row]]]  # the rows of a step, by the scheduler that chose them
 MAX_STEPS_IN_FLIGHT = 2
 
 
@@ -303,8 +302,9 @@ class WorkerCore:
         budget = self._max_batch_tokens
         effects: list[Effect] = []
         planned: Planned = []
+        ahead = bool(self._in_flight)
         for scheduler in self._schedulers:
-            scheduled = scheduler.schedule(budget, now_s, ahead=bool(self._in_flight))
+            scheduled = scheduler.schedule(budget, now_s, ahead=ahead)
             self._held_until_s = scheduled.held_until_s
             if scheduled.waits or scheduled.held_until_s is not None:
                 assert not planned
@@ -314,13 +314,13 @@ class WorkerCore:
             effects += scheduled.effects
             if rows := scheduled.rows:
                 budget -= sum([len(r.token_ids) + len(r.draft) + r.num_to_draft for r in rows])
-                planned += zip(repeat(scheduler), rows)
+                planned.append((scheduler, rows))
         assert budget >= 0
         if not planned:
             return None, effects
         self._in_flight.append(planned)
         self._pool.begin_step()
-        return BatchPlan([row for _, row in planned]), effects
+        return BatchPlan(_rows_of(planned)), effects
 
     def finish(self, result: BatchResult, now_s: float) -> list[Effect]:
         """Takes the results of the first plan in flight, which the runner has ended."""
@@ -328,24 +328,25 @@ class WorkerCore:
         planned = self._in_flight.popleft()
         self._pool.end_step()
         if self._observe is not None:
-            self._observe(BatchPlan([row for _, row in planned]), result, now_s)
+            self._observe(BatchPlan(_rows_of(planned)), result, now_s)
         if result.times is not None:
             self._sample_step(planned, result.times.total_s)
-        for (scheduler, row), row_result in zip(planned, result.rows, strict=True):
-            for effect in scheduler.advance(row, row_result, now_s):
-                if isinstance(effect, Emit):  # of most rows
-                    effects.append(effect)
-                elif isinstance(effect, _PASSED_ON):
-                    effects += self._dispatch(effect, now_s)
-                else:
-                    effects.append(effect)
+        assert len(result.rows) == sum([len(rows) for _, rows in planned])
+        results = iter(result.rows)
+        for scheduler, rows in planned:
+            for row, row_result in zip(rows, results, strict=False):
+                for effect in scheduler.advance(row, row_result, now_s):
+                    if isinstance(effect, _PASSED_ON):
+                        effects += self._dispatch(effect, now_s)
+                    else:
+                        effects.append(effect)
         return effects
 
     def _sample_step(self, planned: Planned, seconds: float) -> None:
         """Keeps the step for the report, and learns from it, if it is part of the samples.
 
         Most steps are not, and cost no more than this check. Decode rows come first, so the last
-        row tells if all rows decode.
+        rows tell if all rows decode.
         """
         decodes_only = planned[-1][0] is self._decoder
         samples = self._decode_steps if decodes_only else self._other_steps
@@ -362,18 +363,19 @@ class WorkerCore:
     def _step_report(self, planned: Planned, seconds: float) -> StepReport | None:
         """A step in numbers; None if the numbers would not explain how long it took."""
         num_rows = num_context = num_new = squares = 0
-        for scheduler, row in planned:
-            num_tokens, start = len(row.token_ids), row.start
-            if scheduler is self._decoder:
-                if row.draft or row.num_to_draft or row.draft_token_ids:
+        for scheduler, rows in planned:
+            for row in rows:
+                num_tokens, start = len(row.token_ids), row.start
+                if scheduler is self._decoder:
+                    if row.draft or row.num_to_draft or row.draft_token_ids:
+                        return None
+                    num_rows += 1
+                    num_context += start + num_tokens
+                elif row.scored:
                     return None
-                num_rows += 1
-                num_context += start + num_tokens
-            elif row.scored:
-                return None
-            else:
-                num_new += num_tokens
-                squares += (2 * start + num_tokens) * num_tokens  # end² - start²
+                else:
+                    num_new += num_tokens
+                    squares += (2 * start + num_tokens) * num_tokens  # end² - start²
         return StepReport(seconds, num_new, squares, num_rows, num_context)
 
     def load(self, open_leases: int, counters: Mapping[str, float]) -> LoadReport:
@@ -410,3 +412,10 @@ class WorkerCore:
         assert self._pool.num_steps == len(self._in_flight)
         for scheduler in self._schedulers:
             scheduler.validate()
+
+
+def _rows_of(planned: Planned) -> list[Row]:
+    """The rows of a step, in order."""
+    if len(planned) == 1:
+        return planned[0][1]
+    return [row for _, rows in planned for row in rows]
