@@ -31,13 +31,18 @@ class StepHold:
         """The time until which the next step is held; None if it is not held."""
         return self._until_s
 
+    @property
+    def is_open(self) -> bool:
+        """True if the next step is held, or may have to be."""
+        return bool(self._awaited) or self._until_s is not None
+
     def await_blocks(self, seq_id: SeqId) -> None:
         """Waits for the blocks of a sequence that moved here."""
         self._awaited.add(seq_id)
 
     def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
         """True if no step may begin now: blocks of moved sequences are still on their way."""
-        if not self._awaited and self._until_s is None:
+        if not self.is_open:
             return False  # of most steps
         self._awaited &= arriving
         if self._awaited and now_s >= self._rests_until_s:

@@ -49,7 +49,7 @@ from engine.messages import (
 )
 from engine.worker.batch import Row, RowResult
 from engine.worker.blocks import BlockPool
-from engine.worker.core import Scheduled, Workload
+from engine.worker.core import NOTHING, Scheduled, Workload
 from engine.worker.events import (
     Adopted,
     Effect,
@@ -253,6 +253,8 @@ class DecodeScheduler:
         """
         if ahead and (self.drafts.needs_last_step or not self.running.has_room()):
             return Scheduled(waits=True)
+        if not (len(self.running) or self.arrivals.queued or self._hold.is_open):
+            return NOTHING
         due = self.running.due()
         effects = self.running.make_room(due, self._drop_copy)
         if effects:

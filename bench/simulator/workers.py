@@ -17,10 +17,10 @@ the router is given the costs of workers. If it learns them, it sees a stretch a
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Protocol, cast
 
 import msgspec
 import numpy as np
@@ -68,6 +68,9 @@ from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
 NOTHING = RowResult()
+# Tokens of an answer. A range acts like the tuple or list of them.
+_tuple_of = cast("Callable[[int, int], tuple[int, ...]]", range)
+_list_of = cast("Callable[[int, int], list[int]]", range)
 
 
 class Said(msgspec.Struct, frozen=True):  # made for each sequence and report
@@ -77,7 +80,7 @@ class Said(msgspec.Struct, frozen=True):  # made for each sequence and report
     times_s: Sequence[float] = ()
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True):
     """Messages and block events that a worker sends together."""
 
     said: Sequence[Said]
@@ -470,7 +473,7 @@ def _tell(
 ) -> Said:
     """Returns the next tokens of an answer, chosen at these times."""
     num_tokens = len(times_s)
-    tokens = cast("list[int]", range(told.token, told.token + num_tokens))
+    tokens = _list_of(told.token, told.token + num_tokens)
     told.step += num_tokens
     told.token += num_tokens
     told.has_begun = True
@@ -482,8 +485,7 @@ def result_of(row: Row, num_tokens: int) -> RowResult:
     if row.sampling is None:
         return NOTHING
     first = base_of(row.sampling) + row.start + len(row.token_ids)
-    # A range acts like the tuple.
-    return RowResult(cast("tuple[int, ...]", range(first, first + num_tokens)))
+    return RowResult(_tuple_of(first, first + num_tokens))
 
 
 def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
@@ -493,12 +495,11 @@ def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]
     last: BlockHash | None = None  # the last hash in it, if it is an event of stored blocks
     for item in news:
         if type(item) is Stored:
-            block_hash, parent, *_ = item
-            if last is None or last != parent:
-                events.append(event := stored([], parent, block_size=block_size))
+            if last is None or last != item.parent:
+                events.append(event := stored([], item.parent, block_size=block_size))
                 hashes = event.block_hashes
-            hashes.append(block_hash)
-            last = block_hash
+            last = item.block_hash
+            hashes.append(last)
         else:
             if last is not None or not events:
                 events.append(removed := BlockRemoved([], medium=None))

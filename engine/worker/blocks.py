@@ -37,7 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import repeat
+from itertools import chain, islice, repeat
 from operator import mul
 from typing import NamedTuple, NewType
 
@@ -201,9 +201,12 @@ class BlockPool:
         if num_blocks > self.num_idle:
             raise OutOfBlocks(num_blocks, self.num_idle)
         owned, known, spare, kept = self._owned, self._hash, self._spare, self._kept
-        num_spare = min(num_blocks, len(spare))
-        blocks = [spare.popitem(last=False)[0] for _ in range(num_spare)]
-        blocks += [kept.popitem(last=False)[0] for _ in range(num_blocks - num_spare)]
+        blocks = list(islice(chain(spare, kept), num_blocks))
+        num_spare = len(spare)
+        for block in blocks[:num_spare]:
+            del spare[block]
+        for block in blocks[num_spare:]:
+            del kept[block]
         for block in blocks:
             owned[block] = 1
         if evicted := [block for block in blocks if known[block] is not None]:

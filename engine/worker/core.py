@@ -331,7 +331,8 @@ class WorkerCore:
             self._observe(BatchPlan(_rows_of(planned)), result, now_s)
         if result.times is not None:
             self._sample_step(planned, result.times.total_s)
-        assert len(result.rows) == sum([len(rows) for _, rows in planned])
+        num_rows = sum([len(rows) for _, rows in planned])
+        assert len(result.rows) == num_rows, f"{len(result.rows)} results of {num_rows} rows"
         results = iter(result.rows)
         for scheduler, rows in planned:
             for row, row_result in zip(rows, results, strict=False):
@@ -385,24 +386,31 @@ class WorkerCore:
         """
         counts = self._pool.counts()
         counted: dict[str, float] = {}
+        waiting = running = prompt_tokens = decode_seqs = decode_blocks = context_tokens = 0
         for scheduler in self._schedulers:
             for name, count in scheduler.counters.items():
                 counted[name] = counted.get(name, 0) + count
-        workloads = [scheduler.workload for scheduler in self._schedulers]
+            waiting += scheduler.num_waiting
+            running += scheduler.num_running
+            work = scheduler.workload
+            prompt_tokens += work.prompt_tokens
+            decode_seqs += work.decode_seqs
+            decode_blocks += work.decode_blocks
+            context_tokens += work.context_tokens
         return LoadReport(
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             owned_blocks=counts.owned,
             leased_blocks=counts.leased,
             in_flight_blocks=counts.in_flight,
-            waiting_seqs=sum(s.num_waiting for s in self._schedulers),
-            running_seqs=sum(s.num_running for s in self._schedulers),
+            waiting_seqs=waiting,
+            running_seqs=running,
             open_leases=open_leases,
             counters={**counters, **counted},
-            prompt_tokens=sum(w.prompt_tokens for w in workloads),
-            decode_seqs=sum(w.decode_seqs for w in workloads),
-            decode_blocks=sum(w.decode_blocks for w in workloads),
-            context_tokens=sum(w.context_tokens for w in workloads),
+            prompt_tokens=prompt_tokens,
+            decode_seqs=decode_seqs,
+            decode_blocks=decode_blocks,
+            context_tokens=context_tokens,
             steps=self._decode_steps.take() + self._other_steps.take(),
         )
 

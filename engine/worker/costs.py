@@ -220,11 +220,13 @@ def _solve(products: np.ndarray, targets: np.ndarray) -> tuple[float, ...]:
     for chosen, rows, columns, ridge in _subsets_of(num):
         goals = wanted[chosen]
         solved = np.linalg.solve(scaled[rows, columns] + ridge, goals[:, :, None])[:, :, 0]
-        for features, weights, goal in zip(chosen, solved, goals, strict=True):
-            loss = -float(weights @ goal)
-            if loss < least and min(weights.tolist()) >= 0:
+        for number, weights in enumerate(solved.tolist()):
+            if not min(weights) >= 0:
+                continue
+            loss = -float(solved[number] @ goals[number])
+            if loss < least:
                 best, least = np.zeros(num), loss
-                best[features] = weights
+                best[chosen[number]] = weights
     return tuple((best / scale).tolist())
 
 

@@ -337,7 +337,7 @@ def test_a_result_must_have_one_entry_per_row():
     rig = Rig(Role.PREFILL)
     rig.take(prefill("a", 5))
     rig.core.plan(0.0)
-    with pytest.raises(ValueError, match="argument 2"):
+    with pytest.raises(AssertionError, match="2 results of 1 rows"):
         rig.core.finish(BatchResult([RowResult((7,)), RowResult((8,))]), 0.0)
 
 
