@@ -496,7 +496,7 @@ class _Cluster:
         """Returns when messages sent now arrive: never before earlier ones."""
         now_s = self._future.now_s
         at_s = now_s + self._setup.latency_s
-        if self._setup.chances:
+        if self._crowd.varies:
             messages = (event.message for event in events if isinstance(event, FromGateway))
             at_s += max((self._crowd.delay_s(m) for m in messages), default=0.0)
             at_s = max(at_s, self._arrives_s.get(worker_id, 0.0))

@@ -39,7 +39,7 @@ from bench.simulator.cluster import (
 )
 from bench.simulator.figures.cache import InfiniteCache, infinite_cache_hits
 from bench.simulator.figures.gaps import GapSketch
-from bench.simulator.figures.latencies import Values, latencies_of
+from bench.simulator.figures.latencies import Values, gaps_of, latencies_of
 from bench.simulator.figures.tally import RequestTally
 from bench.simulator.joining import join_figures
 from bench.simulator.traces import Trace, TraceRequest
@@ -85,7 +85,7 @@ def streamed_figures(
     def ended(_: int, record: SimulatedRequest) -> None:
         tally.add(record)
         if len(record.times_s) > 1:
-            gaps.add(np.diff(record.times_s))
+            gaps.add(gaps_of(record.times_s))
 
     run = simulate_stream(trace, cache.watch(requests), setup, machine, ended)
     return figures_of_tally(
@@ -194,7 +194,7 @@ def _gaps_s(records: Sequence[SimulatedRequest], num_together: int) -> Iterator[
     """Yields the gaps of `num_together` records at a time."""
     for start in range(0, len(records), num_together):
         some = records[start : start + num_together]
-        parts = [np.diff(record.times_s) for record in some if len(record.times_s) > 1]
+        parts = [gaps_of(record.times_s) for record in some if len(record.times_s) > 1]
         if parts:
             yield np.concatenate(parts)
 

@@ -69,11 +69,8 @@ class Crowd:
         self._places: dict[str, int] = {}  # of each worker in `chances.decode`
         self._steps: dict[str, _Step] = {}
         self._settled_s = 0.0  # the time for which `left_s` holds
-
-    @property
-    def watches(self) -> bool:
-        """True if each single step has to be reported here."""
-        return self._hardware.cores is not None or bool(self._chances)
+        self.varies = bool(chances)  # True if messages are delayed at random
+        self.watches = hardware.cores is not None or self.varies  # each single step
 
     def begin(
         self, worker_id: str, step: StepPrice, seconds: float, on_end: Callable[[], None]

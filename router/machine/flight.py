@@ -163,7 +163,10 @@ class Flight:
 
     def attempt_of(self, seq_id: SeqId) -> Attempt | None:
         """Returns the attempt with this id; None for a sequence that only holds a copy."""
-        return next((each for each in self.attempts if each.seq_id == seq_id), None)
+        for attempt in (self.attempt, self.hedge):
+            if attempt is not None and attempt.seq_id == seq_id:
+                return attempt
+        return None
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Latencies of one simulated request."""
 
 import math
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ def latencies_of(record: SimulatedRequest) -> Latencies | None:
     e2e_s = times_s[-1] - record.asked.arrived_s
     if len(times_s) == 1:
         return Latencies(ttft_s, e2e_s, None, None)
-    gaps_s = np.diff(times_s)
+    gaps_s = gaps_of(times_s)
     tpot_s = (times_s[-1] - times_s[0]) / len(gaps_s)
     return Latencies(ttft_s, e2e_s, tpot_s, _mean_of_longest(gaps_s, TBT_SHARE))
 
@@ -40,7 +41,14 @@ def latencies_of(record: SimulatedRequest) -> Latencies | None:
 def _mean_of_longest(values: Values, share: float) -> float:
     """Computes `bench.common.stats.mean_of_longest` for an array."""
     num_others = len(values) - math.ceil(share * len(values))
-    return float(np.partition(values, num_others)[num_others:].mean())
+    longest = np.partition(values, num_others)[num_others:]
+    return float(np.add.reduce(longest) / len(longest))  # as `mean`, in half the time
+
+
+def gaps_of(times_s: "array[float]") -> Values:
+    """Returns the seconds between the tokens of an answer; empty for less than two."""
+    values: Values = np.frombuffer(times_s) if times_s else np.empty(0)
+    return values[1:] - values[:-1]
 
 
 def meets(latencies: Latencies | None, slo: SloBounds) -> bool:
