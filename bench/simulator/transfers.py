@@ -204,7 +204,10 @@ class Transfers:
         self._num_open[lease.source.worker_id] -= 1
 
     def _link(self, side: TransferSide) -> _Link:
-        return self._links.setdefault(side.worker_id, _Link())
+        link = self._links.get(side.worker_id)
+        if link is None:
+            link = self._links[side.worker_id] = _Link()
+        return link
 
     def _plan_end(self, lease_id: LeaseId, pull: _Pull, after_s: float) -> None:
         at_s = self._future.now_s + after_s

@@ -95,8 +95,7 @@ class FrameListener(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Stretch:
+class _Stretch(msgspec.Struct):
     """Steps of equal rows; the last one ends at `ends_s[-1]`. The first rows decode."""
 
     rows: Sequence[Row]

@@ -34,12 +34,13 @@ import sys
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice, repeat
 from operator import mul
 from typing import NamedTuple, NewType
+
+import msgspec
 
 from engine.errors import OutOfBlocks
 from engine.messages import HASH_BYTES
@@ -87,8 +88,7 @@ def hash_blocks(
     return hashes
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(msgspec.Struct, frozen=True):
     """Counts of a pool's blocks. A block that is held in two ways counts as the later field."""
 
     free: int

@@ -26,8 +26,10 @@ since their number of tokens does not determine their cost.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from engine.messages import (
     FLUID_ROLES,
@@ -62,12 +64,11 @@ from engine.worker.pace import StepPace
 MAX_STEPS_OF_A_KIND = 8  # in one report: steps that only decode, and other steps
 
 
-@dataclass(slots=True)
-class Scheduled:
+class Scheduled(msgspec.Struct):  # made in each step
     """The rows and effects that a scheduler wants in this step."""
 
-    rows: list[Row] = field(default_factory=list)
-    effects: list[Effect] = field(default_factory=list)
+    rows: list[Row] = []
+    effects: list[Effect] = []
     held_until_s: float | None = None  # hold the step until then, or until the next event
     waits: bool = False  # plan nothing before the step in flight has ended
 
@@ -75,8 +76,7 @@ class Scheduled:
 NOTHING = Scheduled()  # of a scheduler without work; its lists stay empty
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(msgspec.Struct, frozen=True):
     """The work that a scheduler has accepted and not finished: see `LoadReport`."""
 
     prompt_tokens: int = 0

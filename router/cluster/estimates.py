@@ -162,9 +162,9 @@ class Estimates:
         A formula learned from one size predicts no other size well.
         """
         key = kind, worker_class(worker)
-        sizes = self._sizes.setdefault(key, _Sizes())
+        sizes = self._sizes.get(key)
         num_forgotten = self._online.num_forgotten(*key)
-        if sizes.num_forgotten != num_forgotten:
+        if sizes is None or sizes.num_forgotten != num_forgotten:
             sizes = self._sizes[key] = _Sizes(num_forgotten)
         return sizes
 

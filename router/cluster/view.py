@@ -47,8 +47,7 @@ class DecodeClaim:
         return self.context_tokens - self.prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Foreign:
+class Foreign(msgspec.Struct, frozen=True):
     """Other gateways' share of a worker at its last report."""
 
     prompt_tokens: int = 0  # of prompts that wait or are being computed

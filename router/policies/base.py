@@ -28,8 +28,7 @@ class Placement:
     decode: WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrompt:
+class SharedPrompt(msgspec.Struct, frozen=True):
     """The placement of another request with the same prompt, and the tokens found there."""
 
     placement: Placement
@@ -143,8 +142,7 @@ class Decision(msgspec.Struct, frozen=True):
         return min(max(num_pulled, 0), self.num_pulled_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(msgspec.Struct, frozen=True):
     """All workers that could serve this are full."""
 
     until_s: float | None = None  # one is predicted to be free then, should nothing happen before
@@ -158,8 +156,7 @@ class Impossible:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(msgspec.Struct, frozen=True):
     """Workers that could take a request now.
 
     `partners` maps each prefill worker to the decode workers that have room and that its KV can
