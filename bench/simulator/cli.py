@@ -48,6 +48,7 @@ from router.native.machine import native_machine
 
 SYNTHETIC = "synthetic"
 NUM_SYNTHETIC = 1000  # requests of such a trace by default
+MAX_KEPT = 100_000  # by default; some 5 kB each
 
 
 def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typer declares them)
@@ -141,8 +142,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         float, typer.Option(help="A store takes blocks from workers no faster.")
     ] = 0.5,
     stream: Annotated[
-        bool, typer.Option(help="Keep sums of the requests of a synthetic trace, but none of them.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Keep sums of the requests of a synthetic trace, but none of them.",
+            show_default=f"if there are more than {MAX_KEPT:,}, and no option needs them",
+        ),
+    ] = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
     plot: PlotOption = None,
@@ -186,9 +191,12 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
                 take_bytes_per_s=store_take_gib_per_s * GIB,
             )
         chat = Chat(rate_per_s=rate, families=families)
+        changes = speed_up != 1.0 or shorten != 1
+        uses_requests = bool(plot or write_trace_ or changes or join)
+        if stream is None:
+            stream = streams(trace, requests, uses_requests=uses_requests or goodput_requests > 0)
         if stream:
-            changes = speed_up != 1.0 or shorten != 1
-            _check_stream(trace, uses_requests=bool(plot or write_trace_ or changes or join))
+            _check_stream(trace, uses_requests=uses_requests)
             played = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
         else:
             played = _trace(trace, chat, requests=requests, seed=seed)
@@ -249,6 +257,11 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
                 title=title,
                 bounds_ms={"TTFT": slo_ttft_ms, "TPOT": slo_tpot_ms},
             )
+
+
+def streams(trace: str, requests: int | None, *, uses_requests: bool) -> bool:
+    """True if requests are not kept by default: a long synthetic trace, and no option uses them."""
+    return trace == SYNTHETIC and (requests or NUM_SYNTHETIC) > MAX_KEPT and not uses_requests
 
 
 def _trace(name: str, chat: Chat, *, requests: int | None, seed: int) -> Trace:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from bench.client.load import SloBounds
 from bench.common.stats import summarize
+from bench.simulator.cli import streams
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.figures.cache import InfiniteCache
 from bench.simulator.figures.gaps import WIDTH, GapSketch
@@ -99,3 +100,11 @@ def test_only_a_synthetic_trace_streams(tmp_path):
     result = CliRunner().invoke(app, ["simulate", "--stream", "--trace", str(trace)])
     assert result.exit_code != 0
     assert "--stream is for a synthetic trace" in result.output
+
+
+def test_long_synthetic_traces_stream_unless_an_option_needs_their_requests():
+    assert streams("synthetic", 1_000_000, uses_requests=False)
+    assert not streams("synthetic", 1_000_000, uses_requests=True)
+    assert not streams("synthetic", 1000, uses_requests=False)
+    assert not streams("synthetic", None, uses_requests=False)
+    assert not streams("trace.jsonl", 1_000_000, uses_requests=False)
