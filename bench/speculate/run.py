@@ -1,7 +1,8 @@
 """Measures speculation: a process for each setup, and in it the modes in turn.
 
 A speed-up compares modes of one process in one repetition, on the same prompts, one right after the
-other. The order changes with each batch, so other load on the machine meets all modes alike. the first figure every cell has run once.
+other. The order changes with each batch, so other load on the machine meets all modes alike. Before
+the first figure every cell has run once.
 
 Answers are compared too. Each request is answered in all modes, with int8 weights, where the
 promise is that no token differs, and with fp32.
