@@ -1,8 +1,7 @@
 """The C++ kernels equal torch, have the same bits in any batch, and can be replaced."""
 
 import logging
-from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -19,32 +18,19 @@ from engine.model.native.attention import NativeAttention
 from engine.model.native.linear import PackedLinear
 from engine.model.native.matrix import Team, exact_in_bf16
 from engine.model.runner import TorchRunner
-from engine.native_build import built_library, open_library
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.checkpoints import KINDS, tiny_checkpoint
 from tests.kits.models.attention_cases import CASES, case_id, check_attend, check_company
 from tests.kits.models.sequences import logits_in_chunks
+from tests.kits.models.teams import avx2_kernels
 
 pytestmark = pytest.mark.torch
 
-AVX2 = replace(
-    library.SOURCES,
-    flags=tuple(
-        flag
-        for flag in (*library.SOURCES.flags, "-mavx2", "-mfma", "-mf16c")
-        if flag != "-march=native"
-    ),
-)
 ROWS = (1, 2, 3, 13, 14, 15, 29, 100)
 SHAPES = ((8, 8), (33, 20), (100, 77), (64, 130), (256, 48))  # outputs, inputs
 FUSED_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3")
 ROUNDED = 6e-4  # over int8 KV queries and weights of tokens have 16 bits
 GREEDY = Sampling(temperature=0.0)
-
-
-@cache
-def avx2_kernels():
-    return open_library(built_library(AVX2), library.SIGNATURES)
 
 
 @pytest.fixture(params=["best", "avx2"])
