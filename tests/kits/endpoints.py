@@ -43,7 +43,7 @@ from kvtransfer.messages import Identity
 LAYOUT = KVLayout(
     block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(2, 2, 16),)
 )  # 8 KiB a block
-TIMING = Timing(ttl_s=4.0, hold_every_s=0.1, silence_s=1.0)
+TIMING = Timing(ttl_s=8.0, hold_every_s=0.1, silence_s=4.0)  # a busy machine may stall for one
 NUM_BLOCKS = 200
 SECRET = Secret("secret")
 DEADLINE_S = 30.0

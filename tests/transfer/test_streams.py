@@ -428,6 +428,7 @@ def test_pulls_go_on_over_curve_if_the_stream_breaks(which):
             streams._connection.shutdown(socket.SHUT_RDWR)
         else:
             (line,) = source.endpoint._source_end._sealed._lines.values()
+            until(lambda: line.stream is not None, "the source knows whose connection it is")
             line.stream._connection.shutdown(socket.SHUT_RDWR)
         end = sink.pull("s", source.lease("l", [1, 2]), [(0, 7), (1, 8)])
         assert is_done(end, "zmq")
