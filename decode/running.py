@@ -158,7 +158,7 @@ class RunningBatch:
     @property
     def num_blocks(self) -> int:
         """Blocks that all sequences need."""
-        return sum([-(-len(seq.token_ids) // seq.block_size) for seq in self._members.values()])
+        return sum([seq.num_blocks for seq in self._members.values()])
 
     @property
     def num_context_tokens(self) -> int:

@@ -45,7 +45,7 @@ _FIRST_PLAIN, _PLAIN_EVERY = 2, 32  # steps with drafts before a plain one: at f
 _LEARN_EVERY = 8  # steps without drafts
 _SETTLED, _LEARN_EVERY_SETTLED = 256, 64  # after so many steps of a kind, learn more rarely
 _ENOUGH_STEPS = 32  # learned from, before only some steps are
-_UNSEEN_S = 1e-3  # of steps without a look, after that, of which no more than the time is noted
+_UNSEEN_S = 1e-3  # of steps that are passed over, before one is not
 _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
 _REUSED = 7  # steps for which a choice for the same sequences is reused, after that
 _REST = 15  # steps without a choice after the draft model was not worth it
@@ -98,7 +98,7 @@ class Speculator:
         self._credit = TimeCredit()
         self._between_s = 0.0  # recent time between two steps, breaks left out
         self._last_s: float | None = None  # when the last step ended
-        self._unseen_s, self._num_unseen = 0.0, 0  # the latest steps, of which only that is known
+        self._unseen_s, self._num_unseen = 0.0, 0  # the latest steps, which were passed over
         self._advanced_s = 0.0  # predicted time of catching up in the present step
         self._had_drafts = False  # whether the last step had drafts
         self._num_like = 0  # steps on end like the last one
@@ -295,7 +295,7 @@ class Speculator:
             return
         if times is None or times.total_s <= 0 or not plan.rows:
             return
-        if not self._has_looked and self._is_like_others(times.total_s):
+        if self._passes_over(times.total_s):
             self._last_s = now_s
             return
         self._earn(times.total_s)
@@ -326,22 +326,23 @@ class Speculator:
         if times.draft_s > 0 and any(row.draft_token_ids for row in plan.rows):
             self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
 
-    def _is_like_others(self, seconds: float) -> bool:
-        """True if a step without a look needs no closer look itself.
+    def _passes_over(self, seconds: float) -> bool:
+        """Notes no more than the time of a step, if that is enough. Returns False otherwise.
 
-        These are most steps, and to learn from one takes as long as a twentieth of a small step.
-        Its own time does not decide, or interrupted steps would be those that are learned from.
+        It is enough for most steps without a look: to learn from one takes as long as a twentieth
+        of a small step. Its own time does not decide, or interrupted steps would be those that are
+        learned from.
         """
-        if self._cost.target.num_since_start < _ENOUGH_STEPS or self._advanced_s:
+        if self._has_looked or self._had_drafts or self._advanced_s:
             return False
-        if self._had_drafts or self._unseen_s > _UNSEEN_S:
+        if self._cost.target.num_since_start < _ENOUGH_STEPS or self._unseen_s > _UNSEEN_S:
             return False
         self._unseen_s += seconds
         self._num_unseen += 1
         return True
 
     def _earn(self, seconds: float) -> None:
-        """Notes the time of a step, and of those before it that were not looked at closely."""
+        """Credits the time of a step, and of those before it that were passed over."""
         self._credit.earn(self._unseen_s + seconds, self._num_unseen + 1)
         self._unseen_s, self._num_unseen = 0.0, 0
 

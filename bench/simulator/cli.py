@@ -194,7 +194,9 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
         changes = speed_up != 1.0 or shorten != 1
         uses_requests = bool(plot or write_trace_ or changes or join)
         if stream is None:
-            stream = streams(trace, requests, uses_requests=uses_requests or goodput_requests > 0)
+            stream = streams_by_default(
+                trace, requests, uses_requests=uses_requests or goodput_requests > 0
+            )
         if stream:
             _check_stream(trace, uses_requests=uses_requests)
             played = Trace(SYNTHETIC, MOONCAKE_BLOCK_TOKENS, ())
@@ -259,7 +261,7 @@ def simulate_command(  # noqa: PLR0913 (one parameter for each option is how typ
             )
 
 
-def streams(trace: str, requests: int | None, *, uses_requests: bool) -> bool:
+def streams_by_default(trace: str, requests: int | None, *, uses_requests: bool) -> bool:
     """True if requests are not kept by default: a long synthetic trace, and no option uses them."""
     return trace == SYNTHETIC and (requests or NUM_SYNTHETIC) > MAX_KEPT and not uses_requests
 

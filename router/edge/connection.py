@@ -204,7 +204,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Notes that the oldest request is answered."""
         if self._callers:
-            # Without these two circles, what was made for a request is freed at its end.
+            # The cycle refers to itself by these two. Without them all of it is freed now.
             cycle = self._callers.pop(0).cycle
             del cycle.scope["extensions"]
             cycle.transport = self.transport

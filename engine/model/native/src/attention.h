@@ -465,8 +465,7 @@ class Attention {
           s[v] = mul(fill(scoring.softcap), tanh(div(s[v], fill(scoring.softcap))));
         store(row + v * kLanes, s[v]);
       }
-      const int beyond =
-          position + (i + r) / group_ + 1 - tile;  // the first token that is not seen
+      const int beyond = position + (i + r) / group_ + 1 - tile;  // this token and later ones
       const int hidden = scoring.window > 0 ? beyond - scoring.window : 0;
       if (beyond < kTile || hidden > 0) {
         for (int t = std::max(0, beyond); t < kTile; ++t) row[t] = kMinusInfinity;

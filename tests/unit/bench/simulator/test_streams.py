@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from bench.client.load import SloBounds
 from bench.common.stats import summarize
-from bench.simulator.cli import streams
+from bench.simulator.cli import streams_by_default
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
 from bench.simulator.figures.cache import InfiniteCache
 from bench.simulator.figures.gaps import WIDTH, GapSketch
@@ -103,8 +103,8 @@ def test_only_a_synthetic_trace_streams(tmp_path):
 
 
 def test_long_synthetic_traces_stream_unless_an_option_needs_their_requests():
-    assert streams("synthetic", 1_000_000, uses_requests=False)
-    assert not streams("synthetic", 1_000_000, uses_requests=True)
-    assert not streams("synthetic", 1000, uses_requests=False)
-    assert not streams("synthetic", None, uses_requests=False)
-    assert not streams("trace.jsonl", 1_000_000, uses_requests=False)
+    assert streams_by_default("synthetic", 1_000_000, uses_requests=False)
+    assert not streams_by_default("synthetic", 1_000_000, uses_requests=True)
+    assert not streams_by_default("synthetic", 1000, uses_requests=False)
+    assert not streams_by_default("synthetic", None, uses_requests=False)
+    assert not streams_by_default("trace.jsonl", 1_000_000, uses_requests=False)
