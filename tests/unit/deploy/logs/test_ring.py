@@ -109,7 +109,7 @@ def test_a_flood_keeps_two_files(folder, ring):
     assert sum(file.path.stat().st_size for file in files) <= 20_000
     told = texts(ask(folder, lines=MAX_LINES))
     assert told[-1] == "line 999"
-    assert 100 < len(told) < 250
+    assert 50 < len(told) < 250  # a full file and what the next one has: lines differ by the pid
     assert told == [f"line {1000 - len(told) + i}" for i in range(len(told))]
 
 
