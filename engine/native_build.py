@@ -229,7 +229,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith("flags")), platform.processor())
+    found = [line for line in lines if line.startswith("flags")]
+    return found[0] if found else platform.processor()
 
 
 def _first_error(text: str) -> str:

@@ -211,6 +211,8 @@ def serve(  # noqa: PLR0913 - a command's options
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     forget_environment(os.environ)
     manager = ServiceManager(os.environ)
+    signals = StopSignals()
+    signals.install()
     preparation = Preparation()
     preparation.start()
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
@@ -218,7 +220,7 @@ def serve(  # noqa: PLR0913 - a command's options
     if as_json:
         console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
     with closing(preparation):
-        raise typer.Exit(run(deployment, console, manager))
+        raise typer.Exit(run(deployment, console, manager, signals))
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,15 +294,16 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
     return OwnRayLauncher(nursery)
 
 
-def run(deployment: Deployment, console: Console, manager: ServiceManager) -> int:
+def run(
+    deployment: Deployment, console: Console, manager: ServiceManager, signals: StopSignals
+) -> int:
     """Opens the deployment, prints its news until a signal, and closes it.
 
     Returns the exit status: 0, or 128 plus the number of a signal that came before it served, or
     that came while it waited for answers.
     """
-    signals = StopSignals()
-    signals.install()
     try:
+        signals.interrupt()
         with console.status("starting") as status:
             deployment.on_news = status.update
             ready = deployment.open()

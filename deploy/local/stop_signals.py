@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM for a command that starts services and has to end them.
 
-While services start, the first signal raises an exception, so that the start is undone. Later
-signals, and all signals after the start, are queued for the command to wait for: the end itself is
-never interrupted.
+While services start, the first signal raises an exception, so that the start is undone. A signal
+that came before the start raises at its begin. All others are queued for the command to wait for:
+the end itself is never interrupted.
 """
 
 import contextlib
@@ -26,12 +26,20 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()  # safe to use in a signal handler
-        self._raises = True
+        self._raises = False
 
     def install(self) -> None:
-        """Takes over both signals."""
+        """Takes over both signals and queues them. To be called before anything is started."""
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+
+    def interrupt(self) -> None:
+        """From now on the first signal raises StopAsked. One that waits already raises it here."""
+        self._raises = True
+        with contextlib.suppress(queue.Empty):
+            number = self._came.get_nowait()
+            self._raises = False
+            raise StopAsked(number)
 
     def keep(self) -> None:
         """Queues signals from now on instead of raising them."""

@@ -11,6 +11,7 @@ from deploy.commands.serve import run
 from deploy.local.deployment import Deployment
 from deploy.local.nursery import Nursery
 from deploy.local.service_manager import ServiceManager
+from deploy.local.stop_signals import StopSignals
 from deploy.logs.lines import LogSource, configure_logging
 from engine.clock import MonotonicClock
 from engine.config import AdminConfig, Config, GatewayConfig, PoolsConfig
@@ -24,9 +25,11 @@ def main() -> None:
     gateway = GatewayConfig(port=0, drain_timeout_s=drain_s)
     pools = PoolsConfig(mixed=1, max_workers=4)
     config = Config(gateway=gateway, pools=pools, admin=AdminConfig(name=name))
+    signals = StopSignals()
+    signals.install()
     launcher = NullWorkers(Nursery(), pace_s)
     deployment = Deployment(launcher, model=BUNDLED_MODEL, config=config)
-    sys.exit(run(deployment, Console(stderr=True), ServiceManager(os.environ)))
+    sys.exit(run(deployment, Console(stderr=True), ServiceManager(os.environ), signals))
 
 
 if __name__ == "__main__":
