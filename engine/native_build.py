@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,29 +51,26 @@ counters = {"private_builds": 0}  # libraries built for this process alone
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The files of a library. Those in `mains` are compiled side by side, and include others of the
-    same folder.
-    """
+    """The files of a library: `main` is compiled and includes others of the same folder."""
 
     name: str  # of the library, in the cache
     folder: Path
-    mains: tuple[str, ...]
+    main: str
     flags: tuple[str, ...] = FLAGS
 
 
 def built_library(sources: Sources) -> Path:
     """Path of the compiled library, built if it is not in the cache. Raises BuildError."""
-    compiler, flags = find_compiler(), sources.flags
+    compiler = find_compiler()
     name = f"{sources.name}-{_digest(sources, compiler)}.so"
-    command = [compiler, *flags]
-    mains = [sources.folder / main for main in sources.mains]
+    command = [compiler, *sources.flags, str(sources.folder / sources.main)]
     try:
-        return _cached(command, mains, name)
+        return _cached(command, name)
     except UntrustedFile as error:
         target = _private_folder(name, error) / name
     except OSError as error:
         raise BuildError(f"building {name} failed: {error}") from error
-    _build(command, mains, target)
+    _build(command, target)
     return target
 
 
@@ -95,7 +91,7 @@ def compiler_cache(name: str) -> Path:
     return folder
 
 
-def _cached(command: list[str], mains: list[Path], name: str) -> Path:
+def _cached(command: list[str], name: str) -> Path:
     """Path of the library in the cache, built if need be. Raises BuildError, UntrustedFile,
     OSError.
     """
@@ -105,7 +101,7 @@ def _cached(command: list[str], mains: list[Path], name: str) -> Path:
     if not target.exists():
         with _sole_builder(target):
             if not target.exists():
-                _build(command, mains, target)
+                _build(command, target)
     require_trusted(target, top=top)
     return target
 
@@ -174,22 +170,12 @@ def cache_top() -> Path:
     return (Path(base) if base else Path.home() / ".cache").resolve()
 
 
-def _build(command: list[str], mains: list[Path], target: Path) -> None:
+def _build(command: list[str], target: Path) -> None:
     """Compiles to a file beside `target` and renames it, so that workers may race."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
-            if len(mains) > 1:
-                parts = [Path(folder) / f"{main.stem}.o" for main in mains]
-                with ThreadPoolExecutor(len(mains)) as threads:
-                    compiled = [
-                        threads.submit(_compile, [*command, "-c", str(main)], part)
-                        for main, part in zip(mains, parts, strict=True)
-                    ]
-                for each in compiled:
-                    each.result()
-                mains = parts
-            _compile([*command, *map(str, mains)], made)
+            _compile(command, made)
             made.chmod(0o500)
             made.replace(target)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -36,7 +36,7 @@ ROUNDS = {  # some 4 ms
 }
 AHEAD_BYTES = (0, 4096)  # what is prefetched; whichever is faster counts
 
-SOURCES = Sources("peaks", Path(__file__).parent / "src", ("peaks.cpp",))
+SOURCES = Sources("peaks", Path(__file__).parent / "src", "peaks.cpp")
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     **dict.fromkeys(ROUNDS, (c_double, (c_int32, c_int64))),
     "peaks_read": (c_double, (c_int32, c_void_p, c_int64, c_int64)),

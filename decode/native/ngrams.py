@@ -17,7 +17,7 @@ from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = Sources("ngrams", Path(__file__).parent / "src", ("ngrams.cpp",))
+SOURCES = Sources("ngrams", Path(__file__).parent / "src", "ngrams.cpp")
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_ngrams_open": (c_void_p, ()),
     "baton_ngrams_close": (None, (c_void_p,)),

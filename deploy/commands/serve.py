@@ -214,7 +214,8 @@ def serve(  # noqa: PLR0913 - a command's options
     signals = StopSignals()
     signals.install()
     preparation = Preparation()
-    preparation.start()
+    pool = tree.worker.kv_dtype or KVFormat.FP32
+    preparation.start([pool, tree.worker.decode_kv_dtype or pool])
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     console = Console(stderr=True)
     if as_json:

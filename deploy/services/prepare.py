@@ -12,12 +12,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from decode.native.ngrams import SOURCES as NGRAMS
 from engine.errors import BuildError
+from engine.layout import KVFormat
 from engine.model.native.library import SOURCES as ENGINE
+from engine.model.native.library import attention_sources
 from engine.native_build import Sources, built_library, is_built
 from kvtransfer.native.library import SOURCES as TRANSFER
 from kvtransfer.store.disk.uring import SOURCES as DISK
@@ -27,8 +29,9 @@ from router.text.native.library import SOURCES as TEXT
 log = logging.getLogger(__name__)
 
 SERVING = (ENGINE, ROUTER, TRANSFER, TEXT)  # what each deployment needs, the longest first
+ATTENTION = {kv_format: attention_sources(kv_format) for kv_format in KVFormat}
 STOP_S = 2.0  # for compilers to end
-LIBRARIES = {sources.name: sources for sources in (*SERVING, NGRAMS, DISK)}
+LIBRARIES = {sources.name: sources for sources in (*SERVING, *ATTENTION.values(), NGRAMS, DISK)}
 
 
 def main(names: Sequence[str] = ()) -> int:
@@ -53,10 +56,11 @@ class Preparation:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, kv_formats: Iterable[KVFormat]) -> None:
         """Starts it if it is needed. Services report what cannot be built."""
         with contextlib.suppress(BuildError, OSError):
-            missing = [sources.name for sources in SERVING if not is_built(sources)]
+            wanted = [ENGINE, *(ATTENTION[each] for each in set(kv_formats)), *SERVING[1:]]
+            missing = [sources.name for sources in wanted if not is_built(sources)]
             if missing:
                 command = [sys.executable, "-m", "deploy.services.prepare", *missing]
                 self._process = subprocess.Popen(

@@ -26,7 +26,7 @@ FORMATS = {
     KVFormat.INT8: 3,
     KVFormat.INT4: 4,
 }
-SOURCES = Sources("transfer", Path(__file__).parent / "src", ("transfer.cpp",))
+SOURCES = Sources("transfer", Path(__file__).parent / "src", "transfer.cpp")
 
 
 class Records(Structure):

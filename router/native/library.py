@@ -14,7 +14,7 @@ from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = Sources("router", Path(__file__).parent / "src", ("router.cpp",))
+SOURCES = Sources("router", Path(__file__).parent / "src", "router.cpp")
 
 MAX_SLOTS = 0xFFFF  # workers that the index can tell apart
 NONE = -1  # in place of a slot

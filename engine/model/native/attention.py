@@ -37,7 +37,7 @@ class NativeAttention:
         )
         self._team.library.baton_attend(
             self._team.handle,
-            ctypes.byref(cache_struct(cache)),
+            ctypes.byref(cache_struct(cache, self._team.library)),
             ctypes.byref(batch_struct(batch)),
             layer,
             ctypes.byref(score),

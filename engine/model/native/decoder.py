@@ -85,7 +85,7 @@ class Decoder:
     def open(self, cache: KVCache) -> None:
         """Reads and writes this cache from now on."""
         self.close()
-        self._cache = cache_struct(cache)
+        self._cache = cache_struct(cache, self._team.library)
         self._buffer = cache.buffer
         self._block_size = cache.layout.block_size
         self._handle = self._team.library.baton_decoder_open(
@@ -208,8 +208,10 @@ def address_of(numbers: "array[int]") -> int:
     return numbers.buffer_info()[0]
 
 
-def cache_struct(cache: KVCache) -> native.Cache:
-    """The cache as the kernels see it."""
+def cache_struct(cache: KVCache, library: native.Kernels) -> native.Cache:
+    """The cache as the kernels see it. Raises BuildError or OSError if there are none for its
+    format.
+    """
     layout: KVLayout = cache.layout
     section = cache.section_index
     return native.Cache(
@@ -224,6 +226,7 @@ def cache_struct(cache: KVCache) -> native.Cache:
         format=native.FORMATS[layout.kv_format],
         num_kv_heads=cache.section.num_kv_heads,
         head_dim=cache.section.head_dim,
+        attend=library.attention(layout.kv_format),
     )
 
 

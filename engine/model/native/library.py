@@ -7,6 +7,7 @@ must keep the tensors alive (`keep`).
 import ctypes
 import logging
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 SOURCES = Sources(
     "kernels",
     Path(__file__).parent / "src",
-    ("baton.cpp", "attention.cpp"),
+    "baton.cpp",
     # Loops that matter name their vector instructions. To look for more takes a compiler long.
     (*FLAGS, "-fno-tree-loop-vectorize"),
 )
@@ -119,6 +120,7 @@ class Cache(Structure):
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("unused", c_int32),
+        ("attend", c_void_p),
     )
 
 
@@ -282,6 +284,37 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 }
 
 
+class Kernels(ctypes.CDLL):
+    """The library. Attention over each format of KV is another one, built with its flags."""
+
+    flags: tuple[str, ...] = ()
+
+    def attention(self, kv_format: KVFormat) -> int:
+        """Address of attention over this format, built if need be. Raises BuildError, OSError."""
+        return _attention(kv_format, self.flags)
+
+
+def opened(flags: tuple[str, ...]) -> Kernels:
+    """Opens the library, built if need be. Raises BuildError, OSError."""
+    library = open_library(built_library(replace(SOURCES, flags=flags)), SIGNATURES, Kernels)
+    library.flags = flags
+    return library
+
+
+def attention_sources(kv_format: KVFormat, flags: tuple[str, ...] = SOURCES.flags) -> Sources:
+    """The library of attention over one format of KV."""
+    define = f"-DBATON_KV_FORMAT={FORMATS[kv_format]}"
+    return Sources(f"attention-{kv_format}", SOURCES.folder, "attention.cpp", (*flags, define))
+
+
+@cache
+def _attention(kv_format: KVFormat, flags: tuple[str, ...]) -> int:
+    library = open_library(built_library(attention_sources(kv_format, flags)), {})
+    address = ctypes.cast(library.baton_attention, c_void_p).value
+    assert address is not None
+    return address
+
+
 def instructions(library: ctypes.CDLL) -> str:
     """The instructions on which the bits of products depend."""
     if library.baton_uses_amx():
@@ -290,12 +323,12 @@ def instructions(library: ctypes.CDLL) -> str:
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
+def kernels() -> Kernels | None:
     """The library for this machine, built if need be; None, with a warning, if it cannot
     be built.
     """
     try:
-        return open_library(built_library(SOURCES), SIGNATURES)
+        return opened(SOURCES.flags)
     except (BuildError, OSError) as error:
         log.warning("CPU kernels are not available, plain torch is used: %s", error)
         return None

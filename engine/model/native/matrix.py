@@ -15,7 +15,7 @@ import torch
 
 from engine.config import WeightFormat
 from engine.model.memory import ALIGNMENT, Pieces
-from engine.model.native.library import BF16, BF16_PAIRS, FP32, INT8, Weight
+from engine.model.native.library import BF16, BF16_PAIRS, FP32, INT8, Kernels, Weight
 
 CHECKED_AT_ONCE = 2**18
 
@@ -23,7 +23,7 @@ CHECKED_AT_ONCE = 2**18
 class Team:
     """Threads that compute together, their library, and memory for weights. Used by one thread."""
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, library: Kernels, threads: int) -> None:
         self.library = library
         self.threads = threads
         self.handle = library.baton_team_open(threads)

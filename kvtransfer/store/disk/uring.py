@@ -17,7 +17,7 @@ from kvtransfer.native.library import SOURCES as TRANSFER_SOURCES
 from kvtransfer.store.disk.engine import DiskOperation, DiskOutcome, EngineFiles
 from kvtransfer.store.disk.format import HEADER_BYTES, Checksums, Headers, slow_header_checksums
 
-SOURCES = Sources("disk", TRANSFER_SOURCES.folder, ("disk.cpp",))
+SOURCES = Sources("disk", TRANSFER_SOURCES.folder, "disk.cpp")
 _REAPED = 64  # outcomes a call
 
 

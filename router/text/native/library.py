@@ -14,7 +14,7 @@ from engine.native_build import Sources, built_library, open_library
 
 log = logging.getLogger(__name__)
 
-SOURCES = Sources("text", Path(__file__).parent / "src", ("text.cpp",))
+SOURCES = Sources("text", Path(__file__).parent / "src", "text.cpp")
 
 
 class NativeSeries(Structure):

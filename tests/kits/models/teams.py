@@ -1,22 +1,23 @@
 """The C++ kernels and their threads, kept for all tests of a process."""
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from engine.model.native import library
 from engine.model.native.matrix import Team
-from engine.native_build import built_library, open_library
 
-_FLAGS = (*library.SOURCES.flags, "-mavx2", "-mfma", "-mf16c")
-AVX2 = replace(library.SOURCES, flags=tuple(f for f in _FLAGS if f != "-march=native"))
+AVX2 = tuple(
+    flag
+    for flag in (*library.SOURCES.flags, "-mavx2", "-mfma", "-mf16c")
+    if flag != "-march=native"
+)
 
 
 @cache
 def avx2_kernels():
     """The library as a processor without AVX-512 has it."""
-    return open_library(built_library(AVX2), library.SIGNATURES)
+    return library.opened(AVX2)
 
 
 @cache

@@ -33,7 +33,7 @@ def sources(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "main.cpp").write_text("int x;")
     (folder / "part.h").write_text("")
-    return Sources("thing", folder, ("main.cpp",))
+    return Sources("thing", folder, "main.cpp")
 
 
 @pytest.fixture
@@ -190,18 +190,6 @@ def test_other_compilers_get_their_own_folder(tmp_path, monkeypatch):
     private = native_build.compiler_cache("inductor")
     assert private != folder
     assert private.stat().st_mode & 0o777 == 0o700
-
-
-def test_several_files_are_compiled_apart_and_linked(sources, log):
-    (sources.folder / "more.cpp").write_text("int y;")
-    path = built_library(Sources("thing", sources.folder, ("main.cpp", "more.cpp")))
-    assert path.read_text() == "built\n"
-    *compiled, linked = log.read_text().splitlines()
-    assert sorted(Path(line.split()[-1]).name for line in compiled) == ["main.o", "more.o"]
-    assert all(" -c " in line for line in compiled)
-    assert " -c " not in linked
-    names = [Path(word).name for word in linked.split()]
-    assert names[-4:] == ["main.o", "more.o", "-o", path.name]
 
 
 def test_processes_that_want_the_same_library_build_it_once(sources, log, use_compiler, tmp_path):

@@ -1,12 +1,11 @@
-// Attention in each format: compiled beside baton.cpp.
+// Attention over KV of BATON_KV_FORMAT: a library for each format, since a deployment uses few and
+// each takes a compiler as long as all else.
 #include "attention.h"
 
-namespace baton {
-
-BATON_RUN_AS(kKvFp32);
-BATON_RUN_AS(kKvBf16);
-BATON_RUN_AS(kKvFp8);
-BATON_RUN_AS(kKvInt8);
-BATON_RUN_AS(kKvInt4);
-
-}  // namespace baton
+extern "C" void baton_attention(baton::Attention& attention, int index, const baton::Batch& batch,
+                                int layer, const baton::Scoring& scoring, const float* query,
+                                size_t query_stride, float* out, size_t out_stride,
+                                float* scratch) {
+  attention.run_as<BATON_KV_FORMAT>(index, batch, layer, scoring, query, query_stride, out,
+                                    out_stride, scratch);
+}

@@ -126,6 +126,7 @@ class Attention {
     tasks_.clear();
     num_parts_ = 0;
     threads_ = threads;
+    uses_amx_ = amx_is_used;
     int whole = 0;
     for (int row = 0; row < batch.num_rows; ++row)
       whole +=
@@ -156,9 +157,47 @@ class Attention {
   // Computes one task of a layer. query and out: [num_tokens, num_heads * head_dim], with strides.
   void run(int index, const Batch& batch, int layer, const Scoring& scoring, const float* query,
            size_t query_stride, float* out, size_t out_stride, float* scratch) {
-    with_format(cache_.format, [&](auto format) {
-      run_as<format()>(index, batch, layer, scoring, query, query_stride, out, out_stride, scratch);
-    });
+    cache_.attend(*this, index, batch, layer, scoring, query, query_stride, out, out_stride,
+                  scratch);
+  }
+  template <int32_t format>
+  void run_as(int index, const Batch& batch, int layer, const Scoring& scoring, const float* query,
+              size_t query_stride, float* out, size_t out_stride, float* scratch) {
+    const Task& task = tasks_[index];
+    const int queries = task.count * group_;
+    const int end = end_of(batch, task), oldest = oldest_of(batch, task, scoring);
+    float* q = scratch;
+    float* rest = q + max_queries() * padded_;
+    load_queries(batch, task, query, query_stride, q);
+    const int last = (end - 1) / kPartition;
+    WholeScratch whole{};
+    whole.amx = is_whole_ && uses_amx_ && queries >= kWholeFromAmx;
+    const AmxTiles registers(whole.amx);
+    whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
+    if (is_whole_) rest = begin_whole(q, queries, rest, whole);
+    const size_t next = index + threads_;  // which this thread is likely to compute next
+    whole.next = next < tasks_.size() ? &tasks_[next] : nullptr;
+    if (task.partition >= 0) {
+      Partial own = part(task.part, queries);
+      reset(own, queries);
+      walk<format>(batch, task, layer, scoring, q, end, oldest, task.partition, own, whole, rest);
+      return;
+    }
+    Partial total(rest, queries, padded_);
+    Partial own(rest + part_floats(), queries, padded_);
+    rest += 2 * part_floats();
+    const int first = oldest / kPartition;
+    reset(total, queries);
+    if (first == last) {
+      walk<format>(batch, task, layer, scoring, q, end, oldest, first, total, whole, rest);
+    } else {
+      for (int p = first; p <= last; ++p) {
+        reset(own, queries);
+        walk<format>(batch, task, layer, scoring, q, end, oldest, p, own, whole, rest);
+        merge(total, own, queries);
+      }
+    }
+    finish(batch, task, total, out, out_stride);
   }
 
   // Joins the parts of split tasks and writes their results, for one thread's share of the tasks.
@@ -209,47 +248,6 @@ class Attention {
     std::fill_n(p.sums, static_cast<size_t>(queries) * padded_, 0.0f);
     std::fill_n(p.peaks, queries, kMinusInfinity);
     std::fill_n(p.totals, queries, 0.0f);
-  }
-
-  template <int32_t format>
-  [[gnu::noinline]] void run_as(int index, const Batch& batch, int layer, const Scoring& scoring,
-                                const float* query, size_t query_stride, float* out,
-                                size_t out_stride, float* scratch) {
-    const Task& task = tasks_[index];
-    const int queries = task.count * group_;
-    const int end = end_of(batch, task), oldest = oldest_of(batch, task, scoring);
-    float* q = scratch;
-    float* rest = q + max_queries() * padded_;
-    load_queries(batch, task, query, query_stride, q);
-    const int last = (end - 1) / kPartition;
-    WholeScratch whole{};
-    whole.amx = is_whole_ && amx_is_used && queries >= kWholeFromAmx;
-    const AmxTiles registers(whole.amx);
-    whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
-    if (is_whole_) rest = begin_whole(q, queries, rest, whole);
-    const size_t next = index + threads_;  // which this thread is likely to compute next
-    whole.next = next < tasks_.size() ? &tasks_[next] : nullptr;
-    if (task.partition >= 0) {
-      Partial own = part(task.part, queries);
-      reset(own, queries);
-      walk<format>(batch, task, layer, scoring, q, end, oldest, task.partition, own, whole, rest);
-      return;
-    }
-    Partial total(rest, queries, padded_);
-    Partial own(rest + part_floats(), queries, padded_);
-    rest += 2 * part_floats();
-    const int first = oldest / kPartition;
-    reset(total, queries);
-    if (first == last) {
-      walk<format>(batch, task, layer, scoring, q, end, oldest, first, total, whole, rest);
-    } else {
-      for (int p = first; p <= last; ++p) {
-        reset(own, queries);
-        walk<format>(batch, task, layer, scoring, q, end, oldest, p, own, whole, rest);
-        merge(total, own, queries);
-      }
-    }
-    finish(batch, task, total, out, out_stride);
   }
 
   // Query vectors of the task, [token, head of the group] as rows, padded with zeros.
@@ -808,7 +806,8 @@ class Attention {
   int group_;
   int padded_;
   int tokens_per_task_;
-  bool is_whole_;   // int8 KV is multiplied in whole numbers
+  bool is_whole_;  // int8 KV is multiplied in whole numbers
+  bool uses_amx_ = false;
   bool are_few_;    // so that few queries read it sixteen tokens at a time
   int whole_cols_;  // head_dim, padded for whole_product
   int num_parts_ = 0;
@@ -817,15 +816,5 @@ class Attention {
   std::vector<Task> tasks_;
   std::vector<float> parts_;
 };
-
-// attention.cpp has these: they take as long to compile as all else.
-#define BATON_RUN_AS(format)                                                                    \
-  template void Attention::run_as<format>(int, const Batch&, int, const Scoring&, const float*, \
-                                          size_t, float*, size_t, float*)
-extern BATON_RUN_AS(kKvFp32);
-extern BATON_RUN_AS(kKvBf16);
-extern BATON_RUN_AS(kKvFp8);
-extern BATON_RUN_AS(kKvInt8);
-extern BATON_RUN_AS(kKvInt4);
 
 }  // namespace baton

@@ -13,6 +13,15 @@ namespace baton {
 
 enum Format : int32_t { kKvFp32 = 0, kKvBf16 = 1, kKvFp8 = 2, kKvInt8 = 3, kKvInt4 = 4 };
 
+class Attention;
+struct Batch;
+struct Scoring;
+
+// Attention::run over KV of one format: a library has it for each (attention.cpp).
+using Attend = void (*)(Attention&, int index, const Batch&, int layer, const Scoring&,
+                        const float* query, size_t query_stride, float* out, size_t out_stride,
+                        float* scratch);
+
 // One section of a buffer of blocks; mirrored in library.py.
 struct Cache {
   uint8_t* blocks;
@@ -27,6 +36,7 @@ struct Cache {
   int32_t num_kv_heads;
   int32_t head_dim;
   int32_t unused;
+  Attend attend;
 };
 
 // Calls f with the format as a constant.
