@@ -168,12 +168,14 @@ class Speculator:
     def _rest(self, candidates: Sequence[Candidate]) -> None:
         """Drafts nothing for some steps, but not beyond the next trial.
 
-        A match may come at any time. So if n-grams are used, rests begin late, double, and are no
-        longer than the time of a look demands. A trial that is due but not yet affordable does not
-        shorten the rest, nor does one that has begun and finds no matches.
+        A rest is no longer than the time of a look demands. A match may come at any time, so if
+        n-grams are used, rests begin late and double. A trial that is due but not yet affordable
+        does not shorten the rest, nor does one that has begun and finds no matches.
         """
         read = sum(candidate.context_len for candidate in candidates) / THOUSAND
-        most = self._longest_rest(len(candidates), read) if self.uses_ngrams else _REST
+        most = self._longest_rest(len(candidates), read)
+        if not self.uses_ngrams:
+            most = max(most, _REST)
         idle = [trials for trials in self._trials.values() if trials.num_left == 0]
         waits = [trials.interval - trials.num_idle - 1 for trials in idle]
         self._num_rest = min([most, *(wait for wait in waits if wait >= 0)])
