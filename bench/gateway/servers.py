@@ -13,7 +13,7 @@ from bench.common.options import environment_of_peers
 from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
 from bench.processes.driven import Driven, begun
-from bench.processes.services import launched
+from bench.processes.services import launched, listening
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId
@@ -102,7 +102,7 @@ def _open_ours(stack: ExitStack) -> Server:
         "token": TOKEN,
     }
     service = launched("gateway", stack)
-    answer = service.tell(spec, timeout_s=START_TIMEOUT_S)
+    answer = listening(service, spec, timeout_s=START_TIMEOUT_S)
     port = int(answer["url"].rpartition(":")[2])
     assert service.session is not None
     assert worker.session is not None

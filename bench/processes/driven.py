@@ -78,7 +78,7 @@ class Driven:
         """Waits until the engine is loaded; returns its facts. Raises DrivenFailed."""
         if self._child is None:
             raise DrivenFailed(self.name, "it could not be started", self._last_lines)
-        answer = self._wait(timeout_s)
+        answer = self.answer(timeout_s)
         facts = answer.get("ready")
         if not isinstance(facts, dict):
             raise self._failed(f"it said {answer} when it should have been ready")
@@ -93,16 +93,12 @@ class Driven:
         if self._child is None:
             raise DrivenFailed(self.name, "it is not running", self._last_lines)
         self._child.send(msgspec.json.encode(message).decode())
-        return self._wait(timeout_s)
+        return self.answer(timeout_s)
 
-    def close(self) -> None:
-        """Ends the process and all that it started, by force if it does not end by itself."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.close(self._close_timeout_s)
-
-    def _wait(self, timeout_s: float) -> Answer:
-        assert self._child is not None
+    def answer(self, timeout_s: float) -> Answer:
+        """Waits for the next answer. Raises DrivenFailed."""
+        if self._child is None:
+            raise DrivenFailed(self.name, "it is not running", self._last_lines)
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
@@ -117,6 +113,12 @@ class Driven:
         if "error" in answer:
             raise DrivenFailed(self.name, str(answer["error"]), self._last_lines)
         return answer
+
+    def close(self) -> None:
+        """Ends the process and all that it started, by force if it does not end by itself."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close(self._close_timeout_s)
 
     def _failed(self, reason: str) -> DrivenFailed:
         child, self._child = self._child, None

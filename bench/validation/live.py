@@ -19,12 +19,13 @@ from time import process_time
 
 from msgspec.structs import replace
 
-from bench.processes.services import launched
+from bench.processes.services import launched, listening
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.traces import Trace, TraceRequest
 from bench.validation.recordings import RecordedRun, read_run
 from engine.clock import MonotonicClock
-from engine.config import RouterConfig, WorkerConfig
+from engine.config import RouterConfig
+from engine.devices.settings import WorkerSettings
 from engine.errors import BatonError
 from engine.messages import Limits, RequestId, Role, Sampling
 from engine.net.trust import Secret
@@ -52,7 +53,7 @@ class Live:
 
 
 @contextmanager
-def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iterator[Live]:
+def deployment(pools: SimulatedPools, config: WorkerSettings, model: Path) -> Iterator[Live]:
     """Starts workers of one thread each, and ends them on leaving. Raises DrivenFailed."""
     token = secrets.token_hex(16)
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
@@ -72,7 +73,7 @@ def deployment(pools: SimulatedPools, config: WorkerConfig, model: Path) -> Iter
         services = [launched("worker", stack) for _ in specs]
         with ThreadPoolExecutor(len(specs)) as threads:
             starting = [
-                threads.submit(service.tell, spec, timeout_s=START_TIMEOUT_S)
+                threads.submit(listening, service, spec, timeout_s=START_TIMEOUT_S)
                 for service, spec in zip(services, specs, strict=True)
             ]
         addresses = [answer.result()["address"] for answer in starting]

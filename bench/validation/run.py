@@ -49,12 +49,11 @@ def _measure(
     plan: ValidationPlan, split: tuple[int, int], record_dir: Path, say: Say
 ) -> SplitComparison:
     pools, router = SimulatedPools(*split), RouterConfig(seed=plan.seed)
-    config = WorkerConfig(device=DeviceKind.CPU, block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
-    worker = resolve(config, DeviceKind.CPU)
+    worker = resolve(WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB), DeviceKind.CPU)
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
-    with deployment(pools, config, MODEL) as live:
+    with deployment(pools, worker, MODEL) as live:
 
         def played(what: str, trace: Trace) -> RecordedRun:
             say(f"{name}: {what}, {len(trace.requests)} requests in {trace.duration_s:.0f} s")
