@@ -22,6 +22,8 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
+import msgspec
+
 from bench.common.machine import hardware
 from bench.common.progress import Say
 from bench.simulator.cluster import SimulatedPools, SimulationSetup, simulate
@@ -38,6 +40,7 @@ from router.native.machine import native_machine
 MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
 KV_MIB = 256  # of each worker: nothing is evicted
 NUM_WARM_UP = 8
+STRETCH = PoolsConfig().stretch  # pools are fluid, as by default
 
 
 def measure(plan: ValidationPlan, record_dir: Path, say: Say) -> list[SplitComparison]:
@@ -49,7 +52,8 @@ def _measure(
     plan: ValidationPlan, split: tuple[int, int], record_dir: Path, say: Say
 ) -> SplitComparison:
     pools, router = SimulatedPools(*split), RouterConfig(seed=plan.seed)
-    worker = resolve(WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB), DeviceKind.CPU)
+    config = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
+    worker = msgspec.structs.replace(resolve(config, DeviceKind.CPU), stretch=STRETCH)
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
@@ -88,6 +92,6 @@ def simulated(
         latency_s=fitted.latency_s,
         chances=chances,
         leaps=False,
-        stretch=PoolsConfig().stretch,
+        stretch=STRETCH,
     )
     return simulated_samples(simulate(trace, setup, native_machine(router)))
