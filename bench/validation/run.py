@@ -34,7 +34,7 @@ from bench.validation.plan import BLOCK_TOKENS, ValidationPlan, made
 from bench.validation.recordings import RecordedRun
 from bench.validation.results import Samples, SplitComparison, measured_samples, simulated_samples
 from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
-from engine.devices.settings import resolve
+from engine.devices.settings import WorkerSettings, resolve
 from router.native.machine import native_machine
 
 MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
@@ -52,8 +52,7 @@ def _measure(
     plan: ValidationPlan, split: tuple[int, int], record_dir: Path, say: Say
 ) -> SplitComparison:
     pools, router = SimulatedPools(*split), RouterConfig(seed=plan.seed)
-    config = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
-    worker = msgspec.structs.replace(resolve(config, DeviceKind.CPU), stretch=STRETCH)
+    worker = worker_settings()
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
@@ -79,6 +78,12 @@ def _measure(
         for repeat in range(plan.num_repeats)
     ]
     return SplitComparison(split, fitted, measured, simulations)
+
+
+def worker_settings() -> WorkerSettings:
+    """Returns the settings of all workers of a deployment."""
+    config = WorkerConfig(block_size=BLOCK_TOKENS, kv_mib=KV_MIB)
+    return msgspec.structs.replace(resolve(config, DeviceKind.CPU), stretch=STRETCH)
 
 
 def simulated(
