@@ -13,6 +13,7 @@ from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports
 from bench.router import plan as router
+from bench.validation import results as validation
 from engine.errors import ConfigError
 
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
@@ -21,6 +22,7 @@ GOALS = {
     "fluid_simulated": fluid_simulated.GOALS,
     "router": router.GOALS,
     "simulator": simulator.GOALS,
+    "validation": validation.GOALS,
 }
 DOCUMENTS = (BENCHMARKS, ROOT / "README.md")
 
