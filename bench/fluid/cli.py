@@ -60,7 +60,9 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
     ] = "1024/16,256/64,64/256,turning",
     parts: Annotated[str, typer.Option(help="Out of: mixes, bound.")] = "mixes,bound",
     clients: Annotated[int, typer.Option(min=1, help="Of a closed loop.")] = 8,
-    window_s: Annotated[float, typer.Option(min=1.0, help="Measured part of a loop.")] = 10.0,
+    window_s: Annotated[
+        float, typer.Option(min=1.0, help="Measured part of a loop, for each of its phases.")
+    ] = 10.0,
     phase_s: Annotated[float, typer.Option(min=0.5, help="Phase of the turning mix.")] = 2.5,
     streams: Annotated[int, typer.Option(min=1, help="Streams beside prompts.")] = 4,
     stream_output: Annotated[int, typer.Option(min=8, help="Output tokens of each.")] = 640,

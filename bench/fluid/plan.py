@@ -93,6 +93,10 @@ class TokenMix:
         """Returns the tokens in and out of a request that is sent at this time of the window."""
         return self.phases[int(max(elapsed_s, 0.0) // phase_s) % len(self.phases)]
 
+    def window_s(self, window_s: float) -> float:
+        """Returns the measured part of its loop: so long for each of its phases."""
+        return window_s * len(self.phases)
+
 
 @dataclass(frozen=True, slots=True)
 class FluidPlan:

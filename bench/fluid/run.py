@@ -140,18 +140,19 @@ class _Bench:
 
     async def _play_mixes(self) -> list[MixRun]:
         plan, runs = self._plan, []
-        window_s = (plan.ramp_s, plan.window_s)
         for repeat in range(plan.num_repeats):
             for mix, deployment in order_of(plan, repeat):
                 before = background.read(self._sessions())
-                begin_s, found, busy = await self._loop(deployment, mix, str(repeat), window_s)
+                window_s = mix.window_s(plan.window_s)
+                times_s = (plan.ramp_s, window_s)
+                begin_s, found, busy = await self._loop(deployment, mix, str(repeat), times_s)
                 share = background.share_of_others(before, background.read(self._sessions()))
                 run = MixRun(
                     mix.name,
                     deployment,
                     repeat,
                     begin_s,
-                    begin_s + plan.window_s,
+                    begin_s + window_s,
                     found,
                     busy,
                     share,

@@ -45,6 +45,10 @@ def test_turning_mix_alternates_from_the_begin_of_the_window():
     assert reads == [True, True, True, False, False, True]
 
 
+def test_each_phase_of_a_mix_has_a_whole_window():
+    assert [mix.window_s(10.0) for mix in PLAN.mixes] == [10.0, 10.0, 20.0]
+
+
 def test_turning_mix_is_that_of_the_two_extremes():
     [*_, turning] = mixes_of("256/64,64/256,1024/16,turning")
     assert turning.phases == ((1024, 16), (64, 256))
