@@ -1,5 +1,5 @@
-// Attention over KV of BATON_KV_FORMAT: a library for each format, since a deployment uses few and
-// each takes a compiler as long as all else.
+// Attention over KV of BATON_KV_FORMAT. Each format has a library of its own: a deployment uses one
+// or two, and all of them take a compiler longer than the rest.
 #include "attention.h"
 
 extern "C" void baton_attention(baton::Attention& attention, int index, const baton::Batch& batch,
