@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 
 #include "simd.h"
 
@@ -38,18 +37,6 @@ struct Cache {
   int32_t unused;
   Attend attend;
 };
-
-// Calls f with the format as a constant.
-template <class F>
-inline void with_format(int32_t format, F f) {
-  switch (format) {
-    case kKvFp32: return f(std::integral_constant<int32_t, kKvFp32>{});
-    case kKvBf16: return f(std::integral_constant<int32_t, kKvBf16>{});
-    case kKvFp8: return f(std::integral_constant<int32_t, kKvFp8>{});
-    case kKvInt8: return f(std::integral_constant<int32_t, kKvInt8>{});
-    default: return f(std::integral_constant<int32_t, kKvInt4>{});
-  }
-}
 
 struct Place {
   uint8_t* elements;
