@@ -17,8 +17,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <utility>
 #include <type_traits>
+#include <utility>
 
 #include "amx.h"
 #include "team.h"
