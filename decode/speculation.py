@@ -169,8 +169,9 @@ class Speculator:
         """Drafts nothing for some steps, but not beyond the next trial.
 
         A rest is no longer than the time of a look demands. A match may come at any time, so if
-        n-grams are used, rests begin late and double. A trial that is due but not yet affordable
-        does not shorten the rest, nor does one that has begun and finds no matches.
+        n-grams are used, rests begin late and double; else they have `_REST` steps at least. A
+        trial that is due but not yet affordable does not shorten the rest, nor does one that has
+        begun and finds no matches.
         """
         read = sum(candidate.context_len for candidate in candidates) / THOUSAND
         most = self._longest_rest(len(candidates), read)

@@ -44,6 +44,7 @@ from engine.config import (
     is_template,
     load_config,
 )
+from engine.devices.settings import kv_formats
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
@@ -214,8 +215,7 @@ def serve(  # noqa: PLR0913 - a command's options
     signals = StopSignals()
     signals.install()
     preparation = Preparation()
-    pool = tree.worker.kv_dtype or KVFormat.FP32
-    preparation.start([pool, tree.worker.decode_kv_dtype or pool])
+    preparation.start(kv_formats(tree.worker, DeviceKind.CPU))
     deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
     console = Console(stderr=True)
     if as_json:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
 from decode.native.ngrams import SOURCES as NGRAMS
@@ -56,10 +56,10 @@ class Preparation:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, kv_formats: Iterable[KVFormat]) -> None:
+    def start(self, kv_formats: Set[KVFormat]) -> None:
         """Starts it if it is needed. Services report what cannot be built."""
         with contextlib.suppress(BuildError, OSError):
-            wanted = [ENGINE, *(ATTENTION[each] for each in set(kv_formats)), *SERVING[1:]]
+            wanted = [ENGINE, *(ATTENTION[each] for each in kv_formats), *SERVING[1:]]
             missing = [sources.name for sources in wanted if not is_built(sources)]
             if missing:
                 command = [sys.executable, "-m", "deploy.services.prepare", *missing]

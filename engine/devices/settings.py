@@ -56,6 +56,12 @@ def resolve(config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
         raise ConfigError(str(error)) from error
 
 
+def kv_formats(config: WorkerConfig, device: DeviceKind) -> set[KVFormat]:
+    """Returns the formats of KV in the pools of workers on that kind of device."""
+    own: KVFormat = config.kv_dtype or _DEFAULTS[device]["kv_dtype"]
+    return {own, config.decode_kv_dtype or own}
+
+
 def choose_device(wanted: DeviceKind, pools: PoolsConfig, *, has_gpus: bool) -> DeviceKind:
     """Returns the kind of device that workers get. Raises ConfigError if they cannot have it.
 

@@ -44,7 +44,7 @@ def test_all_libraries_are_built(use_compiler, monkeypatch):
 def test_a_start_builds_what_serving_needs(use_compiler):
     use_compiler()
     preparation = Preparation()
-    preparation.start([KVFormat.INT8])
+    preparation.start({KVFormat.INT8})
     poll_until(lambda: not preparation.is_running, "all is built", 60)
     assert {path.name.rpartition("-")[0] for path in cache_folder().iterdir()} == {
         sources.name for sources in (*SERVING, ATTENTION[KVFormat.INT8])
@@ -57,7 +57,7 @@ def test_a_later_start_builds_nothing(use_compiler, monkeypatch):
     prepare.main([sources.name for sources in (*SERVING, ATTENTION[KVFormat.INT8])])
     monkeypatch.setattr(sys, "executable", "/there/is/none")
     preparation = Preparation()
-    preparation.start([KVFormat.INT8])
+    preparation.start({KVFormat.INT8})
     assert not preparation.is_running
     preparation.close()
 
@@ -68,7 +68,7 @@ def test_a_start_that_ends_ends_its_compilers(use_compiler, tmp_path):
     os.mkfifo(never)
     use_compiler(f"echo > {begun}; read line < {never}")
     preparation = Preparation()
-    preparation.start([KVFormat.INT8])
+    preparation.start({KVFormat.INT8})
     begun.read_text()  # returns when a compiler runs
     preparation.close()
     assert not preparation.is_running
@@ -79,6 +79,6 @@ def test_without_a_compiler_a_start_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     preparation = Preparation()
-    preparation.start([KVFormat.INT8])
+    preparation.start({KVFormat.INT8})
     assert not preparation.is_running
     preparation.close()

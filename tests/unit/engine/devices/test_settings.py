@@ -4,7 +4,13 @@ import msgspec
 import pytest
 
 from engine.config import DeviceKind, PoolsConfig, WeightFormat, WorkerConfig
-from engine.devices.settings import WorkerSettings, choose_device, gpus_of_worker, resolve
+from engine.devices.settings import (
+    WorkerSettings,
+    choose_device,
+    gpus_of_worker,
+    kv_formats,
+    resolve,
+)
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
@@ -103,3 +109,10 @@ def test_a_worker_takes_whole_gpus_unless_told_otherwise(num_gpus, device, devic
 def test_a_worker_of_several_gpus_gets_no_fewer():
     with pytest.raises(ConfigError, match=r"needs 2 GPUs, and pools.num_gpus is 0.5"):
         gpus_of_worker(PoolsConfig(num_gpus=0.5), CUDA, 2)
+
+
+def test_pools_have_the_format_of_their_device_or_their_own():
+    assert kv_formats(WorkerConfig(), CPU) == {KVFormat.FP32}
+    assert kv_formats(WorkerConfig(), CUDA) == {KVFormat.BF16}
+    mixed = WorkerConfig(kv_dtype=KVFormat.BF16, decode_kv_dtype=KVFormat.INT8)
+    assert kv_formats(mixed, CPU) == {KVFormat.BF16, KVFormat.INT8}
