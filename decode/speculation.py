@@ -26,7 +26,7 @@ Deterministic: the same steps with the same times lead to the same choices.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from decode.acceptance import Acceptance, Proposer
 from decode.choosing import THOUSAND, Candidate, DraftChooser, DraftOption, Proposal
@@ -211,16 +211,9 @@ class Speculator:
                 continue
             if trials.num_left == 0 and not (trials.is_due() and self._may_afford(proposer)):
                 continue
-            options = [
-                option
-                for i, candidate in enumerate(candidates)
-                if proposals[i] is None
-                and (option := self._chooser.option(i, candidate, proposer, self._cost))
-            ]
+            options = self._options_to_try(candidates, proposals, proposer)
             if not options:
                 continue
-            options.sort(key=lambda o: (-o.match_len, o.first_s))
-            options = options[:_TRIED_ROWS]
             if trials.num_left == 0:
                 if not (num_rows := self._afford(options, proposer)):
                     continue
@@ -231,6 +224,21 @@ class Speculator:
                 num_tokens = min(_TRIED_TOKENS, option.max_tokens)
                 proposals[option.index] = Proposal(proposer, num_tokens, option.match_len)
                 self._tried.add(candidates[option.index].seq_id)
+
+    def _options_to_try(
+        self,
+        candidates: Sequence[Candidate],
+        proposals: Sequence[Proposal | None],
+        proposer: Proposer,
+    ) -> list[DraftOption]:
+        """Returns the most promising options for a trial: long matches, or few unseen tokens."""
+        free = [i for i, proposal in enumerate(proposals) if proposal is None]
+        if proposer is Proposer.NGRAM:
+            free.sort(key=lambda i: -candidates[i].match_len)
+        else:
+            free.sort(key=lambda i: candidates[i].num_unseen)
+        found = (self._chooser.option(i, candidates[i], proposer, self._cost) for i in free)
+        return list(islice(filter(None, found), _TRIED_ROWS))
 
     def _fixed_s(self, proposer: Proposer) -> float:
         """Returns the cost of a step of a trial without its rows."""

@@ -70,7 +70,7 @@ class NativeNgrams:
             new = index.token_ids[index.num_known :]
             index.num_known += len(new)
             counts.append(len(new))
-            tokens.extend(new)
+            tokens.fromlist(new)
         num = len(indexes)
         handles = array("Q", [index.handle for index in indexes])
         starts, lengths = array("i", bytes(4 * num)), array("i", bytes(4 * num))

@@ -10,65 +10,50 @@ namespace {
 constexpr int kLongest = 4, kShortest = 2;
 constexpr int kSizes = kLongest - kShortest + 1;
 constexpr int kLonger[] = {16, 8};  // lengths reported for matches beyond the longest size
-constexpr uint64_t kLow = 0xFFFFFFFF;
-
-// A run of at most four tokens. Each id is plus one, so that zero means no token.
-struct Run {
-  uint64_t older = 0, newer = 0;
-
-  void append(int32_t token) {
-    older = older << 32 | newer >> 32;
-    newer = newer << 32 | (static_cast<uint64_t>(static_cast<uint32_t>(token)) + 1);
-  }
-  // Its last tokens.
-  Run last(int size) const {
-    if (size == 4) return *this;
-    return {size == 3 ? older & kLow : 0, newer};
-  }
-  bool operator==(const Run&) const = default;
-};
 
 // Odd, and another in each process: nobody can choose tokens so that their runs meet in one slot.
 uint64_t some_factor() {
   std::random_device random;
   return (static_cast<uint64_t>(random()) << 32 | random()) | 1;
 }
-const uint64_t kNewerFactor = some_factor(), kOlderFactor = some_factor();
+const uint64_t kFactor = some_factor();
 
-// The place behind the most recent occurrence of each run of one size.
+// The place behind the most recent occurrence of each run of `size` tokens. A run is found in the
+// sequence itself, so a place is all that is kept of it: an index stays in the caches.
 class Places {
  public:
-  void put(const Run& run, int32_t place) {
-    if (2 * (num_ + 1) > slots_.size()) grow();
-    Slot& slot = slots_[find(run)];
-    num_ += slot.place == 0;
-    slot = {run, place};
+  explicit Places(int size) : size_(size) {}
+
+  // Makes room for so many runs.
+  void reserve(size_t num, const int32_t* tokens) {
+    if (2 * num <= slots_.size()) return;
+    std::vector<int32_t> old(std::bit_ceil(std::max<size_t>(16, 2 * num)));
+    old.swap(slots_);
+    for (const int32_t place : old)
+      if (place > 0) slot_of(tokens, place) = place;
   }
-  // 0 if the run has not occurred.
-  int32_t get(const Run& run) const { return slots_.empty() ? 0 : slots_[find(run)].place; }
+  void put(const int32_t* tokens, int32_t place) {
+    if (place >= size_) slot_of(tokens, place) = place;
+  }
+  // The place of the run that ends at `end`; 0 if it has not occurred.
+  int32_t get(const int32_t* tokens, int32_t end) {
+    return end < size_ || slots_.empty() ? 0 : slot_of(tokens, end);
+  }
 
  private:
-  struct Slot {
-    Run run;
-    int32_t place = 0;  // never 0 if it is taken
-  };
-
-  size_t find(const Run& run) const {
-    const uint64_t hash = run.newer * kNewerFactor + run.older * kOlderFactor;
+  int32_t& slot_of(const int32_t* tokens, int32_t end) {
+    const int32_t* run = tokens + end - size_;
+    uint64_t hash = 0;
+    for (int i = 0; i < size_; ++i) hash = (hash + static_cast<uint32_t>(run[i]) + 1) * kFactor;
+    const size_t mask = slots_.size() - 1;
     size_t i = hash >> (64 - std::countr_zero(slots_.size()));  // the best mixed bits
-    while (slots_[i].place != 0 && slots_[i].run != run) i = (i + 1) & (slots_.size() - 1);
-    return i;
+    while (slots_[i] != 0 && !std::equal(run, run + size_, tokens + slots_[i] - size_))
+      i = (i + 1) & mask;
+    return slots_[i];
   }
 
-  void grow() {
-    std::vector<Slot> old(std::max<size_t>(16, 2 * slots_.size()));
-    old.swap(slots_);
-    for (const Slot& slot : old)
-      if (slot.place != 0) slots_[find(slot.run)] = slot;
-  }
-
-  std::vector<Slot> slots_;  // a power of two
-  size_t num_ = 0;
+  int size_;
+  std::vector<int32_t> slots_;  // a power of two; 0 is free
 };
 
 class Index {
@@ -81,20 +66,18 @@ class Index {
   int index(int most) {
     const int begin = num_indexed_, all = static_cast<int>(tokens_.size());
     const int end = std::max(begin, std::min(begin + most, all - 1));
-    while (num_indexed_ < end) {
-      run_.append(tokens_[num_indexed_++]);
-      for (int i = 0; i < kSizes; ++i) places_[i].put(run_.last(kLongest - i), num_indexed_);
+    for (Places& places : places_) {
+      places.reserve(all, tokens_.data());
+      for (int place = begin + 1; place <= end; ++place) places.put(tokens_.data(), place);
     }
+    num_indexed_ = end;
     return end - begin;
   }
 
   // Sets where the match begins, and returns its length; 0 if there is none.
-  int find(int32_t* start) const {
-    const int all = static_cast<int>(tokens_.size());
-    Run run;
-    for (int i = std::max(0, all - kLongest); i < all; ++i) run.append(tokens_[i]);
+  int find(int32_t* start) {
     for (int i = 0; i < kSizes; ++i) {
-      *start = places_[i].get(run.last(kLongest - i));
+      *start = places_[i].get(tokens_.data(), static_cast<int32_t>(tokens_.size()));
       if (*start > 0) return i > 0 ? kLongest - i : length(*start);
     }
     return 0;
@@ -110,9 +93,8 @@ class Index {
   }
 
   std::vector<int32_t> tokens_;
-  Run run_;  // that ends with the last indexed token
   int num_indexed_ = 0;
-  Places places_[kSizes];
+  Places places_[kSizes] = {Places(4), Places(3), Places(2)};
 };
 
 }  // namespace
