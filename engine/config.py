@@ -282,7 +282,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offer_timeout_s: float = 1.0  # longest wait of a prompt for the offer of a cached prefix
     move_timeout_s: float = 10.0  # longest wait if only a worker that cannot pull its KV has room
     # Running sequences move from a full decode worker to one that was started, flipped or paused
-    # meanwhile. False: each stays where it is, unless its worker is to stop decoding.
+    # meanwhile, or to a fluid prefill worker without prompts. False: each stays where it is, unless
+    # its worker is to stop decoding.
     balance: bool = True
     balance_gain: float = 0.2  # the least difference of their predicted steps, as a share
     slo_ttft_s: float | None = None  # requests predicted to exceed it are refused; None: no bound

@@ -2,7 +2,7 @@
 
 from math import exp
 
-MEMORY_S = 5.0  # older prompts count for less than a third
+MEMORY_S = 1.0  # older prompts count for less than a third
 
 
 class PromptLoad:

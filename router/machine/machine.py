@@ -261,10 +261,10 @@ class RouterMachine:
     def next_wake_s(self) -> float | None:
         """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
         state = self.state
-        soonest_s = state.deadlines.soonest_s()
-        if not state.waiting.queue and state.moves.retry_s is None:
+        soonest_s, look_s = state.deadlines.soonest_s(), self._moving.balancing.due_s
+        if not state.waiting.queue and state.moves.retry_s is None and look_s is None:
             return soonest_s
-        due_s = [soonest_s, state.moves.retry_s]
+        due_s = [soonest_s, state.moves.retry_s, look_s]
         if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
             due_s.append(state.flights[head].back_off_until_s)
             due_s.append(None if self._placing.busy is None else self._placing.busy.until_s)
@@ -393,6 +393,7 @@ class RouterMachine:
     def _on_tick(self, now_s: float) -> list[RouterEffect]:
         """Looks at the requests whose noted time has come, and at no others."""
         state = self.state
+        self._moving.balancing.on_tick(now_s)
         due = [state.flights[request_id] for request_id in state.deadlines.take_due(now_s)]
         due.sort(key=lambda flight: flight.number)
         effects: list[RouterEffect] = []

@@ -108,7 +108,7 @@ class Progress:
         if worker.is_store:
             return []
         self._state.estimates.observe_steps(worker, message.steps)
-        self._moving.balancing.look(worker, now_s)
+        self._moving.balancing.on_report(worker, now_s)
         return []
 
     # ------------------------------------------------------------ prompts
@@ -194,6 +194,7 @@ class Progress:
             )
         self._state.workers.credit(attempt.prefill, flight, attempt.base_len)
         worker.release_prefill(attempt.seq_id, now_s)
+        self._moving.balancing.on_computed(worker, now_s)
         self._state.view.workers[attempt.decode].begin_decode(attempt.seq_id)
         logprobs = () if message.logprobs is None else (message.logprobs,)
         prompt_logprobs = tuple(message.prompt_logprobs)

@@ -13,6 +13,11 @@ steps. Its cost is the copy of its KV, and `PAYBACK` times the pause that its cl
 only if the gain is above the cost. So no sequence goes that is near its end, or whose copy would
 take as long as its rest. First go those with most tokens left for each token of context.
 
+*Lending.* A fluid prefill worker without prompts takes sequences, too, if they have no bound on
+TPOT. It is taken to stay without prompts for as long again, so only the tokens of that time count.
+A step counts there for a little more than it takes (`slo.LEND_RATIO`). When prompts come,
+`router.machine.moves.lending` gives the sequences back.
+
 *How many.* Until both steps are predicted to be equal, and never beyond, so nothing goes back.
 `AT_ONCE` is the most. Several gateways may see the same two workers. Each counts one of its own
 sequences for as many as its share of the source is short of all of it.
@@ -20,19 +25,22 @@ sequences for as many as its share of the source is short of all of it.
 Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import inf
 from operator import attrgetter
 
-from engine.messages import SeqId, WorkerId
+from engine.messages import Role, SeqId, WorkerId
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, DecodeClaim, WorkerView
 from router.policies.base import Costs
+from router.policies.slo import LEND_RATIO, LEND_SHARE
 
 AT_ONCE = 16  # sequences
 LEAST_LEFT = 16.0  # tokens that a sequence has to come after its copy
 PAYBACK = 4.0  # seconds to gain for each second in which the answer stands still
 LAST_BLOCKS = 2  # pulled while it stands still
+NOBODY: Mapping[WorkerId, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +59,26 @@ class _Load:
     worker: WorkerView
     num_seqs: float
     context_tokens: float
+    lasts_s: float  # how long it is expected to go on decoding
 
     def step_s(self, costs: Costs) -> float | None:
-        """Predicted seconds of its step; None if nothing was measured."""
-        return costs.step_s(self.worker, round(self.num_seqs), round(self.context_tokens))
+        """For how many seconds its step counts, as predicted; None if nothing was measured."""
+        step_s = costs.step_s(self.worker, round(self.num_seqs), round(self.context_tokens))
+        return step_s if step_s is None or self.worker.info.role.decodes else LEND_RATIO * step_s
 
     def plus(self, num_seqs: float, context_tokens: float) -> "_Load":
         """Returns the load with so many more sequences."""
-        return _Load(self.worker, self.num_seqs + num_seqs, self.context_tokens + context_tokens)
+        return replace(
+            self,
+            num_seqs=self.num_seqs + num_seqs,
+            context_tokens=self.context_tokens + context_tokens,
+        )
+
+    @property
+    def most_blocks(self) -> float:
+        """Blocks that all its sequences together may have."""
+        info = self.worker.info
+        return info.num_blocks * (1.0 if info.role.decodes else LEND_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +97,19 @@ def relief(
     lengths: AnswerLengths,
     *,
     least_gain: float,
-    may_leave: Callable[[SeqId], bool],
+    may_leave: Callable[[SeqId, WorkerId], bool],
+    idle_s: Mapping[WorkerId, float] = NOBODY,
 ) -> Relief | None:
     """Returns the sequences that gain by a move to another worker; None if none does.
 
-    `may_leave` says which sequences could be moved at all.
+    `may_leave` says which sequences may be moved to a worker. `idle_s` are the prefill workers that
+    may take some, and for how long they have had no prompt.
     """
-    loads = {i: _load(worker) for i, worker in view.workers.items() if worker.info.role.decodes}
+    loads = {
+        i: _load(worker, idle_s.get(i, inf))
+        for i, worker in view.workers.items()
+        if worker.info.role.decodes or i in idle_s
+    }
     if len(loads) < 2:
         return None
     steps_s = {i: load.step_s(costs) for i, load in loads.items()}
@@ -92,50 +118,56 @@ def relief(
     for source in slowest_first:
         if known_s[source] <= (1 + least_gain) * known_s[slowest_first[-1]]:
             return None  # nor does any other of those that follow
-        targets = [i for i in reversed(slowest_first) if _could_take(view, source, i)]
-        if not targets or not loads[source].worker.decodes:
+        worker = loads[source].worker
+        if not worker.decodes or not worker.info.role.decodes:
             continue
-        target = targets[0]
-        leavers = _leavers(loads[source].worker, lengths, may_leave)
-        chosen = tuple(_chosen(loads[source], loads[target], leavers, costs, least_gain))
-        if chosen:
-            return Relief(source, target, chosen)
+        takers = [i for i in reversed(slowest_first) if _could_take(view, source, loads[i])]
+        # The fastest of each role: an idle prefill worker may take none of these sequences.
+        targets = {loads[i].worker.info.role: i for i in reversed(takers)}
+        for target in sorted(targets.values(), key=takers.index):
+            may_go = [seq_id for seq_id in worker.decodes if may_leave(seq_id, target)]
+            leavers = _leavers(worker, lengths, may_go)
+            chosen = tuple(_chosen(loads[source], loads[target], leavers, costs, least_gain))
+            if chosen:
+                return Relief(source, target, chosen)
     return None
 
 
-def present_step_s(worker: WorkerView, costs: Costs) -> float | None:
-    """Predicted seconds of a worker's present step; None if nothing was measured."""
+def counted_step_s(worker: WorkerView, costs: Costs) -> float | None:
+    """For how many seconds a worker's present step counts; None if nothing was measured."""
     return _load(worker).step_s(costs)
 
 
-def _load(worker: WorkerView) -> _Load:
-    return _Load(worker, worker.num_decodes, worker.context_tokens + worker.foreign.context_tokens)
+def is_idle_lender(worker: WorkerView) -> bool:
+    """True for a fluid prefill worker without prompts."""
+    info = worker.info
+    has_prompts = worker.prefills or worker.foreign.prompt_tokens
+    return info.role is Role.PREFILL and info.is_fluid and not has_prompts
 
 
-def _could_take(view: ClusterView, source: WorkerId, target: WorkerId) -> bool:
+def _load(worker: WorkerView, lasts_s: float = inf) -> _Load:
+    context_tokens = worker.context_tokens + worker.foreign.context_tokens
+    return _Load(worker, worker.num_decodes, context_tokens, lasts_s)
+
+
+def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
     """True if the target has a place, where a sequence goes on with the same tokens and KV."""
-    worker = view.workers[target]
-    ours, theirs = view.workers[source].info, worker.info
+    worker, ours = load.worker, view.workers[source].info
+    theirs, target = worker.info, worker.info.worker_id
     return (
         source != target
         and worker.num_decodes < theirs.max_running
-        and worker.promised_blocks < theirs.num_blocks
-        and ours.role is theirs.role
+        and worker.promised_blocks < load.most_blocks
+        and (ours.role is theirs.role or (ours.role is Role.DECODE and not theirs.role.decodes))
         and ours.kernels == theirs.kernels
         and ours.layout.difference(theirs.layout) is None
         and (source, target) not in view.severed
     )
 
 
-def _leavers(
-    worker: WorkerView, lengths: AnswerLengths, may_leave: Callable[[SeqId], bool]
-) -> list[_Leaver]:
-    """Returns the sequences of a worker that may leave it, those with most to gain first."""
-    leavers = [
-        _leaver(seq_id, claim, lengths)
-        for seq_id, claim in worker.decodes.items()
-        if may_leave(seq_id)
-    ]
+def _leavers(worker: WorkerView, lengths: AnswerLengths, seq_ids: Iterable[SeqId]) -> list[_Leaver]:
+    """Returns these sequences of a worker, those with most to gain first."""
+    leavers = [_leaver(seq_id, worker.decodes[seq_id], lengths) for seq_id in seq_ids]
     return sorted(leavers, key=attrgetter("worth"), reverse=True)
 
 
@@ -153,7 +185,7 @@ def _chosen(
     num_chosen, num_blocks, wanted_gain = 0, target.worker.promised_blocks, least_gain
     for leaver in leavers:
         num_blocks_then = num_blocks + source.worker.decodes[leaver.seq_id].blocks
-        if num_blocks_then > target.worker.info.num_blocks:
+        if num_blocks_then > target.most_blocks:
             continue
         after = source.plus(-weight, -weight * leaver.context_tokens)
         there = target.plus(weight, weight * leaver.context_tokens)
@@ -164,19 +196,19 @@ def _chosen(
         is_full = target.worker.num_decodes + num_chosen >= target.worker.info.max_running
         if is_full or num_chosen >= AT_ONCE or here_s <= (1 + wanted_gain) * there_s:
             return
-        if after_s < there_s or not _pays(leaver, target.worker, here_s, there_s, costs):
+        if after_s < there_s or not _pays(leaver, target, here_s, there_s, costs):
             continue
         yield leaver.seq_id
         num_chosen, num_blocks, wanted_gain = num_chosen + 1, num_blocks_then, 0.0
         source, target = after, there
 
 
-def _pays(leaver: _Leaver, target: WorkerView, here_s: float, there_s: float, costs: Costs) -> bool:
+def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, costs: Costs) -> bool:
     """True if the move saves the client more seconds than it costs."""
-    block_size = target.info.layout.block_size
-    copy_s = costs.pull_s(target, leaver.context_tokens)
-    pause_s = costs.pull_s(target, LAST_BLOCKS * block_size) + there_s
-    left_then = leaver.left_tokens - copy_s / here_s
+    block_size = target.worker.info.layout.block_size
+    copy_s = costs.pull_s(target.worker, leaver.context_tokens)
+    pause_s = costs.pull_s(target.worker, LAST_BLOCKS * block_size) + there_s
+    left_then = min(leaver.left_tokens - copy_s / here_s, target.lasts_s / there_s)
     if left_then < LEAST_LEFT:
         return False
     return left_then * (here_s - there_s) > PAYBACK * pause_s + copy_s

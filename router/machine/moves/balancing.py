@@ -1,5 +1,7 @@
 """Moves that are not necessary: running sequences leave a full decode worker for a faster one.
 
+The faster one may be a fluid prefill worker without prompts.
+
 `router.policies.balancing` decides which. A move goes the way of all others
 (`router.machine.moves.moving`), but only as long as it is free: a lost target, a late copy or one
 that failed ends it, and the sequence stays. If its worker is no longer to decode, it must go.
@@ -9,16 +11,18 @@ are all workers looked at, which takes milliseconds for a thousand. While any se
 there is no look: drains and flips go first, and their claims would count twice.
 """
 
+from collections.abc import Mapping
+
 from engine.messages import SeqId, WorkerId
 from router.cluster.view import WorkerView
 from router.machine.flight import Move
-from router.machine.moves.rule import BALANCED, REST_S, MoveRule
+from router.machine.moves.rule import BALANCED, COUNTED_AS, LENT, REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
-from router.policies.balancing import present_step_s, relief
+from router.policies.balancing import counted_step_s, is_idle_lender, relief
 from router.policies.candidates import has_room
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
 STALE_S = 2.0  # workers report once a second
 IN_VAIN_S = 0.005  # for each worker, after a look that found nothing to move
 
@@ -30,26 +34,49 @@ class Balancing:
         self._state = state
         self._placing = placing
         self._rule = rule
+        self.due_s: float | None = None  # the next look, unless a report comes before
         self._next_look_s = 0.0
         self._steps: dict[WorkerId, tuple[float, float]] = {}  # seconds, and when predicted
 
-    def look(self, reporting: WorkerView, now_s: float) -> None:
+    def on_report(self, reporting: WorkerView, now_s: float) -> None:
         """Takes in a worker's report. Begins the moves that pay, if the last look was long ago."""
-        state, config = self._state, self._state.config
-        if not config.balance or not reporting.info.role.decodes:
+        if not self._state.config.balance:
             return
-        self._note(reporting, now_s)
+        if reporting.info.role.decodes:
+            self._note(reporting, now_s)
+        elif not is_idle_lender(reporting):
+            return
+        self._look(now_s)
+
+    def on_computed(self, worker: WorkerView, now_s: float) -> None:
+        """Notes that a worker has computed a prompt. Without another one it may take sequences."""
+        config = self._state.config
+        if config.balance and config.slo_tpot_s is None and is_idle_lender(worker):
+            self.due_s = now_s + LOOK_EVERY_S
+
+    def on_tick(self, now_s: float) -> None:
+        """Looks again if that is due."""
+        if self.due_s is not None and now_s >= self.due_s:
+            self.due_s = None
+            self._look(now_s)
+
+    def _look(self, now_s: float) -> None:
+        state, config = self._state, self._state.config
         if now_s < self._next_look_s or state.moves.under_way():
             return
         self._next_look_s = now_s + LOOK_EVERY_S
-        if not self._may_pay(config.balance_gain, now_s):
+        idle_s = self._idle_lenders(now_s)
+        if idle_s:  # the longer they have been idle, the less a little more changes
+            self.due_s = now_s + max(LOOK_EVERY_S, min(idle_s.values()))
+        if not self._may_pay(config.balance_gain, idle_s, now_s):
             return
         found = relief(
             state.view,
             state.estimates,
             state.lengths,
             least_gain=config.balance_gain,
-            may_leave=lambda seq_id: self._may_leave(seq_id, now_s),
+            may_leave=lambda seq_id, target: self._may_leave(seq_id, target, now_s),
+            idle_s=idle_s,
         )
         if found is None:
             self._next_look_s = now_s + max(LOOK_EVERY_S, IN_VAIN_S * len(state.view.workers))
@@ -61,17 +88,29 @@ class Balancing:
             need = self._placing.need(flight, now_s)
             if not has_room(target, need):
                 continue
-            flight.rests_until_s = now_s + REST_S
-            state.counters["balance", "begun"] += 1
-            move = Move(flight.next_seq_id(), found.target, need.end_len, BALANCED)
+            reason = BALANCED if target.info.role.decodes else LENT
+            if reason is BALANCED:  # what is lent may have to come back at once
+                flight.rests_until_s = now_s + REST_S
+            state.counters[COUNTED_AS[reason], "begun"] += 1
+            move = Move(flight.next_seq_id(), found.target, need.end_len, reason)
             self._rule.begin(flight, flight.attempt, move, now_s)
 
-    def _may_pay(self, least_gain: float, now_s: float) -> bool:
+    def _idle_lenders(self, now_s: float) -> dict[WorkerId, float]:
+        """The prefill workers that may take sequences now, and for how long each was idle."""
+        state = self._state
+        is_bound = state.config.slo_tpot_s is not None  # so are all sequences
+        if not state.policy.is_fluid or is_bound or state.waiting.queue:
+            return {}
+        lenders = filter(is_idle_lender, state.view.workers.values())
+        return {w.info.worker_id: now_s - w.computing_since_s for w in lenders}
+
+    def _may_pay(self, least_gain: float, idle_s: Mapping[WorkerId, float], now_s: float) -> bool:
         """True if the predicted steps differ by enough. Those not reported lately are made anew."""
         workers, steps = self._state.view.workers, self._steps
         for worker_id in [i for i in steps if i not in workers]:
             del steps[worker_id]
-        found = []
+        counted_s = [counted_step_s(workers[i], self._state.estimates) for i in idle_s]
+        found = [step_s for step_s in counted_s if step_s is not None]
         for worker_id, worker in workers.items():
             if not worker.info.role.decodes:
                 continue
@@ -84,13 +123,17 @@ class Balancing:
 
     def _note(self, worker: WorkerView, now_s: float) -> tuple[float, float] | None:
         """Notes the predicted step of a worker, and returns it with the time; None if unknown."""
-        step_s = present_step_s(worker, self._state.estimates)
+        step_s = counted_step_s(worker, self._state.estimates)
         if step_s is None:
             return None
         noted = self._steps[worker.info.worker_id] = step_s, now_s
         return noted
 
-    def _may_leave(self, seq_id: SeqId, now_s: float) -> bool:
+    def _may_leave(self, seq_id: SeqId, target: WorkerId, now_s: float) -> bool:
         flight = self._state.by_seq[seq_id]
         attempt = flight.attempt
-        return attempt is not None and attempt.is_decoding and now_s >= flight.rests_until_s
+        if attempt is None or not attempt.is_decoding or now_s < flight.rests_until_s:
+            return False
+        # A bound on TPOT is kept where the sequence is, and its prompt's place stays free.
+        is_lent = not self._state.view.workers[target].info.role.decodes
+        return not is_lent or flight.limits.tpot_s is None

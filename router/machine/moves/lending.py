@@ -1,8 +1,9 @@
 """Prefill workers give back the sequences that they decode, when prompts wait for them.
 
-A fluid prefill worker without work decodes what has no better place (`router.policies.slo`). These
-sequences slow its prompts down. So when the head of the queue waits for a prefill worker, they may
-move to decode workers. A move goes the way of all others (`router.machine.moves.moving`).
+A fluid prefill worker without work decodes what has no better place (`router.policies.slo`), and
+takes sequences that run elsewhere (`router.policies.balancing`). These slow its prompts down. So
+when the head of the queue waits for a prefill worker, they may move to decode workers. A move goes
+the way of all others (`router.machine.moves.moving`).
 
 A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
 moves if the rule by which it was lent says so for its tokens to come, its transfer included.

@@ -9,7 +9,8 @@
 Rule: a sequence that decodes on a worker which is no longer to decode is to move. The rule is
 checked when a role changes and when a sequence starts to decode. Room is reserved at the target
 before the source is told. Two kinds of moves are free, as their sequences may stay: `balancing`
-begins those to a worker that is much less busy, `lending` those from prefill workers that decode.
+begins those to a worker that is much less busy, or to an idle prefill worker, `lending` those from
+prefill workers that decode.
 
 *Copy.* A sequence runs while it is copied. K and V of its tokens do not change, so the target pulls
 the full blocks under a lease like that on any prefix (`OfferPrefix`). It holds them in a sequence

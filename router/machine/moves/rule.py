@@ -20,10 +20,11 @@ from router.policies.joining import next_decoder
 DRAINED = "drained"  # reason of a move: its worker has no role any more
 # Reasons of moves of sequences that may stay.
 BALANCED = "balanced"  # the target is faster
+LENT = "lent"  # the target is a prefill worker that has no prompts
 GIVEN_BACK = "given back"  # prompts wait for the prefill worker that decodes it
 GATHERED = "gathered"  # the same, and it goes to a prefill worker that decodes more
-FREE = (BALANCED, GIVEN_BACK, GATHERED)
-COUNTED_AS = {BALANCED: "balance", GIVEN_BACK: "give back", GATHERED: "gather"}
+FREE = (BALANCED, LENT, GIVEN_BACK, GATHERED)
+COUNTED_AS = {BALANCED: "balance", LENT: "lend", GIVEN_BACK: "give back", GATHERED: "gather"}
 REST_S = 20.0  # a sequence that moved, or did not come to it, is not balanced again for so long
 
 

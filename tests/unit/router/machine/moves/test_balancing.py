@@ -1,6 +1,8 @@
 """The request machine when a decode worker joins beside a full one: sequences may move to it."""
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from engine.messages import (
     LeaseRef,
     LoadReport,
     OfferPrefix,
+    PrefillDone,
+    PrefillStarted,
     PrefixOffered,
     Role,
     RoleChanged,
@@ -42,14 +46,14 @@ COPIED = LeaseRef("copied", TransferAddress("d0", "inc", "tcp://d0"), 1)
 class Balanced(Driver):
     """A machine that knows its costs; three answers run at d0, the only decode worker."""
 
-    def __init__(self, **config) -> None:
+    def __init__(self, asked: Mapping[str, Any] = {}, **config) -> None:
         super().__init__()
         config = RouterConfig(**config)
         self.machine = native_machine(config, rng=First(), estimates=Estimates(COSTS))
         for name in ("p0", "d0"):
             self.join(name)
         for name in "abc":
-            self.ask(name, max_tokens=60)
+            self.ask(name, max_tokens=60, **asked)
             self.hand_over(f"{name}.0")
             self.say("d0", Tokens(f"{name}.0", [8, 7]))
 
@@ -212,3 +216,72 @@ def test_ties_break_the_same_way_each_time():
         driver.join("d1")
         driver.join("d2")
     assert sent(one.report(), OfferPrefix) == sent(other.report(), OfferPrefix)
+
+
+# ---------------------------------------------------------------- idle prefill workers
+
+
+class Fluid(Balanced):
+    """The same, and the only prefill worker is a fluid one that has just computed a prompt."""
+
+    def __init__(self, *, balance: bool = True, **asked) -> None:
+        super().__init__(asked, balance=balance)
+        self.join("p1", stretch=4.0)
+        self.handle(WorkerLost("p0", "gone"))
+        self.ask("last", max_tokens=1)
+        self.say("p1", PrefillStarted("last.0", 0, None))
+        self.say("p1", PrefillDone("last.0", 9, FinishReason.LENGTH))
+
+    def copied(self, looks: int = 8) -> list[tuple[str, str]]:
+        """Waits for looks, when the machine asks for them, until one begins to copy a sequence."""
+        for _ in range(looks):
+            self.now_s = self.machine.next_wake_s()
+            if offers := sent(self.handle(Tick()), OfferPrefix):
+                return [(worker, message.seq_id) for worker, message in offers]
+        return []
+
+
+def test_a_prefill_worker_without_prompts_takes_a_sequence_soon():
+    fluid = Fluid()
+    began_s = fluid.now_s
+    assert fluid.copied() == [("d0", "a.1.copy")]
+    assert 1.8 < fluid.now_s - began_s < 10  # a token takes 0.11 s there, and 16 are the fewest
+    assert fluid.counted("lend", "begun") == 1
+
+
+def test_what_it_took_is_lent_and_may_go_back_at_once():
+    fluid = Fluid()
+    fluid.copied()
+    fluid.say("d0", PrefixOffered("a.1.copy", COPIED))
+    fluid.say("p1", KvReady("a.1.copy", 1, 0, "shm", 0.01))
+    fluid.say("d0", HandedOver("a.0", LEASE))
+    fluid.say("p1", KvReady("a.1", 2, 0, "shm"))
+    fluid.say("p1", Tokens("a.1", [4]))
+    flight = fluid.machine.state.flights["a"]
+    assert flight.attempt.is_lent
+    assert flight.rests_until_s <= fluid.now_s
+    assert fluid.counted("moved", "lent") == 1
+
+
+def test_a_sequence_with_a_bound_on_its_pace_stays():
+    assert Fluid(tpot_bound_s=5.0).copied() == []
+
+
+def test_looks_become_rare_while_nothing_changes():
+    fluid = Fluid(tpot_bound_s=5.0)
+    began_s = fluid.now_s
+    fluid.copied(looks=8)
+    assert fluid.now_s - began_s > 10
+
+
+def test_nothing_is_lent_while_a_prompt_is_computed():
+    fluid = Fluid()
+    fluid.ask("next", max_tokens=1)
+    assert not sent(fluid.report("p1"), OfferPrefix)
+    assert not sent(fluid.report("d0"), OfferPrefix)
+
+
+def test_without_the_setting_nothing_is_lent():
+    fluid = Fluid(balance=False)
+    assert not sent(fluid.report("p1", after_s=9.0), OfferPrefix)
+    assert fluid.machine._moving.balancing.due_s is None
