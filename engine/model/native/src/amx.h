@@ -67,25 +67,22 @@ inline constexpr AmxTiles::Config AmxTiles::kConfig;
 
 // c [16 kRowTiles, 32] = a times a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of
 // `row_bytes`, and so again for the next 16 rows. Bytes: the panel is [inputs / 4][32][4], c int32_t.
-// bf16: [inputs / 2][32][2], and c is float.
-template <int kRowTiles, bool kPrefetch = true, class Sum>
-inline void amx_product(const uint8_t* a, const uint8_t* panel, int row_bytes, Sum* c) {
+// bf16: [inputs / 2][32][2], and c is float. Calls meanwhile(i) after the i-th 64 bytes, for work that
+// other units of the processor do while AMX multiplies.
+template <int kRowTiles, class Sum, class Meanwhile>
+BATON_INLINE void amx_product(const uint8_t* a, const uint8_t* panel, int row_bytes, Sum* c,
+                              Meanwhile meanwhile) {
   constexpr int kTileBytes = kAmxRows * kAmxInputs;
-  constexpr int kAhead = 8192;
   constexpr bool kFloat = std::is_same_v<Sum, float>;
   const uint8_t* second = a + static_cast<size_t>(kAmxRows) * row_bytes;
+  asm volatile("" ::: "memory");  // gcc does not know that tiles are loaded from memory
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (kRowTiles == 2) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int k = 0; k < row_bytes; k += kAmxInputs) {
-    if constexpr (kPrefetch) {
-      const char* ahead = reinterpret_cast<const char*>(panel) + kAhead;
-#pragma GCC unroll 32
-      for (int line = 0; line < 32; ++line) _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
-    }
+  for (int k = 0; k < row_bytes / kAmxInputs; ++k) {
     _tile_loadd(4, a, 64);
     _tile_loadd(6, panel, 128);
     _tile_loadd(7, panel + 64, 128);
@@ -107,6 +104,7 @@ inline void amx_product(const uint8_t* a, const uint8_t* panel, int row_bytes, S
       }
       second += kTileBytes;
     }
+    meanwhile(k);
     a += kTileBytes;
     panel += 2 * kTileBytes;
   }
@@ -135,8 +133,8 @@ constexpr bool amx_is_lent = false;
 struct AmxTiles {
   explicit AmxTiles(bool) {}
 };
-template <int kRowTiles, bool kPrefetch = true, class Sum>
-inline void amx_product(const uint8_t*, const uint8_t*, int, Sum*) {}
+template <int kRowTiles, class Sum, class Meanwhile>
+inline void amx_product(const uint8_t*, const uint8_t*, int, Sum*, Meanwhile) {}
 inline void put_parts(const float*, uint8_t*) {}
 
 #endif

@@ -158,12 +158,10 @@ BATON_INLINE void rms_norm(const float* x, const float* weight, int n, float eps
 }
 
 // Adds the bias, if there is one.
-inline void add_bias(const Weight& w, int panel, int rows, float* tile) {
+BATON_INLINE void add_bias(const Weight& w, int panel, TileRow& tile) {
   if (w.bias == nullptr) return;
-  for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < kPanel; c += kLanes)
-      store(tile + r * kPanel + c,
-            add(load(tile + r * kPanel + c), load(w.bias + panel * kPanel + c)));
+  for (int v = 0; v < kPanelVecs; ++v)
+    tile.vecs[v] = add(tile.vecs[v], load(w.bias + panel * kPanel + v * kLanes));
 }
 
 // Consumers of linear_tiles: y = tile + bias, y += tile + bias.
@@ -173,17 +171,18 @@ struct Store {
   const Weight* w;
   float softcap = 0;
 
-  void operator()(int row, int rows, int panel, float* tile) const {
-    add_bias(*w, panel, rows, tile);
+  BATON_INLINE void operator()(int row, int panel, TileRow* tile) const {
+    add_bias(*w, panel, *tile);
     const int columns = panel_columns(*w, panel);
-    for (int r = 0; r < rows; ++r) {
-      float* y = to + (row + r) * stride + panel * kPanel;
-      const float* x = tile + r * kPanel;
-      if (columns == kPanel)
-        for (int c = 0; c < kPanel; c += kLanes) store(y + c, load(x + c));
-      else std::memcpy(y, x, sizeof(float) * columns);
-      for (int c = 0; softcap > 0 && c < columns; ++c) y[c] = softcap * std::tanh(y[c] / softcap);
+    float* y = to + row * stride + panel * kPanel;
+    if (columns == kPanel) {
+      store_row(y, *tile);
+    } else {
+      alignas(64) float x[kPanel];
+      store_row(x, *tile);
+      std::memcpy(y, x, sizeof(float) * columns);
     }
+    for (int c = 0; softcap > 0 && c < columns; ++c) y[c] = softcap * std::tanh(y[c] / softcap);
   }
 };
 
@@ -192,15 +191,17 @@ struct Add {
   size_t stride;
   const Weight* w;
 
-  void operator()(int row, int rows, int panel, float* tile) const {
-    add_bias(*w, panel, rows, tile);
+  BATON_INLINE void operator()(int row, int panel, TileRow* tile) const {
+    add_bias(*w, panel, *tile);
     const int columns = panel_columns(*w, panel);
-    for (int r = 0; r < rows; ++r) {
-      float* y = to + (row + r) * stride + panel * kPanel;
-      const float* x = tile + r * kPanel;
-      int c = 0;
-      for (; c + kLanes <= columns; c += kLanes) store(y + c, add(load(y + c), load(x + c)));
-      for (; c < columns; ++c) y[c] += x[c];
+    float* y = to + row * stride + panel * kPanel;
+    if (columns == kPanel) {
+      for (int v = 0; v < kPanelVecs; ++v)
+        store(y + v * kLanes, add(load(y + v * kLanes), tile->vecs[v]));
+    } else {
+      alignas(64) float x[kPanel];
+      store_row(x, *tile);
+      for (int c = 0; c < columns; ++c) y[c] += x[c];
     }
   }
 };
@@ -349,19 +350,15 @@ class Decoder {
     team_.barrier();
     float* wide = wide_.floats();
     const Weight* weights[] = {&layer.gate, &layer.up};
-    linear_tiles<2>(weights, packed(), batch_->num_tokens,
-                    Share(layer.gate.num_panels(), thread, team_.size()), scratch(thread),
-                    [&](int row, int rows, int panel, float* tiles) {
-                      add_bias(layer.gate, panel, rows, tiles);
-                      add_bias(layer.up, panel, rows, tiles + kBlockRows * kPanel);
-                      for (int r = 0; r < rows; ++r)
-                        for (int c = 0; c < kPanel; c += kLanes) {
-                          const Vec gate = load(tiles + r * kPanel + c);
-                          const Vec up = load(tiles + (kBlockRows + r) * kPanel + c);
-                          store(wide + (row + r) * wide_stride_ + panel * kPanel + c,
-                                mul(activate(gate, m_.activation), up));
-                        }
-                    });
+    linear_tiles<2>(
+        weights, packed(), batch_->num_tokens, Share(layer.gate.num_panels(), thread, team_.size()),
+        scratch(thread), [&](int row, int panel, TileRow* tiles) {
+          add_bias(layer.gate, panel, tiles[0]);
+          add_bias(layer.up, panel, tiles[1]);
+          float* y = wide + row * wide_stride_ + panel * kPanel;
+          for (int v = 0; v < kPanelVecs; ++v)
+            store(y + v * kLanes, mul(activate(tiles[0].vecs[v], m_.activation), tiles[1].vecs[v]));
+        });
     team_.barrier();
     project(layer.down, layer.post_feed_forward_norm, wide, wide_stride_, thread, mine);
   }

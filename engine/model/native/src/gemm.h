@@ -106,15 +106,19 @@ struct Ahead {
   const char* first;
   int step;  // bytes
 
-  // `next` is read in so many steps of at most 128 bytes.
+  // `next` is read in so many steps of `step_bytes`.
   Ahead(const void* next, int steps, int step_bytes, int block, int blocks)
       : step((step_bytes + blocks - 1) / blocks) {
     first = static_cast<const char*>(next) + static_cast<size_t>(steps) * step * block;
   }
-  BATON_INLINE void request(int i) const {
+  BATON_INLINE void request(int i) const {  // of at most 128 bytes
     const char* at = first + static_cast<size_t>(i) * step;
     _mm_prefetch(at, _MM_HINT_T1);
     if (step > 64) _mm_prefetch(at + 64, _MM_HINT_T1);
+  }
+  BATON_INLINE void request_lines(int i) const {
+    const char* at = first + static_cast<size_t>(i) * step;
+    for (int line = 0; line < step; line += 64) _mm_prefetch(at + line, _MM_HINT_T1);
   }
 };
 
@@ -173,7 +177,7 @@ struct LoadBf16 {
 #if BATON_AVX512
 
 template <int R, class Next>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
+BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
   __m512i acc[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
@@ -205,7 +209,7 @@ constexpr int kByteZero = 128;
 
 // |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
 template <int R, class Next>
-inline void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
+BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[R][2];
 #pragma GCC unroll 16
@@ -277,9 +281,50 @@ struct Turn {
   int block, blocks;
 };
 
+// One row of a tile.
+struct TileRow {
+  Vec vecs[kPanelVecs];
+};
+
+BATON_INLINE TileRow load_row(const float* p) {
+  TileRow row;
+#pragma GCC unroll 2
+  for (int v = 0; v < kPanelVecs; ++v) row.vecs[v] = load(p + v * kLanes);
+  return row;
+}
+
+BATON_INLINE void store_row(float* p, const TileRow& row) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kPanelVecs; ++v) store(p + v * kLanes, row.vecs[v]);
+}
+
+// Row r of a tile, from the sums of a product of bytes.
+BATON_INLINE TileRow finished(const Weight& w, int panel, const int32_t* sums, int r, float scale) {
+  TileRow row;
+#pragma GCC unroll 2
+  for (int v = 0; v < kPanelVecs; ++v) {
+    const int column = panel * kPanel + v * kLanes;
+    const Words sum = load_words(sums + r * kPanel + v * kLanes);
+    const Vec exact = from_int32(add(sum, load_words(w.offsets + column)));
+    row.vecs[v] = mul(mul(exact, load(w.scales + column)), fill(scale));
+  }
+  return row;
+}
+
+// The same from the sums of a product of floats' parts.
+BATON_INLINE TileRow finished(const Weight&, int, const float* sums, int r, float) {
+  TileRow row;
+#pragma GCC unroll 2
+  for (int v = 0; v < kPanelVecs; ++v) {
+    const float* part = sums + float_row(r) * kPanel + v * kLanes;
+    row.vecs[v] = add(add(load(part + 2 * kPanel), load(part + kPanel)), load(part));
+  }
+  return row;
+}
+
 // One block of rows of x times one panel of w over some columns, into or (beyond the first column)
 // onto tile [rows of the block, kPanel]. `wide`: these columns of the panel in fp32, if they are.
-inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x, bool amx,
+inline void multiply_panel(const Weight& w, int panel, const float* wide, const Rows& x,
                            Share block, Columns columns, Turn turn, float* tile) {
   const int rows = block.end - block.begin;
   const size_t at = static_cast<size_t>(panel) * kPanel * w.padded_cols;
@@ -287,40 +332,12 @@ inline void multiply_panel(const Weight& w, int panel, const float* wide, const 
   if (w.kind == kInt8) {
     alignas(64) int32_t sums[kBlockRows * kPanel];
     const int8_t* bytes = static_cast<const int8_t*>(w.panels) + at;
-    const int first = panel * kPanel;
-    if (amx) {
-      const uint8_t* raw = reinterpret_cast<const uint8_t*>(bytes);
-      if (rows > kAmxRows) amx_product<2>(x.bytes + start, raw, w.padded_cols, sums);
-      else amx_product<1>(x.bytes + start, raw, w.padded_cols, sums);
-    } else {
-      const Ahead next(bytes + turn.panels_on * kPanel * w.padded_cols, w.padded_cols / 4,
-                       4 * kPanel, turn.block, turn.blocks);
-      with_rows<kMaxRowsInt8>(
-          rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, next, sums); });
-    }
-    for (int v = 0; v < kPanelVecs; ++v) {
-      const Vec scale = load(w.scales + first + v * kLanes);
-      const Words offset = load_words(w.offsets + first + v * kLanes);
-      for (int r = 0; r < rows; ++r) {
-        const int at = r * kPanel + v * kLanes;
-        const Vec exact = from_int32(add(load_words(sums + at), offset));
-        store(tile + at, mul(mul(exact, scale), fill(x.scales[block.begin + r])));
-      }
-    }
-    return;
-  }
-  if (w.kind == kBf16Pairs) {
-    alignas(64) float sums[kBlockRows * kPanel];
-    const uint8_t* a = x.bytes + packed_row_bytes(w, block.begin);
-    const uint8_t* raw = static_cast<const uint8_t*>(w.panels) + 2 * at;
-    if (rows > kFloatRows) amx_product<2>(a, raw, 2 * w.padded_cols, sums);
-    else amx_product<1>(a, raw, 2 * w.padded_cols, sums);
+    const Ahead next(bytes + turn.panels_on * kPanel * w.padded_cols, w.padded_cols / 4, 4 * kPanel,
+                     turn.block, turn.blocks);
+    with_rows<kMaxRowsInt8>(
+        rows, [&](auto r) { tile_int8<r()>(x.bytes + start, bytes, w.padded_cols, next, sums); });
     for (int r = 0; r < rows; ++r)
-      for (int v = 0; v < kPanelVecs; ++v) {
-        const float* part = sums + float_row(r) * kPanel + v * kLanes;
-        const Vec small = add(load(part + 2 * kPanel), load(part + kPanel));
-        store(tile + r * kPanel + v * kLanes, add(small, load(part)));
-      }
+      store_row(tile + r * kPanel, finished(w, panel, sums, r, x.scales[block.begin + r]));
     return;
   }
   const int count = columns.end - columns.begin;
@@ -396,10 +413,65 @@ inline size_t linear_floats(const Weight& w, int rows, int weights) {
   return weights * kPanel * (wide + static_cast<size_t>(by.tiles) * kBlockRows);
 }
 
+// linear_tiles with AMX. A block's sums are finished and consumed while the next block is multiplied.
+template <class Sum, int kWeights, class Consume>
+inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBlocks& blocks,
+                      int chunk_blocks, Share share, Consume consume) {
+  constexpr int kTileRows = std::is_same_v<Sum, float> ? kFloatRows : kAmxRows;
+  const Weight& w = *weights[0];
+  const AmxTiles registers(true);
+  const int row_bytes = w.padded_cols * (std::is_same_v<Sum, float> ? 2 : 1);
+  const int steps = row_bytes / kAmxInputs;
+  alignas(64) Sum sums[2][kWeights][kBlockRows * kPanel];
+  int now = 0;
+  Share waiting(0, 0, 1);  // rows of the block whose sums wait
+  int first = 0, waiting_panel = 0;
+  const auto finish = [&](int count) {
+    const int stop = std::min(waiting.end, waiting.begin + count);
+    for (; waiting.begin < stop; ++waiting.begin) {
+      const int row = waiting.begin;
+      TileRow tiles[kWeights];
+#pragma GCC unroll 2
+      for (int i = 0; i < kWeights; ++i)
+        tiles[i] =
+            finished(*weights[i], waiting_panel, sums[now ^ 1][i], row - first, x.scales[row]);
+      consume(row, waiting_panel, tiles);
+    }
+  };
+  for (int chunk = 0; chunk < blocks.count; chunk += chunk_blocks)
+    for (int panel = share.begin; panel < share.end; ++panel) {
+      const int last = std::min(blocks.count, chunk + chunk_blocks);
+      const size_t at = static_cast<size_t>(panel) * kPanel * row_bytes;
+      for (int block = chunk; block < last; ++block) {
+        const Share part = blocks[block];
+        const uint8_t* a = x.bytes + packed_row_bytes(w, part.begin);
+        const int per_step = (waiting.end - waiting.begin) / (kWeights * steps) + 1;
+        for (int i = 0; i < kWeights; ++i) {
+          const uint8_t* raw = static_cast<const uint8_t*>(weights[i]->panels) + at;
+          // Beyond the last panel there is nothing to request.
+          const ptrdiff_t on = panel + 1 < share.end ? kPanel * row_bytes : 0;
+          const Ahead next(raw + on, steps, kPanel * kAmxInputs, block - chunk, last - chunk);
+          const auto meanwhile = [&](int step) {
+            next.request_lines(step);
+            finish(per_step);
+          };
+          if (part.end - part.begin > kTileRows)
+            amx_product<2>(a, raw, row_bytes, sums[now][i], meanwhile);
+          else amx_product<1>(a, raw, row_bytes, sums[now][i], meanwhile);
+        }
+        finish(kBlockRows);
+        waiting = part;
+        first = part.begin;
+        waiting_panel = panel;
+        now ^= 1;
+      }
+    }
+  finish(kBlockRows);
+}
+
 // Computes x @ w^T for panels share.begin … share.end - 1 of kWeights matrices of one shape and
-// calls, for each tile, consume(first row, number of rows, panel, tiles): tiles are kWeights times
-// [number of rows, kPanel], kBlockRows * kPanel apart, of the same panel of each matrix. `scratch`:
-// linear_floats.
+// calls consume(row, panel, tile rows) for each row and panel: kWeights rows of tiles, of the same
+// panel of each matrix. `scratch`: linear_floats.
 template <int kWeights, class Consume>
 inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, Share share,
                          float* scratch, Consume consume) {
@@ -407,7 +479,14 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
   const Blocking by(w, rows, kWeights);
   const bool widen = widens(w, rows);
   const RowBlocks blocks(w, rows);
-  const AmxTiles registers(blocks.amx);
+  if (blocks.amx && w.kind == kInt8) {
+    amx_tiles<int32_t, kWeights>(weights, x, blocks, by.blocks, share, consume);
+    return;
+  }
+  if (blocks.amx) {
+    amx_tiles<float, kWeights>(weights, x, blocks, by.blocks, share, consume);
+    return;
+  }
   float* tiles = scratch;
   float* wide = scratch + static_cast<size_t>(kWeights) * by.tiles * kBlockRows * kPanel;
   const size_t wide_floats = static_cast<size_t>(by.columns) * kPanel;
@@ -425,10 +504,15 @@ inline void linear_tiles(const Weight* const* weights, const Rows& x, int rows, 
             const int waiting = by.tiles > 1 ? (panel - group) * by.blocks + block - chunk : 0;
             float* sums = tiles + static_cast<size_t>(waiting) * kWeights * kBlockRows * kPanel;
             for (int i = 0; i < kWeights; ++i)
-              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x,
-                             blocks.amx, part, columns, {panels_on, block - chunk, last - chunk},
+              multiply_panel(*weights[i], panel, widen ? wide + i * wide_floats : nullptr, x, part,
+                             columns, {panels_on, block - chunk, last - chunk},
                              sums + i * kBlockRows * kPanel);
-            if (columns.end == w.cols) consume(part.begin, part.end - part.begin, panel, sums);
+            for (int row = part.begin; columns.end == w.cols && row < part.end; ++row) {
+              TileRow tile[kWeights];
+              for (int i = 0; i < kWeights; ++i)
+                tile[i] = load_row(sums + (i * kBlockRows + row - part.begin) * kPanel);
+              consume(row, panel, tile);
+            }
           }
         }
       }

@@ -126,8 +126,8 @@ inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int c
 #if BATON_AVX512
   int apart = rows;  // the sums of lower and upper bytes
   if (amx) {
-    amx_product<1, false>(a, reinterpret_cast<const uint8_t*>(panel),
-                          (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums);
+    amx_product<1>(a, reinterpret_cast<const uint8_t*>(panel),
+                   (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums, [](int) {});
     apart = kWholeRowsAmx;
   } else {
     with_rows<kWholeRows>(rows,
