@@ -434,7 +434,14 @@ class Decoder {
   }
 
   static void rotate(float* x, const float* turn, int half) {
-    for (int i = 0; i < half; ++i) {
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+      const Vec a = load(x + i), b = load(x + half + i);
+      const Vec cosine = load(turn + i), sine = load(turn + half + i);
+      store(x + i, sub(mul(a, cosine), mul(b, sine)));
+      store(x + half + i, add(mul(b, cosine), mul(a, sine)));
+    }
+    for (; i < half; ++i) {
       const float a = x[i], b = x[half + i], cosine = turn[i], sine = turn[half + i];
       x[i] = a * cosine - b * sine;
       x[half + i] = b * cosine + a * sine;

@@ -535,21 +535,23 @@ inline int panel_columns(const Weight& w, int panel) {
 // the row's scale.
 template <class Put>
 [[gnu::noinline]] inline float round_to_bytes(const Weight& w, const float* x, Put put) {
-  Vec most = zeros();
+  Vec most[4] = {zeros(), zeros(), zeros(), zeros()};  // so that none waits for the last
   int i = 0;
-  for (; i + kLanes <= w.cols; i += kLanes) most = max(most, abs(load(x + i)));
-  float largest = max_lanes(most);
+  for (; i + 4 * kLanes <= w.cols; i += 4 * kLanes)
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) most[v] = max(most[v], abs(load(x + i + v * kLanes)));
+  for (; i + kLanes <= w.cols; i += kLanes) most[0] = max(most[0], abs(load(x + i)));
+  float largest = max_lanes(max(max(most[0], most[1]), max(most[2], most[3])));
   for (; i < w.cols; ++i) largest = std::max(largest, std::fabs(x[i]));
   const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-  alignas(16) int8_t whole[kLanes];
+  const Vec factor = fill(inverse);
   const __m128i zero = _mm_set1_epi8(static_cast<char>(kByteZero));
-  for (i = 0; i < w.padded_cols; i += kLanes) {
-    if (i + kLanes <= w.cols) {
-      store_int8(whole, round_even(mul(load(x + i), fill(inverse))));
-    } else {
-      for (int j = 0; j < kLanes; ++j)
-        whole[j] = i + j < w.cols ? static_cast<int8_t>(std::nearbyintf(x[i + j] * inverse)) : 0;
-    }
+  for (i = 0; i + kLanes <= w.cols; i += kLanes)
+    put(i, _mm_add_epi8(to_int8(mul(load(x + i), factor)), zero));
+  for (; i < w.padded_cols; i += kLanes) {
+    alignas(16) int8_t whole[kLanes];
+    for (int j = 0; j < kLanes; ++j)
+      whole[j] = i + j < w.cols ? static_cast<int8_t>(std::nearbyintf(x[i + j] * inverse)) : 0;
     put(i, _mm_add_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(whole)), zero));
   }
   return largest / 127.0f;

@@ -102,8 +102,8 @@ inline void write_int8(Place to, const float* x, int n) {
   } else {
     const Vec step = fill(scale), limit = fill(127.0f);
     for (i = 0; i + kLanes <= n; i += kLanes) {
-      const Vec q = min(round_even(div(load(x + i), step)), limit);
-      store_int8(y + i, max(q, sub(zeros(), limit)));
+      const Vec q = max(min(div(load(x + i), step), limit), sub(zeros(), limit));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i), to_int8(q));
     }
     for (; i < n; ++i)
       y[i] = static_cast<int8_t>(std::clamp(std::nearbyintf(x[i] / scale), -127.0f, 127.0f));

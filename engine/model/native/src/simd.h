@@ -63,10 +63,8 @@ BATON_INLINE Vec load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw));
 }
 BATON_INLINE Vec from_bytes(__m128i raw) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(raw)); }
-// Whole numbers in -128 … 127 as bytes.
-BATON_INLINE void store_int8(int8_t* p, Vec x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
-}
+// Numbers in -128 … 127 as bytes; halves to even.
+BATON_INLINE __m128i to_int8(Vec x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)); }
 // Lanes as 32 bits.
 BATON_INLINE Vec bits_shifted_left(Vec x, int n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), n));
@@ -200,12 +198,10 @@ BATON_INLINE Vec from_bytes(__m128i raw) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(raw)),
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(raw, 8)))};
 }
-BATON_INLINE void store_int8(int8_t* p, Vec x) {
+BATON_INLINE __m128i to_int8(Vec x) {
   __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
-  __m128i bytes =
-      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 BATON_INLINE __m256i as_ints(__m256 x) { return _mm256_castps_si256(x); }
 BATON_INLINE __m256 as_floats(__m256i x) { return _mm256_castsi256_ps(x); }
