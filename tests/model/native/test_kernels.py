@@ -132,9 +132,10 @@ def test_amx_changes_no_bit_of_a_product(inputs, two_threads):
         assert torch.equal(packed(x), y)
 
 
+@pytest.mark.parametrize("scoring", [Scoring(0.1), Scoring(0.1, window=40, softcap=2.0)], ids=str)
 @pytest.mark.parametrize("head_dim", [6, 64, 80, 128])
-def test_amx_changes_no_bit_of_attention(head_dim, two_threads):
-    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "scoring": Scoring(0.1)}
+def test_amx_changes_no_bit_of_attention(head_dim, scoring, two_threads):
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "scoring": scoring}
     case = {"kv_format": KVFormat.INT8, "lengths": ((40, 1), (0, 50), (1100, 3)), **shape}
     results = []
 

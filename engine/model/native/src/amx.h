@@ -10,7 +10,7 @@
 #include "simd.h"
 
 #if BATON_AVX512 && defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && \
-    defined(__AVX512BF16__) && defined(__linux__)
+    defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__linux__)
 #define BATON_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -65,15 +65,15 @@ class AmxTiles {
 // A constant, since gcc drops stores that only _tile_loadconfig reads.
 inline constexpr AmxTiles::Config AmxTiles::kConfig;
 
-// c [16 kRowTiles, 32] = a times a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of
-// `row_bytes`, and so again for the next 16 rows. Bytes: the panel is [inputs / 4][32][4], c int32_t.
-// bf16: [inputs / 2][32][2], and c is float. Calls meanwhile(i) after the i-th 64 bytes, for work that
-// other units of the processor do while AMX multiplies.
-template <int kRowTiles, class Sum, class Meanwhile>
-BATON_INLINE void amx_product(const uint8_t* a, const uint8_t* panel, int row_bytes, Sum* c,
-                              Meanwhile meanwhile) {
+// Multiplies a by a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of `row_bytes`, and so
+// again for the next 16 rows. Bytes: the panel is [inputs / 4][32][4], sums are int32_t. bf16:
+// [inputs / 2][32][2], and sums are float. The sums [16 kRowTiles, 32] stay in registers. Calls
+// meanwhile(i) after the i-th 64 bytes, for work that other units of the processor do while AMX
+// multiplies.
+template <int kRowTiles, bool kFloat, class Meanwhile>
+BATON_INLINE void amx_multiply(const uint8_t* a, const uint8_t* panel, int row_bytes,
+                               Meanwhile meanwhile) {
   constexpr int kTileBytes = kAmxRows * kAmxInputs;
-  constexpr bool kFloat = std::is_same_v<Sum, float>;
   const uint8_t* second = a + static_cast<size_t>(kAmxRows) * row_bytes;
   asm volatile("" ::: "memory");  // gcc does not know that tiles are loaded from memory
   _tile_zero(0);
@@ -108,12 +108,37 @@ BATON_INLINE void amx_product(const uint8_t* a, const uint8_t* panel, int row_by
     a += kTileBytes;
     panel += 2 * kTileBytes;
   }
-  _tile_stored(0, c, 128);
-  _tile_stored(1, c + 16, 128);
+}
+
+// Writes the sums.
+template <int kRowTiles, class Sum>
+BATON_INLINE void amx_store(Sum* sums) {
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
   if constexpr (kRowTiles == 2) {
-    _tile_stored(2, c + 16 * 32, 128);
-    _tile_stored(3, c + 16 * 32 + 16, 128);
+    _tile_stored(2, sums + 16 * 32, 128);
+    _tile_stored(3, sums + 16 * 32 + 16, 128);
   }
+}
+
+// Multiplies 16 rows of 64 bytes by two panels, 64 bytes each. Their sums stay in registers, one after
+// the other.
+BATON_INLINE void amx_multiply_by_two(const uint8_t* a, const uint8_t* first,
+                                      const uint8_t* second) {
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_loadd(4, a, 64);
+  _tile_loadd(6, first, 128);
+  _tile_loadd(7, first + 64, 128);
+  _tile_dpbusd(0, 4, 6);
+  _tile_dpbusd(1, 4, 7);
+  _tile_loadd(6, second, 128);
+  _tile_loadd(7, second + 64, 128);
+  _tile_dpbusd(2, 4, 6);
+  _tile_dpbusd(3, 4, 7);
 }
 
 // Writes sixteen floats as three rows of bf16 whose sum they are: to, to + 64, to + 128.
@@ -133,8 +158,10 @@ constexpr bool amx_is_lent = false;
 struct AmxTiles {
   explicit AmxTiles(bool) {}
 };
-template <int kRowTiles, class Sum, class Meanwhile>
-inline void amx_product(const uint8_t*, const uint8_t*, int, Sum*, Meanwhile) {}
+template <int kRowTiles, bool kFloat, class Meanwhile>
+inline void amx_multiply(const uint8_t*, const uint8_t*, int, Meanwhile) {}
+template <int kRowTiles, class Sum>
+inline void amx_store(Sum*) {}
 inline void put_parts(const float*, uint8_t*) {}
 
 #endif

@@ -96,18 +96,27 @@ struct Peaks {
 
 // A thread's working memory for int8 KV.
 struct WholeScratch {
-  bool amx;
   bool few;            // K and V are multiplied in registers
+  bool many;           // AMX multiplies, see ManyScratch
   const Task* next;    // whose first tokens are requested at the end; or null
   uint8_t* queries;    // blocks of queries as pack_whole writes them, or few as pack_query does
   float* query_steps;  // what 1 stands for in each query's numbers
   int32_t query_offsets[kWholeRows];  // of few queries: see few_scores
   int8_t* keys;                       // [kTile / kPanel][cols / 4][kPanel][4]
-  int8_t* values;                     // [padded / kPanel][kWholeTokens / 4][kPanel][4]
+  int8_t* values;                     // [padded / kPanel][kTile / 4][kPanel][4]
 };
 
-constexpr int kWholeTokens = BATON_AMX ? kAmxInputs : kTile;  // of a panel of V; the rest is empty
-static_assert(kTile <= kWholeTokens);
+#if BATON_AMX
+// The same for many queries.
+struct ManyScratch {
+  SixteenQueries* sixteens;
+  uint8_t* queries;  // panels, one for each sixteen
+  uint8_t* keys;     // [2][cols / 64][16][64], as amx_multiply reads them
+  int8_t* values;    // [padded / kPanel][3][kTile / 4][kPanel][4], of which the middle one is V
+  float* scores;     // [kTile][16]
+  int32_t* sums;     // [padded / kPanel][2][16][kPanel]
+};
+#endif
 
 class Attention {
  public:
@@ -171,10 +180,10 @@ class Attention {
     load_queries(batch, task, query, query_stride, q);
     const int last = (end - 1) / kPartition;
     WholeScratch whole{};
-    whole.amx = is_whole_ && uses_amx_ && queries >= kWholeFromAmx;
-    const AmxTiles registers(whole.amx);
-    whole.few = are_few_ && !whole.amx && queries <= kWholeRows;
-    if (is_whole_) rest = begin_whole(q, queries, rest, whole);
+    whole.many = is_whole_ && uses_amx_ && queries > kWholeRows;
+    const AmxTiles registers(whole.many);
+    whole.few = are_few_ && queries <= kWholeRows;
+    if (is_whole_ && !whole.many) rest = begin_whole(q, queries, rest, whole);
     const size_t next = index + threads_;  // which this thread is likely to compute next
     whole.next = next < tasks_.size() ? &tasks_[next] : nullptr;
     if (task.partition >= 0) {
@@ -276,6 +285,12 @@ class Attention {
       return;
     }
 #endif
+#if BATON_AMX
+    if (format == kKvInt8 && whole.many) {
+      walk_many(batch, task, layer, scoring, q, end, oldest, partition, p, scratch);
+      return;
+    }
+#endif
     float* keys = scratch;                     // [kTile / kPanel][padded][kPanel]
     float* values = keys + kTile * padded_;    // [kTile][padded]
     float* scores = values + kTile * padded_;  // [queries, kTile]
@@ -323,7 +338,7 @@ class Attention {
           scale_sums(p.sums + static_cast<size_t>(i) * padded_, peak.fades[0]);
       }
       if (format == kKvInt8 && is_whole_) {
-        read_whole_values(value_places, next_values, whole.values);
+        read_whole_values(value_places, next_values, whole.values, kTile * kPanel);
         add_whole_values(queries, scores, whole, p);
         continue;
       }
@@ -637,8 +652,15 @@ class Attention {
     return lines(blocks * whole_bytes(whole_cols_));
   }
   size_t whole_floats() const {
+#if BATON_AMX
+    return std::max(plain_whole_floats(), many_bytes() / 4 + 64);
+#else
+    return plain_whole_floats();
+#endif
+  }
+  size_t plain_whole_floats() const {
     const size_t keys = static_cast<size_t>(kTile) * whole_cols_;
-    const size_t values = static_cast<size_t>(kWholeTokens) * padded_;
+    const size_t values = static_cast<size_t>(kTile) * padded_;
     return (query_blocks_bytes(max_queries()) + lines(4 * max_queries()) + keys + values) / 4 + 64;
   }
 
@@ -650,23 +672,21 @@ class Attention {
     whole.query_steps = reinterpret_cast<float*>(memory += query_blocks_bytes(queries));
     whole.keys = reinterpret_cast<int8_t*>(memory += lines(4 * queries));
     whole.values = whole.keys + static_cast<size_t>(kTile) * whole_cols_;
-    memory +=
-        static_cast<size_t>(kTile) * whole_cols_ + static_cast<size_t>(kWholeTokens) * padded_;
+    memory += static_cast<size_t>(kTile) * (whole_cols_ + padded_);
     if (whole_cols_ != cache_.head_dim)  // padding of K is multiplied too
       std::fill_n(whole.keys, static_cast<size_t>(kTile) * whole_cols_, 0);
-    const int block = whole_block(whole.amx);
     for (int i = 0; i < queries; ++i, q += padded_) {
-      const int first = i / block * block, rows = std::min(block, queries - first);
+      const int first = i / kWholeRows * kWholeRows, rows = std::min(kWholeRows, queries - first);
       const float inverse = inverse_step(q, padded_, whole.query_steps[i]);
 #if BATON_AVX512
       if (whole.few) {
         uint8_t* to = whole.queries + 2 * static_cast<size_t>(i) * padded_;
-        whole.query_offsets[i] = pack_query(q, inverse, padded_, to);
+        whole.query_offsets[i] = pack_query(q, inverse, padded_, padded_, to);
         continue;
       }
 #endif
-      pack_whole(q, inverse, kWholeZero, whole_cols_, i - first, rows, whole.amx,
-                 query_block(whole, i / block));
+      pack_whole(q, inverse, kWholeZero, whole_cols_, i - first, rows,
+                 query_block(whole, i / kWholeRows));
     }
     return reinterpret_cast<float*>(memory);
   }
@@ -730,16 +750,15 @@ class Attention {
 
   void score_whole(int queries, const WholeScratch& whole, const int32_t* key_sums,
                    float* scores) const {
-    const int block = whole_block(whole.amx);
     Words offsets[kTile / kLanes];
     for (int v = 0; v < kTile / kLanes; ++v)
       offsets[v] = shifted_left(load_words(key_sums + v * kLanes), 15);
-    for (int first = 0; first < queries; first += block) {
-      const int rows = std::min(block, queries - first);
+    for (int first = 0; first < queries; first += kWholeRows) {
+      const int rows = std::min(kWholeRows, queries - first);
       for (int panel = 0; panel < kTile / kPanel; ++panel)
-        whole_product(query_block(whole, first / block), rows,
+        whole_product(query_block(whole, first / kWholeRows), rows,
                       whole.keys + static_cast<size_t>(panel) * whole_cols_ * kPanel, whole_cols_,
-                      whole.amx, [&](int r, int v, Words sums) {
+                      [&](int r, int v, Words sums) {
                         const int at = panel * kPanelVecs + v;
                         if (kWholeZero > 0) sums = sub(sums, offsets[at]);
                         store(scores + (first + r) * kTile + at * kLanes,
@@ -748,16 +767,17 @@ class Attention {
     }
   }
 
-  // V of a tile for whole_product.
-  void read_whole_values(const Places& places, const Places& next, int8_t* values) const {
+  // V of a tile for whole_product: [padded / kPanel][kTile / 4][kPanel][4], `apart` bytes between
+  // panels.
+  void read_whole_values(const Places& places, const Places& next, int8_t* values,
+                         size_t apart) const {
     const int n = cache_.head_dim;
     for (int token = 0; token < kTile; token += 4) {
       for (int t = token; t < token + 4; ++t)
         for (int byte = 0; byte < cache_.token_bytes; byte += 64) next.request(t, byte);
       const uint8_t* const* rows = places.elements + token;
       for (int d = 0; d < n; d += kLanes) {
-        int8_t* to = values + (static_cast<size_t>(d / kPanel) * kWholeTokens + token) * kPanel +
-                     d % kPanel * kWord;
+        int8_t* to = values + d / kPanel * apart + (token * kPanel + d % kPanel * kWord);
         if (d + kLanes <= n) {
           interleave(rows, d, to);
           continue;
@@ -771,26 +791,240 @@ class Attention {
   // sums [queries, padded] += weights [queries, kTile] times V.
   void add_whole_values(int queries, const float* weights, const WholeScratch& whole,
                         Partial& p) const {
-    const int block = whole_block(whole.amx);
-    alignas(64) uint8_t packed[2 * kWholeRowsAmx * kWholeTokens] = {};
-    float steps[kWholeRowsAmx];
-    for (int first = 0; first < queries; first += block) {
-      const int rows = std::min(block, queries - first);
+    alignas(64) uint8_t packed[2 * kWholeRows * kTile];
+    float steps[kWholeRows];
+    for (int first = 0; first < queries; first += kWholeRows) {
+      const int rows = std::min(kWholeRows, queries - first);
       for (int r = 0; r < rows; ++r) {
         const float* row = weights + (first + r) * kTile;
         const float inverse = inverse_step(row, kTile, steps[r]);
-        pack_whole(row, inverse, 0, kTile, r, rows, whole.amx, packed);
+        pack_whole(row, inverse, 0, kTile, r, rows, packed);
       }
       for (int panel = 0; panel < padded_ / kPanel; ++panel)
-        whole_product(packed, rows,
-                      whole.values + static_cast<size_t>(panel) * kWholeTokens * kPanel, kTile,
-                      whole.amx, [&](int r, int v, Words sums) {
+        whole_product(packed, rows, whole.values + static_cast<size_t>(panel) * kTile * kPanel,
+                      kTile, [&](int r, int v, Words sums) {
                         float* to = p.sums + static_cast<size_t>(first + r) * padded_ +
                                     panel * kPanel + v * kLanes;
                         store(to, fma(from_int32(sums), fill(steps[r]), load(to)));
                       });
     }
   }
+
+#if BATON_AMX
+
+  static constexpr size_t kValuesApart = 3 * kTile * kPanel;  // bytes between panels of V
+  static constexpr int kSums = kLanes * kPanel;               // of sixteen queries and a panel
+  static constexpr int kWeighSteps = kTile / 4;
+  size_t query_panel_bytes() const { return static_cast<size_t>(whole_cols_) * 2 * kLanes; }
+  size_t many_bytes() const {
+    const size_t sixteens = (max_queries() + kLanes - 1) / kLanes;
+    const size_t panels = padded_ / kPanel;
+    return sixteens * (sizeof(SixteenQueries) + query_panel_bytes()) +
+           static_cast<size_t>(kTile) * whole_cols_ + panels * kValuesApart +
+           sizeof(float) * (kTile * kLanes + panels * 2 * kSums);
+  }
+
+  // Rounds the queries [queries, padded] of a task whose first one is at `position`.
+  ManyScratch begin_many(const float* q, int queries, int position, float* scratch) const {
+    uint8_t* memory = reinterpret_cast<uint8_t*>(scratch);
+    memory += -reinterpret_cast<uintptr_t>(memory) % 64;
+    const auto take = [&](size_t bytes) { return std::exchange(memory, memory + bytes); };
+    const int sixteens = (queries + kLanes - 1) / kLanes;
+    ManyScratch many;
+    many.sixteens = reinterpret_cast<SixteenQueries*>(take(sixteens * sizeof(SixteenQueries)));
+    many.queries = take(sixteens * query_panel_bytes());
+    many.keys = take(static_cast<size_t>(kTile) * whole_cols_);
+    many.values = reinterpret_cast<int8_t*>(take(padded_ / kPanel * kValuesApart));
+    many.scores = reinterpret_cast<float*>(take(sizeof(float) * kTile * kLanes));
+    many.sums = reinterpret_cast<int32_t*>(memory);
+    std::fill_n(many.values, padded_ / kPanel * kValuesApart, 0);
+    alignas(64) uint8_t rounded[kLanes * 2 * kWholeMaxCols];
+    for (int i = 0; i < sixteens * kLanes; ++i) {
+      SixteenQueries& sixteen = many.sixteens[i / kLanes];
+      const int lane = i % kLanes;
+      sixteen.ends[lane] = position + std::min(i, queries - 1) / group_ + 1;
+      sixteen.peaks[lane] = kMinusInfinity;
+      sixteen.totals[lane] = 0;
+      sixteen.steps[lane] = 0;
+      sixteen.offsets[lane] = 0;
+      uint8_t* to = rounded + 2 * static_cast<size_t>(lane) * whole_cols_;
+      if (i >= queries || padded_ < whole_cols_) std::fill_n(to, 2 * whole_cols_, 0);
+      if (i < queries) {
+        const float* x = q + static_cast<size_t>(i) * padded_;
+        const float inverse = inverse_step(x, padded_, sixteen.steps[lane]);
+        sixteen.offsets[lane] = pack_query(x, inverse, padded_, whole_cols_, to);
+      }
+      if (lane == kLanes - 1)
+        pack_sixteen(rounded, whole_cols_, many.queries + i / kLanes * query_panel_bytes());
+    }
+    return many;
+  }
+
+  // walk for many queries and int8 KV: the same bits.
+  void walk_many(const Batch& batch, const Task& task, int layer, const Scoring& scoring,
+                 const float* q, int end, int oldest, int partition, Partial& p,
+                 float* scratch) const {
+    const int queries = task.count * group_;
+    const int sixteens = (queries + kLanes - 1) / kLanes;
+    const ManyScratch many = begin_many(q, queries, end - task.count, scratch);
+    const int begin = std::max(partition * kPartition, oldest / kTile * kTile);
+    const int stop = std::min((partition + 1) * kPartition, end);
+    const int32_t* table = batch.block_tables + static_cast<size_t>(task.row) * batch.max_blocks;
+    alignas(64) float key_scales[kTile], value_scales[kTile];
+    alignas(64) int32_t products[2][2 * kSums];
+    SixteenWeights<kTile> weights[2];
+    Places keys_at[2], values_at[2];  // of this tile and the next
+    find_tile(table, layer, task.head, begin, end, keys_at[0], values_at[0]);
+    // What AMX does in a step of weighing the i-th sixteen: multiplies K for the next, V for the last.
+    // Sums are stored a step after their product, which takes as long.
+    const auto multiply = [&](int i, int step) {
+      if (step < 2) {
+        if (i + 1 >= sixteens) return;
+        const uint8_t* panel = many.queries + (i + 1) * query_panel_bytes();
+        if (step == 0) amx_multiply<2, false>(many.keys, panel, whole_cols_, [](int) {});
+        else amx_store<2>(products[(i + 1) % 2]);
+        return;
+      }
+      const int parts = i > 0 ? 2 * (padded_ / kPanel) : 0;
+      const int stop = (step - 1) * parts / (kWeighSteps - 2);
+      for (int part = (step - 2) * parts / (kWeighSteps - 2); part < stop; ++part) {
+        if (part % 2 == 0) multiply_values(weights[(i - 1) % 2], many, part / 2);
+        else amx_store<2>(many.sums + part / 2 * 2 * kSums);
+      }
+    };
+    for (int tile = begin; tile < stop; tile += kTile) {
+      const int now = (tile - begin) / kTile % 2;
+      const int later = tile + kTile < stop ? tile + kTile : tile;  // to prefetch meanwhile
+      find_tile(table, layer, task.head, later, end, keys_at[1 - now], values_at[1 - now]);
+      read_scales(keys_at[now], key_scales);
+      read_scales(values_at[now], value_scales);
+      read_many_keys(keys_at[now], keys_at[1 - now], many.keys);
+      read_whole_values(values_at[now], values_at[1 - now], many.values + kTile * kPanel,
+                        kValuesApart);
+      for (int i = -1; i <= sixteens; ++i) {
+        const auto beside = [&](int step) { multiply(i, step); };
+        if (i >= 0 && i < sixteens)
+          weigh_many(scoring, tile, key_scales, value_scales, products[i % 2], many.scores,
+                     many.sixteens[i], weights[i % 2], beside);
+        else
+          for (int step = 0; step < kWeighSteps; ++step) beside(step);
+        if (i > 0) {
+          const int first = (i - 1) * kLanes;
+          add_many_values(std::min(kLanes, queries - first), weights[(i - 1) % 2], many.sums,
+                          p.sums + static_cast<size_t>(first) * padded_);
+        }
+      }
+    }
+    for (int i = 0; i < queries; ++i) {
+      p.peaks[i] = many.sixteens[i / kLanes].peaks[i % kLanes];
+      p.totals[i] = many.sixteens[i / kLanes].totals[i % kLanes];
+    }
+  }
+
+  // The lower bytes of numbers are multiplied by V, the upper ones by the zeros behind it; then the
+  // other way round.
+  static void multiply_values(const SixteenWeights<kTile>& weights, const ManyScratch& many,
+                              int panel) {
+    const uint8_t* values = reinterpret_cast<const uint8_t*>(many.values) + panel * kValuesApart;
+    amx_multiply_by_two(weights.numbers[0], values + kTile * kPanel, values);
+  }
+
+  // K of a tile, as amx_multiply reads rows of unsigned bytes.
+  void read_many_keys(const Places& places, const Places& next, uint8_t* keys) const {
+    const int n = cache_.token_bytes;
+    const Words zero = _mm512_set1_epi8(static_cast<char>(kKeyZero));
+    for (int t = 0; t < kTile; ++t) {
+      uint8_t* to = keys + t / kAmxRows * kAmxRows * whole_cols_ + t % kAmxRows * kAmxInputs;
+      for (int byte = 0; byte < n; byte += kAmxInputs, to += kAmxRows * kAmxInputs) {
+        next.request(t, byte);
+        const uint8_t* from = places.elements[t] + byte;
+        const __mmask64 present = n - byte < kAmxInputs ? (__mmask64{1} << (n - byte)) - 1 : ~0ull;
+        store_words(to, bits_xor(_mm512_maskz_loadu_epi8(present, from), zero));
+      }
+    }
+  }
+
+  // Turns products of K and sixteen queries [kTile][lower and upper bytes][16] into weights. Calls
+  // beside(step) for work that AMX does meanwhile.
+  template <class Beside>
+  [[gnu::noinline]] static void weigh_many(const Scoring& scoring, int tile,
+                                           const float* key_scales, const float* value_scales,
+                                           const int32_t* products, float* scores,
+                                           SixteenQueries& queries, SixteenWeights<kTile>& to,
+                                           Beside beside) {
+    const Vec step = load(queries.steps), scaling = fill(scoring.scaling);
+    const Words offset = load_words(queries.offsets), end = load_words(queries.ends);
+    const int window = scoring.window > 0 ? scoring.window : std::numeric_limits<int>::max();
+    const Words beyond = sub(end, fill_words(tile));  // this token and later ones
+    const bool hides = (_mm512_cmplt_epi32_mask(beyond, fill_words(kTile)) |
+                        _mm512_cmpgt_epi32_mask(beyond, fill_words(window))) != 0;
+    const Vec old = load(queries.peaks);
+    Vec most[2] = {old, old};
+#pragma GCC unroll 4
+    for (int t = 0; t < kTile; ++t) {
+      const int32_t* sums = products + 2 * t * kLanes;
+      const Words high = shifted_left(load_words(sums + kLanes), 8);
+      const Words sum = add(add(load_words(sums), offset), high);
+      Vec score = mul(mul(mul(from_int32(sum), step), scaling), fill(key_scales[t]));
+      if (scoring.softcap > 0)
+        score = mul(fill(scoring.softcap), tanh(div(score, fill(scoring.softcap))));
+      if (hides) {
+        const Words after = sub(beyond, fill_words(t));
+        const __mmask16 seen = _mm512_cmpgt_epi32_mask(after, fill_words(0)) &
+                               _mm512_cmple_epi32_mask(after, fill_words(window));
+        score = _mm512_mask_blend_ps(seen, fill(kMinusInfinity), score);
+      }
+      store(scores + t * kLanes, score);
+      most[t % 2] = max(most[t % 2], score);
+    }
+    const Vec peak = max(most[0], most[1]);
+    // Nothing may have been seen so far.
+    const Vec origin = where_less(fill(kMinusInfinity), peak, peak, zeros());
+    const Vec fade = exp(sub(old, origin));
+    Vec largest = zeros();
+    Vec parts[kWeighSteps];  // sums in the order of sum_lanes
+#pragma GCC unroll 1
+    for (int i = 0; i < kWeighSteps; ++i) {
+      Vec four[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        const int t = i + j * kWeighSteps;
+        four[j] = exp(sub(load(scores + t * kLanes), origin));
+        const Vec weight = mul(four[j], fill(value_scales[t]));
+        largest = max(largest, weight);
+        store(scores + t * kLanes, weight);
+      }
+      parts[i] = add(add(four[0], four[2]), add(four[1], four[3]));
+      beside(i);
+    }
+    const Vec fours[4] = {add(parts[0], parts[4]), add(parts[1], parts[5]), add(parts[2], parts[6]),
+                          add(parts[3], parts[7])};
+    const Vec total = add(add(fours[0], fours[2]), add(fours[1], fours[3]));
+    store(queries.totals, fma(load(queries.totals), fade, total));
+    store(queries.peaks, peak);
+    store(to.fades, fade);
+    const Vec least = fill(kWholeLeast), number = fill(kWholeMost);
+    store(to.steps, where_less(least, largest, div(largest, number), zeros()));
+    pack_weights<kTile>(scores, where_less(least, largest, div(number, largest), zeros()),
+                        to.numbers[0]);
+  }
+
+  // sums [queries, padded] = fades * sums + weights times V.
+  void add_many_values(int queries, const SixteenWeights<kTile>& weights, const int32_t* products,
+                       float* sums) const {
+    for (int r = 0; r < queries; ++r) {
+      const Vec step = fill(weights.steps[r]), fade = fill(weights.fades[r]);
+      for (int panel = 0; panel < padded_ / kPanel; ++panel)
+#pragma GCC unroll 2
+        for (int v = 0; v < kPanelVecs; ++v, sums += kLanes) {
+          const int32_t* low = products + 2 * panel * kSums + r * kPanel + v * kLanes;
+          const Words sum = add(load_words(low), shifted_left(load_words(low + kSums), 8));
+          store(sums, fma(from_int32(sum), step, mul(load(sums), fade)));
+        }
+    }
+  }
+
+#endif
 
   BATON_INLINE void read_scales(const Places& places, float* scales) const {
     for (int t = 0; t < kTile; t += kLanes) {

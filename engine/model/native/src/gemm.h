@@ -177,7 +177,8 @@ struct LoadBf16 {
 #if BATON_AVX512
 
 template <int R, class Next>
-BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
+BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next,
+                            int32_t* c) {
   __m512i acc[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_setzero_si512();
@@ -209,7 +210,8 @@ constexpr int kByteZero = 128;
 
 // |x| * sign(x) w: products of signed bytes whose pairwise sums cannot overflow 16 bits.
 template <int R, class Next>
-BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next, int32_t* c) {
+BATON_INLINE void tile_int8(const uint8_t* a, const int8_t* panel, int cols, Next next,
+                            int32_t* c) {
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i acc[R][2];
 #pragma GCC unroll 16
@@ -417,10 +419,11 @@ inline size_t linear_floats(const Weight& w, int rows, int weights) {
 template <class Sum, int kWeights, class Consume>
 inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBlocks& blocks,
                       int chunk_blocks, Share share, Consume consume) {
-  constexpr int kTileRows = std::is_same_v<Sum, float> ? kFloatRows : kAmxRows;
+  constexpr bool kFloat = std::is_same_v<Sum, float>;
+  constexpr int kTileRows = kFloat ? kFloatRows : kAmxRows;
   const Weight& w = *weights[0];
   const AmxTiles registers(true);
-  const int row_bytes = w.padded_cols * (std::is_same_v<Sum, float> ? 2 : 1);
+  const int row_bytes = w.padded_cols * (kFloat ? 2 : 1);
   const int steps = row_bytes / kAmxInputs;
   alignas(64) Sum sums[2][kWeights][kBlockRows * kPanel];
   int now = 0;
@@ -455,9 +458,13 @@ inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBloc
             next.request_lines(step);
             finish(per_step);
           };
-          if (part.end - part.begin > kTileRows)
-            amx_product<2>(a, raw, row_bytes, sums[now][i], meanwhile);
-          else amx_product<1>(a, raw, row_bytes, sums[now][i], meanwhile);
+          if (part.end - part.begin > kTileRows) {
+            amx_multiply<2, kFloat>(a, raw, row_bytes, meanwhile);
+            amx_store<2>(sums[now][i]);
+          } else {
+            amx_multiply<1, kFloat>(a, raw, row_bytes, meanwhile);
+            amx_store<1>(sums[now][i]);
+          }
         }
         finish(kBlockRows);
         waiting = part;

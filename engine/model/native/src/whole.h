@@ -3,7 +3,7 @@
 // Rows of numbers (queries, or weights of tokens) are multiplied by a panel of signed bytes (K or V),
 // laid out as weights are: [cols / 4][kPanel][4]. Every sum is exact, so it has the same bits however
 // it is computed: with AVX2 as products of 16 bits, with AVX-512 or AMX as products of the numbers'
-// lower and upper bytes.
+// lower and upper bytes. Few rows and many have ways of their own: see below.
 #pragma once
 
 #include "gemm.h"
@@ -11,23 +11,20 @@
 
 namespace baton {
 
-constexpr float kWholeMost = 127 * 256;           // the largest number
-constexpr float kWholeLeast = 1e-30f;             // rows without larger elements count as zero
-constexpr int kWholeMaxCols = 512;                // more inputs could exceed 32 bits
-constexpr int kWholeRows = BATON_AVX512 ? 7 : 4;  // rows of a block, without AMX
-constexpr int kWholeRowsAmx = kAmxRows / 2;
-constexpr int kWholeFromAmx = 6;  // fewer rows are multiplied sooner without AMX
+constexpr float kWholeMost = 127 * 256;               // the largest number
+constexpr float kWholeLeast = 1e-30f;                 // rows without larger elements count as zero
+constexpr int kWholeMaxCols = 512;                    // more inputs could exceed 32 bits
+constexpr int kWholeRows = BATON_AVX512 ? 7 : 4;      // of a block
 constexpr int kWholeZero = BATON_AVX512 ? 32768 : 0;  // added to numbers that may be negative
 
-// How many rows of numbers are multiplied at once.
-inline int whole_block(bool amx) { return amx ? kWholeRowsAmx : kWholeRows; }
+// Bytes of a packed block.
 inline size_t whole_bytes(int cols) {
-  return static_cast<size_t>(2 * kWholeRowsAmx) * (cols + kAmxInputs);
+  return static_cast<size_t>(2 * kWholeRows) * round_up(cols, kGroupBytes);
 }
 
 // Packs row r of `rows` for whole_product: the numbers round(x * inverse) + zero, for `cols` elements,
 // or rather more: x must have whole vectors.
-inline void pack_whole(const float* x, float inverse, int zero, int cols, int r, int rows, bool amx,
+inline void pack_whole(const float* x, float inverse, int zero, int cols, int r, int rows,
                        uint8_t* to) {
 #if BATON_AVX512
   const Vec factor = fill(inverse);
@@ -40,21 +37,6 @@ inline void pack_whole(const float* x, float inverse, int zero, int cols, int r,
   };
   const auto low = [](__m512i words) { return _mm512_cvtepi16_epi8(words); };
   const auto high = [](__m512i words) { return _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8)); };
-  if (amx) {  // lines are written whole: a tile that is loaded from halves waits for them
-    for (int i = 0; i < cols; i += kAmxInputs, to += kAmxInputs * kAmxRows) {
-      __m512i words = both(i);
-      __m512i lows = _mm512_zextsi256_si512(low(words));
-      __m512i highs = _mm512_zextsi256_si512(high(words));
-      if (i + 32 < cols) {
-        words = both(i + 32);
-        lows = _mm512_inserti64x4(lows, low(words), 1);
-        highs = _mm512_inserti64x4(highs, high(words), 1);
-      }
-      _mm512_store_si512(to + r * kAmxInputs, lows);
-      _mm512_store_si512(to + (kWholeRowsAmx + r) * kAmxInputs, highs);
-    }
-    return;
-  }
   alignas(32) uint8_t lows[32], highs[32];
   for (int i = 0; i < cols; i += 32) {
     const __m512i words = both(i);
@@ -66,7 +48,6 @@ inline void pack_whole(const float* x, float inverse, int zero, int cols, int r,
     }
   }
 #else
-  (void)amx;
   alignas(64) int32_t whole[kLanes];
   for (int i = 0; i < cols; i += kLanes) {
     store_words(whole, to_int32(mul(load(x + i), fill(inverse))));
@@ -118,29 +99,20 @@ inline void tile_whole(const uint8_t* a, const int8_t* panel, int cols, int32_t*
 #endif
 
 // Multiplies a packed block of `rows` rows by a panel and calls consume(row, vector of the panel,
-// sums) for each. `cols`: those that count; with AMX the rest of 64 must be there.
+// sums) for each.
 template <class Consume>
-inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int cols, bool amx,
+inline void whole_product(const uint8_t* a, int rows, const int8_t* panel, int cols,
                           Consume consume) {
-  alignas(64) int32_t sums[2 * kWholeRowsAmx * kPanel];
+  alignas(64) int32_t sums[2 * kWholeRows * kPanel];
 #if BATON_AVX512
-  int apart = rows;  // the sums of lower and upper bytes
-  if (amx) {
-    amx_product<1>(a, reinterpret_cast<const uint8_t*>(panel),
-                   (cols + kAmxInputs - 1) / kAmxInputs * kAmxInputs, sums, [](int) {});
-    apart = kWholeRowsAmx;
-  } else {
-    with_rows<kWholeRows>(rows,
-                          [&](auto r) { tile_int8<2 * r()>(a, panel, cols, Nothing{}, sums); });
-  }
+  with_rows<kWholeRows>(rows, [&](auto r) { tile_int8<2 * r()>(a, panel, cols, Nothing{}, sums); });
   for (int r = 0; r < rows; ++r)
     for (int v = 0; v < kPanelVecs; ++v) {
       const int32_t* low = sums + r * kPanel + v * kLanes;
-      const Words high = shifted_left(load_words(low + apart * kPanel), 8);
+      const Words high = shifted_left(load_words(low + rows * kPanel), 8);
       consume(r, v, add(load_words(low), high));
     }
 #else
-  (void)amx;
   with_rows<kWholeRows>(rows, [&](auto r) { tile_whole<r()>(a, panel, cols, sums); });
   for (int r = 0; r < rows; ++r) consume(r, 0, load_words(sums + r * kPanel));
 #endif
@@ -192,14 +164,15 @@ BATON_INLINE Words four_bytes(const uint8_t* rows, int cols, int r, int at) {
 
 constexpr int kKeyZero = 128;  // added to bytes of K, since vpdpbusd wants one factor unsigned
 
-// Rounds a query x [cols] to numbers of two signed bytes, for few_scores. Returns what undoes kKeyZero.
-inline int32_t pack_query(const float* x, float inverse, int cols, uint8_t* to) {
+// Rounds a query x [cols] to numbers of two signed bytes: the lower ones, and `apart` bytes on the upper
+// ones. Returns what undoes kKeyZero.
+inline int32_t pack_query(const float* x, float inverse, int cols, int apart, uint8_t* to) {
   Words sum = fill_words(0);
   for (int i = 0; i < cols; i += kLanes) {
     const Words number = to_int32(mul(load(x + i), fill(inverse)));
     sum = add(sum, number);
     store_low_bytes(to + i, number);
-    store_low_bytes(to + cols + i, _mm512_srli_epi32(add(number, fill_words(128)), 8));
+    store_low_bytes(to + apart + i, _mm512_srli_epi32(add(number, fill_words(128)), 8));
   }
   return -kKeyZero * _mm512_reduce_add_epi32(sum);
 }
@@ -313,6 +286,75 @@ __attribute__((noinline)) void few_values(const uint8_t* weights, const float* s
         store(y, fma(from_int32(sum), fill(steps[r]), mul(load(y), fill(fades[r]))));
       }
   }
+}
+
+#endif
+
+#if BATON_AMX
+
+// For many rows, sixteen queries are the lanes of a vector, so that nothing is summed or compared
+// across lanes.
+
+constexpr int kManyBytes = 2 * kLanes * kWord;  // lower and upper bytes of sixteen queries' words
+
+struct alignas(64) SixteenQueries {
+  float steps[kLanes];      // what 1 stands for in each query's numbers
+  int32_t offsets[kLanes];  // see pack_query
+  int32_t ends[kLanes];     // one beyond the last token that each query sees
+  float peaks[kLanes], totals[kLanes];
+};
+
+// The weights of a tile's tokens that sixteen queries have.
+template <int kTokens>
+struct alignas(64) SixteenWeights {
+  uint8_t numbers[kLanes][2 * kTokens];  // lower bytes, then upper ones
+  float steps[kLanes];                   // what 1 stands for
+  float fades[kLanes];                   // factors of the sums so far
+};
+
+// Turns queries as pack_query writes them [16, 2, cols] into a panel: [cols / 4][2][16][4].
+inline void pack_sixteen(const uint8_t* queries, int cols, uint8_t* panel) {
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* rows[kLanes];
+    for (int r = 0; r < kLanes; ++r) rows[r] = queries + (2 * r + half) * static_cast<size_t>(cols);
+    for (int first = 0; first < cols; first += kGroupBytes) {
+      Vec columns[kLanes];
+      transpose(rows, first, columns);
+      uint8_t* to = panel + static_cast<size_t>(first / kWord) * kManyBytes + half * kGroupBytes;
+      for (int c = 0; c < kLanes; ++c, to += kManyBytes)
+        store(reinterpret_cast<float*>(to), columns[c]);
+    }
+  }
+}
+
+// Packs weights [kTokens][16] of sixteen queries.
+template <int kTokens>
+inline void pack_weights(const float* weights, Vec inverse, uint8_t* numbers) {
+  static_assert(2 * kTokens == kGroupBytes);
+  alignas(64) uint8_t words[kLanes][kGroupBytes];
+  const uint8_t* rows[kLanes];
+  // Bytes 0 and 2 of each word of both vectors.
+  const Words lower = _mm512_add_epi8(
+      _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                         fill_words(0x04040404)),
+      fill_words(0x42400200));
+  const Words upper = _mm512_add_epi8(lower, fill_words(0x01010101));
+  const auto pair = [&](const float* at) {
+    const Words first = to_int32(mul(load(at), inverse));
+    return _mm512_or_si512(first, shifted_left(to_int32(mul(load(at + kLanes), inverse)), 16));
+  };
+#pragma GCC unroll 2
+  for (int four = 0; four < kTokens / 4; ++four, weights += 4 * kLanes) {
+    const Words early = pair(weights), late = pair(weights + 2 * kLanes);
+    store_words(words[four], _mm512_permutex2var_epi8(early, lower, late));
+    store_words(words[kTokens / 4 + four], _mm512_permutex2var_epi8(early, upper, late));
+  }
+  for (int r = 0; r < kLanes; ++r) rows[r] = words[r];
+  Vec columns[kLanes];
+  transpose(rows, 0, columns);
+#pragma GCC unroll 16
+  for (int q = 0; q < kLanes; ++q)
+    store(reinterpret_cast<float*>(numbers + q * kGroupBytes), columns[q]);
 }
 
 #endif
