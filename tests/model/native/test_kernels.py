@@ -132,6 +132,13 @@ def test_amx_changes_no_bit_of_a_product(inputs, two_threads):
         assert torch.equal(packed(x), y)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_window_may_begin_after_a_partition_of_the_context(tokens, team):
+    shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "scoring": Scoring(0.1, window=40)}
+    case = {"kv_format": KVFormat.INT8, "lengths": ((1100, tokens),), **shape}
+    check_attend(NativeAttention(team), **case, tolerance=ROUNDED)
+
+
 @pytest.mark.parametrize("scoring", [Scoring(0.1), Scoring(0.1, window=40, softcap=2.0)], ids=str)
 @pytest.mark.parametrize("head_dim", [6, 64, 80, 128])
 def test_amx_changes_no_bit_of_attention(head_dim, scoring, two_threads):

@@ -441,6 +441,7 @@ class Attention {
         }
       }
     };
+    if (begin >= stop) return;  // the window begins after this partition
     // The next tile's scores are computed while one's weights wait for each other.
     score(begin, tiles[0]);
     weigh_tile(tiles[0]);
