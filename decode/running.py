@@ -127,7 +127,7 @@ class RunningBatch:
         short = [
             seq.seq_id
             for seq in due
-            if len(seq.block_table) * seq.block_size < len(seq.token_ids) + len(seq.in_flight)
+            if len(seq.block_table) * seq.block_size <= seq.num_computed_tokens + len(seq.in_flight)
         ]
         for seq_id in short:
             effects += self._give_blocks(seq_id, drop_copy)

@@ -262,27 +262,38 @@ class DecodeScheduler:
         chosen = due[:budget_tokens]
         admitted = self._admit()
         if self._is_held(now_s):
-            return Scheduled([], effects + admitted, self.held_until_s)
+            return Scheduled(effects=effects + admitted, held_until_s=self.held_until_s)
         # Of what plain rows leave, half is for drafts: prompts must make progress beside them.
         has_drafts = self.drafts.plan(chosen, (budget_tokens - len(chosen)) // 2, self._growing)
         started = self.running.start(chosen)
         rows = [self.running.row(seq) for seq in chosen]
+        num_tokens = len(rows)
+        if has_drafts:
+            num_tokens += sum([row.max_drafted for row in rows])
         if ahead and (num_pending := sum(row.is_pending for row in rows)):
             self._counters["pending_rows"] += num_pending
         if chosen:
             self._counters["steps"] += 1
             self._counters["spec_steps"] += has_drafts
-        return Scheduled(rows, effects + started + admitted)
+        return Scheduled(rows, num_tokens, effects + started + admitted)
 
-    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect]:
-        """Appends the tokens that a row yielded; ends the sequence if its answer is complete."""
-        seq = self.running.land(row)
-        if seq is None:
-            self._counters["void_rows"] += 1
-            return []  # its sequence has ended meanwhile
-        if seq.guide is not None and (fault := seq.fault) is not None:
-            self.running.end(row.seq_id)
-            return [Emit(seq.gateway_id, GivenBack(row.seq_id, fault, hopeless=True))]
+    def advance(self, rows: Items[Row], results: Items[RowResult], now_s: float) -> list[Effect]:
+        """Appends the tokens that rows yielded; ends the sequences whose answers are complete."""
+        effects: list[Effect] = []
+        for row, result in zip(rows, results, strict=True):
+            seq = self.running.land(row)
+            if seq is None:  # it has ended meanwhile
+                self._counters["void_rows"] += 1
+            elif seq.guide is not None and (fault := seq.fault) is not None:
+                self.running.end(row.seq_id)
+                given_back = GivenBack(row.seq_id, fault, hopeless=True)
+                effects.append(Emit(seq.gateway_id, given_back))
+            else:
+                effects.append(Emit(seq.gateway_id, self._extend(seq, row, result)))
+        return effects
+
+    def _extend(self, seq: Sequence, row: Row, result: RowResult) -> Tokens:
+        """Appends the tokens that a row yielded to its sequence, which may end with them."""
         chosen, drafts = result.token_ids, self.drafts
         taken, finish = seq.extend(chosen)  # tokens behind the end are not wanted
         num_taken = len(taken)
@@ -300,8 +311,7 @@ class DecodeScheduler:
         elif row.draft or row.num_to_draft:
             seq.trim(self._pool)
         logprobs = list(result.logprobs[:num_taken]) if result.logprobs else []
-        tokens = Tokens(row.seq_id, taken, finish, logprobs, result.num_drafted, num_accepted)
-        return [Emit(seq.gateway_id, tokens)]
+        return Tokens(row.seq_id, taken, finish, logprobs, result.num_drafted, num_accepted)
 
     def _admit(self) -> list[Effect]:
         return self.arrivals.admit(self._max_running - len(self.running), self._has_room)

@@ -24,7 +24,7 @@ Source: chunked prefill, Agrawal et al., Sarathi-Serve, OSDI 2024.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.grammar.guide import OpenedGuide
 from engine.messages import (
@@ -280,10 +280,19 @@ class PrefillScheduler:
             num_top=prompt.num_top or 0,
         )
         scheduled.rows.append(row)
+        scheduled.num_tokens += num
         seq.in_flight.append(row)
 
-    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
-        """Counts a chunk as computed. The last chunk brings the answer's first token."""
+    def advance(
+        self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float
+    ) -> list[Effect | Adopted]:
+        """Counts chunks as computed. The last chunk brings the answer's first token."""
+        effects: list[Effect | Adopted] = []
+        for row, result in zip(rows, results, strict=True):
+            effects += self._advance(row, result)
+        return effects
+
+    def _advance(self, row: Row, result: RowResult) -> list[Effect | Adopted]:
         prompt = self.computing.get(row.seq_id)
         if prompt is None or not prompt.seq.lands(row):
             return []  # it was cancelled meanwhile

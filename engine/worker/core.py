@@ -68,6 +68,7 @@ class Scheduled(msgspec.Struct):  # made in each step
     """The rows and effects that a scheduler wants in this step."""
 
     rows: list[Row] = []
+    num_tokens: int = 0  # of these rows, drafted ones too
     effects: list[Effect] = []
     held_until_s: float | None = None  # hold the step until then, or until the next event
     waits: bool = False  # plan nothing before the step in flight has ended
@@ -128,8 +129,10 @@ class Scheduler(Protocol):
         """
         ...
 
-    def advance(self, row: Row, result: RowResult, now_s: float) -> Sequence[Effect | PassedOn]:
-        """Takes the result of one of this scheduler's rows. Its sequence may have ended."""
+    def advance(
+        self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float
+    ) -> Sequence[Effect | PassedOn]:
+        """Takes the results of this scheduler's rows in a step. Their sequences may have ended."""
         ...
 
     @property
@@ -313,7 +316,7 @@ class WorkerCore:
                 self._pace.begin(() if self.role is Role.MIXED else scheduled.rows)
             effects += scheduled.effects
             if rows := scheduled.rows:
-                budget -= sum([len(r.token_ids) + len(r.draft) + r.num_to_draft for r in rows])
+                budget -= scheduled.num_tokens
                 planned.append((scheduler, rows))
         assert budget >= 0
         if not planned:
@@ -333,14 +336,11 @@ class WorkerCore:
             self._sample_step(planned, result.times.total_s)
         num_rows = sum([len(rows) for _, rows in planned])
         assert len(result.rows) == num_rows, f"{len(result.rows)} results of {num_rows} rows"
-        results = iter(result.rows)
+        begin = 0
         for scheduler, rows in planned:
-            for row, row_result in zip(rows, results, strict=False):
-                for effect in scheduler.advance(row, row_result, now_s):
-                    if isinstance(effect, _PASSED_ON):
-                        effects += self._dispatch(effect, now_s)
-                    else:
-                        effects.append(effect)
+            end = begin + len(rows)
+            effects += self._settled(scheduler.advance(rows, result.rows[begin:end], now_s), now_s)
+            begin = end
         return effects
 
     def _sample_step(self, planned: Planned, seconds: float) -> None:

@@ -20,7 +20,7 @@ Sources: pulling a prefix from any node that holds it, Qin et al., Mooncake, FAS
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.messages import (
     BlocksOffered,
@@ -137,7 +137,9 @@ class PrefixOffers:
         """Empty: there is nothing to compute."""
         return NOTHING
 
-    def advance(self, row: Row, result: RowResult, now_s: float) -> list[Effect | Adopted]:
+    def advance(
+        self, rows: Sequence[Row], results: Sequence[RowResult], now_s: float
+    ) -> list[Effect | Adopted]:
         """Never called, since there are no rows."""
         raise AssertionError("an offer has no rows")
 

@@ -145,12 +145,12 @@ class Sequence:
 
         The draft model has them too, or only the first `num_draft_tokens` of the sequence.
         """
-        self.num_computed_tokens += num_tokens
-        assert self.num_computed_tokens <= len(self.token_ids)
+        num_computed = self.num_computed_tokens + num_tokens
+        assert num_computed <= len(self.token_ids)
         if num_draft_tokens is None:
-            num_draft_tokens = self.num_computed_tokens
-        assert self.num_draft_tokens <= num_draft_tokens <= self.num_computed_tokens
-        self.num_draft_tokens = num_draft_tokens
+            num_draft_tokens = num_computed
+        assert self.num_draft_tokens <= num_draft_tokens <= num_computed
+        self.num_computed_tokens, self.num_draft_tokens = num_computed, num_draft_tokens
         num_full = num_draft_tokens // self.block_size
         if num_full > self.num_hashed_blocks:
             self._tell_hashes(num_full, pool)

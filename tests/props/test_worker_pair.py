@@ -366,12 +366,11 @@ def _draft_as_if_nothing_was_banned(self):
     return max(self.limits.max_len - len(self.token_ids) - 1, 0)
 
 
-def _take_all_that_was_accepted(self, row, result, now_s):
+def _take_all_that_was_accepted(self, seq, row, result):
     """Takes tokens behind a stop too."""
-    effects = _advance(self, row, result, now_s)
-    for effect in effects[:1]:
-        effect.message.token_ids[:] = result.token_ids
-    return effects
+    tokens = _extend(self, seq, row, result)
+    tokens.token_ids[:] = result.token_ids
+    return tokens
 
 
 def _append_without_history(self, token):
@@ -392,7 +391,7 @@ _append = EngineSequence.append
 _let_go = BlockPool._let_go
 _write = FakeRunner.write
 _num_seen = DraftPlanner.num_seen
-_advance = DecodeScheduler.advance
+_extend = DecodeScheduler._extend
 _lease = BlockPool.lease
 _keep = EngineSequence.keep_pulled
 _cancel_prompt = WaitingPrompts.cancel
@@ -435,7 +434,7 @@ MISTAKES = {
         "max_drafted",
         _draft_as_if_nothing_was_banned,
     ),
-    "tokens behind a stop are taken": (DecodeScheduler, "advance", _take_all_that_was_accepted),
+    "tokens behind a stop are taken": (DecodeScheduler, "_extend", _take_all_that_was_accepted),
     "blocks of rejected tokens are kept": (EngineSequence, "trim", lambda self, pool: None),
     "penalties do not see the answer": (EngineSequence, "append", _append_without_history),
     "a grammar does not see the answer": (EngineSequence, "append", _append_without_guide),
