@@ -395,9 +395,8 @@ class SimWorker:
         self.busy_s += ends_s[-1] - stretch.began_s
         if stretch.num_decoding:
             self._ends_s += ends_s
-        first_s = ends_s[0] - stretch.began_s
-        times = StepTimes(0.0, first_s, 0.0)
-        results = [result_of(row, num_steps) for row in stretch.rows]
+        times = StepTimes(0.0, ends_s[0] - stretch.began_s, 0.0)
+        results = results_of(stretch.rows, num_steps)
         return self.core.finish(BatchResult(results, times), ends_s[-1])
 
     # ------------------------------------------------------------ frames and effects
@@ -479,12 +478,17 @@ def _tell(
     return Said(Tokens(seq_id, tokens, finish), times_s)
 
 
-def result_of(row: Row, num_tokens: int) -> RowResult:
-    """Returns the tokens that follow a row; none for a row that samples nothing."""
-    if row.sampling is None:
-        return NOTHING
-    first = base_of(row.sampling) + row.start + len(row.token_ids)
-    return RowResult(_tuple_of(first, first + num_tokens))
+def results_of(rows: Sequence[Row], num_tokens: int) -> list[RowResult]:
+    """Returns the tokens that follow each row; none for a row that samples nothing."""
+    results: list[RowResult] = []
+    for row in rows:
+        sampling = row.sampling
+        if sampling is None:
+            results.append(NOTHING)
+        else:
+            first = base_of(sampling) + row.start + len(row.token_ids)
+            results.append(RowResult(_tuple_of(first, first + num_tokens)))
+    return results
 
 
 def block_events(news: Sequence[CacheNews], block_size: int) -> list[BlockEvent]:
