@@ -279,13 +279,15 @@ class Fleet:
 
     def _tpot_bound_s(self, need: Need) -> float:
         """The bound on TPOT; infinite if there is none, or if not even an empty worker keeps it."""
-        bound_s = need.tpot_bound_s
+        bound_s, end_len = need.tpot_bound_s, need.end_len
         if bound_s is None:
             return math.inf
-        homes = (home for home in self._classes.values() if home.worker.info.role.decodes)
-        able = (home.worker for home in homes if has_memory(home.worker, need.end_len))
-        alone = (self._estimates.step_s(worker, 1, need.end_len) for worker in able)
-        return bound_s if any(s is None or s <= bound_s for s in alone) else math.inf
+        for home in self._classes.values():
+            if home.worker.info.role.decodes and has_memory(home.worker, end_len):
+                alone_s = self._estimates.step_s(home.worker, 1, end_len)
+                if alone_s is None or alone_s <= bound_s:
+                    return bound_s
+        return math.inf
 
     def _busy(self, decision: FleetDecision, now_s: float) -> Busy:
         """Converts a refusal. If a worker has time already, it lacks something else."""
