@@ -116,7 +116,7 @@ class _Client:
                 self._waiter = None
                 waiter.set_result(update)
         except Exception as error:  # a bug of the receiver must not end other requests
-            self._fail(error)
+            self.fail(error)
 
     def put_tokens(self, token_ids: tuple[int, ...], now_s: float) -> bool:
         """Adds an update of tokens alone. Returns True if they were taken at once."""
@@ -125,7 +125,7 @@ class _Client:
                 if self._take_tokens(token_ids, now_s):
                     return True
             except Exception as error:  # as in `put`
-                self._fail(error)
+                self.fail(error)
                 return False
         self.put(Update(token_ids))
         return False
@@ -137,7 +137,8 @@ class _Client:
             self.lane = seq_id
         return steps
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Raises an error where the next update is waited for."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # else its request was cancelled
             waiter.set_exception(error)
@@ -182,6 +183,7 @@ class Router:
         self._linked_to: dict[WorkerId, str] = {}  # their addresses
         self._stores: list[WorkerId] = []  # those that are stores
         self._clients: dict[RequestId, _Client] = {}
+        self._arrived: dict[RequestId, Request] = {}  # in this turn of the loop
         self._steps: StepTaker | None = None  # has all lanes; None: there was none yet
         self._lanes: dict[SeqId, _Client] = {}
         self._num_ended_seqs = 0  # of the machine, when it was last looked at
@@ -221,6 +223,7 @@ class Router:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            self._admit()
             for request_id in list(self._clients):  # no worker will join again
                 self._handle(ClientGone(request_id))
             self._zmq.destroy(linger=0)
@@ -299,7 +302,9 @@ class Router:
         client = _Client(take_at_once, take_tokens, open_lane)
         self._clients[request.request_id] = client
         try:
-            self._handle(Arrived(request))
+            self._arrived[request.request_id] = request
+            if len(self._arrived) == 1:
+                self._loop.call_soon(self._admit)
             while True:
                 update = await client.next()
                 yield update
@@ -307,12 +312,26 @@ class Router:
                     return
         finally:
             self._close_lane(client)
+            self._arrived.pop(request.request_id, None)
             del self._clients[request.request_id]
             if request.request_id in self.machine.state.flights:
                 self._handle(ClientGone(request.request_id))
 
+    def _admit(self) -> None:
+        """Hands the machine all requests of a turn of the loop, so that it places them together."""
+        requests, self._arrived = list(self._arrived.values()), {}
+        if not requests:  # their clients left
+            return
+        *others, last = requests
+        try:
+            self._handle(*(Arrived(each, more_come=True) for each in others), Arrived(last))
+        except Exception as error:  # a bug, which ends these requests and no others
+            for request in requests:
+                self._clients[request.request_id].fail(error)
+
     def withdraw(self, request_ids: Collection[RequestId]) -> None:
         """Cancels requests within this call; the last update of each says so."""
+        self._admit()
         self._handle(*(ClientGone(request_id) for request_id in request_ids))
 
     def readiness(self) -> str | None:

@@ -357,18 +357,20 @@ class _Cluster:
         """True until the last request has ended."""
         return bool(self._records) or not self._all_came
 
-    def _plan_arrival(self, index: int) -> None:
+    def _plan_arrival(self, index: int) -> float | None:
+        """Plans the arrival of the next request. Returns its time; None after the last one."""
         asked = next(self._requests, None)
         if asked is None:
             self._all_came = True
-        else:
-            self._future.plan(asked.arrived_s, Rank.MESSAGE, self._on_arrival, (index, asked))
+            return None
+        self._future.plan(asked.arrived_s, Rank.MESSAGE, self._on_arrival, (index, asked))
+        return asked.arrived_s
 
     def _on_arrival(self, arrival: tuple[int, TraceRequest]) -> None:
         index, asked = arrival
         request_id = RequestId(str(index))
         self._records[request_id] = SimulatedRequest(asked)
-        self._plan_arrival(index + 1)
+        next_s = self._plan_arrival(index + 1)
         sampling = Sampling(temperature=0.0, seed=index)
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
@@ -379,7 +381,7 @@ class _Cluster:
             received_s=self._future.now_s,
             hashes=hashes,
         )
-        self._handle(Arrived(request))
+        self._handle(Arrived(request, more_come=next_s == self._future.now_s))
 
     # ------------------------------------------------------------ the gateway
 

@@ -32,9 +32,14 @@ class WorkerLost:
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A client's request, validated and tokenised."""
+    """A client's request, validated and tokenised.
+
+    Requests that come at one moment are placed together, short prompts first. All but the last of
+    them say that more come.
+    """
 
     request: Request
+    more_come: bool = False
 
 
 @dataclass(frozen=True, slots=True)

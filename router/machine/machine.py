@@ -73,7 +73,7 @@ from router.machine.moves.moving import Moving
 from router.machine.moves.stages import MoveStage
 from router.machine.placing import Placing
 from router.machine.progress import Progress
-from router.machine.requests import Cancelled, Failed, Forecast, Rejected, Request
+from router.machine.requests import Cancelled, Failed, Forecast, Rejected
 from router.machine.state import MakePlacer, RouterState
 from router.machine.turns import Turns
 from router.planning.demand import Demand
@@ -197,15 +197,13 @@ class RouterMachine:
             waits = bool(self.num_stranded or state.moves.at(MoveStage.COPIED))
         if waits and self._may_make_room(event):
             effects += self._go_on(now_s)
-            if type(event) is Arrived and event.request.request_id in state.waiting.queue:
-                effects += self._placing.prepare(event.request.request_id, now_s)
         return effects
 
     def _on_rare(self, event: RouterEvent, now_s: float) -> list[RouterEffect]:
         effects: list[RouterEffect] = []
         match event:
-            case Arrived(request):
-                effects = self._on_arrived(request, now_s)
+            case Arrived():
+                effects = self._on_arrived(event, now_s)
             case ClientGone(request_id):
                 effects = self._on_client_gone(request_id, now_s)
             case WorkerJoined(info):
@@ -237,13 +235,14 @@ class RouterMachine:
         """True if the event may let the head of the queue be placed, or a move go on.
 
         Cached blocks change which worker is better, not which has room. The exception is a decode
-        worker that may compute what is not cached. Tokens take room. Time passes with all events,
-        and `next_wake_s` covers the rest.
+        worker that may compute what is not cached. Tokens take room. Of requests that come
+        together, the last one has all placed. Time passes with all events, and `next_wake_s` covers
+        the rest.
         """
         match event:
             case BlocksChanged(worker_id):
                 return self._may_prefill_locally(worker_id)
-            case BlocksUnheard():
+            case BlocksUnheard() | Arrived(more_come=True):
                 return False
             case FromWorker(_, Tokens(finish=None) | DecodeStarted()):
                 return False
@@ -307,8 +306,8 @@ class RouterMachine:
 
     # ------------------------------------------------------------ arrival and departure
 
-    def _on_arrived(self, request: Request, now_s: float) -> list[RouterEffect]:
-        state = self.state
+    def _on_arrived(self, arrived: Arrived, now_s: float) -> list[RouterEffect]:
+        state, request = self.state, arrived.request
         flight = Flight(request, Stamps(arrived_s=now_s), now_s, number=self._num_arrived)
         self._num_arrived += 1
         if (bound_s := request.tpot_bound_s or state.config.slo_tpot_s) is not None:
@@ -328,10 +327,12 @@ class RouterMachine:
             return effects
         flight.shared = None if leader is None else leader.shared
         placed: list[RouterEffect] = []
-        if not (state.waiting.queue or self.num_stranded):  # no other request has its turn before
+        others_first = arrived.more_come or state.waiting.queue or self.num_stranded
+        if not others_first:  # no other request has its turn before
             placed = self._placing.place_one(flight, now_s)
         if not placed:
             state.waiting.put(flight)
+            placed = self._placing.prepare(request.request_id, now_s)
         effects += placed
         return effects
 

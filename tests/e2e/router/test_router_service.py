@@ -29,7 +29,7 @@ from engine.messages import (
 from engine.net.sessions import SessionClient
 from engine.net.trust import Secret
 from router import service
-from router.machine.machine import RouterEffect, RouterEvent, Tick
+from router.machine.machine import Arrived, RouterEffect, RouterEvent, Tick
 from router.machine.requests import Cancelled, Failed, Finished
 from router.service import Router
 from tests.kits.router.scripted_workers import (
@@ -600,5 +600,43 @@ def test_an_address_where_nothing_listens_is_a_connection_error():
         with pytest.raises(ConnectionError, match="failed to connect"):
             await client.open()
         await client.close()
+
+    run(test())
+
+
+# ---------------------------------------------------------------- arrival
+
+
+def test_requests_of_one_turn_are_handed_to_the_machine_together(monkeypatch):
+    async def test() -> None:
+        worker = ScriptedWorker()
+        async with serving(worker) as router:
+            arrived: list[Arrived] = []
+            handle = router.machine.handle
+
+            def noting(event: RouterEvent, now_s: float) -> list[RouterEffect]:
+                if isinstance(event, Arrived):
+                    arrived.append(event)
+                return handle(event, now_s)
+
+            monkeypatch.setattr(router.machine, "handle", noting)
+            asks = [follow(router, request(str(number))) for number in range(3)]
+            answers = await asyncio.gather(*asks)
+            assert [token_ids for token_ids, _ in answers] == [answer([1, 2, 3], 6)] * 3
+            assert [event.more_come for event in arrived] == [True, True, False]
+
+    run(test())
+
+
+def test_request_that_is_withdrawn_in_its_first_turn_ends_as_cancelled():
+    async def test() -> None:
+        worker = ScriptedWorker()
+        async with serving(worker) as router:
+            first = asyncio.create_task(follow(router, request("first")))
+            await asyncio.sleep(0)
+            assert not router.machine.state.flights
+            router.withdraw(["first"])
+            _, [*_, last] = await first
+            assert isinstance(last.outcome, Cancelled)
 
     run(test())

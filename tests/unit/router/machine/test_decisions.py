@@ -61,12 +61,11 @@ class Predicting(Driver):
         for name in workers:
             self.join(name, num_blocks)
 
-    def request(self, name: str, prompt=LONG, max_tokens: int = 8, **fields):
+    def request(self, name: str, prompt=LONG, max_tokens: int = 8, *, more_come=False, **fields):
         limits = Limits(max_len=len(prompt) + max_tokens)
         prompt = tuple(prompt)
-        return self.handle(
-            Arrived(Request(RequestId(name), prompt, Sampling(), limits, self.now_s, **fields))
-        )
+        asked = Request(RequestId(name), prompt, Sampling(), limits, self.now_s, **fields)
+        return self.handle(Arrived(asked, more_come))
 
     def holds(self, worker: str, token_ids) -> None:
         hashes = [bytes(h) for h in hash_blocks(token_ids, 4)]
@@ -314,3 +313,21 @@ def test_decode_worker_is_chosen_by_its_pace():
         decodes += [worker for worker, _ in sent(effects, Decode)]
     assert set(decodes[:2]) == {"d0", "d1"}  # the third may go to either
     assert not ends(driver.handle(Tick()))
+
+
+def test_requests_that_come_together_are_placed_shortest_first():
+    driver = Predicting("p0", "p1", "d0")
+    for name, num_tokens in (("long", 90), ("short", 10)):
+        assert driver.request(name, range(num_tokens), more_come=True) == []
+    effects = driver.request("middle", range(50))
+    prompts = [each.message.seq_id for each in effects if isinstance(each.message, Prefill)]
+    assert prompts == ["short.0", "middle.0"]
+    assert list(driver.machine.state.waiting.queue) == ["long"]
+
+
+def test_of_requests_that_come_together_a_cached_one_counts_as_short():
+    driver = Predicting("p0", "d0", queue_patience=1.0)
+    driver.holds("d0", LONG)
+    assert driver.request("long", range(200, 250), more_come=True) == []
+    [first] = driver.request("cached", LONG)
+    assert first.message.seq_id == "cached.0"
