@@ -23,7 +23,7 @@ from engine.errors import ProtocolError
 from engine.layout import MAX_RANKS, KVFormat, KVLayout, Shard
 from engine.net.trust import SALT_BYTES
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 # Reasons for which a worker gives a sequence back.
 PREEMPTED = "preempted"  # no memory is left for it
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
@@ -261,7 +261,8 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     comes with its log-probability and with that many of the likeliest tokens.
 
     If the blocks `are_spare`, another worker keeps them: once they have no holder here, they are
-    evicted before others.
+    evicted before others. If they `recur`, they are more likely to be used again than others, and
+    are evicted later.
     """
 
     seq_id: SeqId
@@ -273,6 +274,7 @@ class ComputePrompt(msgspec.Struct, frozen=True):
     salt: Salt = b""
     client_id: str = ""  # the client's own id of the request, for log lines
     are_spare: bool = False
+    recur: bool = False
 
 
 class Prefill(ComputePrompt, frozen=True, tag=True):
@@ -305,6 +307,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     salt: Salt = b""
     client_id: str = ""  # as of a prompt
     are_spare: bool = False  # as of a prompt
+    recur: bool = False  # as of a prompt
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,8 @@ A block without a holder is free. If it is full and its hash is known, it is als
 its content until the free list, least recently used first, reaches it. *Spare* blocks are handed
 out before other cached ones: the last sequence or lease that held them said that another worker
 keeps a copy. Blocks before one that is kept are no spare ones, or nothing would be found of the
-prefix. So at all times
+prefix. *Recurring* blocks are those that the last sequence took for more likely to be used again.
+They stay `RECURRING_STAY` times as long as others, counted in blocks handed out. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
@@ -36,6 +37,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
+from heapq import merge
 from itertools import chain, islice, repeat
 from operator import mul
 from typing import NamedTuple, NewType
@@ -47,6 +49,9 @@ from engine.messages import HASH_BYTES
 
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)
+
+RECURRING_STAY = 3
+ORDINARY, SPARE, RECURRING = range(3)  # marks of blocks
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], salt: bytes = b"") -> BlockHash:
@@ -153,17 +158,20 @@ class BlockPool:
         self._freed_in_flight: deque[list[BlockId]] = deque()
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle. All of the first are handed out before any
-        # of the second: those without a hash and spare ones, then those that are worth keeping.
+        # others: those without a hash and spare ones, then those that are worth keeping.
         self._spare: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )
         self._kept: OrderedDict[BlockId, None] = OrderedDict()
-        self._is_spare = bytearray(num_blocks)  # once no holder is left
+        self._recurring: OrderedDict[BlockId, None] = OrderedDict()
+        self._marks = bytearray(num_blocks)  # where a block goes once no holder is left
+        self._num_handed_out = 0  # blocks, so far
+        self._idle_since = [0] * num_blocks  # that number, when a cached block became idle
 
     @property
     def num_idle(self) -> int:
         """Blocks that `allocate` can hand out: free and cached ones."""
-        return len(self._spare) + len(self._kept)
+        return len(self._spare) + len(self._kept) + len(self._recurring)
 
     def counts(self) -> BlockCounts:
         """Counts every block by its holders."""
@@ -201,18 +209,31 @@ class BlockPool:
         if num_blocks > self.num_idle:
             raise OutOfBlocks(num_blocks, self.num_idle)
         owned, known, spare, kept = self._owned, self._hash, self._spare, self._kept
-        blocks = list(islice(chain(spare, kept), num_blocks))
-        num_spare = len(spare)
+        blocks = list(islice(chain(spare, self._longest_idle()), num_blocks))
+        num_spare, marks, recurring = len(spare), self._marks, self._recurring
         for block in blocks[:num_spare]:
             del spare[block]
         for block in blocks[num_spare:]:
-            del kept[block]
+            del (recurring if marks[block] == RECURRING else kept)[block]
+        self._num_handed_out += num_blocks
         for block in blocks:
             owned[block] = 1
         if evicted := [block for block in blocks if known[block] is not None]:
             self._num_cached -= len(evicted)
             self._forget(evicted)
         return blocks
+
+    def _longest_idle(self) -> Iterable[BlockId]:
+        """Returns the blocks that are worth keeping, those first whose stay ends first."""
+        if not self._recurring:
+            return self._kept
+        now, since, marks = self._num_handed_out, self._idle_since, self._marks
+
+        def stay(block: BlockId) -> int:
+            age = since[block] - now
+            return age if marks[block] == RECURRING else RECURRING_STAY * age
+
+        return merge(self._kept, self._recurring, key=stay)
 
     def set_hash(
         self,
@@ -269,9 +290,16 @@ class BlockPool:
         """Adds a sequence as an owner of these blocks."""
         self._hold(self._owned, blocks)
 
-    def disown(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
+    def disown(
+        self, blocks: Sequence[BlockId], *, are_spare: bool = False, recur: bool = False
+    ) -> None:
         """Removes an owner. The end of a prefix becomes free before its beginning."""
-        self._mark(blocks, are_spare=are_spare)
+        if are_spare:
+            self._mark_spare(blocks)
+        else:
+            mark, marks = RECURRING if recur else ORDINARY, self._marks
+            for block in blocks:
+                marks[block] = mark
         self._let_go(self._owned, reversed(blocks))
 
     def lease(self, blocks: Iterable[BlockId]) -> None:
@@ -281,7 +309,7 @@ class BlockPool:
     def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
         """Ends a lease: its reader is gone. It may keep what it read."""
         if are_spare:
-            self._mark(blocks, are_spare=True)
+            self._mark_spare(blocks)
         self._num_leased -= self._let_go(self._leased, reversed(blocks))
 
     def begin_write(self, blocks: Iterable[BlockId]) -> None:
@@ -320,10 +348,14 @@ class BlockPool:
         assert counts.owned == sum(
             own > 0 and not (flight or lease) for flight, lease, own in holders
         )
-        idle = [*self._spare, *self._kept]
+        idle = [*self._spare, *self._kept, *self._recurring]
         assert len(set(idle)) == len(idle)
         assert counts.cached == sum(self._hash[block] is not None for block in idle)
-        assert not any(self._is_spare[block] for block in self._kept)
+        assert all(self._marks[block] == ORDINARY for block in self._kept)
+        assert all(self._marks[block] == RECURRING for block in self._recurring)
+        for blocks in (self._kept, self._recurring):
+            since = [self._idle_since[block] for block in blocks]
+            assert since == sorted(since)
         assert counts.total == self.num_blocks
         for block in range(self.num_blocks):
             assert min(holders[block]) >= 0
@@ -340,11 +372,15 @@ class BlockPool:
         """Adds a holder to each block; returns for how many it is the first of its kind."""
         num_first = 0
         spare, kept, known = self._spare, self._kept, self._hash
+        recurring = self._recurring
         for block in blocks:
             num_first += not holders[block]
             holders[block] += 1
             if block in kept:
                 del kept[block]
+                self._num_cached -= 1
+            elif block in recurring:
+                del recurring[block]
                 self._num_cached -= 1
             elif block in spare:
                 del spare[block]
@@ -355,7 +391,8 @@ class BlockPool:
         """Removes a holder from each block; returns for how many it was the last of its kind."""
         num_last = 0
         owned, leased, in_flight = self._owned, self._leased, self._in_flight
-        spare, kept, marks = self._spare, self._kept, self._is_spare
+        spare, queues = self._spare, (self._kept, self._spare, self._recurring)
+        marks, since, now = self._marks, self._idle_since, self._num_handed_out
         known, freed, num_cached = self._hash, self._freed_in_flight, self._num_cached
         for block in blocks:
             count = holders[block] - 1
@@ -366,7 +403,8 @@ class BlockPool:
             num_last += 1
             if not (owned[block] or leased[block] or in_flight[block]):
                 if known[block] is not None:
-                    (spare if marks[block] else kept)[block] = None
+                    queues[marks[block]][block] = None
+                    since[block] = now
                     num_cached += 1
                 elif freed:
                     freed[-1].append(block)
@@ -377,7 +415,7 @@ class BlockPool:
         return num_last
 
     def _is_idle(self, block: BlockId) -> bool:
-        return block in self._kept or block in self._spare
+        return block in self._kept or block in self._spare or block in self._recurring
 
     def _follow(self, block: BlockId, parent: BlockHash | None) -> None:
         """Notes which block a newly known one follows."""
@@ -385,16 +423,11 @@ class BlockPool:
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
 
-    def _mark(self, blocks: Sequence[BlockId], *, are_spare: bool) -> None:
-        """Notes that the blocks of a prefix are spare ones, or none.
+    def _mark_spare(self, blocks: Sequence[BlockId]) -> None:
+        """Notes that the blocks of a prefix are spare ones.
 
         A block that others follow is no spare one, nor are those before it.
         """
-        marks = self._is_spare
-        if not are_spare:
-            for block in filter(marks.__getitem__, blocks):  # few of them were
-                marks[block] = 0
-            return
         num_after = 0  # known blocks of this prefix that directly follow
         for block in reversed(blocks):
             block_hash = self._hash[block]
@@ -402,7 +435,7 @@ class BlockPool:
                 continue
             if self._num_children.get(block_hash, 0) > num_after:
                 break
-            marks[block] = num_after = 1
+            self._marks[block], num_after = SPARE, 1
 
     def _forget(self, blocks: Iterable[BlockId]) -> None:
         """Removes what is known of blocks with a hash."""

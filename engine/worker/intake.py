@@ -97,6 +97,7 @@ class Intake:
             block_hashes=list(facts.block_hashes),
             guide=guide,
             are_spare=message.are_spare,
+            recur=message.recur,
         )
 
     def knows(self, token: int) -> bool:

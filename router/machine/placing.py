@@ -216,6 +216,9 @@ class Placing:
 
     def _begin(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> Attempt:
         """Returns a new attempt, with all that it needs reserved."""
+        if not flight.num_ids:
+            hashes = KnownPrefixes(self._state, flight).hashes()
+            flight.recurs = self._state.conversations.note(hashes)
         seq_id = flight.next_seq_id()
         flight.num_attempts += 1
         attempt = Attempt(
@@ -323,6 +326,7 @@ class Placing:
             salt=request.salt,
             client_id=request.client_id,
             are_spare=attempt.kept_by == attempt.decode != attempt.prefill,
+            recur=flight.recurs,
         )
         return SendTo(attempt.prefill, message)
 

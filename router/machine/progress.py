@@ -154,6 +154,7 @@ class Progress:
             salt=request.salt,
             client_id=request.client_id,
             are_spare=attempt.kept_by == attempt.prefill,
+            recur=flight.recurs,
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
         return [SendTo(attempt.decode, decode)]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine.config import RouterConfig
 from engine.messages import KvReady, RequestId, SeqId, WorkerId
+from router.cluster.conversations import Conversations
 from router.cluster.estimates import Estimates
 from router.cluster.lengths import AnswerLengths
 from router.cluster.transfers import PairTransfers
@@ -52,6 +53,7 @@ class RouterState:
         fleet = make_placer(self.policy, self.view, prefixes, estimates)
         self.workers = Workers(self.view, prefixes, fleet)
         self.lengths = AnswerLengths()
+        self.conversations = Conversations()
         self.flights: dict[RequestId, Flight] = {}  # all accepted requests, in order of arrival
         self.by_seq: dict[SeqId, Flight] = {}  # by the sequences of attempts and of copies
         self.num_ended_seqs = 0  # of attempts

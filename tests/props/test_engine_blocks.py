@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.errors import OutOfBlocks
 from engine.worker.blocks import (
+    RECURRING_STAY,
     BlockCounts,
     BlockHash,
     BlockPool,
@@ -18,6 +19,7 @@ from engine.worker.blocks import (
 
 NUM_BLOCKS = 6
 HASHES = [BlockHash(bytes([i])) for i in range(4)]  # few, so that blocks collide
+MARKS = ("ordinary", "spare", "recurring")
 KINDS = ("owned", "leased", "in_flight")  # a block held in two ways counts as the later
 HOLD = {"owned": BlockPool.own, "leased": BlockPool.lease, "in_flight": BlockPool.begin_write}
 LET_GO = {"owned": BlockPool.disown, "leased": BlockPool.end_lease}
@@ -29,7 +31,8 @@ class Block:
 
     holds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     content: BlockHash | None = None  # by which a match finds it
-    is_spare: bool = False
+    mark: str = "ordinary"
+    idle_since: int = 0  # blocks handed out before it was cached without a holder
 
     @property
     def is_idle(self) -> bool:
@@ -42,11 +45,18 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.twin = [Block() for _ in range(NUM_BLOCKS)]
         self.spare = list(range(NUM_BLOCKS))  # next to be handed out first
-        self.kept: list[int] = []  # after these
+        self.kept: list[int] = []  # after these, in the order of becoming idle
+        self.num_handed_out = 0
 
     @property
     def idle(self) -> list[int]:
-        return [*self.spare, *self.kept]
+        return [*self.spare, *sorted(self.kept, key=self._stay)]
+
+    def _stay(self, block):
+        """Sorts by age, and of equals ordinary blocks before recurring ones."""
+        age = self.num_handed_out - self.twin[block].idle_since
+        recurs = self.twin[block].mark == "recurring"
+        return -age * (1 if recurs else RECURRING_STAY), recurs
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS))
     def allocate(self, num_blocks):
@@ -57,6 +67,7 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         expected = self.idle[:num_blocks]
         self._take(expected)
         assert self.pool.allocate(num_blocks) == expected
+        self.num_handed_out += num_blocks
         for block in expected:
             self.twin[block].content = None
             self.twin[block].holds["owned"] = 1
@@ -93,15 +104,16 @@ class PoolAndItsTwin(RuleBasedStateMachine):
         self.spare = [block for block in self.spare if block not in blocks]
         self.kept = [block for block in self.kept if block not in blocks]
 
-    @rule(data=st.data(), kind=st.sampled_from(KINDS), are_spare=st.booleans())
-    def let_go(self, data, kind, are_spare):
+    @rule(data=st.data(), kind=st.sampled_from(KINDS), mark=st.sampled_from(MARKS))
+    def let_go(self, data, kind, mark):
         held = [i for i, b in enumerate(self.twin) if b.holds[kind]]
         blocks = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
         if kind == "in_flight":
             self.pool.end_write(blocks)
         else:
-            LET_GO[kind](self.pool, blocks, are_spare=are_spare)
-            self._mark(blocks, kind, are_spare)
+            recur = {"recur": mark == "recurring"} if kind == "owned" else {}
+            LET_GO[kind](self.pool, blocks, are_spare=mark == "spare", **recur)
+            self._mark(blocks, kind, mark)
         for block in reversed(blocks):
             twin = self.twin[block]
             twin.holds[kind] -= 1
@@ -110,14 +122,13 @@ class PoolAndItsTwin(RuleBasedStateMachine):
             if not twin.content:
                 self.spare.insert(0, block)
             else:
-                (self.spare if twin.is_spare else self.kept).append(block)
+                (self.spare if twin.mark == "spare" else self.kept).append(block)
+                twin.idle_since = self.num_handed_out
 
-    def _mark(self, blocks, kind, are_spare):
+    def _mark(self, blocks, kind, mark):
         for block in blocks:
-            if are_spare and self.twin[block].content:
-                self.twin[block].is_spare = True
-            elif not are_spare and kind == "owned":
-                self.twin[block].is_spare = False
+            if kind == "owned" if mark != "spare" else self.twin[block].content:
+                self.twin[block].mark = mark
 
     @rule(wanted=st.lists(st.sampled_from(HASHES), unique=True))
     def match(self, wanted):

@@ -105,6 +105,7 @@ class Departures:
             is_moved=is_near,
             salt=request.salt,
             client_id=request.client_id,
+            recur=flight.recurs,
         )
         return [
             SendTo(move.decode, decode),

@@ -89,8 +89,10 @@ class SpoilingPool(BlockPool):
         self._runner.spoil(blocks)
         return blocks
 
-    def disown(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:
-        super().disown(blocks, are_spare=are_spare)
+    def disown(
+        self, blocks: Sequence[BlockId], *, are_spare: bool = False, recur: bool = False
+    ) -> None:
+        super().disown(blocks, are_spare=are_spare, recur=recur)
         self._spoil_free(blocks)
 
     def end_lease(self, blocks: Sequence[BlockId], *, are_spare: bool = False) -> None:

@@ -134,14 +134,14 @@ def test_a_misplaced_block_is_noticed():
         pool.validate()
 
 
-def cached(pool, hashes, *, are_spare=False, after=()):
+def cached(pool, hashes, *, are_spare=False, recur=False, after=()):
     """Caches a prefix; of its blocks, those `after` are cached already."""
     blocks = list(pool.match(after))
     pool.own(blocks)
     blocks += pool.allocate(len(hashes) - len(blocks))
     for block, block_hash, parent in zip(blocks, hashes, (None, *hashes), strict=False):
         pool.set_hash(block, block_hash, parent=parent)
-    pool.disown(blocks, are_spare=are_spare)
+    pool.disown(blocks, are_spare=are_spare, recur=recur)
     pool.validate()
 
 
@@ -182,3 +182,17 @@ def test_what_a_reader_keeps_is_spare_once_its_lease_ended():
     pool.allocate(2)
     assert len(pool.match([b"a", b"b"])) == 2
     assert not pool.match([b"c"])
+
+
+def test_recurring_blocks_stay_longer_than_others_but_not_for_ever():
+    pool = BlockPool(8)
+    cached(pool, [b"a", b"a2"], recur=True)
+    for name in (b"b", b"c", b"d"):
+        cached(pool, [name, name + b"2"])
+    for number in range(4):  # the oldest of the others were idle for 4 blocks, then handed out
+        cached(pool, [b"e%d" % number, b"f%d" % number])
+        assert len(pool.match([b"a", b"a2"])) == 2
+    assert not pool.match([b"b"])
+    cached(pool, [b"g", b"h"])
+    assert not pool.match([b"a"])  # idle for 14 blocks, more than three times as long
+    pool.validate()

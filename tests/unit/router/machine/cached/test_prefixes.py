@@ -96,6 +96,21 @@ def test_one_of_two_workers_keeps_a_prompt():
     assert set(kept) == {"p0", "d0"}
 
 
+def test_both_workers_hear_that_a_prompt_recurs(monkeypatch):
+    driver, noted = Driver("p0", "d0"), []
+
+    def note(hashes):
+        noted.append(len(hashes))
+        return len(hashes) > 1
+
+    monkeypatch.setattr(driver.machine.state.conversations, "note", note)
+    for name, num_tokens in (("short", 5), ("long", 9)):
+        [(_, prompt)] = sent(driver.ask(name, range(num_tokens), max_tokens=8), Prefill)
+        [(_, decode)] = sent(driver.say("p0", PrefillStarted(f"{name}.0", 0, LEASE)), Decode)
+        assert prompt.recur == decode.recur == (name == "long")
+    assert noted == [1, 2]
+
+
 def test_a_prompt_for_one_token_is_kept_where_it_is_computed():
     driver = Driver("p0", "d0")
     for number in range(4):
