@@ -135,6 +135,11 @@ class Placing:
             self._load.share(num_workers, now_s),
         )
 
+    @property
+    def cached_token_s(self) -> float:
+        """Seconds that a token in the cache of a worker saves the prompts to come."""
+        return self._load.cached_token_s
+
     def room_for(
         self, need: Need, now_s: float, *, other_than: WorkerId | None = None
     ) -> Candidates | Busy | Impossible:
@@ -257,7 +262,9 @@ class Placing:
         state = self._state
         prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
         compute_s = state.estimates.prefill_s(prefill, need.num_tokens, decision.num_cached_tokens)
-        self._load.note(compute_s or 0.0, now_s)
+        num_cached = decision.num_cached_tokens
+        num_computed = need.num_tokens - num_cached
+        self._load.note(compute_s or 0.0, now_s, num_computed=num_computed, num_cached=num_cached)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
         # Demand counts the first attempt only. A prompt is needed no less in the prefill pool if a
         # decode worker lends itself because that pool is busy.

@@ -15,7 +15,8 @@ take as long as its rest. First go those with most tokens left for each token of
 
 *Lending.* A fluid prefill worker without prompts takes sequences, too, if they have no bound on
 TPOT. It is taken to stay without prompts for as long again, so only the tokens of that time count.
-A step counts there for a little more than it takes (`slo.LEND_RATIO`). When prompts come,
+A step counts there for a little more than it takes (`slo.LEND_RATIO`), and the room that the
+sequence needs for what prompts would have found there. When prompts come,
 `router.machine.moves.lending` gives the sequences back.
 
 *How many.* Until both steps are predicted to be equal, and never beyond, so nothing goes back.
@@ -26,7 +27,7 @@ Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 
@@ -38,9 +39,8 @@ from router.policies.slo import LEND_RATIO, LEND_SHARE
 
 AT_ONCE = 16  # sequences
 LEAST_LEFT = 16.0  # tokens that a sequence has to come after its copy
-PAYBACK = 4.0  # seconds to gain for each second in which the answer stands still
+PAYBACK = 4.0  # seconds to gain for each in which the answer stands still, or a prompt waits
 LAST_BLOCKS = 2  # pulled while it stands still
-NOBODY: Mapping[WorkerId, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,25 @@ class Relief:
 
 
 @dataclass(frozen=True, slots=True)
+class Lenders:
+    """Fluid prefill workers without prompts, which may take sequences."""
+
+    idle_s: Mapping[WorkerId, float] = field(default_factory=dict)  # for how long without
+    cached_token_s: float = 0.0  # seconds that a token in their caches saves prompts
+
+
+NO_LENDERS = Lenders()
+
+
+@dataclass(frozen=True, slots=True)
 class _Load:
     """The sequences of a worker, as the price of its step sees them."""
 
     worker: WorkerView
     num_seqs: float
     context_tokens: float
-    lasts_s: float  # how long it is expected to go on decoding
+    lasts_s: float = inf  # how long it is expected to go on decoding
+    room_s: float = 0.0  # what prompts lose by the room of a token
 
     def step_s(self, costs: Costs) -> float | None:
         """For how many seconds its step counts, as predicted; None if nothing was measured."""
@@ -98,17 +110,16 @@ def relief(
     *,
     least_gain: float,
     may_leave: Callable[[SeqId, WorkerId], bool],
-    idle_s: Mapping[WorkerId, float] = NOBODY,
+    lenders: Lenders = NO_LENDERS,
 ) -> Relief | None:
     """Returns the sequences that gain by a move to another worker; None if none does.
 
-    `may_leave` says which sequences may be moved to a worker. `idle_s` are the prefill workers that
-    may take some, and for how long they have had no prompt.
+    `may_leave` says which sequences may be moved to a worker. `lenders` may take some, too.
     """
     loads = {
-        i: _load(worker, idle_s.get(i, inf))
+        i: _load(worker, lenders)
         for i, worker in view.workers.items()
-        if worker.info.role.decodes or i in idle_s
+        if worker.info.role.decodes or i in lenders.idle_s
     }
     if len(loads) < 2:
         return None
@@ -145,9 +156,12 @@ def is_idle_lender(worker: WorkerView) -> bool:
     return info.role is Role.PREFILL and info.is_fluid and not has_prompts
 
 
-def _load(worker: WorkerView, lasts_s: float = inf) -> _Load:
+def _load(worker: WorkerView, lenders: Lenders = NO_LENDERS) -> _Load:
     context_tokens = worker.context_tokens + worker.foreign.context_tokens
-    return _Load(worker, worker.num_decodes, context_tokens, lasts_s)
+    load = _Load(worker, worker.num_decodes, context_tokens)
+    if (idle_s := lenders.idle_s.get(worker.info.worker_id)) is not None:
+        load = replace(load, lasts_s=idle_s, room_s=lenders.cached_token_s)
+    return load
 
 
 def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
@@ -211,4 +225,5 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, costs: 
     left_then = min(leaver.left_tokens - copy_s / here_s, target.lasts_s / there_s)
     if left_then < LEAST_LEFT:
         return False
-    return left_then * (here_s - there_s) > PAYBACK * pause_s + copy_s
+    room_s = target.room_s * (leaver.context_tokens + left_then)
+    return left_then * (here_s - there_s) > PAYBACK * (pause_s + room_s) + copy_s

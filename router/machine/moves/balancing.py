@@ -19,7 +19,7 @@ from router.machine.flight import Move
 from router.machine.moves.rule import BALANCED, COUNTED_AS, LENT, REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
-from router.policies.balancing import counted_step_s, is_idle_lender, relief
+from router.policies.balancing import Lenders, counted_step_s, is_idle_lender, relief
 from router.policies.candidates import has_room
 
 LOOK_EVERY_S = 0.1
@@ -76,7 +76,7 @@ class Balancing:
             state.lengths,
             least_gain=config.balance_gain,
             may_leave=lambda seq_id, target: self._may_leave(seq_id, target, now_s),
-            idle_s=idle_s,
+            lenders=Lenders(idle_s, self._placing.cached_token_s),
         )
         if found is None:
             self._next_look_s = now_s + max(LOOK_EVERY_S, IN_VAIN_S * len(state.view.workers))

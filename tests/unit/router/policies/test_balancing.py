@@ -10,7 +10,7 @@ from engine.worker.costs import PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
 from router.cluster.lengths import ENOUGH, AnswerLengths
 from router.cluster.view import ClusterView, Foreign
-from router.policies.balancing import AT_ONCE, Relief, is_idle_lender, relief
+from router.policies.balancing import AT_ONCE, Lenders, Relief, is_idle_lender, relief
 
 LAYOUT = KVLayout(block_size=16, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
 PULL = PullCost(fixed_s=0.0, block_s=1e-4, bytes_per_s=1e12)
@@ -26,6 +26,7 @@ class Pool:
         self.costs = Estimates(costs)
         self.lengths = AnswerLengths()
         self.stay: set[str] = set()
+        self.room_s = 0.0  # of a token at a prefill worker
 
     def add(self, name: str, num_seqs: int, *, max_tokens: int = 500, prompt: int = 64, **info):
         fields = {"num_blocks": 10_000, "max_running": 256, **info}
@@ -48,7 +49,7 @@ class Pool:
             self.lengths,
             least_gain=least_gain,
             may_leave=lambda seq_id, target: seq_id not in self.stay,
-            idle_s={WorkerId(name): seconds for name, seconds in idle_s.items()},
+            lenders=Lenders({WorkerId(name): s for name, s in idle_s.items()}, self.room_s),
         )
 
     def carry_out(self, found: Relief) -> None:
@@ -226,9 +227,12 @@ def test_a_full_worker_without_sequences_of_ours_gives_way_to_the_next():
 # ---------------------------------------------------------------- idle prefill workers
 
 
-def lent(num_decoding: int = 9, idle_s: float = 100.0, **info) -> Relief | None:
+def lent(
+    num_decoding: int = 9, idle_s: float = 100.0, room_s: float = 0.0, **info
+) -> Relief | None:
     """What an idle prefill worker takes."""
     pool = Pool()
+    pool.room_s = room_s
     pool.add("d0", num_decoding)
     pool.add("p0", 0, role=Role.PREFILL, stretch=4.0, **info)
     return pool.relief(p0=idle_s)
@@ -245,6 +249,12 @@ def test_it_takes_none_that_gain_too_little_in_the_time_for_which_it_may_stay_id
     """With 9 sequences each 12 ms bring a gain of 7 ms; a copy and four pauses take 145 ms."""
     assert lent(idle_s=0.24) is None
     assert lent(idle_s=0.27) is not None
+
+
+def test_it_takes_none_whose_room_is_worth_more_to_prompts():
+    """A sequence needs 564 tokens, and 499 tokens come 7 ms sooner each."""
+    assert lent(room_s=1e-3) is not None
+    assert lent(room_s=2e-3) is None
 
 
 def test_it_keeps_a_quarter_of_its_memory_for_prompts():
