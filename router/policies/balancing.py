@@ -39,7 +39,8 @@ from router.policies.slo import LEND_RATIO, LEND_SHARE
 
 AT_ONCE = 16  # sequences
 LEAST_LEFT = 16.0  # tokens that a sequence has to come after its copy
-PAYBACK = 4.0  # seconds to gain for each in which the answer stands still, or a prompt waits
+PAYBACK = 4.0  # seconds to gain for each second in which the answer stands still
+PROMPTS_PAYBACK = 16.0  # for each second of prompts more: those behind them wait too
 LAST_BLOCKS = 2  # pulled while it stands still
 
 
@@ -226,4 +227,4 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, costs: 
     if left_then < LEAST_LEFT:
         return False
     room_s = target.room_s * (leaver.context_tokens + left_then)
-    return left_then * (here_s - there_s) > PAYBACK * (pause_s + room_s) + copy_s
+    return left_then * (here_s - there_s) > (PAYBACK * pause_s + PROMPTS_PAYBACK * room_s + copy_s)
