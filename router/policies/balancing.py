@@ -227,4 +227,5 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, costs: 
     if left_then < LEAST_LEFT:
         return False
     room_s = target.room_s * (leaver.context_tokens + left_then)
-    return left_then * (here_s - there_s) > (PAYBACK * pause_s + PROMPTS_PAYBACK * room_s + copy_s)
+    cost_s = copy_s + PAYBACK * pause_s + PROMPTS_PAYBACK * room_s
+    return left_then * (here_s - there_s) > cost_s
