@@ -25,6 +25,7 @@ from tests.kits.services.cluster import (
     counted,
     request,
     router,
+    take_turns,
     until,
     workers,
 )
@@ -63,7 +64,6 @@ NUM_BLOCKS = 50
 PREFIX = some_tokens(NUM_BLOCKS * BLOCK_SIZE, seed=2)
 FILLER = some_tokens(900, seed=3)
 NEXT_TURN = some_tokens(40, seed=4)
-FEW_TURNS = 10
 
 
 async def ask_for(
@@ -77,8 +77,7 @@ async def ask_for(
 async def ask_while_the_first_is_busy(r: Router, prompt: Sequence[int]) -> Answer:
     """Places a prompt on prefill-1: prefill-0, first among equals, gets another one before it."""
     filler = asyncio.create_task(ask_for(r, "filler", FILLER, num_tokens=1))
-    for _ in range(FEW_TURNS):  # what comes in the same turn of the loop may go before it
-        await asyncio.sleep(0)
+    await take_turns()
     assert "filler" in r.machine.state.flights
     answer = await ask_for(r, "prompt", prompt)
     await filler

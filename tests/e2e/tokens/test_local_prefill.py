@@ -57,6 +57,7 @@ from tests.kits.services.cluster import (
     prompts,
     request,
     router,
+    take_turns,
     until,
     workers,
 )
@@ -306,7 +307,12 @@ def test_short_prompts_go_to_the_decode_worker_while_prefill_is_busy(running, al
         async with router(running, PATIENT, estimates=told, natively=True) as r:
             long = request("long", [7, *LONG_PROMPT[1:]], max_tokens=1, sampling=SAMPLINGS[0])
             short = request("short", PROMPTS[0], max_tokens=NUM_TOKENS, sampling=SAMPLINGS[0])
-            busy, quick = await asyncio.gather(ask(r, long), ask(r, short))
+            workers = r.machine.view.workers.values()
+            await until(lambda: not any(w.foreign.prompt_tokens for w in workers), "all are idle")
+            first = asyncio.create_task(ask(r, long))
+            await take_turns()
+            quick = await ask(r, short)
+            busy = await first
             assert busy.timeline.prefill_worker == PREFILL
             assert (quick.timeline.prefill_worker, quick.timeline.decode_worker) == (DECODE, DECODE)
             assert quick.token_ids == alone[0]

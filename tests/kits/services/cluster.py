@@ -178,6 +178,12 @@ async def _linked(
         await r.close()
 
 
+async def take_turns() -> None:
+    """Lets the loop take a few turns: requests of one turn are placed short ones first."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
 async def until(
     holds: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
 ) -> None:
