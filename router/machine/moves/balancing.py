@@ -50,8 +50,7 @@ class Balancing:
 
     def on_computed(self, worker: WorkerView, now_s: float) -> None:
         """Notes that a worker has computed a prompt. Without another one it may take sequences."""
-        config = self._state.config
-        if config.balance and config.slo_tpot_s is None and is_idle_lender(worker):
+        if self._lends and is_idle_lender(worker):
             self.due_s = now_s + LOOK_EVERY_S
 
     def on_tick(self, now_s: float) -> None:
@@ -95,11 +94,16 @@ class Balancing:
             move = Move(flight.next_seq_id(), found.target, need.end_len, reason)
             self._rule.begin(flight, flight.attempt, move, now_s)
 
+    @property
+    def _lends(self) -> bool:
+        """False if no sequence may go to a prefill worker, as when all have a bound on TPOT."""
+        config = self._state.config
+        return self._state.policy.is_fluid and config.balance and config.slo_tpot_s is None
+
     def _idle_lenders(self, now_s: float) -> dict[WorkerId, float]:
         """The prefill workers that may take sequences now, and for how long each was idle."""
         state = self._state
-        is_bound = state.config.slo_tpot_s is not None  # so are all sequences
-        if not state.policy.is_fluid or is_bound or state.waiting.queue:
+        if not self._lends or state.waiting.queue:
             return {}
         lenders = filter(is_idle_lender, state.view.workers.values())
         return {w.info.worker_id: now_s - w.computing_since_s for w in lenders}
