@@ -463,7 +463,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fluid: bool = True
     # How many times as long prompts may make a step of sequences without a bound on TPOT, in a
     # fluid pool.
-    stretch: float = 4.0
+    stretch: float = 6.0
     max_workers: int | None = None  # of all pools; None: as GPUs allow, or cores, and at least 4
     spares: int = 0  # workers with the model loaded that wait to take the place of a dead one
     drain_timeout_s: float = 60.0  # a drained worker that still holds sequences then stops

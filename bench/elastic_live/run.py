@@ -120,11 +120,11 @@ class _Bench:
         rng = Random(f"{self._plan.seed}/pace/{mix.name}/{num_workers}")
         begin_s = self._clock.now_s() + RAMP_S
         end_s = begin_s + WINDOW_S
-        answers: list[Answer] = []
+        answers: list[Sequence[float]] = []  # the times of their chunks
 
         async def ask() -> None:
             while self._clock.now_s() < end_s:
-                answers.append(await self._answer(mix, rng))
+                answers.append((await self._answer(mix, rng)).chunk_times_s)
 
         await asyncio.gather(*(ask() for _ in range(num_at_once(mix, num_workers))))
         found_per_s = answered_per_s(answers, begin_s, end_s)

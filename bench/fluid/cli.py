@@ -26,7 +26,18 @@ from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
 from bench.common.tables import print_results
 from bench.elastic.plan import TurningLoad
-from bench.fluid.plan import FluidPlan, check, config_of, mixes_of, parts_of, quick
+from bench.fluid.loops import Loops
+from bench.fluid.plan import (
+    LIVE_PARTS,
+    SIMULATED_PARTS,
+    FluidPart,
+    FluidPlan,
+    check,
+    config_of,
+    mixes_of,
+    parts_of,
+    quick,
+)
 from bench.fluid.results import GOALS, results, warnings
 from bench.fluid.run import measure
 from bench.fluid.simulated import (
@@ -58,7 +69,9 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
     mixes: Annotated[
         str, typer.Option(help="Tokens in and out of requests; `turning` alternates.")
     ] = "1024/16,256/64,64/256,turning",
-    parts: Annotated[str, typer.Option(help="Out of: mixes, bound.")] = "mixes,bound",
+    parts: Annotated[
+        str | None, typer.Option(help="Out of: mixes, bound; simulated: mixes, goodput.")
+    ] = None,
     clients: Annotated[int, typer.Option(min=1, help="Of a closed loop.")] = 8,
     window_s: Annotated[
         float, typer.Option(min=1.0, help="Measured part of a loop, for each of its phases.")
@@ -97,14 +110,23 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
     with printed_errors():
         if simulated:
             pools = SimulatedPools(prefill, decode)
+            simulated_parts = parts_of(parts, SIMULATED_PARTS)
             limit = min(requests, QUICK_REQUESTS) if quick_ else requests
             simulated_plan = SimulatedFluidPlan(
                 hardware_named(hardware_),
-                loads_of(trace or LOADS, limit, pools.total, seed=seed, is_quick=quick_),
+                loads_of(trace or LOADS, limit, pools.total, seed=seed, is_quick=quick_)
+                if FluidPart.GOODPUT in simulated_parts
+                else {},
                 pools,
                 splits=splits_near(pools) if quick_ else splits_of_all(pools.total),
                 chunks=QUICK_CHUNKS if quick_ else CHUNKS,
                 slo=SloBounds.from_ms(slo_ttft_ms, slo_tpot_ms),
+                loops=Loops(
+                    mixes_of(mixes) if FluidPart.MIXES in simulated_parts else (),
+                    clients,
+                    window_s=window_s,
+                    phase_s=phase_s,
+                ),
                 stretch=stretch,
                 seed=seed,
             )
@@ -116,7 +138,7 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
                 mixes_of(mixes),
                 streams=InterferenceRequests(streams, 64, stream_output),
                 prompts=InterferenceRequests(1, prompt_input, prompt_output),
-                parts=parts_of(parts),
+                parts=parts_of(parts, LIVE_PARTS),
                 num_clients=clients,
                 window_s=window_s,
                 phase_s=phase_s,
@@ -171,6 +193,10 @@ def _simulate(plan: SimulatedFluidPlan, json: Path | None) -> None:
             "ttft_bound_s": plan.slo.ttft_s,
             "tpot_bound_s": plan.slo.tpot_s,
             "attainment": ATTAINMENT,
+            "mixes": ",".join(mix.name for mix in plan.loops.mixes),
+            "clients": plan.loops.num_clients,
+            "window_s": plan.loops.window_s,
+            "phase_s": plan.loops.phase_s,
             **{f"requests_{name}": len(trace.requests) for name, trace in plan.loads.items()},
         },
         results=study(plan, say_on_stderr()),

@@ -57,10 +57,15 @@ POOLS: Mapping[FluidDeployment, Mapping[str, Scalar]] = {  # options of `baton s
 
 
 class FluidPart(StrEnum):
-    """A part of the benchmark."""
+    """A part of the benchmark: mixes on both, bound on this machine, goodput simulated."""
 
     MIXES = "mixes"
     BOUND = "bound"
+    GOODPUT = "goodput"
+
+
+LIVE_PARTS = frozenset((FluidPart.MIXES, FluidPart.BOUND))
+SIMULATED_PARTS = frozenset((FluidPart.MIXES, FluidPart.GOODPUT))
 
 
 class BoundSetting(StrEnum):
@@ -106,7 +111,7 @@ class FluidPlan:
     mixes: tuple[TokenMix, ...]
     streams: InterferenceRequests
     prompts: InterferenceRequests
-    parts: frozenset[FluidPart] = frozenset(FluidPart)
+    parts: frozenset[FluidPart] = LIVE_PARTS
     num_clients: int = 8
     ramp_s: float = 2.0
     window_s: float = 10.0
@@ -130,12 +135,14 @@ def mixes_of(text: str) -> tuple[TokenMix, ...]:
     return _checked((*steady, TokenMix(TURNING, reading.phases + writing.phases)))
 
 
-def parts_of(text: str) -> frozenset[FluidPart]:
-    """Returns the parts in a text such as "mixes,bound". Raises ConfigError."""
-    parts = values_of("--parts", text, FluidPart, f"a list of {','.join(FluidPart)}")
-    if not parts:
-        raise ConfigError(f"--parts must be out of {', '.join(FluidPart)}: none given")
-    return frozenset(parts)
+def parts_of(text: str | None, known: frozenset[FluidPart]) -> frozenset[FluidPart]:
+    """Returns the parts in a text such as "mixes,bound"; all for None. Raises ConfigError."""
+    if text is None:
+        return known
+    parts = frozenset(values_of("--parts", text, FluidPart, f"a list of {','.join(FluidPart)}"))
+    if not parts or parts - known:
+        raise ConfigError(f"--parts must be out of {', '.join(sorted(known))}, here: {text!r}")
+    return parts
 
 
 def check(plan: FluidPlan) -> FluidPlan:

@@ -58,7 +58,8 @@ class MixRun:
     @property
     def requests_per_s(self) -> float:
         """Requests/s that were answered in the window."""
-        return answered_per_s(self.answers, self.begin_s, self.end_s)
+        times_s = (answer.chunk_times_s for answer in self.answers)
+        return answered_per_s(times_s, self.begin_s, self.end_s)
 
 
 @dataclass(frozen=True, slots=True)

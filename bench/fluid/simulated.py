@@ -1,4 +1,4 @@
-"""`bench fluid --simulated`: goodput of fluid pools beside walled splits and mixed workers.
+"""`bench fluid --simulated`: fluid pools beside walled splits and mixed workers, by two measures.
 
 All settings have the same workers and play the same loads, with pools of fixed sizes:
 
@@ -11,6 +11,9 @@ TTFT and TPOT inside their bounds. The router knows the bound on TPOT, which it 
 fills workers. It has no bound on TTFT, so it refuses no prompt that is late. The chunk of mixed
 workers trades TTFT for TPOT. They are tried with several, and the best counts.
 
+**Mixes** are played by closed loops, as on this machine (`bench.fluid.loops`): by fluid pools, the
+same pools with walls, and mixed workers.
+
 A load should last many times longer than the bound on TTFT at the rates that are found. A shorter
 one is a burst: its requests may all wait, and keep the bound.
 
@@ -20,15 +23,17 @@ are traces.
 
 | result                        | unit  |                                                        |
 |-------------------------------|-------|--------------------------------------------------------|
+| loop_fluid/MIX                |       | requests/s of `fluid` over those of the best of others |
 | goodput_fluid/best_split/LOAD |       | goodput of `fluid` over that of the best walled split  |
 | goodput_fluid/colocated/LOAD  |       | the same over the best mixed workers                   |
+| loop/SETTING/MIX              | 1/s   | requests in a closed loop                              |
 | goodput/SETTING/LOAD          | 1/s   | highest rate that keeps the bounds                     |
 | attainment/…, ttft_p90/…      |       | fluid, best split and best mixed workers, each at the  |
 | tpot_p90/…, busy_ROLE/…       |       | best split's goodput                                   |
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
@@ -39,6 +44,8 @@ from bench.common.progress import Say
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
 from bench.elastic.plan import TurningLoad
+from bench.fluid.loops import Loops, requests_per_s
+from bench.fluid.plan import TokenMix
 from bench.simulator.cluster import (
     MAX_ANSWER_TOKENS,
     SimulatedPools,
@@ -53,7 +60,13 @@ from bench.simulator.traces import Trace
 from engine.config import PoolsConfig, RouterConfig
 from router.native.machine import native_machine
 
-GOALS = Goals({"goodput_fluid/best_split/*": 1.1, "goodput_fluid/colocated/*": 1.0})
+GOALS = Goals(
+    {
+        "loop_fluid/*": 0.95,
+        "goodput_fluid/best_split/*": 1.1,
+        "goodput_fluid/colocated/*": 1.0,
+    }
+)
 NUM_HALVINGS = 5  # goodput is exact to 2 %
 PATIENCE_S = 3600.0  # every request is answered, if late
 CHUNKS = (128, 256, 512)
@@ -82,6 +95,7 @@ class SimulatedFluidPlan:
     splits: Sequence[SimulatedPools]
     chunks: Sequence[int]
     slo: SloBounds
+    loops: Loops = field(default_factory=Loops)
     stretch: float = PoolsConfig().stretch
     seed: int = 0
     num_halvings: int = NUM_HALVINGS
@@ -114,6 +128,7 @@ def splits_near(pools: SimulatedPools) -> list[SimulatedPools]:
 
 def study(plan: SimulatedFluidPlan, say: Say) -> tuple[Result, ...]:
     """Returns all figures; the ratios first."""
+    by_mix = [_of_mix(plan, mix, say) for mix in plan.loops.mixes]
     by_load = {load: _of_load(plan, load, say) for load in plan.loads}
     things = dict.fromkeys(thing for figures in by_load.values() for thing in figures)
     ordered = {
@@ -122,20 +137,21 @@ def study(plan: SimulatedFluidPlan, say: Say) -> tuple[Result, ...]:
         for load, figures in by_load.items()
         if thing in figures
     }
-    return results_of([ordered])
+    of_mixes = {name: figure for figures in by_mix for name, figure in figures.items()}
+    return results_of([of_mixes | ordered])
+
+
+def setup_of(plan: SimulatedFluidPlan, use: PoolsUse) -> SimulationSetup:
+    """Returns the workers, used this way."""
+    hardware = plan.hardware
+    if use.chunk_tokens is not None:
+        hardware = msgspec.structs.replace(hardware, chunk_tokens=use.chunk_tokens)
+    return SimulationSetup(hardware, use.pools, stretch=plan.stretch if use.is_fluid else None)
 
 
 def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
     """Plays a load on the workers, used this way."""
-    hardware = plan.hardware
-    if use.chunk_tokens is not None:
-        hardware = msgspec.structs.replace(hardware, chunk_tokens=use.chunk_tokens)
-    setup = SimulationSetup(
-        hardware,
-        use.pools,
-        max_answer_tokens=MAX_ANSWER_TOKENS,
-        stretch=plan.stretch if use.is_fluid else None,
-    )
+    setup = replace(setup_of(plan, use), max_answer_tokens=MAX_ANSWER_TOKENS)
     router = RouterConfig(
         seed=plan.seed,
         max_queue=len(trace.requests),
@@ -161,6 +177,20 @@ def best_of(goodput_per_s: Mapping[str, float], kind: str) -> str:
     """Returns the setting of that kind that has the highest goodput."""
     names = [name for name in goodput_per_s if name.startswith(f"{kind}_")]
     return max(names, key=lambda name: goodput_per_s[name])
+
+
+def _of_mix(plan: SimulatedFluidPlan, mix: TokenMix, say: Say) -> dict[str, Figure]:
+    found: dict[str, float] = {}
+    for use in plan.settings():
+        if use.pools in (plan.fluid, SimulatedPools(mixed=plan.fluid.total)):
+            setup = setup_of(plan, use)
+            found[use.name] = requests_per_s(plan.loops, mix, setup, seed=plan.seed)
+            say(f"{mix.name}, {use.name}: {found[use.name]:.2f}/s")
+    fluid, *others = found.values()
+    return {
+        f"loop_fluid/{mix.name}": Figure(fluid / max(others), ""),
+        **{f"loop/{name}/{mix.name}": Figure(rate, "1/s") for name, rate in found.items()},
+    }
 
 
 def _of_load(plan: SimulatedFluidPlan, load: str, say: Say) -> dict[str, Figure]:

@@ -127,6 +127,7 @@ class SimulatedRequest:
 
 
 OnEnd = Callable[[int, SimulatedRequest], None]
+Ask = Callable[[float], TraceRequest | None]  # by the time; None: there are no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,32 @@ def simulate_stream(
     `trace` gives the size of their blocks. `ended` is called with each request that has ended, and
     its number in the order of arrival.
     """
-    cluster = _Cluster(trace, iter(requests), setup, machine, ended)
+    return _play(_Cluster(trace, in_order(requests), setup, machine, ended))
+
+
+def in_order(requests: Iterable[TraceRequest]) -> Ask:
+    """Returns what gives the next of these requests at any time."""
+    coming = iter(requests)
+    return lambda _now_s: next(coming, None)
+
+
+def simulate_clients(
+    num_clients: int, ask: Ask, block_tokens: int, setup: SimulationSetup, machine: RouterMachine
+) -> SimulatedRun:
+    """Plays a closed loop: each client asks again as soon as it has its whole answer.
+
+    `ask` returns the request of a client that is free now, with block ids of so many tokens. Once
+    it has returned None, it must do so for all.
+    """
+    records: list[SimulatedRequest] = []
+    trace = Trace("clients", block_tokens, ())
+    cluster = _Cluster(
+        trace, ask, setup, machine, lambda _, one: records.append(one), num_clients=num_clients
+    )
+    return dataclasses.replace(_play(cluster), records=records)
+
+
+def _play(cluster: "_Cluster") -> SimulatedRun:
     with _uncollected():
         cluster.run()
     cluster.validate()
@@ -198,13 +224,16 @@ class _Cluster:
     def __init__(
         self,
         trace: Trace,
-        requests: Iterator[TraceRequest],
+        ask: Ask,
         setup: SimulationSetup,
         machine: RouterMachine,
         ended: OnEnd,
+        *,
+        num_clients: int | None = None,
     ) -> None:
         self._trace = trace
-        self._requests = requests
+        self._ask = ask
+        self._num_clients = num_clients  # of a closed loop; None: requests have their times
         self._on_ended = ended
         self._setup = setup
         self._machine = machine
@@ -214,6 +243,7 @@ class _Cluster:
         )
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
         self._records: dict[RequestId, SimulatedRequest] = {}  # of requests that have not ended
+        self._num_asked = 0
         self._all_came = False
         self._num_waiting = 0  # in the machine, for a worker or for a move
         self._ended_s = 0.0
@@ -277,7 +307,8 @@ class _Cluster:
         for worker in self._workers.values():
             if worker is not late:
                 self._join(worker)
-        self._plan_arrival(0)
+        for _ in range(self._num_clients or 1):
+            self._plan_arrival()
         if self._planned is not None:
             self._on_plan_due(self._planned)
         if self._goes_on:
@@ -357,20 +388,22 @@ class _Cluster:
         """True until the last request has ended."""
         return bool(self._records) or not self._all_came
 
-    def _plan_arrival(self, index: int) -> float | None:
+    def _plan_arrival(self) -> float | None:
         """Plans the arrival of the next request. Returns its time; None after the last one."""
-        asked = next(self._requests, None)
+        asked = self._ask(self._future.now_s)
         if asked is None:
             self._all_came = True
             return None
-        self._future.plan(asked.arrived_s, Rank.MESSAGE, self._on_arrival, (index, asked))
+        arrival = (self._num_asked, asked)
+        self._num_asked += 1
+        self._future.plan(asked.arrived_s, Rank.MESSAGE, self._on_arrival, arrival)
         return asked.arrived_s
 
     def _on_arrival(self, arrival: tuple[int, TraceRequest]) -> None:
         index, asked = arrival
         request_id = RequestId(str(index))
         self._records[request_id] = SimulatedRequest(asked)
-        next_s = self._plan_arrival(index + 1)
+        next_s = self._plan_arrival() if self._num_clients is None else None
         sampling = Sampling(temperature=0.0, seed=index)
         token_ids, hashes = self._prompts.open(request_id, asked, sampling)
         request = Request(
@@ -532,6 +565,8 @@ class _Cluster:
         # From now on: when the gateway heard.
         np.asarray(record.times_s)[:] += self._setup.latency_s
         self._on_ended(int(request_id), record)
+        if self._num_clients is not None:
+            self._plan_arrival()
         if not self._goes_on:
             self._future.stop()
 

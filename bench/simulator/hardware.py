@@ -18,6 +18,8 @@ Workers may share the cores of one small machine, with their gateway: see `crowd
 Sources: NVIDIA AIConfigurator's tables for H200 SXM and vLLM in bf16 (fits within 5 %, decode of
 the 0.6B model within 13 %). Pulls are not in these tables:
 40 GB/s a GPU of a 400 Gb/s network card, 5 µs a descriptor (NIXL, measured), 1 ms for the rest.
+`thread-88m-int8` is one thread of a server processor with AVX-512: its prompts of 1,024 tokens and
+its steps of four sequences take what `baton bench fluid` measured.
 """
 
 from bisect import bisect_left
@@ -201,7 +203,20 @@ _PROFILES = (
         decode_ms=(8.192, 2.26e-2, 9.729e-6),
     ),
 )
-PROFILES = {profile.name: profile for profile in _PROFILES}
+_THREAD = HardwareProfile(
+    name="thread-88m-int8",
+    source="baton bench fluid, one thread, 88M in int8",
+    layout=KVLayout(16, KVFormat.INT8, (KVSection(12, 12, 64),)),
+    num_blocks=2048,
+    prefill=PrefillCost(3e-3, 5.5e-4, 1.2e-7),
+    decode=DecodeCost(4e-3, 1.2e-3, 2e-7),
+    pull=PullCost(fixed_s=1e-3, block_s=3e-5, bytes_per_s=4e9),
+    max_batch_tokens=512,
+    chunk_tokens=512,
+    gpus=1,
+    usd_per_gpu_hour=0.05,
+)
+PROFILES = {profile.name: profile for profile in (*_PROFILES, _THREAD)}
 
 
 def hardware_named(name: str) -> HardwareProfile:

@@ -52,7 +52,7 @@ def test_bounds_are_a_multiple_of_the_closed_loop_times():
 
 def test_answers_count_by_their_share_in_the_window():
     inside, across, outside = (
-        answer_at(times_s)
+        answer_at(times_s).chunk_times_s
         for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
     )
     assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)

@@ -6,6 +6,7 @@ import pytest
 
 from bench.fluid.plan import (
     COMPARED,
+    LIVE_PARTS,
     BoundSetting,
     FluidDeployment,
     FluidPart,
@@ -61,11 +62,11 @@ def test_impossible_mixes_are_refused(text):
 
 
 def test_parts_are_read_from_a_list():
-    assert parts_of("bound") == {FluidPart.BOUND}
-    assert parts_of("mixes,bound") == set(FluidPart)
-    for text in ("", "all"):
+    assert parts_of("bound", LIVE_PARTS) == {FluidPart.BOUND}
+    assert parts_of("mixes,bound", LIVE_PARTS) == parts_of(None, LIVE_PARTS) == LIVE_PARTS
+    for text in ("", "all", "goodput"):
         with pytest.raises(ConfigError, match="--parts"):
-            parts_of(text)
+            parts_of(text, LIVE_PARTS)
 
 
 def test_each_repetition_plays_each_mix_on_all_deployments_in_a_row():

@@ -1,5 +1,7 @@
 """`bench fluid --simulated`: its settings, its ratios, and its command."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -7,6 +9,8 @@ from bench.cli import app
 from bench.client.load import SloBounds
 from bench.common.report import from_json
 from bench.fluid.cli import loads_of
+from bench.fluid.loops import Loops, requests_per_s
+from bench.fluid.plan import mixes_of
 from bench.fluid.simulated import (
     GOALS,
     PoolsUse,
@@ -14,6 +18,7 @@ from bench.fluid.simulated import (
     best_of,
     play,
     ratios,
+    setup_of,
     splits_near,
     splits_of_all,
 )
@@ -92,6 +97,7 @@ def test_loads_have_names_and_sizes():
 def test_command_writes_its_figures(tmp_path):
     path = tmp_path / "fluid_simulated.json"
     options = ["--hardware", "h200-qwen3-0.6b", "--prefill", "1", "--decode", "1"]
+    options += ["--mixes", "64/256", "--window-s", "1"]
     options += ["--trace", "synthetic", "--requests", "8", "--quick", "--json", str(path)]
     result = CliRunner().invoke(app, ["fluid", "--simulated", *options])
     assert result.exit_code == 0, result.output
@@ -100,3 +106,36 @@ def test_command_writes_its_figures(tmp_path):
     names = {one.name for one in report.results}
     assert {"goodput_fluid/best_split/synthetic", "goodput/fluid_1+1/synthetic"} <= names
     assert report.value("goodput_fluid/colocated/synthetic") > 0
+    assert report.value("loop_fluid/64+256") > 0.5
+
+
+LOOPS = replace(
+    PLAN,
+    hardware=hardware_named("thread-88m-int8"),
+    fluid=SimulatedPools(1, 1),
+    splits=splits_of_all(2),
+    chunks=(256,),
+    loops=Loops(mixes_of("1024/16,256/64,64/256,turning"), 8, window_s=20.0),
+    loads={},
+)
+
+
+@pytest.mark.parametrize("mix", LOOPS.loops.mixes, ids=lambda mix: mix.name)
+def test_fluid_pools_answer_nearly_as_many_requests_as_the_better_of_walls_and_mixed(mix):
+    found = {
+        use.name: requests_per_s(LOOPS.loops, mix, setup_of(LOOPS, use), seed=0)
+        for use in LOOPS.settings()
+    }
+    assert list(found) == ["fluid_1+1", "split_1+1", "mixed_2_chunk_256"]
+    fluid, *others = found.values()
+    assert fluid >= 0.92 * max(others), found
+
+
+def test_a_closed_loop_keeps_its_clients_busy():
+    mix = mixes_of("64/16")[0]
+    setup = setup_of(LOOPS, next(LOOPS.settings()))
+    one, eight = (
+        requests_per_s(Loops((mix,), num_clients, window_s=5.0), mix, setup, seed=0)
+        for num_clients in (1, 8)
+    )
+    assert 1 < eight / one < 8

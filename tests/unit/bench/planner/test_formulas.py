@@ -343,5 +343,6 @@ def test_synthetic_load_depends_only_on_its_seed():
 
 
 def test_measured_profiles_have_the_price_of_their_gpu():
-    for profile in PROFILES.values():
-        assert profile.usd_per_gpu_hour == GPUS["h200"].usd_per_hour, profile.name
+    for name, profile in PROFILES.items():
+        if name.startswith("h200-"):
+            assert profile.usd_per_gpu_hour == GPUS["h200"].usd_per_hour, name

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from bench.client.load import SloBounds
 from bench.common.report import from_json
 from bench.simulator.clock import Future, Rank
-from bench.simulator.cluster import GATEWAY, SimulatedPools, SimulationSetup, simulate
+from bench.simulator.cluster import GATEWAY, SimulatedPools, SimulationSetup, in_order, simulate
 from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.results import figures_of
@@ -318,7 +318,7 @@ def with_roles(trace, setup, changes, policy=RouterPolicy.SLO):
     """Runs a trace with role changes of (time, worker, role); returns run and counters."""
     machine = native_machine(RouterConfig(policy=policy), estimates=Estimates(PRICES))
     trace, records = with_ids(trace), {}
-    cluster = Cluster(trace, iter(trace.requests), setup, machine, records.__setitem__)
+    cluster = Cluster(trace, in_order(trace.requests), setup, machine, records.__setitem__)
     for at_s, worker_id, role in changes:
         events = [FromGateway(GATEWAY, SetRole(role))]
         worker = cluster._workers[WorkerId(worker_id)]

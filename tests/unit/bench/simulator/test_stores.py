@@ -8,7 +8,13 @@ from typer.testing import CliRunner
 
 from bench.common.report import from_json
 from bench.simulator.clock import Future, Rank
-from bench.simulator.cluster import SimulatedPools, SimulatedRequest, SimulationSetup, simulate
+from bench.simulator.cluster import (
+    SimulatedPools,
+    SimulatedRequest,
+    SimulationSetup,
+    in_order,
+    simulate,
+)
 from bench.simulator.cluster import _Cluster as Cluster
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.stores import SimStore, store_of
@@ -342,7 +348,7 @@ def test_prefix_outlives_all_workers_where_there_is_a_store(stores):
     records: dict[int, SimulatedRequest] = {}
     trace = with_ids(trace)
     ended = records.__setitem__
-    cluster = Cluster(trace, iter(trace.requests), setup, machine_of(), ended)
+    cluster = Cluster(trace, in_order(trace.requests), setup, machine_of(), ended)
     replaced_at(cluster, 30.0)
     cluster.run()
     cluster.validate()
@@ -385,7 +391,7 @@ def test_store_larger_than_the_workers_finds_more():
 def test_nodes_have_neighbours_and_a_store_each():
     setup = SimulationSetup(SLOW, SimulatedPools(2, 3), stores=STORES)
     trace = with_ids(busy_trace(1))
-    cluster = Cluster(trace, iter(trace.requests), setup, machine_of(), lambda *_: None)
+    cluster = Cluster(trace, in_order(trace.requests), setup, machine_of(), lambda *_: None)
     near = {name: [s.worker_id for s in stores] for name, stores in cluster._near.items()}
     assert [near[f"worker-{i}"] for i in range(5)] == [
         ["store-0"],
