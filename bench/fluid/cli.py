@@ -30,6 +30,7 @@ from bench.fluid.loops import Loops
 from bench.fluid.plan import (
     LIVE_PARTS,
     SIMULATED_PARTS,
+    WINDOW_S,
     FluidPart,
     FluidPlan,
     check,
@@ -75,7 +76,7 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
     clients: Annotated[int, typer.Option(min=1, help="Of a closed loop.")] = 8,
     window_s: Annotated[
         float, typer.Option(min=1.0, help="Measured part of a loop, for each of its phases.")
-    ] = 10.0,
+    ] = WINDOW_S,
     phase_s: Annotated[float, typer.Option(min=0.5, help="Phase of the turning mix.")] = 2.5,
     streams: Annotated[int, typer.Option(min=1, help="Streams beside prompts.")] = 4,
     stream_output: Annotated[int, typer.Option(min=8, help="Output tokens of each.")] = 640,

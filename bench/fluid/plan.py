@@ -6,11 +6,12 @@ Three deployments have two workers of one compute thread each behind one gateway
     walled   the same two workers, each with the work of its role only
     mixed    2 workers of both roles
 
-**Mixes.** A closed loop of a few clients plays each mix on each deployment. A mix is named after
-its tokens in and out. `turning` alternates between the mix of most prompt tokens and the mix of
-most output tokens every few seconds. All deployments are up all the time, all but one idle. Each
-repetition plays all mixes in a random order, and each mix on all deployments in a random order, one
-after the other. So each ratio is that of neighbours in time.
+**Mixes.** A closed loop of a few clients plays each mix on each deployment. Each client asks again
+as soon as it has its answer. They begin one after the other in a ramp before the window. A mix is
+named after its tokens in and out. `turning` alternates between the mix of most prompt tokens and
+the mix of most output tokens every few seconds. All deployments are up all the time, all but one
+idle. Each repetition plays all mixes in a random order, and each mix on all deployments in a random
+order, one after the other. So each ratio is that of neighbours in time.
 
 **Bound.** First the pace of a few streams without prompts is measured on `walled`, and the time of
 one prompt. Then a deployment `bound` starts, with fluid pools and `SLACK` times this pace as
@@ -33,6 +34,8 @@ from engine.errors import ConfigError
 SLACK = 1.25  # of the bound over the pace of streams alone
 LOAD = 0.8  # of the prompts that one worker computes
 TURNING = "turning"
+RAMP_S = 5.0
+WINDOW_S = 15.0
 QUICK_WINDOW_S = 3.0
 
 
@@ -96,7 +99,7 @@ class TokenMix:
 
     def lengths_at(self, elapsed_s: float, phase_s: float) -> tuple[int, int]:
         """Returns the tokens in and out of a request that is sent at this time of the window."""
-        return self.phases[int(max(elapsed_s, 0.0) // phase_s) % len(self.phases)]
+        return self.phases[int(elapsed_s // phase_s) % len(self.phases)]
 
     def window_s(self, window_s: float) -> float:
         """Returns the measured part of its loop: so long for each of its phases."""
@@ -113,8 +116,8 @@ class FluidPlan:
     prompts: InterferenceRequests
     parts: frozenset[FluidPart] = LIVE_PARTS
     num_clients: int = 8
-    ramp_s: float = 2.0
-    window_s: float = 10.0
+    ramp_s: float = RAMP_S
+    window_s: float = WINDOW_S
     phase_s: float = 2.5  # of a mix that turns
     num_repeats: int = 3
     seed: int = 0
@@ -170,6 +173,15 @@ def quick(plan: FluidPlan) -> FluidPlan:
         window_s=min(plan.window_s, QUICK_WINDOW_S),
         num_repeats=1,
     )
+
+
+def starts_s(num_clients: int, ramp_s: float) -> list[float]:
+    """Returns when each client of a closed loop begins.
+
+    Clients that begin together may stay in step for long: then all prompts come at once, and in
+    between all decode. This favours mixed workers, and no load of many clients is like that.
+    """
+    return [ramp_s * i / num_clients for i in range(num_clients)]
 
 
 def order_of(plan: FluidPlan, repeat: int) -> list[tuple[TokenMix, FluidDeployment]]:

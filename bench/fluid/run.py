@@ -36,6 +36,7 @@ from bench.fluid.plan import (
     TokenMix,
     bound_s,
     order_of,
+    starts_s,
     stream_order_of,
 )
 from bench.fluid.results import FluidRun, MixRun, StreamsRun
@@ -105,14 +106,14 @@ class _Bench:
         """Runs both parts."""
         runs: list[FluidRun] = []
         pace: Mapping[str, float] = {}
-        has_mixes, has_bound = (part in self._plan.parts for part in FluidPart)
+        has_mixes = FluidPart.MIXES in self._plan.parts
         async with http_session(REQUEST_TIMEOUT_S) as session:
             for deployment in COMPARED:
                 if has_mixes or deployment is not FluidDeployment.MIXED:
                     await self._start(session, deployment)
             if has_mixes:
                 runs += await self._play_mixes()
-            if has_bound:
+            if FluidPart.BOUND in self._plan.parts:
                 pace, found = await self._run_streams(session)
                 runs += found
         return FluidMeasured(tuple(runs), pace)
@@ -180,7 +181,8 @@ class _Bench:
         end_s = begin_s + window_s
         found: list[Answer | Failure] = []
 
-        async def client() -> None:
+        async def client(start_s: float) -> None:
+            await pause(start_s)
             while (now_s := self._clock.now_s()) < end_s:
                 lengths = mix.lengths_at(now_s - begin_s, self._plan.phase_s)
                 found.append(result := await server.send(self._body(lengths, server.model, rng)))
@@ -188,8 +190,8 @@ class _Bench:
                     await pause(FAILED_PAUSE_S)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._plan.num_clients):
-                group.create_task(client())
+            for start_s in starts_s(self._plan.num_clients, ramp_s):
+                group.create_task(client(start_s))
             await pause(ramp_s)
             before_s, read_s = server.worker_seconds(), self._clock.now_s()
             await pause(end_s - self._clock.now_s())

@@ -18,6 +18,7 @@ from bench.fluid.plan import (
     order_of,
     parts_of,
     quick,
+    starts_s,
     stream_order_of,
 )
 from bench.interference.plan import InterferenceRequests
@@ -40,10 +41,16 @@ def test_mixes_are_named_after_their_tokens():
     assert turning.phases == ((1024, 16), (64, 256))
 
 
-def test_turning_mix_alternates_from_the_begin_of_the_window():
+def test_turning_mix_alternates_in_the_ramp_too():
     turning = PLAN.mixes[-1]
-    reads = [turning.lengths_at(elapsed_s, 2.0)[0] == 1024 for elapsed_s in (-1, 0, 1.9, 2, 3.9, 4)]
-    assert reads == [True, True, True, False, False, True]
+    times_s = (-2.1, -1, 0, 1.9, 2, 3.9, 4)
+    reads = [turning.lengths_at(elapsed_s, 2.0)[0] == 1024 for elapsed_s in times_s]
+    assert reads == [True, False, True, True, False, False, True]
+
+
+def test_clients_begin_one_after_the_other():
+    assert starts_s(4, 2.0) == [0.0, 0.5, 1.0, 1.5]
+    assert starts_s(4, 0.0) == [0.0] * 4
 
 
 def test_each_phase_of_a_mix_has_a_whole_window():

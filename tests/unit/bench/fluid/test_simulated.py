@@ -115,7 +115,7 @@ LOOPS = replace(
     fluid=SimulatedPools(1, 1),
     splits=splits_of_all(2),
     chunks=(256,),
-    loops=Loops(mixes_of("1024/16,256/64,64/256,turning"), 8, window_s=20.0),
+    loops=Loops(mixes_of("1024/16,256/64,64/256,turning"), 8, window_s=40.0),
     loads={},
 )
 
@@ -128,7 +128,7 @@ def test_fluid_pools_answer_nearly_as_many_requests_as_the_better_of_walls_and_m
     }
     assert list(found) == ["fluid_1+1", "split_1+1", "mixed_2_chunk_256"]
     fluid, *others = found.values()
-    assert fluid >= 0.92 * max(others), found
+    assert fluid >= 0.95 * max(others), found
 
 
 def test_a_closed_loop_keeps_its_clients_busy():
