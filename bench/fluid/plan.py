@@ -198,9 +198,9 @@ def stream_order_of(plan: FluidPlan, repeat: int) -> list[BoundSetting]:
     return settings
 
 
-def bound_s(gaps_p50_s: float) -> float:
-    """Returns the bound on TPOT for streams whose gaps have this median without prompts."""
-    return SLACK * gaps_p50_s
+def bound_s(pace_s: float) -> float:
+    """Returns the bound on TPOT for streams that have this TPOT without prompts."""
+    return SLACK * pace_s
 
 
 def config_of(plan: FluidPlan, measured: Mapping[str, float]) -> dict[str, Scalar]:

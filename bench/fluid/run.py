@@ -41,7 +41,7 @@ from bench.fluid.plan import (
 )
 from bench.fluid.results import FluidRun, MixRun, StreamsRun
 from bench.interference.plan import bodies
-from bench.interference.results import gaps_within, window_of
+from bench.interference.results import window_of
 from bench.interference.run import (
     FAILED_PAUSE_S,
     REQUEST_TIMEOUT_S,
@@ -227,7 +227,7 @@ class _Bench:
                 arrivals = self._arrivals(rate_per_s, repeat) if setting.has_prompts else iter(())
                 runs.append(await self._beside(setting, arrivals, repeat))
         pace = {
-            "pace_p50_s": pace_s,
+            "pace_tpot_s": pace_s,
             "prompt_s": prompt_s,
             "tpot_bound_s": tpot_bound_s,
             "prompts_per_s": rate_per_s,
@@ -235,7 +235,7 @@ class _Bench:
         return pace, runs
 
     async def _pace(self) -> tuple[float, float]:
-        """Measures the median gap of streams without prompts, and the time of one prompt.
+        """Measures the TPOT of streams without prompts, and the time of one prompt; medians.
 
         On walled pools: of fluid ones both workers would decode, a pace that no prompt may disturb.
         """
@@ -246,7 +246,7 @@ class _Bench:
                 *(server.send(next(streams)) for _ in range(self._plan.streams.at_once))
             )
         )
-        pace_s = statistics.median(gaps_within(alone, window_of(alone)))
+        pace_s = statistics.median(one.tpot_s for one in alone if one.tpot_s is not None)
         singles = whole([await server.send(next(prompts)) for _ in range(NUM_ALONE)])
         return pace_s, statistics.median(one.e2e_s for one in singles)
 
