@@ -27,6 +27,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import msgspec
 import zmq
@@ -185,9 +186,12 @@ class TransferEndpoint:
 
     def perform(self, order: TransferOrder) -> None:
         """Queues an order, or carries it out if it is short. Safe from any thread."""
-        is_short = self._is_short(order) and self._orders.empty()
-        self._orders.put(order)
-        if not (is_short and self._perform_now()):
+        if self._is_short(order) and self._orders.empty() and self._turn.acquire(blocking=False):
+            must_wake = self._perform_now(order)
+        else:
+            self._orders.put(order)
+            must_wake = True
+        if must_wake:
             os.eventfd_write(self._wake_fd, 1)
 
     def counters(self) -> dict[str, float]:
@@ -267,24 +271,26 @@ class TransferEndpoint:
 
     # ------------------------------------------------------------ the thread that orders
 
-    def _is_short(self, order: TransferOrder) -> bool:
+    def _is_short(self, order: TransferOrder) -> TypeGuard[StartPull]:
         if not isinstance(order, StartPull) or isinstance(self._pool, DevicePool):
             return False  # a device's copies need its context, which this thread may not have
         return len(order.blocks) * self._pool.block_bytes <= SHORT_PULL_BYTES
 
-    def _perform_now(self) -> bool:
-        """Takes the orders if the turn is free. Returns False if the thread must be woken."""
-        if not self._turn.acquire(blocking=False):
-            return False
+    def _perform_now(self, order: StartPull) -> bool:
+        """Carries out an order in this thread, which has taken the turn, and gives the turn back.
+
+        Returns True if the endpoint's thread must go on.
+        """
         try:
             if self._stopping:
-                return True
-            self._take_orders()
+                return False
+            self._order(order)
+            self._take_ends()
             if self._sink_end.must_poll:
                 self._sink_end.poll()
                 self._take_ends()
             self._sink_end.send()
-            return not self._must_go_on
+            return self._must_go_on
         except BaseException as error:
             self._on_crash(error)
             raise
@@ -374,12 +380,8 @@ class TransferEndpoint:
             self._counters["served_reads"] += len(self._nixl.progress())
 
     def _take_orders(self) -> None:
-        while True:
-            try:
-                order = self._orders.get_nowait()
-            except queue.Empty:
-                return
-            self._order(order)
+        while not self._orders.empty():
+            self._order(self._orders.get())
             self._take_ends()
 
     def _order(self, order: TransferOrder) -> None:

@@ -14,9 +14,9 @@ by `poll`. A sink frees blocks only when `is_writing` says that no fetch writes 
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from engine.config import Transport
@@ -38,8 +38,7 @@ WINDOW_BYTES = 32 * 2**20  # in flight from one source
 READ_BYTES = 32 * 2**20  # of one one-sided read, which costs NIXL an exchange with the source
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksArrived:
+class BlocksArrived(msgspec.Struct, frozen=True):
     """Blocks of a lease that are in place. `sent_by_source`: the lease was open then.
 
     If the lease's `word` is still the same, it was open too.
@@ -51,8 +50,7 @@ class BlocksArrived:
     word: LeaseWord | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksFailed:
+class BlocksFailed(msgspec.Struct, frozen=True):
     """Blocks of a lease that did not come, and are not written any more."""
 
     lease_id: LeaseId

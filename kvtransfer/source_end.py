@@ -10,9 +10,9 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -297,11 +297,11 @@ def _host_bytes(num_bytes: int) -> Blocks:
 
 
 def _first(read: SendBlocks, num: int) -> SendBlocks:
-    return replace(read, indices=read.indices[:num], block_ids=read.block_ids[:num])
+    return msgspec.structs.replace(read, indices=read.indices[:num], block_ids=read.block_ids[:num])
 
 
 def _without_first(read: SendBlocks, num: int) -> SendBlocks:
-    return replace(read, indices=read.indices[num:], block_ids=read.block_ids[num:])
+    return msgspec.structs.replace(read, indices=read.indices[num:], block_ids=read.block_ids[num:])
 
 
 def drain(socket: "zmq.Socket[bytes]") -> None:

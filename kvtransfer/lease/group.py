@@ -30,6 +30,8 @@ The machines know no endpoint and no pool.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.messages import LeaseId, LeaseRef, SeqId
 from engine.worker.events import (
     AbortPull,
@@ -49,8 +51,7 @@ from kvtransfer.lease.terms import LOST_WHILE_WAITING, RELEASED
 Member = int
 
 
-@dataclass(frozen=True, slots=True)
-class ToMember:
+class ToMember(msgspec.Struct, frozen=True):
     """Give an order to a member. It must not be answered before all orders are given."""
 
     member: Member

@@ -42,6 +42,7 @@ class KnownSource:
     num_blocks: int = 0
     means: Means = Means("")
     num_asked: int = 0  # blocks in flight, over all pulls
+    lacks_room: bool = False  # the window was full for a pull
     pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
@@ -155,6 +156,7 @@ class Pull:
         most = min(means.batch_blocks, means.window_blocks, len(self.todo))
         num_ready = len(self.source_blocks)
         if room < most and (room == 0 or self.todo[room] < num_ready):
+            self.source.lacks_room = True
             return []
         if num_ready == self.lease.num_blocks:  # the same as below, in fewer steps
             return [self.todo.popleft() for _ in range(most)]

@@ -242,7 +242,9 @@ class SinkMachine:
         if pull is None:
             return []
         pull.arrive(indices, now_s, are_good=are_good)
-        return self._advance_all(pull.source, now_s)
+        if pull.source.lacks_room:
+            return self._advance_all(pull.source, now_s)
+        return self._advance(pull, now_s)
 
     def damaged(
         self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
@@ -304,6 +306,7 @@ class SinkMachine:
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
         """Goes on with all pulls from a source, the oldest first: the window may have room."""
+        source.lacks_room = False
         pulls = [
             pull for pull in source.pulls.values() if not (pull.wanted is None or pull.releasing)
         ]
@@ -321,7 +324,7 @@ class SinkMachine:
             pull.busy(now_s)
             return [release]
         effects: list[SinkEffect] = []
-        while (fetch := pull.fetch_next(now_s)) is not None:
+        while pull.todo and (fetch := pull.fetch_next(now_s)) is not None:
             effects.append(fetch)
         return effects
 
