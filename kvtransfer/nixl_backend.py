@@ -249,8 +249,11 @@ class NixlReader:
         message = read_id.to_bytes(READ_ID_BYTES, "little")
         try:
             read.handle = link.prepare(here, there)
-            if link.nixl.transfer(read.handle, message) == "ERR":
+            state = link.nixl.transfer(read.handle, message)
+            if state == "ERR":
                 self._owner.restart("a read failed")
+            elif state == "DONE":
+                self._end(read_id, read)
         except link.errors as error:
             self._owner.restart(f"a read failed: {error}")  # part of it may be on its way
 
@@ -287,12 +290,15 @@ class NixlReader:
         if state == "ERR":
             return "a read failed"
         if state == "DONE":
-            read.handle.release()
-            del self._reads[read_id]
-            self._ended.append((read_id, None if read.cancelled_s is None else "cancelled"))
+            self._end(read_id, read)
         elif read.cancelled_s is not None and self._is_overdue(read.cancelled_s):
             return "a cancelled read does not end"
         return None
+
+    def _end(self, read_id: int, read: _Read) -> None:
+        read.handle.release()
+        del self._reads[read_id]
+        self._ended.append((read_id, None if read.cancelled_s is None else "cancelled"))
 
     def _is_overdue(self, cancelled_s: float) -> bool:
         return self._owner.clock.now_s() - cancelled_s >= CANCEL_GRACE_S
