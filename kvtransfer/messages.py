@@ -150,12 +150,14 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 class AskSealed(msgspec.Struct, frozen=True, tag=True):
     """Asks for a sealed stream with that key. Answered by MaySeal.
 
-    With `name` and `word` the sink connects to it, once. All three are random.
+    With `name` and `word` the sink connects to it, once. All three are random. `lanes` of AEGIS are
+    those that the sink can compute at once.
     """
 
     name: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     word: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     key: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    lanes: int = 1
 
 
 # ---------------------------------------------------------------- source to sink
@@ -198,7 +200,12 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 
 
 class MaySeal(msgspec.Struct, frozen=True, tag=True):
-    """Answers AskSealed: the sink may connect. Until it has, blocks come as before."""
+    """Answers AskSealed: the sink may connect. Until it has, blocks come as before.
+
+    The stream is sealed with AEGIS in so many `lanes`.
+    """
+
+    lanes: int = 1
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -174,7 +174,7 @@ class SinkEnd:
             self._cut_off(address, error)
             return False
         if isinstance(message, MaySeal):
-            self._connect_sealed(address, link)
+            self._connect_sealed(address, link, message.lanes)
         self.perform(self._machine.receive(address, message, now_s))
         if news is not None:
             self.perform(self._take_news(address, news))
@@ -225,12 +225,12 @@ class SinkEnd:
         log.warning("cut off source %s: %s", address, error)
         self.perform(self._machine.refuse_source(address, "source sends nonsense"))
 
-    def _connect_sealed(self, address: str, link: _Link) -> None:
+    def _connect_sealed(self, address: str, link: _Link, lanes: int) -> None:
         if link.sealed is None or link.sealed.is_connecting:
             return  # a source that answers twice
         assert link.sealed_port is not None
         try:
-            link.sealed.connect(address, link.sealed_port, self._poller, self._timing)
+            link.sealed.connect(address, link.sealed_port, self._poller, self._timing, lanes=lanes)
         except OSError as error:
             self._lose_sealed(address, link, str(error))
 

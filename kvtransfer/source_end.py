@@ -34,6 +34,7 @@ from kvtransfer.messages import (
     decode_to_source,
     encode,
 )
+from kvtransfer.native.stream import agreed_lanes
 from kvtransfer.packing import pack
 from kvtransfer.readers import FRAME_BYTES, num_records
 from kvtransfer.stream.source import SealedSource
@@ -183,7 +184,7 @@ class SourceEnd:
     def _admit(self, peer: Peer, ask: AskSealed) -> None:
         if self._sealed is not None and self._machine.is_attached(peer):
             self._sealed.admit(peer, ask)
-            self._send(peer, encode(MaySeal()))
+            self._send(peer, encode(MaySeal(agreed_lanes(ask.lanes))))
 
     def _only_frame(self) -> bytes:
         frame = self.socket.recv() if self.socket.get(zmq.RCVMORE) else b""

@@ -92,6 +92,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             POINTER(Records),
         ),
     ),
+    "baton_wide_cipher": (c_int32, (POINTER(Cipher),)),
     "baton_stream_open": (c_void_p, (c_int32, POINTER(Cipher), c_char_p, c_int32)),
     "baton_stream_close": (None, (c_void_p,)),
     "baton_stream_note": (c_int32, (c_void_p, c_char_p, c_int64)),

@@ -16,7 +16,13 @@ from kvtransfer.device.blocks import DeviceBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import AskSealed, Data, Read, decode_to_sink, encode
-from kvtransfer.native.stream import KEY_BYTES, RecordFrame, SealedStream, StreamStop
+from kvtransfer.native.stream import (
+    KEY_BYTES,
+    RecordFrame,
+    SealedStream,
+    StreamStop,
+    agreed_lanes,
+)
 from kvtransfer.packing import rows_to_receive, unpack
 from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
 from kvtransfer.wire import Wire
@@ -103,8 +109,12 @@ class SealedLink:
         """The connection is made by `connect`, once the source has answered `ask`."""
         half = GREETING_BYTES // 2
         self._ask = AskSealed(
-            secrets.token_bytes(half), secrets.token_bytes(half), secrets.token_bytes(KEY_BYTES)
+            secrets.token_bytes(half),
+            secrets.token_bytes(half),
+            secrets.token_bytes(KEY_BYTES),
+            agreed_lanes(),
         )
+        self._lanes = 1
         self._connection: socket.socket | None = None
         self._stream: SealedStream | None = None  # once it is connected
         self._is_blocked = False  # reads wait until the connection takes them
@@ -121,8 +131,13 @@ class SealedLink:
         """True once `connect` was called."""
         return self._connection is not None
 
-    def connect(self, address: str, port: int, poller: select.epoll, timing: Timing) -> None:
-        """Begins to connect to the port of the source at `address`. Raises OSError."""
+    def connect(
+        self, address: str, port: int, poller: select.epoll, timing: Timing, *, lanes: int
+    ) -> None:
+        """Begins to connect to the port of the source at `address`, which seals in so many lanes.
+
+        Raises OSError.
+        """
         host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         connection = socket.socket(family, kind)
@@ -134,7 +149,7 @@ class SealedLink:
         except OSError:
             connection.close()
             raise
-        self._connection, self._poller = connection, poller
+        self._connection, self._poller, self._lanes = connection, poller, lanes
         poller.register(connection, select.EPOLLOUT)
 
     def fileno(self) -> int:
@@ -198,7 +213,11 @@ class SealedLink:
         if not done:
             raise StreamLost("a new connection takes no 32 bytes")
         self._stream = SealedStream(
-            self._connection, self._ask.key, is_source=False, others=self._poller.fileno()
+            self._connection,
+            self._ask.key,
+            is_source=False,
+            others=self._poller.fileno(),
+            lanes=self._lanes,
         )
         self._poller.modify(self._connection, select.EPOLLIN)
 

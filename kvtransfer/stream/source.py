@@ -16,7 +16,7 @@ from kvtransfer.lease.effects import Peer, SendBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import Blocks
 from kvtransfer.messages import AskSealed, Data, Read, decode_to_source, encode
-from kvtransfer.native.stream import RecordFrame, SealedStream, StreamStop
+from kvtransfer.native.stream import RecordFrame, SealedStream, StreamStop, agreed_lanes
 from kvtransfer.packing import pack, rows_to_send
 from kvtransfer.readers import FRAME_BYTES, num_records
 from kvtransfer.stream import BUDGET_BYTES, GREETING_BYTES, prepare
@@ -166,7 +166,11 @@ class SealedSource:
         del self._guests[fd]
         line = self._lines[peer]
         line.stream = SealedStream(
-            guest.connection, line.ask.key, is_source=True, others=self._poller.fileno()
+            guest.connection,
+            line.ask.key,
+            is_source=True,
+            others=self._poller.fileno(),
+            lanes=agreed_lanes(line.ask.lanes),
         )
         self._connected[fd] = peer
 

@@ -5,6 +5,7 @@ import select
 import socket
 from contextlib import closing, contextmanager
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,14 @@ from kvtransfer.lease.effects import SendBlocks
 from kvtransfer.lease.terms import Timing
 from kvtransfer.memory import PrivatePool
 from kvtransfer.messages import AskSealed, Data, Hold, Identity, MaySeal, Read, encode
-from kvtransfer.native.stream import KEY_BYTES, RecordFrame, SealedStream, StreamStop, can_seal
+from kvtransfer.native.stream import (
+    KEY_BYTES,
+    RecordFrame,
+    SealedStream,
+    StreamStop,
+    agreed_lanes,
+    can_seal,
+)
 from kvtransfer.stream.sink import SealedLink, StreamLost, Target
 from kvtransfer.stream.source import MAX_GUESTS, SealedSource
 from kvtransfer.wire import agree
@@ -35,20 +43,21 @@ WIRE = agree(Identity("model", LAYOUT), Identity("model", LAYOUT))
 SINK = b"sink"
 BUDGET = 2**20
 DAMAGED = "damaged"
+LANES = sorted({1, agreed_lanes()})  # of AEGIS
 
 
 # ---------------------------------------------------------------- messages
 
 
 @contextmanager
-def both_ends(key_of_sink=KEY):
+def both_ends(key_of_sink=KEY, lanes=1):
     """Two connected streams, the source's first, and the poller on which the sink waits."""
     connections = socket.socketpair()
     for connection in connections:
         connection.settimeout(0)
     with select.epoll() as nothing:
         there, here = (
-            SealedStream(connection, key, is_source=is_source, others=nothing.fileno())
+            SealedStream(connection, key, is_source=is_source, others=nothing.fileno(), lanes=lanes)
             for connection, key, is_source in zip(
                 connections, (KEY, key_of_sink), (True, False), strict=True
             )
@@ -73,14 +82,19 @@ def move(there, here, frame, into):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 100_000), st.lists(st.integers(0, 3), max_size=6), st.randoms())
-def test_records_come_from_any_rows_to_any_rows(record_bytes, ids, random):
+@given(
+    st.integers(1, 100_000),
+    st.lists(st.integers(0, 3), max_size=6),
+    st.sampled_from(LANES),
+    st.randoms(),
+)
+def test_records_come_from_any_rows_to_any_rows(record_bytes, ids, lanes, random):
     source = np.random.default_rng(1).integers(0, 256, (4, record_bytes), np.uint8)
     sink = np.zeros((7, record_bytes), np.uint8)
     places = random.sample(range(7), len(ids))
     passed_over = {place for place in places if random.random() < 0.3}
     rows = [-1 if place in passed_over else place for place in places]
-    with both_ends() as (there, here):
+    with both_ends(lanes=lanes) as (there, here):
         assert (
             move(there, here, RecordFrame.of(source, ids), RecordFrame.of(sink, rows))
             is StreamStop.DONE
@@ -136,22 +150,24 @@ def test_nothing_is_sent_out_of_bounds(ids):
         assert here.receive(None, BUDGET)[0] is StreamStop.BLOCKED
 
 
-def sealed_bytes(*notes):
+def sealed_bytes(*notes, lanes=1):
     """Returns what a source's stream sends."""
     ours, theirs = socket.socketpair()
     ours.settimeout(0)
-    with closing(SealedStream(ours, KEY, is_source=True, others=-1)) as stream, theirs:
+    sends = SealedStream(ours, KEY, is_source=True, others=-1, lanes=lanes)
+    with closing(sends) as stream, theirs:
         for note in notes:
             stream.note(note)
         stream.send(None, BUDGET)
         return theirs.recv(2**20)
 
 
-def heard(raw, key=KEY):
+def heard(raw, key=KEY, lanes=1):
     """Returns what a sink's stream makes of some bytes, after which the connection ends."""
     ours, theirs = socket.socketpair()
     ours.settimeout(0)
-    with closing(SealedStream(ours, key, is_source=False, others=-1)) as stream, theirs:
+    hears = SealedStream(ours, key, is_source=False, others=-1, lanes=lanes)
+    with closing(hears) as stream, theirs:
         theirs.sendall(raw)
         theirs.shutdown(socket.SHUT_WR)
         notes = []
@@ -172,10 +188,11 @@ def test_messages_open_only_in_order_and_with_their_key():
 
 @given(st.data())
 def test_any_changed_bit_ends_a_stream(data):
-    raw = bytearray(sealed_bytes(b"some", b"notes"))
+    lanes = data.draw(st.sampled_from(LANES))
+    raw = bytearray(sealed_bytes(b"some", b"notes", lanes=lanes))
     place = data.draw(st.integers(0, len(raw) - 1))
     raw[place] ^= 1 << data.draw(st.integers(0, 7))
-    notes, stop = heard(bytes(raw))
+    notes, stop = heard(bytes(raw), lanes=lanes)
     assert notes in ([], [b"some"])
     assert stop in (StreamStop.BAD, StreamStop.LOST)  # lost: a longer message was expected
 
@@ -225,13 +242,16 @@ class Ends:
         """Returns the reads that came to the source."""
         return list(self.source.receive({fd for fd, _ in self.poller.poll(0)}))
 
-    def connect(self, link):
+    def connect(self, link, lanes_of_sink=1):
         address = f"tcp://127.0.0.1:{self.source.port + 1}"
-        link.connect(address, self.source.port, self.sink_poller, Timing())
+        lanes = agreed_lanes(lanes_of_sink)
+        link.connect(address, self.source.port, self.sink_poller, Timing(), lanes=lanes)
 
-    def admit_and_connect(self):
-        self.source.admit(SINK, self.link.ask())
-        self.connect(self.link)
+    def admit_and_connect(self, lanes_of_sink=None):
+        ask = self.link.ask()
+        lanes = ask.lanes if lanes_of_sink is None else lanes_of_sink
+        self.source.admit(SINK, msgspec.structs.replace(ask, lanes=lanes))
+        self.connect(self.link, lanes)
         self.take()
         until(lambda: self.turn() == [] and self.source.is_connected(SINK), "connected")
 
@@ -261,6 +281,15 @@ def test_a_data_brings_its_blocks_to_their_places(ends):
     assert ends.take() == (Data(LeaseId("l"), [0, 1], 0), (0,))
     assert np.array_equal(ends.sink[2], ends.pool.blocks[3])
     assert not ends.sink[[0, 1, 3]].any()
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4, 3, -1])
+def test_ends_agree_on_lanes_that_both_compute(ends, lanes):
+    assert agreed_lanes(lanes) == (lanes if lanes in LANES else 1)
+    ends.admit_and_connect(lanes_of_sink=lanes)
+    assert ends.send(3)
+    assert ends.take() is None
+    assert ends.take() == (Data(LeaseId("l"), [0], 0), (0,))
 
 
 def test_blocks_whose_places_have_changed_are_not_written(ends):
