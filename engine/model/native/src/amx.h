@@ -67,11 +67,11 @@ inline constexpr AmxTiles::Config AmxTiles::kConfig;
 
 // Multiplies a by a panel of 32 columns. a is [16 rows][64 bytes] for each 64 of `row_bytes`, and so
 // again for the next 16 rows. Bytes: the panel is [inputs / 4][32][4], sums are int32_t. bf16:
-// [inputs / 2][32][2], and sums are float. The sums [16 kRowTiles, 32] stay in registers. Calls
-// meanwhile(i) after the i-th 64 bytes, for work that other units of the processor do while AMX
-// multiplies.
+// [inputs / 2][32][2], and sums are float. The sums [16 kRowTiles, 32] stay in registers. A panel that
+// is read `once` leaves a in the L1 cache. Calls meanwhile(i) after the i-th 64 bytes, for work that
+// other units of the processor do while AMX multiplies.
 template <int kRowTiles, bool kFloat, class Meanwhile>
-BATON_INLINE void amx_multiply(const uint8_t* a, const uint8_t* panel, int row_bytes,
+BATON_INLINE void amx_multiply(const uint8_t* a, const uint8_t* panel, int row_bytes, bool once,
                                Meanwhile meanwhile) {
   constexpr int kTileBytes = kAmxRows * kAmxInputs;
   const uint8_t* second = a + static_cast<size_t>(kAmxRows) * row_bytes;
@@ -84,8 +84,13 @@ BATON_INLINE void amx_multiply(const uint8_t* a, const uint8_t* panel, int row_b
   }
   for (int k = 0; k < row_bytes / kAmxInputs; ++k) {
     _tile_loadd(4, a, 64);
-    _tile_loadd(6, panel, 128);
-    _tile_loadd(7, panel + 64, 128);
+    if (once) {
+      _tile_stream_loadd(6, panel, 128);
+      _tile_stream_loadd(7, panel + 64, 128);
+    } else {
+      _tile_loadd(6, panel, 128);
+      _tile_loadd(7, panel + 64, 128);
+    }
     if constexpr (kFloat) {
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
@@ -159,7 +164,7 @@ struct AmxTiles {
   explicit AmxTiles(bool) {}
 };
 template <int kRowTiles, bool kFloat, class Meanwhile>
-inline void amx_multiply(const uint8_t*, const uint8_t*, int, Meanwhile) {}
+inline void amx_multiply(const uint8_t*, const uint8_t*, int, bool, Meanwhile) {}
 template <int kRowTiles, class Sum>
 inline void amx_store(Sum*) {}
 inline void put_parts(const float*, uint8_t*) {}

@@ -882,7 +882,7 @@ class Attention {
       if (step < 2) {
         if (i + 1 >= sixteens) return;
         const uint8_t* panel = many.queries + (i + 1) * query_panel_bytes();
-        if (step == 0) amx_multiply<2, false>(many.keys, panel, whole_cols_, [](int) {});
+        if (step == 0) amx_multiply<2, false>(many.keys, panel, whole_cols_, false, [](int) {});
         else amx_store<2>(products[(i + 1) % 2]);
         return;
       }

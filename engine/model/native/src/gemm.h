@@ -444,6 +444,7 @@ inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBloc
   for (int chunk = 0; chunk < blocks.count; chunk += chunk_blocks)
     for (int panel = share.begin; panel < share.end; ++panel) {
       const int last = std::min(blocks.count, chunk + chunk_blocks);
+      const bool once = last - chunk == 1;
       const size_t at = static_cast<size_t>(panel) * kPanel * row_bytes;
       for (int block = chunk; block < last; ++block) {
         const Share part = blocks[block];
@@ -459,10 +460,10 @@ inline void amx_tiles(const Weight* const* weights, const Rows& x, const RowBloc
             finish(per_step);
           };
           if (part.end - part.begin > kTileRows) {
-            amx_multiply<2, kFloat>(a, raw, row_bytes, meanwhile);
+            amx_multiply<2, kFloat>(a, raw, row_bytes, once, meanwhile);
             amx_store<2>(sums[now][i]);
           } else {
-            amx_multiply<1, kFloat>(a, raw, row_bytes, meanwhile);
+            amx_multiply<1, kFloat>(a, raw, row_bytes, once, meanwhile);
             amx_store<1>(sums[now][i]);
           }
         }
