@@ -11,9 +11,8 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import groupby
 from pathlib import Path
 from typing import cast
 
@@ -196,7 +195,8 @@ class Router:
         self._linking: set[asyncio.Task[None]] = set()  # the same, with tasks that are ending
         self._leaving: dict[WorkerId, str] = {}  # addresses; sessions end with their requests
         self._timer: asyncio.TimerHandle | None = None
-        self._wake_s: float | None = None  # the time that the timer is set for
+        self._timer_s = 0.0  # the time that the timer is set for
+        self._wake_s: float | None = None  # of the machine's next tick; the timer may end before
         self._crash: BaseException | None = None
         self._end: Failed | None = None  # the outcome of all requests, after `cut`
         self._joined = asyncio.Event()  # set when a worker joins
@@ -216,7 +216,8 @@ class Router:
     async def close(self) -> None:
         """Ends the sessions; the workers free what this gateway's requests held."""
         try:
-            self._set_timer(None)
+            if self._timer is not None:
+                self._timer.cancel()
             self._closing.cancel()
             tasks = set(self._linking)
             for task in tasks:
@@ -510,14 +511,15 @@ class Router:
             effects = self.machine.handle(event, now_s)
             if self._recording is not None:
                 self._recording.note(event, now_s, effects)
-            ended = {effect.request_id for effect in effects if type(effect) is End}
+            # The last tokens of a request and its end are one update.
+            ended = {e.request_id for e in effects if type(e) is End} if len(effects) > 1 else ()
             for effect in effects:
                 if (
                     type(effect) is Deliver
                     and effect.timeline is None
                     and not (effect.logprobs or effect.prompt_logprobs or effect.embedding)
                     and effect.request_id not in updates
-                    and effect.request_id not in ended  # else the end is in the same update
+                    and effect.request_id not in ended
                 ):
                     tokens.append(effect)
                 else:
@@ -541,19 +543,26 @@ class Router:
         self._close_ended_lanes()
 
     def _set_timer(self, wake_s: float | None) -> None:
-        """Sets the timer for the machine's next tick, and no earlier one."""
-        if wake_s == self._wake_s or self._closing.done():
+        """Sets the time of the machine's next tick.
+
+        It moves to a later one with most requests. A timer that ends before is set anew then.
+        """
+        self._wake_s = wake_s
+        if wake_s is None or self._closing.done():
             return
         if self._timer is not None:
+            if self._timer_s <= wake_s:
+                return
             self._timer.cancel()
-            self._timer = None
-        self._wake_s = wake_s
-        if wake_s is not None:
-            sleep_s = max(wake_s - self._clock.now_s(), LEAST_SLEEP_S)
-            self._timer = self._loop.call_later(sleep_s, self._on_time)
+        self._timer_s = wake_s
+        sleep_s = max(wake_s - self._clock.now_s(), LEAST_SLEEP_S)
+        self._timer = self._loop.call_later(sleep_s, self._on_time)
 
     def _on_time(self) -> None:
-        self._timer = self._wake_s = None
+        wake_s, self._timer = self._wake_s, None
+        if wake_s is None or self._timer_s < wake_s:
+            self._set_timer(wake_s)
+            return
         try:
             self._handle(Tick())
         except Exception as error:  # no task ends by it, so it is noted here
@@ -768,13 +777,19 @@ def _merged(first: Update, second: Update) -> Update:
     )
 
 
-def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> Iterator[RouterEvent]:
-    """Yields the events of a frame. The tokens of a step, which are many, are one event."""
-    for kind, group in groupby(messages, type):
-        if kind is Tokens:
-            yield Stepped(worker_id, cast("list[Tokens]", list(group)))
+def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> list[RouterEvent]:
+    """Returns the events of a frame. The tokens of a step, which are many, are one event."""
+    events: list[RouterEvent] = []
+    tokens: list[Tokens] = []  # of the last event, if it is a step
+    for message in messages:
+        if type(message) is Tokens:
+            if not tokens:
+                events.append(Stepped(worker_id, tokens))
+            tokens.append(message)
         else:
-            yield from (FromWorker(worker_id, message) for message in group)
+            tokens = []
+            events.append(FromWorker(worker_id, message))
+    return events
 
 
 def _count_batches(feed: BlockFeed, messages: Sequence[ToGateway]) -> None:
