@@ -26,7 +26,10 @@ class AnswerLengths:
 
     def observe(self, max_tokens: int, num_tokens: int) -> None:
         """Learns that an answer with the bound `max_tokens` ended with `num_tokens`."""
-        self._kinds.setdefault(max_tokens.bit_length(), _Kind()).observe(num_tokens)
+        kind = self._kinds.get(max_tokens.bit_length())
+        if kind is None:
+            kind = self._kinds[max_tokens.bit_length()] = _Kind()
+        kind.observe(num_tokens)
 
     def nearly_longest(self, max_tokens: int) -> int:
         """Tokens that nearly no answer like this exceeds."""

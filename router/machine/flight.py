@@ -138,10 +138,12 @@ class Flight:
     limits: Limits = field(init=False)  # the request's, with the bound on TPOT that holds for it
     hashes: PrefixHashes = field(init=False)
     prompt_len: int = field(init=False)
+    max_tokens: int = field(init=False)  # that the answer may have
     _prompt: list[int] | None = field(init=False, default=None)  # as messages carry it
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.token_ids)
+        self.max_tokens = max(self.request.limits.max_len - self.prompt_len, 1)
         self.limits = self.request.limits
         self.hashes = self.request.hashes or PrefixHashes(salt=self.request.salt)
 
@@ -182,11 +184,6 @@ class Flight:
     def length(self) -> int:
         """Tokens in the journal."""
         return self.prompt_len + len(self.tokens)
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens that the answer may have."""
-        return max(self.request.limits.max_len - self.prompt_len, 1)
 
     def predicted_len(self, lengths: AnswerLengths) -> int:
         """The length at the end that memory is reserved for, prompt included.

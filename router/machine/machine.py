@@ -192,7 +192,7 @@ class RouterMachine:
         else:
             effects = self._on_rare(event, now_s)
         state = self.state
-        waits = bool(state.waiting.queue)
+        waits = state.waiting.queue.size > 0
         if not waits and state.moves.any_begun:
             waits = bool(self.num_stranded or state.moves.at(MoveStage.COPIED))
         if waits and self._may_make_room(event):
@@ -261,7 +261,7 @@ class RouterMachine:
         """Returns when the next `Tick` is needed, in seconds; None if nothing will fall due."""
         state = self.state
         soonest_s, look_s = state.deadlines.soonest_s(), self._moving.balancing.due_s
-        if not state.waiting.queue and state.moves.retry_s is None and look_s is None:
+        if not state.waiting.queue.size and state.moves.retry_s is None and look_s is None:
             return soonest_s
         due_s = [soonest_s, state.moves.retry_s, look_s]
         if (head := state.waiting.queue.head()) is not None:  # only the head is waited for
@@ -327,7 +327,7 @@ class RouterMachine:
             return effects
         flight.shared = None if leader is None else leader.shared
         placed: list[RouterEffect] = []
-        others_first = arrived.more_come or state.waiting.queue or self.num_stranded
+        others_first = arrived.more_come or state.waiting.queue.size or self.num_stranded
         if not others_first:  # no other request has its turn before
             placed = self._placing.place_one(flight, now_s)
         if not placed:

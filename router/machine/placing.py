@@ -350,7 +350,7 @@ class Placing:
         if not sinks:
             return []
         matched = known.matched_tokens()
-        sink = max(sinks, key=lambda item: matched.get(item[0], 0))
+        sink = max(sinks, key=lambda item: matched.get(item[0], 0)) if matched else sinks[0]
         likely = likely_bid(state, flight, known, sink, now_s)
         if likely.seconds is not None:
             state.waiting.rank(flight, likely.seconds)
@@ -424,10 +424,11 @@ def likely_bid(
 
     The source is what it pulls from a lower medium, if that is quicker.
     """
-    request = flight.request
+    request, matched, has_below = flight.request, known.matched_tokens(), known.matched_below()
+    if not (matched or has_below):  # what `bid` returns then
+        return Bid(state.estimates.prefill_s(sink[1], flight.length, 0))
     need = Need(flight.length, request.limits.max_len, may_pull=flight.prompt_logprobs is None)
     found = Candidates([], [])
     asked = Asked(state.view, found, need, known, state.estimates, now_s, state.rng)
-    below = Holders(asked).below_for(sink) if known.matched_below() else ()
-    cached = max(known.matched_tokens().values(), default=0)
-    return bid(asked, sink, cached, below)
+    below = Holders(asked).below_for(sink) if has_below else ()
+    return bid(asked, sink, max(matched.values(), default=0), below)

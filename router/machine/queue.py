@@ -91,9 +91,10 @@ class FairQueue:
         self._levels: dict[int, _Level] = {}
         self._homes: dict[RequestId, tuple[int, str]] = {}  # of requests that were not returned
         self._num_put = 0
+        self.size = 0  # requests in it: without a call, as each event asks
 
     def __len__(self) -> int:
-        return len(self._returned) + len(self._homes)
+        return self.size
 
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._homes or request_id in self._returned
@@ -116,6 +117,7 @@ class FairQueue:
         level = self._levels.setdefault(priority, _Level())
         waiter = _Waiter(work, (rank, self._num_put))
         self._num_put += 1
+        self.size += 1
         level.tenants.setdefault(tenant, _Tenant()).rank(request_id, waiter)
         self._homes[request_id] = (priority, tenant)
 
@@ -133,6 +135,7 @@ class FairQueue:
         """Adds a returned request before all others."""
         assert request_id not in self
         self._returned[request_id] = None
+        self.size += 1
         self._returned.move_to_end(request_id, last=False)
 
     def head(self) -> RequestId | None:
@@ -188,8 +191,10 @@ class FairQueue:
     def _take(self, request_id: RequestId, *, is_placed: bool) -> None:
         if request_id in self._returned:
             del self._returned[request_id]
+            self.size -= 1
             return
         priority, name = self._homes.pop(request_id)
+        self.size -= 1
         level = self._levels[priority]
         tenant = level.tenants[name]
         work = tenant.waiting.pop(request_id).work
@@ -205,6 +210,7 @@ class FairQueue:
     def validate(self) -> None:
         """Asserts that each request waits in one place, and that no tenant is without requests."""
         assert not set(self._homes) & set(self._returned)
+        assert self.size == len(self._homes) + len(self._returned)
         seen: dict[RequestId, tuple[int, str]] = {}
         for priority, level in self._levels.items():
             assert level.tenants

@@ -279,9 +279,10 @@ class Fleet:
 
     def _tpot_bound_s(self, need: Need) -> float:
         """The bound on TPOT; infinite if there is none, or if not even an empty worker keeps it."""
-        bound_s, end_len = need.tpot_bound_s, need.end_len
+        bound_s = need.tpot_bound_s
         if bound_s is None:
             return math.inf
+        end_len = need.end_len
         for home in self._classes.values():
             if home.worker.info.role.decodes and has_memory(home.worker, end_len):
                 alone_s = self._estimates.step_s(home.worker, 1, end_len)
