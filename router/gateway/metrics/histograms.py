@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client.core import (
@@ -86,6 +86,16 @@ class Histogram:
         series = self._series.get(labels) or self.series(labels)
         series.counts[bisect_left(series.bounds, value)] += 1  # `series.observe`, without a call
         series.total[0] += value
+
+    def observe_each(
+        self, labels: Iterable[tuple[str, ...]], values: Iterable[float | None]
+    ) -> None:
+        """Counts a value for each of several series; None: there is none."""
+        for each, value in zip(labels, values, strict=True):
+            if value is not None:
+                series = self._series.get(each) or self.series(each)
+                series.counts[bisect_left(series.bounds, value)] += 1  # without a call
+                series.total[0] += value
 
     def collect(self) -> Iterator[Metric]:
         """The histogram as it is now."""

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Self
 
 from prometheus_client import generate_latest
@@ -82,11 +83,11 @@ _MEASURES = (
     "prefix_pull_s",
     "move_pull_s",
 )  # beside the stages: they overlap with them
-_STAGES = tuple(  # each with its label
-    (name, (name.removesuffix("_s"),))
-    for name in Timeline.__struct_fields__
-    if name.endswith("_s") and name not in _MEASURES
+_STAGES = tuple(
+    name for name in Timeline.__struct_fields__ if name.endswith("_s") and name not in _MEASURES
 )
+_STAGE_LABELS = tuple((name.removesuffix("_s"),) for name in _STAGES)
+_times_of = attrgetter(*_STAGES)
 
 
 class GatewayMetrics:
@@ -408,10 +409,7 @@ class ChoiceMeter:
         if timeline is not None:
             if self._request.trace is not None:
                 self._request.trace.add_choice(timeline)
-            for name, labels in _STAGES:
-                seconds: float | None = getattr(timeline, name)
-                if seconds is not None:
-                    self._metrics.stages.observe(seconds, labels)
+            self._metrics.stages.observe_each(_STAGE_LABELS, _times_of(timeline))
             if timeline.kv_transfer_s is not None:
                 self._metrics.kv_transfer.observe(timeline.kv_transfer_s)
             if timeline.kv_exposed_s is not None:
