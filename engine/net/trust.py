@@ -27,6 +27,7 @@ class Secret:
         encoded = token.encode(errors="surrogatepass")
         self._root = blake2b(encoded, person=b"baton secret").digest()
         self._keys: dict[str, bytes] = {}  # those that were derived, by purpose: few
+        self._salts: dict[str, bytes] = {}  # of groups without a salt of the client
 
     def __repr__(self) -> str:
         return "Secret(…)"
@@ -45,7 +46,12 @@ class Secret:
         Requests share cached prefixes if both `group`, which the operator chooses, and
         `cache_salt`, which the client may choose, are equal.
         """
-        return self.digest("salts of tenants", group, cache_salt, size=SALT_BYTES)
+        if cache_salt:
+            return self.digest("salts of tenants", group, cache_salt, size=SALT_BYTES)
+        salt = self._salts.get(group)
+        if salt is None:
+            salt = self._salts[group] = self.digest("salts of tenants", group, "", size=SALT_BYTES)
+        return salt
 
     def digest(self, purpose: str, *texts: str, size: int) -> bytes:
         """A digest of these texts, `size` bytes long, that only holders of the secret can make."""

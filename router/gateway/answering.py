@@ -152,8 +152,9 @@ class AnswerService:
                 checked = await self._checked(call)
                 while not parts.versions.takes(checked.served):  # it began to leave meanwhile
                     checked = await self._checked(call)
-                use.hold_prompts(checked.num_prompts, received_s)
-                use.hold_tokens(checked.most_tokens, received_s)
+                if use.account is not None:
+                    use.hold_prompts(checked.num_prompts, received_s)
+                    use.hold_tokens(checked.most_tokens, received_s)
             except InvalidRequest as error:
                 meter.refuse()
                 await replies.refuse(error)
@@ -246,10 +247,10 @@ class AnswerService:
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
         parts = self._parts
-        parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
         if len(call.data) < LONG_BODY_BYTES:
-            checked = parsed()
+            checked = parse(call, self._body_type, parts.versions, parts.settings)
         else:
+            parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
             checked = await parts.lanes.run(call.tenant.name, len(call.data), parsed)
         if checked.structure.grammar is not None:
             vocabulary = _vocabulary_of(checked.served.text)

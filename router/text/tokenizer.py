@@ -235,10 +235,9 @@ class TextModel:
         Special tokens are hidden, except those `shown`, or if it `shows_all`. A decoder that needs
         the bytes of tokens alone keeps what it must in `state`.
         """
-        shown_ids = {self._added_ids.get(content) for content in shown}
-        hidden_ids = self._hidden_ids - shown_ids if shown else self._hidden_ids
-        if shows_all:
-            hidden_ids = frozenset()
+        hidden_ids = frozenset() if shows_all else self._hidden_ids
+        if shown:
+            hidden_ids -= {self._added_ids.get(content) for content in shown}
         if self._byte_table is None:
             return ContextDetokenizer(self._tokenizer, prompt_ids=prompt_ids, hidden_ids=hidden_ids)
         return ByteDetokenizer(

@@ -56,21 +56,20 @@ class PromptScores:
 
     def __init__(self) -> None:
         self.entries: tuple[Entry, ...] = ()
-        self._known = asyncio.Event()
-
-    @property
-    def are_known(self) -> bool:
-        """True once they came."""
-        return self._known.is_set()
+        self.are_known = False  # they came
+        self._waited_for: asyncio.Event | None = None
 
     def put(self, entries: tuple[Entry, ...]) -> None:
         """Takes them."""
-        self.entries = entries
-        self._known.set()
+        self.entries, self.are_known = entries, True
+        if self._waited_for is not None:
+            self._waited_for.set()
 
     async def wait(self) -> None:
         """Returns when they are known."""
-        await self._known.wait()
+        if not self.are_known:
+            self._waited_for = self._waited_for or asyncio.Event()
+            await self._waited_for.wait()
 
 
 class AnswerChoice:
@@ -102,8 +101,8 @@ class AnswerChoice:
         # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
         self._scores: list[Logprobs] = []
-        asked = (request.sampling.logprobs, request.prompt_logprobs)
-        self._is_scored = any(count is not None for count in asked)
+        is_scored = request.sampling.logprobs is not None or request.prompt_logprobs is not None
+        self._is_scored = is_scored
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
         self._echoes_scores = call.echoes_scores

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from engine.clock import Clock
@@ -82,7 +81,7 @@ class _UpdateTaker:
         """Submits the request, writes its pieces and returns the last one."""
         request = self._choice.request
         updates = port.submit(request, self._take_at_once, self._take_tokens, open_lane)
-        async with aclosing(updates):
+        try:
             async for update in updates:
                 if self._choice.waits_for_prompt:
                     await self._choice.prompt.wait()
@@ -91,6 +90,8 @@ class _UpdateTaker:
                     return piece
                 if update.token_ids:
                     await self._writer.write(piece)
+        finally:
+            await updates.aclose()
         raise AssertionError("the router's iterator ended without an outcome")
 
     def open_lane(self, seq_id: SeqId) -> StepTaker | None:

@@ -47,7 +47,8 @@ class StreamedAnswer:
         self._heading = heading
         self._send = send
         self._pipe = pipe
-        self._turn = asyncio.Lock()  # choices of one answer write one at a time
+        # Choices of one answer write one at a time. None: there is only one.
+        self._turn = asyncio.Lock() if heading.num_choices > 1 else None
         self.is_open = False  # the head is sent, and nothing waits to be
         self._chunk: _ChunkEncoder | None = None  # None: the head of the response is not sent
         self._unfinished = heading.num_choices
@@ -84,12 +85,14 @@ class StreamedAnswer:
 
     async def write(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
-        async with self._turn:
-            self.is_open = False
+        if self._turn is None:
             await self._write(piece)
-            self.is_open = True
+            return
+        async with self._turn:
+            await self._write(piece)
 
     async def _write(self, piece: AnswerPiece) -> None:
+        self.is_open = False
         chunk = self._chunk
         data = b""
         if chunk is None:
@@ -103,6 +106,7 @@ class StreamedAnswer:
                 self._last, data = data, b""
         if data:
             await self._send_body(data, more_body=True)
+        self.is_open = True
 
     async def end(self, ending: Ending) -> None:
         """Sends the last chunks. A failed stream has no [DONE]."""

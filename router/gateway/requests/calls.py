@@ -343,12 +343,12 @@ def _prompts(
 def _prompt(
     body: Body, served: ServedVersion, structure: Structure, settings: GatewaySettings
 ) -> _Prompt:
-    text = served.text
-    token_ids = tuple(body.encode(text, served.max_len, structure.tools))
+    text, max_len = served.text, served.max_len
+    token_ids = tuple(body.encode(text, max_len, structure.tools))
     limits = limits_of(
         body,
         prompt_len=len(token_ids),
-        context_len=served.max_len,
+        context_len=max_len,
         default_max_tokens=settings.default_max_tokens,
         stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
     )

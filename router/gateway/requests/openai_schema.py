@@ -297,9 +297,13 @@ class ChatBody(Body, kw_only=True):
 
     @property
     def _has_options(self) -> bool:
-        options = (self.add_generation_prompt, self.continue_final_message)
-        variables = (self.chat_template_kwargs, self.documents, self.reasoning_effort)
-        return any(value is not None for value in (*options, *variables))
+        return (
+            self.add_generation_prompt is not None
+            or self.continue_final_message is not None
+            or self.chat_template_kwargs is not None
+            or self.documents is not None
+            or self.reasoning_effort is not None
+        )
 
     def _options(self, template: ChatTemplate) -> TemplateOptions:
         """What the client chooses of the rendering. Raises InvalidRequest."""
