@@ -185,7 +185,7 @@ class Router:
         self._arrived: dict[RequestId, Request] = {}  # in this turn of the loop
         self._steps: StepTaker | None = None  # has all lanes; None: there was none yet
         self._lanes: dict[SeqId, _Client] = {}
-        self._num_ended_seqs = 0  # of the machine, when it was last looked at
+        self._num_left_seqs = 0  # of the machine, when it was last looked at
         # Frames with tokens that went to lanes, and which of their messages did not.
         self._unheard: list[tuple[WorkerId, bytes, Sequence[int], float]] = []
         self._fingerprint = self._shown_fingerprint = ""
@@ -488,11 +488,11 @@ class Router:
             assert self._steps is not None
             self._steps.close_lane(seq_id)
 
-    def _close_ended_lanes(self) -> None:
+    def _close_left_lanes(self) -> None:
         """Closes lanes of sequences that ended before their requests."""
         state = self.machine.state
-        if state.num_ended_seqs != self._num_ended_seqs:
-            self._num_ended_seqs = state.num_ended_seqs
+        if state.num_left_seqs != self._num_left_seqs:
+            self._num_left_seqs = state.num_left_seqs
             for seq_id in [each for each in self._lanes if each not in state.by_seq]:
                 self._close_lane(self._lanes[seq_id])
 
@@ -540,7 +540,7 @@ class Router:
             if client is not None:
                 self._close_lane(client)
                 client.put(update)
-        self._close_ended_lanes()
+        self._close_left_lanes()
 
     def _set_timer(self, wake_s: float | None) -> None:
         """Sets the time of the machine's next tick.

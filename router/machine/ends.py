@@ -53,6 +53,7 @@ class Ends:
             return self.drop(flight, flight.attempt, reason, now_s)
         state.count("retried", reason)
         self.release_followers(flight, now_s)
+        state.num_left_seqs += 1
         effects = self.end_attempt(flight, now_s)
         if flight.num_counted >= state.config.max_attempts:
             message = f"given up after {flight.num_attempts} attempts; the last one: {reason}"
@@ -78,6 +79,7 @@ class Ends:
         if not flight.tokens:
             flight.stamps.prefill_started_s = other.started_s
             flight.num_cached_tokens = other.num_cached_tokens
+        self._state.num_left_seqs += 1
         effects = self._end_one(flight, attempt, now_s, tell_workers=True)
         self._state.deadlines.watch(flight)
         return effects
@@ -99,7 +101,6 @@ class Ends:
         self, flight: Flight, attempt: Attempt, now_s: float, *, tell_workers: bool
     ) -> list[RouterEffect]:
         del self._state.by_seq[attempt.seq_id]
-        self._state.num_ended_seqs += 1
         effects = self.end_move(flight, attempt, tell_workers=tell_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:

@@ -119,7 +119,7 @@ class Departures:
         source, target = (state.view.workers[i] for i in (old.decode, move.decode))
         source.release_decode(old.seq_id)
         del state.by_seq[old.seq_id]
-        state.num_ended_seqs += 1
+        state.num_left_seqs += 1
         state.by_seq[move.seq_id] = flight
         flight.num_attempts += 1
         flight.num_moves += 1
