@@ -29,8 +29,7 @@ class PrefillClaim(msgspec.Struct, frozen=True):
     seconds: float  # predicted; 0 where nothing is known yet
 
 
-@dataclass(slots=True)
-class DecodeClaim:
+class DecodeClaim(msgspec.Struct):
     """The debit of a sequence that decodes or will decode."""
 
     blocks: int  # at the length that is predicted for it

@@ -5,6 +5,8 @@ Plain records. `ends`, `placing` and `progress` decide what happens to them.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.messages import LeaseRef, Limits, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.lengths import AnswerLengths
@@ -14,8 +16,7 @@ from router.policies.base import Decision, SharedPrompt
 from router.prefixes.map import PrefixHashes
 
 
-@dataclass(slots=True)
-class Stamps:
+class Stamps(msgspec.Struct):
     """When a request passed each stage of its present attempt, seconds. None until it did."""
 
     arrived_s: float
@@ -40,8 +41,7 @@ class Move:
     gather_until_s: float | None = None  # copied, it waits so long for others to leave with it
 
 
-@dataclass(slots=True)
-class Attempt:
+class Attempt(msgspec.Struct):
     """One placement. While `offer_due_s` is set, the prompt was not yet sent.
 
     With a `move` it decodes on a worker that is no longer to decode, and moves to another one.
@@ -190,11 +190,12 @@ class Flight:
 
         For an answer that became longer than predicted, the new guess is half as much again.
         """
+        length = self.length
         likely = self.prompt_len + lengths.nearly_longest(self.max_tokens)
-        if likely > self.length:
+        if likely > length:
             return likely
-        guess = self.length + max(len(self.tokens) // 2, 16)
-        return max(min(guess, self.request.limits.max_len), self.length)
+        guess = length + max(len(self.tokens) // 2, 16)
+        return max(min(guess, self.request.limits.max_len), length)
 
     @property
     def prompt_logprobs(self) -> int | None:

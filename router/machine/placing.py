@@ -260,9 +260,9 @@ class Placing:
     ) -> None:
         """Reserves what the decision needs on both workers."""
         state = self._state
-        prefill, decode = (state.view.workers[i] for i in (attempt.prefill, attempt.decode))
-        compute_s = state.estimates.prefill_s(prefill, need.num_tokens, decision.num_cached_tokens)
-        num_cached = decision.num_cached_tokens
+        workers, num_cached = state.view.workers, decision.num_cached_tokens
+        prefill, decode = workers[attempt.prefill], workers[attempt.decode]
+        compute_s = state.estimates.prefill_s(prefill, need.num_tokens, num_cached)
         num_computed = need.num_tokens - num_cached
         self._load.note(compute_s or 0.0, now_s, num_computed=num_computed, num_cached=num_cached)
         is_local = not (attempt.hands_over or prefill.info.role.prefills)
@@ -408,9 +408,11 @@ class KnownPrefixes:
 
     def _look_up(self) -> Mapping[WorkerId, int]:
         if self._longest is None:
-            hashes, worker = self.hashes(), self._state.view.any_computing()
-            if not hashes or worker is None:
-                return {}
+            hashes = self.hashes()
+            worker = self._state.view.any_computing() if hashes else None
+            if worker is None:
+                self._longest = {}
+                return self._longest
             block_size = worker.info.layout.block_size
             longest = self._state.workers.prefixes.longest(hashes)
             self._longest = {i: n * block_size for i, n in longest.items()}

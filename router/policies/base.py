@@ -20,8 +20,7 @@ from router.cluster.view import ClusterView, WorkerView
 Worker = tuple[WorkerId, WorkerView]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Both workers are the same where prefill and decode run in one."""
 
     prefill: WorkerId

@@ -157,14 +157,15 @@ class AnswerChoice:
                 update = _without_answer(update)
         if update.timeline is not None:
             self.timeline = update.timeline
-        num_before = self._text.num_tokens
+        state = self._state
+        num_before = state.num_tokens
         deltas: list[Delta] = []
         if self._parser is not None:
             text = ""
             deltas, entries = self._parsed(self._parser, update)
         else:
             text, entries = self._pushed(update.token_ids, update.logprobs)
-        token_ids = update.token_ids[: self._text.num_tokens - num_before]
+        token_ids = update.token_ids[: state.num_tokens - num_before]
         if self._scores_all_tokens:
             entries = tuple(zip(token_ids, update.logprobs, strict=False))
         if token_ids:
@@ -184,7 +185,7 @@ class AnswerChoice:
         return AnswerPiece(
             self.index,
             text,
-            self._text.num_tokens,
+            state.num_tokens,
             entries,
             calls,
             token_ids if self._return_token_ids else (),
@@ -242,7 +243,7 @@ class AnswerChoice:
     @property
     def num_tokens(self) -> int:
         """Tokens of the choice so far."""
-        return self._text.num_tokens
+        return self._state.num_tokens
 
     @property
     def mean_logprob(self) -> float:

@@ -429,7 +429,7 @@ class ChoiceMeter:
         """Counts tokens, the reason of the end, and the times of a request."""
         metrics, num_cached = self._metrics, 0
         if isinstance(outcome, Finished):
-            metrics.num_by_finish[outcome.reason.value] += 1
+            metrics.num_by_finish[outcome.reason] += 1
         if timeline is not None and self._first_s is not None:
             num_cached = timeline.num_cached_tokens
             metrics.num_looked_up_tokens += self._prompt_len

@@ -115,8 +115,11 @@ def check_num_choices(body: Body, max_choices: int) -> None:
 
 def check_batch(body: Body, max_choices: int) -> None:
     """Raises ApiError if several prompts ask for more answers than the operator allows."""
-    num_prompts, max_choices = body.num_prompts, body.most_candidates(max_choices)
-    if num_prompts > 1 and num_prompts * body.num_candidates > max_choices:
+    num_prompts = body.num_prompts
+    if num_prompts == 1:
+        return
+    max_choices = body.most_candidates(max_choices)
+    if num_prompts * body.num_candidates > max_choices:
         message = (
             f"{num_prompts} prompts with {body.num_candidates} choices each are too many; "
             f"at most {max_choices} answers to one request are allowed"
