@@ -325,7 +325,8 @@ class Connection(HttpToolsProtocol):
 
     def flush(self) -> None:
         """Sends all waiting parts now, also those of other connections."""
-        self._outbox.send()
+        if self._outbox.parts:
+            self._outbox.send()
 
 
 class _LastOrNot:

@@ -222,7 +222,7 @@ class AnswerService:
                 choice.measure()
             if outcome is not None:
                 meter.end(outcome, last_s)
-            num_tokens = sum(choice.num_tokens for choice in choices)
+            num_tokens = sum([choice.num_tokens for choice in choices])
             meter.num_sent_tokens = num_tokens
             use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)
             for choice in choices:

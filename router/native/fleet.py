@@ -330,16 +330,18 @@ class Fleet:
         else:
             self._unsure.discard(worker_id)
         (self._shared.add if worker.foreign.prompt_tokens else self._shared.discard)(worker_id)
+        num_decodes, mean_tokens = worker.num_decodes, worker.mean_context_tokens
+        num_decoding = worker.num_decoding
         _NEWS.pack_into(
             self._news,
             number * _NEWS.size,
             self._index.slots[worker_id],
             *worker.ready(foreign_s),
-            worker.num_decodes,
-            worker.mean_context_tokens,
+            num_decodes,
+            mean_tokens,
             worker.promised_blocks,
-            worker.num_decoding,
-            worker.decoding_context_tokens,
+            num_decoding,
+            mean_tokens * num_decoding // max(num_decodes, 1),  # `decoding_context_tokens`
         )
 
     def _open(self, block_size: int) -> None:

@@ -24,6 +24,7 @@ from router.machine.requests import (
     Cancelled,
     Finished,
 )
+from router.text.logprobs import LogprobsWriter
 
 DONE = b"data: [DONE]\n\n"
 _INDEX = b'[{"index":'
@@ -154,9 +155,9 @@ class _ChunkEncoder:
     def __init__(self, heading: Heading) -> None:
         dialect, call = heading.dialect, heading.call
         head = _encode(heading.fields(dialect.chunk_name)).removesuffix(b"}")
-        indices = [str(index).encode() for index in range(heading.num_choices)]
         self._head = b"data: " + head + b',"choices":'
-        self._before_index = [self._head + _INDEX + index for index in indices]
+        begin = self._head + _INDEX
+        self._before_index = [begin + b"%d" % index for index in range(heading.num_choices)]
         self._before_text = [before + dialect.text_start for before in self._before_index]
         self._after = b',"usage":null}\n\n' if call.usage else b"}\n\n"
         self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
@@ -166,14 +167,14 @@ class _ChunkEncoder:
             call.usage_in_every_chunk or call.return_token_ids
         )
         has_ids = call.return_token_ids and not dialect.is_chat
-        self._without_prompt = set(range(len(indices))) if has_ids else set()
-        self._prompt_tokens = [len(request.token_ids) for request in call.requests]
-        self._logprobs = [
-            dialect.logprobs_writer(
-                call.served.text.bytes_of, call.num_top or 0, ids_for_names=call.ids_for_names
-            )
-            for _ in (indices if call.num_top is not None else ())
-        ]
+        self._without_prompt = set(range(heading.num_choices)) if has_ids else set()
+        self._logprobs: list[LogprobsWriter] = []
+        if call.num_top is not None:
+            bytes_of, by_id = call.served.text.bytes_of, call.ids_for_names
+            self._logprobs = [
+                dialect.logprobs_writer(bytes_of, call.num_top, ids_for_names=by_id)
+                for _ in self._before_index
+            ]
 
     def first(self) -> bytes:
         """The chunks that each choice of a chat begins with."""
@@ -183,7 +184,7 @@ class _ChunkEncoder:
         if self._call.return_token_ids:
             chunk += b',"prompt_token_ids":' + _encode(self._call.first.token_ids)
         befores = enumerate(self._before_index)
-        return b"".join(before + chunk + self._counted(i, 0) for i, before in befores)
+        return b"".join([before + chunk + self._counted(i, 0) for i, before in befores])
 
     def of_text(self, choice: int, text: str) -> bytes:
         """A chunk that holds only text."""
@@ -260,5 +261,5 @@ class _ChunkEncoder:
         """The end of a chunk, with its choice's usage so far if the client wants that."""
         if not self._call.usage_in_every_chunk:
             return self._after
-        usage = usage_of(self._prompt_tokens[choice], num_tokens)
+        usage = usage_of(len(self._call.requests[choice].token_ids), num_tokens)
         return b',"usage":' + _encode(usage) + b"}\n\n"

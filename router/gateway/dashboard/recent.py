@@ -303,6 +303,8 @@ class RecentRequests:
 def bounds_of(request: Request, default: Bounds) -> Bounds:
     """The bounds of one request: its own, else those of the deployment."""
     own = request.deadline_s
+    if own is None and request.tpot_bound_s is None:
+        return default
     return Bounds(
         default.ttft_s if own is None else own - request.received_s,
         default.tpot_s if request.tpot_bound_s is None else request.tpot_bound_s,

@@ -262,7 +262,7 @@ def parse(
         usage_in_every_chunk=usage_in_every_chunk,
         timeline=call.timeline,
         decision=call.decision,
-        echoes=tuple(prompt.echo for prompt in prompts),
+        echoes=tuple([prompt.echo for prompt in prompts]),
         echoes_scores=body.echoes_scores,
         num_top=body.num_top_logprobs,
         num_prompt_top=body.prompt_logprobs,
