@@ -71,7 +71,7 @@ from router.machine.events import (
     WorkerJoined,
 )
 from router.machine.machine import RouterMachine
-from router.machine.moves.rule import BALANCED
+from router.machine.moves.reasons import BALANCED
 from router.machine.requests import Outcome, Request, Timeline
 from router.planning.planner import PlannerRules
 

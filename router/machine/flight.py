@@ -11,6 +11,7 @@ from engine.messages import LeaseRef, Limits, SeqId, WorkerId
 from engine.worker.blocks import BlockHash
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
+from router.machine.moves.reasons import FREE
 from router.machine.requests import Request, Timeline
 from router.policies.base import Decision, SharedPrompt
 from router.prefixes.map import PrefixHashes
@@ -40,6 +41,11 @@ class Move:
     copy_due_s: float | None = None  # until then they are waited for
     gather_until_s: float | None = None  # copied, it waits so long for others to leave with it
 
+    @property
+    def is_free(self) -> bool:
+        """True if the sequence may stay. Then its KV stays cached where it was, or is kept."""
+        return self.reason in FREE
+
 
 class Attempt(msgspec.Struct):
     """One placement. While `offer_due_s` is set, the prompt was not yet sent.
@@ -60,7 +66,7 @@ class Attempt(msgspec.Struct):
     lease: LeaseRef | None = None
     prefilled: bool = False
     kv_ready: bool = False
-    kept_by: WorkerId | None = None  # which of the two workers keeps its KV; None: both
+    kept_by: WorkerId | None = None  # which of the workers keeps its KV; None: all
     is_moved: bool = False  # it continues an attempt at another decode worker
     is_lent: bool = False  # a prefill worker decodes it
     move: Move | None = None

@@ -85,7 +85,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.moves.rule import BALANCED, DRAINED, GATHERED, GIVEN_BACK
+from router.machine.moves.reasons import BALANCED, DRAINED, GATHERED, GIVEN_BACK
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected, Request
 from router.native.machine import native_machine
 from router.recording.records import Recorder, replay

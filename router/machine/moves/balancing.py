@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from engine.messages import SeqId, WorkerId
 from router.cluster.view import WorkerView
 from router.machine.flight import Move
-from router.machine.moves.rule import BALANCED, COUNTED_AS, LENT, REST_S, MoveRule
+from router.machine.moves.reasons import BALANCED, COUNTED_AS, LENT
+from router.machine.moves.rule import REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.balancing import Lenders, counted_step_s, is_idle_lender, relief

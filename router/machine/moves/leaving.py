@@ -105,6 +105,7 @@ class Departures:
             is_moved=is_near,
             salt=request.salt,
             client_id=request.client_id,
+            are_spare=move.is_free,
             recur=flight.recurs,
         )
         return [

@@ -15,7 +15,8 @@ sequences already. Each one that decodes any loses about half of its time for pr
 from engine.messages import Role, WorkerId
 from router.cluster.view import WorkerView
 from router.machine.flight import Flight, Move
-from router.machine.moves.rule import COUNTED_AS, GATHERED, GIVEN_BACK, REST_S, MoveRule
+from router.machine.moves.reasons import COUNTED_AS, GATHERED, GIVEN_BACK
+from router.machine.moves.rule import REST_S, MoveRule
 from router.machine.placing import Placing
 from router.machine.state import RouterState
 from router.policies.base import Need

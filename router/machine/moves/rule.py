@@ -10,6 +10,7 @@ from router.machine.ends import Ends
 from router.machine.events import RouterEffect
 from router.machine.flight import Attempt, Flight, Move
 from router.machine.moves.leaving import Departures
+from router.machine.moves.reasons import COUNTED_AS, DRAINED
 from router.machine.moves.stages import MoveStage, may_stay
 from router.machine.placing import Placing
 from router.machine.state import RouterState
@@ -17,14 +18,6 @@ from router.policies.base import Need
 from router.policies.candidates import decode_blocks
 from router.policies.joining import next_decoder
 
-DRAINED = "drained"  # reason of a move: its worker has no role any more
-# Reasons of moves of sequences that may stay.
-BALANCED = "balanced"  # the target is faster
-LENT = "lent"  # the target is a prefill worker that has no prompts
-GIVEN_BACK = "given back"  # prompts wait for the prefill worker that decodes it
-GATHERED = "gathered"  # the same, and it goes to a prefill worker that decodes more
-FREE = (BALANCED, LENT, GIVEN_BACK, GATHERED)
-COUNTED_AS = {BALANCED: "balance", LENT: "lend", GIVEN_BACK: "give back", GATHERED: "gather"}
 REST_S = 20.0  # a sequence that moved, or did not come to it, is not balanced again for so long
 
 
@@ -48,11 +41,11 @@ class MoveRule:
         worker = self._state.view.workers[attempt.decode]
         if may_stay(worker.info, attempt):
             moves.forget(request_id)
-            is_free = attempt.move is not None and attempt.move.reason in FREE
+            is_free = attempt.move is not None and attempt.move.is_free
             return [] if is_free else self.call_off(flight, attempt)
         reason = DRAINED if worker.info.role is Role.DRAINED else ROLE_CHANGED
         if attempt.move is not None:
-            if attempt.move.reason in FREE:  # now it must go
+            if attempt.move.is_free:  # now it must go
                 moves.want(request_id, now_s)
                 attempt.move.reason = reason
             return []
@@ -80,7 +73,7 @@ class MoveRule:
         stage = self._state.moves.stage(flight.request.request_id)
         if attempt.move is None or stage is MoveStage.LEAVING:
             return []
-        if attempt.move.reason in FREE:
+        if attempt.move.is_free:
             self._state.counters[COUNTED_AS[attempt.move.reason], "called off"] += 1
         return self._ends.end_move(flight, attempt)
 

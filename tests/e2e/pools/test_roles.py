@@ -26,7 +26,7 @@ from engine.messages import (
     encode_frame,
 )
 from engine.net.sessions import SessionClient
-from router.machine.moves.rule import DRAINED
+from router.machine.moves.reasons import DRAINED
 from router.machine.requests import Finished, Request
 from router.service import Router
 from tests.kits.services.cluster import (

@@ -32,7 +32,7 @@ from engine.messages import (
 from router.machine.machine import ClientGone, Deliver, Tick, WorkerLost
 from router.machine.moves.leaving import GATHER_S, NOT_HANDED_OVER
 from router.machine.moves.moving import NOT_MOVED
-from router.machine.moves.rule import DRAINED
+from router.machine.moves.reasons import DRAINED
 from router.machine.moves.stages import MoveStage
 from router.machine.requests import Cancelled, Failed, Finished
 from tests.kits.router.machine import LEASE, Driver, ends, sent
