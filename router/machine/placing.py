@@ -236,6 +236,7 @@ class Placing:
             is_lent=self._is_lent(decision),
         )
         self._state.by_seq[seq_id] = flight
+        attempt.kept_by = attempt.prefill
         if attempt.hands_over and need.decodes:  # else nothing is handed over
             workers = self._state.view.workers
             attempt.kept_by = keeper(

@@ -128,6 +128,12 @@ def test_a_holder_that_does_not_keep_a_prompt_offers_spare_blocks():
     assert offer.are_spare == (attempt.kept_by != holder)
 
 
+def test_a_prompt_that_is_not_handed_over_is_kept_where_it_is_pulled_to(driver):
+    effects = driver.ask("again", (*LONG, 7, 8), max_tokens=1)
+    [(holder, offer)] = sent(effects, OfferPrefix)
+    assert (holder, offer.are_spare) == ("d0", True)
+
+
 def test_a_decode_worker_holds_its_answers_except_the_last_token():
     driver = learned("p0", "d0")  # which answered LONG with 100, 101, 102
     driver.ask("next", (*LONG, 200), max_tokens=8)
