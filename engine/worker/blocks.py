@@ -10,8 +10,9 @@ A block without a holder is free. If it is full and its hash is known, it is als
 its content until the free list, least recently used first, reaches it. *Spare* blocks are handed
 out before other cached ones: the last sequence or lease that held them said that another worker
 keeps a copy. Blocks before one that is kept are no spare ones, or nothing would be found of the
-prefix. *Recurring* blocks are those that the last sequence took for more likely to be used again.
-They stay `RECURRING_STAY` times as long as others, counted in blocks handed out. So at all times
+prefix. Generated blocks do not count here: the next prompt repeats the answer, or cannot use it.
+*Recurring* blocks are those that the last sequence took for more likely to be used again. They stay
+`RECURRING_STAY` times as long as others, counted in blocks handed out. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
 
@@ -148,8 +149,8 @@ class BlockPool:
         self._in_flight = [0] * num_blocks
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
-        self._num_children: dict[BlockHash, int] = {}  # known blocks after the one with this hash
-        self._parent: list[BlockHash | None] = [None] * num_blocks
+        self._num_children: dict[BlockHash, int] = {}  # blocks of prompts after this one
+        self._parent: list[BlockHash | None] = [None] * num_blocks  # of blocks of prompts
         self._num_cached = 0  # idle blocks whose hash is known
         self._num_leased = self._num_in_flight = (
             0  # blocks with this kind of holder; some have both
@@ -242,17 +243,20 @@ class BlockPool:
         *,
         parent: BlockHash | None = None,
         token_ids: Sequence[int] = (),
+        is_answer: bool = False,
     ) -> None:
         """Records that `block` is full, with its hash. Of two blocks with one hash, the first is
         found.
 
         `parent`, the hash of the block before it, and the tokens are only passed on as news.
+        A block that `is_answer` was generated, and is not counted as one that follows.
         """
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             self._hash[block] = block_hash
             self._num_cached += self._is_idle(block)
-            self._follow(block, parent)
+            if not is_answer:
+                self._follow(block, parent)
             if self._news is not None:
                 self._news.append(Stored(block_hash, parent, token_ids))
 

@@ -168,12 +168,17 @@ class Sequence:
         for i in range(first, num_full):
             parent = self.block_hashes[i - 1] if i else None
             tokens: list[int] = []
-            if pool.wants_tokens or i == len(self.block_hashes):
+            is_answer = i == len(self.block_hashes)
+            if pool.wants_tokens or is_answer:
                 tokens = self.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            if i == len(self.block_hashes):
+            if is_answer:
                 self.block_hashes.append(hash_block(parent, tokens, self.salt))
             pool.set_hash(
-                self.block_table[i], self.block_hashes[i], parent=parent, token_ids=tokens
+                self.block_table[i],
+                self.block_hashes[i],
+                parent=parent,
+                token_ids=tokens,
+                is_answer=is_answer,
             )
         self.num_hashed_blocks = num_full
 

@@ -163,6 +163,22 @@ def test_a_prefix_that_a_kept_block_follows_is_not_spare():
     pool.validate()
 
 
+def test_a_prompt_that_only_an_answer_follows_may_be_spare():
+    pool = BlockPool(4)
+    cached(pool, [b"old", b"old2"])
+    blocks = pool.allocate(2)
+    pool.set_hash(blocks[0], b"prompt")
+    pool.set_hash(blocks[1], b"answer", parent=b"prompt", is_answer=True)
+    pool.disown(blocks)
+    pool.lease(blocks[:1])
+    pool.end_lease(blocks[:1], are_spare=True)
+    pool.validate()
+    pool.allocate(1)
+    assert not pool.match([b"prompt"])
+    assert len(pool.match([b"old", b"old2"])) == 2
+    pool.validate()
+
+
 def test_a_spare_prefix_that_is_used_again_is_kept():
     pool = BlockPool(4)
     cached(pool, [b"a", b"b"], are_spare=True)
