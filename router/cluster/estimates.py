@@ -103,7 +103,10 @@ class Estimates:
         self._offer_s = FIRST_OFFER_S
         self.version = 0  # changes whenever costs change
         self._sizes: dict[tuple[str, WorkerClass], _Sizes] = {}
-        self._alike: dict[tuple[str, WorkerClass], WorkerClass | None] = {}  # since it last learned
+        # Since it last learned:
+        self._alike: dict[tuple[str, WorkerClass], WorkerClass | None] = {}
+        self._decode_costs: dict[WorkerClass, DecodeCost | None] = {}
+        self._pull_costs: dict[WorkerClass, PullCost] = {}
 
     # ------------------------------------------------------------ observations
 
@@ -153,7 +156,8 @@ class Estimates:
                 self._online.observe_step(worker_class(worker), sample)
 
     def _is_taken(self, kind: str, worker: WorkerView, size: float) -> bool:
-        self._alike.clear()
+        for found in (self._alike, self._decode_costs, self._pull_costs):
+            found.clear()
         return self._of(kind, worker).note(size)
 
     def _of(self, kind: str, worker: WorkerView) -> _Sizes:
@@ -200,8 +204,12 @@ class Estimates:
 
     def pull_cost(self, worker: WorkerView) -> PullCost:
         """The formula for pulls to a worker, from the request for the blocks on."""
-        cost = self._bare_pull_cost(worker)
-        return PullCost(cost.fixed_s + PULL_OVERHEAD_S, cost.block_s, cost.bytes_per_s)
+        known = self._pull_costs.get(key := worker_class(worker))
+        if known is None:
+            bare = self._bare_pull_cost(worker)
+            known = PullCost(bare.fixed_s + PULL_OVERHEAD_S, bare.block_s, bare.bytes_per_s)
+            self._pull_costs[key] = known
+        return known
 
     def _bare_pull_cost(self, worker: WorkerView) -> PullCost:
         if self._of("pull", worker).are_enough:
@@ -226,6 +234,12 @@ class Estimates:
 
     def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
         """The formula for a worker's decode steps."""
+        key = worker_class(worker)
+        if key not in self._decode_costs:
+            self._decode_costs[key] = self._look_for_decode_cost(worker)
+        return self._decode_costs[key]
+
+    def _look_for_decode_cost(self, worker: WorkerView) -> DecodeCost | None:
         known = self._known("decode", worker)
         if known is not None:
             return self._online.costs(known).decode

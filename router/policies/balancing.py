@@ -31,7 +31,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import attrgetter
 
+from engine.demand import DecodeCost
 from engine.messages import Role, SeqId, WorkerId
+from engine.worker.costs import PullCost
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, DecodeClaim, WorkerView
 from router.policies.base import Costs
@@ -69,15 +71,18 @@ class _Load:
     """The sequences of a worker, as the price of its step sees them."""
 
     worker: WorkerView
+    cost: DecodeCost | None  # of its steps; None if nothing was measured
     num_seqs: float
     context_tokens: float
     lasts_s: float = inf  # how long it is expected to go on decoding
     room_s: float = 0.0  # what prompts lose by the room of a token
 
-    def step_s(self, costs: Costs) -> float | None:
-        """For how many seconds its step counts, as predicted; None if nothing was measured."""
-        step_s = costs.step_s(self.worker, round(self.num_seqs), round(self.context_tokens))
-        return step_s if step_s is None or self.worker.info.role.decodes else LEND_RATIO * step_s
+    def step_s(self, more_seqs: float = 0.0, more_tokens: float = 0.0) -> float:
+        """For how many seconds its step would count with so many more sequences, as predicted."""
+        assert self.cost is not None
+        num_seqs, tokens = self.num_seqs + more_seqs, self.context_tokens + more_tokens
+        step_s = self.cost.seconds(round(num_seqs), round(tokens))
+        return step_s if self.worker.info.role.decodes else LEND_RATIO * step_s
 
     def plus(self, num_seqs: float, context_tokens: float) -> "_Load":
         """Returns the load with so many more sequences."""
@@ -118,17 +123,16 @@ def relief(
     `may_leave` says which sequences may be moved to a worker. `lenders` may take some, too.
     """
     loads = {
-        i: _load(worker, lenders)
+        i: _load(worker, costs, lenders)
         for i, worker in view.workers.items()
         if worker.info.role.decodes or i in lenders.idle_s
     }
     if len(loads) < 2:
         return None
-    steps_s = {i: load.step_s(costs) for i, load in loads.items()}
-    known_s = {i: step_s for i, step_s in steps_s.items() if step_s is not None}
-    slowest_first = sorted(known_s, key=lambda i: (-known_s[i], i))
+    steps_s = {i: load.step_s() for i, load in loads.items() if load.cost is not None}
+    slowest_first = sorted(steps_s, key=lambda i: (-steps_s[i], i))
     for source in slowest_first:
-        if known_s[source] <= (1 + least_gain) * known_s[slowest_first[-1]]:
+        if steps_s[source] <= (1 + least_gain) * steps_s[slowest_first[-1]]:
             return None  # nor does any other of those that follow
         worker = loads[source].worker
         if not worker.decodes or not worker.info.role.decodes:
@@ -136,10 +140,13 @@ def relief(
         takers = [i for i in reversed(slowest_first) if _could_take(view, source, loads[i])]
         # The fastest of each role: an idle prefill worker may take none of these sequences.
         targets = {loads[i].worker.info.role: i for i in reversed(takers)}
+        leavers: list[_Leaver] = []
         for target in sorted(targets.values(), key=takers.index):
-            may_go = [seq_id for seq_id in worker.decodes if may_leave(seq_id, target)]
-            leavers = _leavers(worker, lengths, may_go)
-            chosen = tuple(_chosen(loads[source], loads[target], leavers, costs, least_gain))
+            if not _may_gain(loads[source], loads[target], least_gain):
+                continue
+            leavers = leavers or _leavers(worker, lengths)
+            may_go = (leaver for leaver in leavers if may_leave(leaver.seq_id, target))
+            chosen = tuple(_chosen(loads[source], loads[target], may_go, costs, least_gain))
             if chosen:
                 return Relief(source, target, chosen)
     return None
@@ -147,7 +154,8 @@ def relief(
 
 def counted_step_s(worker: WorkerView, costs: Costs) -> float | None:
     """For how many seconds a worker's present step counts; None if nothing was measured."""
-    return _load(worker).step_s(costs)
+    load = _load(worker, costs)
+    return None if load.cost is None else load.step_s()
 
 
 def is_idle_lender(worker: WorkerView) -> bool:
@@ -157,9 +165,9 @@ def is_idle_lender(worker: WorkerView) -> bool:
     return info.role is Role.PREFILL and info.is_fluid and not has_prompts
 
 
-def _load(worker: WorkerView, lenders: Lenders = NO_LENDERS) -> _Load:
+def _load(worker: WorkerView, costs: Costs, lenders: Lenders = NO_LENDERS) -> _Load:
     context_tokens = worker.context_tokens + worker.foreign.context_tokens
-    load = _Load(worker, worker.num_decodes, context_tokens)
+    load = _Load(worker, costs.decode_cost(worker), worker.num_decodes, context_tokens)
     if (idle_s := lenders.idle_s.get(worker.info.worker_id)) is not None:
         load = replace(load, lasts_s=idle_s, room_s=lenders.cached_token_s)
     return load
@@ -180,9 +188,9 @@ def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
     )
 
 
-def _leavers(worker: WorkerView, lengths: AnswerLengths, seq_ids: Iterable[SeqId]) -> list[_Leaver]:
-    """Returns these sequences of a worker, those with most to gain first."""
-    leavers = [_leaver(seq_id, worker.decodes[seq_id], lengths) for seq_id in seq_ids]
+def _leavers(worker: WorkerView, lengths: AnswerLengths) -> list[_Leaver]:
+    """Returns the sequences of a worker, those with most to gain first."""
+    leavers = [_leaver(seq_id, claim, lengths) for seq_id, claim in worker.decodes.items()]
     return sorted(leavers, key=attrgetter("worth"), reverse=True)
 
 
@@ -191,41 +199,52 @@ def _leaver(seq_id: SeqId, claim: DecodeClaim, lengths: AnswerLengths) -> _Leave
     return _Leaver(seq_id, claim.context_tokens, left, left / max(claim.context_tokens, 1))
 
 
+def _may_gain(source: _Load, target: _Load, least_gain: float) -> bool:
+    """False if not even the sequence with the least context would have a shorter step there."""
+    weight = _weight(source)
+    least = min([claim.context_tokens for claim in source.worker.decodes.values()])
+    return source.step_s() > (1 + least_gain) * target.step_s(weight, weight * least)
+
+
+def _weight(source: _Load) -> float:
+    """For how many sequences one of ours stands: other gateways move their share."""
+    return source.num_seqs / max(len(source.worker.decodes), 1)
+
+
 def _chosen(
     source: _Load, target: _Load, leavers: Iterable[_Leaver], costs: Costs, least_gain: float
 ) -> Iterator[SeqId]:
     """Yields the sequences that leave, until both workers are predicted to be equally fast."""
-    # Other gateways move their share: each sequence stands for several.
-    weight = source.num_seqs / max(len(source.worker.decodes), 1)
+    weight, pull = _weight(source), costs.pull_cost(target.worker)
     num_chosen, num_blocks, wanted_gain = 0, target.worker.promised_blocks, least_gain
+    here_s, most_blocks = source.step_s(), target.most_blocks
     for leaver in leavers:
         num_blocks_then = num_blocks + source.worker.decodes[leaver.seq_id].blocks
-        if num_blocks_then > target.most_blocks:
+        if num_blocks_then > most_blocks:
             continue
-        after = source.plus(-weight, -weight * leaver.context_tokens)
-        there = target.plus(weight, weight * leaver.context_tokens)
-        here_s, after_s, there_s = (load.step_s(costs) for load in (source, after, there))
-        assert here_s is not None
-        assert after_s is not None
-        assert there_s is not None
+        there_s = target.step_s(weight, weight * leaver.context_tokens)
         is_full = target.worker.num_decodes + num_chosen >= target.worker.info.max_running
         if is_full or num_chosen >= AT_ONCE or here_s <= (1 + wanted_gain) * there_s:
             return
-        if after_s < there_s or not _pays(leaver, target, here_s, there_s, costs):
+        after_s = source.step_s(-weight, -weight * leaver.context_tokens)
+        if after_s < there_s or not _pays(leaver, target, here_s, there_s, pull):
             continue
         yield leaver.seq_id
         num_chosen, num_blocks, wanted_gain = num_chosen + 1, num_blocks_then, 0.0
-        source, target = after, there
+        source = source.plus(-weight, -weight * leaver.context_tokens)
+        target = target.plus(weight, weight * leaver.context_tokens)
+        here_s = after_s
 
 
-def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, costs: Costs) -> bool:
+def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: PullCost) -> bool:
     """True if the move saves the client more seconds than it costs."""
-    block_size = target.worker.info.layout.block_size
-    copy_s = costs.pull_s(target.worker, leaver.context_tokens)
-    pause_s = costs.pull_s(target.worker, LAST_BLOCKS * block_size) + there_s
+    layout = target.worker.info.layout
+    num_blocks, block_bytes = layout.num_blocks_for(leaver.context_tokens), layout.block_bytes
+    copy_s = pull.seconds(num_blocks, num_blocks * block_bytes)
     left_then = min(leaver.left_tokens - copy_s / here_s, target.lasts_s / there_s)
     if left_then < LEAST_LEFT:
         return False
+    pause_s = pull.seconds(LAST_BLOCKS, LAST_BLOCKS * block_bytes) + there_s
     room_s = target.room_s * (leaver.context_tokens + left_then)
     cost_s = copy_s + PAYBACK * pause_s + PROMPTS_PAYBACK * room_s
     return left_then * (here_s - there_s) > cost_s

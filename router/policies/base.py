@@ -13,8 +13,10 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
+from engine.demand import DecodeCost
 from engine.messages import Role, WorkerId
 from engine.worker.blocks import BlockHash
+from engine.worker.costs import PullCost
 from router.cluster.view import ClusterView, WorkerView
 
 Worker = tuple[WorkerId, WorkerView]
@@ -95,6 +97,10 @@ class Costs(Protocol):
         """Seconds to pull `num_tokens` in full blocks to this worker; at first a guess."""
         ...
 
+    def pull_cost(self, worker: WorkerView) -> PullCost:
+        """The formula of `pull_s`."""
+        ...
+
     def load_s(self, store: WorkerView, medium: str, num_blocks: int) -> float:
         """Seconds until a store has read so many blocks of a lower medium; at first a guess."""
         ...
@@ -105,6 +111,10 @@ class Costs(Protocol):
 
     def step_s(self, worker: WorkerView, num_seqs: int, context_tokens: int) -> float | None:
         """Seconds of a decode step of `num_seqs` sequences with `context_tokens` in all."""
+        ...
+
+    def decode_cost(self, worker: WorkerView) -> DecodeCost | None:
+        """The formula of `step_s`."""
         ...
 
 
