@@ -67,21 +67,17 @@ class Role(StrEnum):
     DRAINED = "drained"  # accepts nothing: its sequences end here or are moved away
     STORE = "store"  # computes nothing: it keeps blocks of others, and offers them
 
+    # Plain attributes, since each event reads them:
+    prefills: bool  # computes prompts, also for other workers to go on from
+    decodes: bool  # can generate tokens
+
     __hash__ = str.__hash__  # that of an enum is made in Python, and costs are found by role
 
-    @property
-    def prefills(self) -> bool:
-        """True if the worker computes prompts, also for other workers to go on from."""
-        return self in _PREFILLING
-
-    @property
-    def decodes(self) -> bool:
-        """True if the worker can generate tokens."""
-        return self in _DECODING
+    def __init__(self, name: str) -> None:
+        self.prefills = name in ("prefill", "mixed")
+        self.decodes = name in ("decode", "mixed")
 
 
-_PREFILLING = (Role.PREFILL, Role.MIXED)
-_DECODING = (Role.DECODE, Role.MIXED)
 # The roles that a worker can take. A store is a store for life.
 ROLES_OF_WORKERS = frozenset(Role) - {Role.STORE}
 # The roles of one pool, whose workers may take work of the other one: see `Welcome.stretch`.
