@@ -27,9 +27,12 @@ Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.demand import DecodeCost
 from engine.messages import Role, SeqId, WorkerId
@@ -66,16 +69,15 @@ class Lenders:
 NO_LENDERS = Lenders()
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
+class _Load(msgspec.Struct, frozen=True):  # made for each worker at each look
     """The sequences of a worker, as the price of its step sees them."""
 
     worker: WorkerView
     cost: DecodeCost | None  # of its steps; None if nothing was measured
     num_seqs: float
     context_tokens: float
-    lasts_s: float = inf  # how long it is expected to go on decoding
-    room_s: float = 0.0  # what prompts lose by the room of a token
+    lasts_s: float  # how long it is expected to go on decoding
+    room_s: float  # what prompts lose by the room of a token
 
     def step_s(self, more_seqs: float = 0.0, more_tokens: float = 0.0) -> float:
         """For how many seconds its step would count with so many more sequences, as predicted."""
@@ -99,8 +101,7 @@ class _Load:
         return info.num_blocks * (1.0 if info.role.decodes else LEND_SHARE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaver:
+class _Leaver(msgspec.Struct, frozen=True):
     """A sequence that may leave."""
 
     seq_id: SeqId
@@ -166,11 +167,15 @@ def is_idle_lender(worker: WorkerView) -> bool:
 
 
 def _load(worker: WorkerView, costs: Costs, lenders: Lenders = NO_LENDERS) -> _Load:
-    context_tokens = worker.context_tokens + worker.foreign.context_tokens
-    load = _Load(worker, costs.decode_cost(worker), worker.num_decodes, context_tokens)
-    if (idle_s := lenders.idle_s.get(worker.info.worker_id)) is not None:
-        load = replace(load, lasts_s=idle_s, room_s=lenders.cached_token_s)
-    return load
+    idle_s = lenders.idle_s.get(worker.info.worker_id)
+    return _Load(
+        worker,
+        costs.decode_cost(worker),
+        worker.num_decodes,
+        worker.context_tokens + worker.foreign.context_tokens,
+        inf if idle_s is None else idle_s,
+        0.0 if idle_s is None else lenders.cached_token_s,
+    )
 
 
 def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
