@@ -71,6 +71,11 @@ class Unwritten(Sequence[int]):
         prompt_len = max(self._prompt_len - start, 0)
         return Unwritten(self._fill, prompt_len, self._base + start, max(stop - start, 0))
 
+    def __add__(self, tokens: Sequence[int]) -> "Unwritten":
+        grown = self.copy()
+        grown += tokens
+        return grown
+
     def append(self, token: int) -> None:
         """Appends the answer's next token."""
         assert token == self._base + self._length
@@ -114,7 +119,7 @@ class SimulatedPrompts:
             return read_prompt(message, block_size)
         hashes = _with_answer(known, message.token_ids, block_size)
         tokens: object = message.token_ids
-        if not isinstance(tokens, Unwritten):  # a journal: the answer so far goes on elsewhere
+        if not isinstance(tokens, Unwritten):
             return PromptFacts(hashes, MAX_ID)
         return PromptFacts(hashes, MAX_ID, cast("list[int]", tokens.copy()))
 

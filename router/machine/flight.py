@@ -181,7 +181,7 @@ class Flight:
     def token_ids(self) -> list[int]:
         """The journal: prompt and answer so far. Read only."""
         if self.tokens:
-            return [*self.request.token_ids, *self.tokens]
+            return self.request.journal(self.tokens)
         if self._prompt is None:
             self._prompt = self.request.prompt()
         return self._prompt
@@ -211,7 +211,8 @@ class Flight:
     def leading_hashes(self, num_tokens: int, worker: WorkerView) -> list[BlockHash]:
         """Hashes of the full blocks among so many leading tokens, as this worker makes them."""
         block_size = worker.info.layout.block_size
-        token_ids = self.token_ids if self.tokens else self.request.token_ids
+        has_all = num_tokens <= self.prompt_len
+        token_ids = self.request.token_ids if has_all else self.token_ids
         return self.hashes.leading(token_ids, num_tokens=num_tokens, block_size=block_size)
 
     def validate(self, view: ClusterView) -> None:

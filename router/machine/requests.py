@@ -31,7 +31,7 @@ class Request(msgspec.Struct, frozen=True):
     """
 
     request_id: RequestId
-    token_ids: tuple[int, ...]  # the simulator passes an object that acts like it and is not copied
+    token_ids: tuple[int, ...]  # the simulator passes an object that acts like tuple and list
     sampling: Sampling
     limits: Limits
     received_s: float  # when the HTTP request came in
@@ -51,6 +51,13 @@ class Request(msgspec.Struct, frozen=True):
         """The tokens as messages carry them."""
         tokens: Sequence[int] = self.token_ids
         return list(tokens) if isinstance(tokens, tuple) else cast("list[int]", tokens)
+
+    def journal(self, answer: list[int]) -> list[int]:
+        """The tokens and an answer so far, as messages carry them."""
+        tokens: Sequence[int] = self.token_ids
+        if isinstance(tokens, tuple):
+            return [*tokens, *answer]
+        return cast("list[int]", tokens) + answer
 
 
 @dataclass(frozen=True, slots=True)

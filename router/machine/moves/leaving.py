@@ -93,11 +93,11 @@ class Departures:
         self._become(flight, attempt, move, message.lease)
         flight.last_news_s = now_s
         self._state.deadlines.watch(flight)
-        *token_ids, last = flight.token_ids
+        token_ids = flight.token_ids
         request = flight.request
         decode = Decode(
             move.seq_id,
-            token_ids,
+            token_ids[:-1],
             request.sampling,
             flight.limits,
             message.lease,
@@ -110,7 +110,7 @@ class Departures:
         )
         return [
             SendTo(move.decode, decode),
-            SendTo(move.decode, FirstToken(move.seq_id, last)),
+            SendTo(move.decode, FirstToken(move.seq_id, token_ids[-1])),
             *end_copy(self._state, move),  # in the same frame: it is found in the cache
         ]
 

@@ -66,6 +66,7 @@ def test_unwritten_prompt_acts_like_a_list(prompt_len, base, grown, data):
     unwritten, written = Unwritten(7, prompt_len, base), [7] * prompt_len
     for number in grown:
         following = range(base + len(written), base + len(written) + number)
+        assert list(unwritten + following) == written + list(following)
         unwritten += following
         written += following
     unwritten.append(base + len(written))
