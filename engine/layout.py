@@ -175,6 +175,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def difference(self, other: "KVLayout") -> str | None:
         """Name of the first field that differs, or None if blocks are interchangeable."""
+        if self == other:
+            return None
         for field in self.__struct_fields__:
             if getattr(self, field) != getattr(other, field):
                 return field

@@ -26,7 +26,7 @@ sequences for as many as its share of the source is short of all of it.
 Pure. Source: Llumnix, Sun et al., OSDI 2024, which balances by migration too.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -138,11 +138,8 @@ def relief(
         worker = loads[source].worker
         if not worker.decodes or not worker.info.role.decodes:
             continue
-        takers = [i for i in reversed(slowest_first) if _could_take(view, source, loads[i])]
-        # The fastest of each role: an idle prefill worker may take none of these sequences.
-        targets = {loads[i].worker.info.role: i for i in reversed(takers)}
         leavers: list[_Leaver] = []
-        for target in sorted(targets.values(), key=takers.index):
+        for target in _targets(view, source, [loads[i] for i in reversed(slowest_first)]):
             if not _may_gain(loads[source], loads[target], least_gain):
                 continue
             leavers = leavers or _leavers(worker, lengths)
@@ -176,6 +173,18 @@ def _load(worker: WorkerView, costs: Costs, lenders: Lenders = NO_LENDERS) -> _L
         inf if idle_s is None else idle_s,
         0.0 if idle_s is None else lenders.cached_token_s,
     )
+
+
+def _targets(
+    view: ClusterView, source: WorkerId, fastest_first: Iterable[_Load]
+) -> Sequence[WorkerId]:
+    """The fastest of each role: an idle prefill worker may take none of the sequences."""
+    found: dict[Role, WorkerId] = {}
+    for load in fastest_first:
+        role = load.worker.info.role
+        if role not in found and _could_take(view, source, load):
+            found[role] = load.worker.info.worker_id
+    return list(found.values())
 
 
 def _could_take(view: ClusterView, source: WorkerId, load: _Load) -> bool:
