@@ -26,7 +26,6 @@ from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence
 
-OWN_TOKENS = 32  # of one answer, in any step: those of some steps without a look too
 CATCH_UP_TOKENS = 512  # of left-out sequences, that the draft model computes in one step
 
 
@@ -35,7 +34,7 @@ class _Draft:
     """The state of one running sequence: what was planned for it in the latest step."""
 
     seq: Sequence
-    ngrams: Any  # its index, or None
+    ngrams: Any  # its tokens, opened by `Ngrams`; or None
     match: Match | None = None  # of the latest look
     proposal: Proposal | None = None
     is_seen: bool = False  # by the draft model
@@ -144,9 +143,7 @@ class DraftPlanner:
 
     def _candidates(self, drafts: list[_Draft], speculator: Speculator) -> list[Candidate]:
         if speculator.uses_ngrams:
-            # An answer's own new tokens are indexed even if others have long prompts.
-            indexes = [draft.ngrams for draft in drafts]
-            matches = self._ngrams.look(indexes, self._ngrams.indexed_tokens, OWN_TOKENS)
+            matches = self._ngrams.look([draft.ngrams for draft in drafts])
             for draft, match in zip(drafts, matches, strict=True):
                 draft.match = match
         candidates = []

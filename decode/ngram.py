@@ -5,10 +5,10 @@ its most recent occurrence. The longest run that ends the sequence and has occur
 the tokens that followed it. At the end of the sequence it continues from its own proposal, as a
 period does.
 
-Each token costs three stores in dicts, once. A long prompt is indexed over several steps, from its
+Each token costs three stores in dicts, once. A long prompt is indexed over several looks, from its
 beginning. The index takes some 300 bytes a token.
 
-`decode.native.ngrams` does the same in C++, in a quarter of the time.
+`decode.native.ngrams` finds the same in C++, without an index.
 
 Sources: prompt lookup decoding, Saxena, 2023; copying with overlap, Ziv and Lempel, 1977.
 """
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 
 SIZES = (4, 3, 2)  # tokens, longest first
 LONGER = (16, 8)  # lengths reported for matches beyond the longest size
+BUDGET_TOKENS = 256  # that one look indexes, of all sequences in order; but in any case
+OWN_TOKENS = 32  # of each, so that an answer is indexed even if others have long prompts
 
 # A key is a run's ids in one integer. Each id is plus one, so that zero means no token.
 _BITS = 33
@@ -86,40 +88,32 @@ class NgramIndex:
 
 
 class Ngrams(Protocol):
-    """Makes indexes and looks for matches in them."""
-
-    indexed_tokens: int  # that one look may index, of long prompts together
+    """Follows sequences and looks for matches in them."""
 
     def open(self, token_ids: list[int]) -> Any:
-        """Returns an index of a sequence whose tokens are, and will be, in this list."""
+        """Begins to follow a sequence whose tokens are, and will be, in this list."""
         ...
 
-    def look(
-        self, indexes: Sequence[Any], budget_tokens: int, own_tokens: int
-    ) -> list[Match | None]:
-        """Indexes more tokens and returns the match of each sequence.
-
-        `budget_tokens` are indexed in all, in order, but `own_tokens` of each in any case.
-        """
+    def look(self, sequences: Sequence[Any]) -> list[Match | None]:
+        """Returns the match of each sequence that was opened here."""
         ...
 
 
 class PythonNgrams(Ngrams):
     """Those of this module."""
 
-    indexed_tokens = 256
+    def __init__(self, budget_tokens: int = BUDGET_TOKENS) -> None:
+        self._budget_tokens = budget_tokens
 
     def open(self, token_ids: list[int]) -> NgramIndex:
         """Returns an empty index."""
         return NgramIndex(token_ids)
 
-    def look(
-        self, indexes: Sequence[NgramIndex], budget_tokens: int, own_tokens: int
-    ) -> list[Match | None]:
+    def look(self, sequences: Sequence[NgramIndex]) -> list[Match | None]:
         """Looks at one index after the other."""
-        matches = []
-        for index in indexes:
-            budget_tokens -= index.index(max(budget_tokens, own_tokens))
+        matches, budget_tokens = [], self._budget_tokens
+        for index in sequences:
+            budget_tokens -= index.index(max(budget_tokens, OWN_TOKENS))
             matches.append(index.find())
         return matches
 

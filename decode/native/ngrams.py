@@ -1,6 +1,6 @@
 """`decode.ngram` in C++: one call looks at a whole batch.
 
-Each index in C++ has a copy of its sequence's tokens, which is brought up to date with each look.
+C++ searches its own copy of each sequence's tokens, which each look brings up to date.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "baton_ngrams_close": (None, (c_void_p,)),
     "baton_ngrams_look": (
         None,
-        (c_void_p, c_int32, c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p),
+        (c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
     ),
 }
 
@@ -38,7 +38,7 @@ def best_ngrams() -> Ngrams:
         return PythonNgrams()
 
 
-class _NativeIndex:
+class _NativeTokens:
     def __init__(self, library: ctypes.CDLL, token_ids: list[int]) -> None:
         self.token_ids = token_ids
         self.num_known = 0  # of these, in C++
@@ -52,35 +52,29 @@ class _NativeIndex:
 class NativeNgrams:
     """`Ngrams` in C++."""
 
-    indexed_tokens = 1024
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def open(self, token_ids: list[int]) -> _NativeIndex:
+    def open(self, token_ids: list[int]) -> _NativeTokens:
         """Begins to follow a sequence's tokens."""
-        return _NativeIndex(self._library, token_ids)
+        return _NativeTokens(self._library, token_ids)
 
-    def look(
-        self, indexes: Sequence[_NativeIndex], budget_tokens: int, own_tokens: int
-    ) -> list[Match | None]:
-        """Indexes more tokens and returns the match of each."""
+    def look(self, sequences: Sequence[_NativeTokens]) -> list[Match | None]:
+        """Searches the tokens of each."""
         tokens, counts = array("i"), array("i")
-        for index in indexes:
-            new = index.token_ids[index.num_known :]
-            index.num_known += len(new)
+        for sequence in sequences:
+            new = sequence.token_ids[sequence.num_known :]
+            sequence.num_known += len(new)
             counts.append(len(new))
             tokens.fromlist(new)
-        num = len(indexes)
-        handles = array("Q", [index.handle for index in indexes])
+        num = len(sequences)
+        handles = array("Q", [sequence.handle for sequence in sequences])
         starts, lengths = array("i", bytes(4 * num)), array("i", bytes(4 * num))
         self._library.baton_ngrams_look(
             _address(handles),
             num,
             _address(counts),
             _address(tokens),
-            budget_tokens,
-            own_tokens,
             _address(starts),
             _address(lengths),
         )

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.native.ngrams import NativeNgrams, best_ngrams
-from decode.ngram import LONGER, SIZES, Match, NgramIndex, PythonNgrams, follow
+from decode.ngram import (
+    BUDGET_TOKENS,
+    LONGER,
+    OWN_TOKENS,
+    SIZES,
+    Match,
+    NgramIndex,
+    PythonNgrams,
+    follow,
+)
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 
@@ -108,17 +117,10 @@ def test_tokens_that_are_not_indexed_are_not_found():
     assert index.find() == Match(92, 2)
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=3, max_size=3),  # new tokens
-        st.integers(0, 12),  # budget
-        st.integers(0, 3),  # own tokens
-    ),
-    max_size=12,
-)
+NEW = st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=3, max_size=3)
 
 
-@given(st.lists(TOKENS, min_size=3, max_size=3), STEPS)
+@given(st.lists(TOKENS, min_size=3, max_size=3), st.lists(NEW, max_size=12))
 def test_cpp_finds_what_python_finds(prompts, steps):
     native = best_ngrams()
     if not isinstance(native, NativeNgrams):
@@ -126,9 +128,8 @@ def test_cpp_finds_what_python_finds(prompts, steps):
     sequences, slow = [list(prompt) for prompt in prompts], PythonNgrams()
     in_cpp = [native.open(sequence) for sequence in sequences]
     in_python = [slow.open(sequence) for sequence in sequences]
-    for new, budget, own in steps:
-        found = native.look(in_cpp, budget, own)
-        assert found == slow.look(in_python, budget, own)
+    for new in steps:
+        assert native.look(in_cpp) == slow.look(in_python)
         for sequence, tokens in zip(sequences, new, strict=True):
             sequence += tokens
 
@@ -139,7 +140,18 @@ def test_cpp_finds_what_python_finds_in_long_sequences():
         pytest.skip("no C++ compiler")
     rng = random.Random(0)
     token_ids = [rng.randrange(60) for _ in range(5000)]
-    in_cpp, in_python = native.open(token_ids), PythonNgrams().open(token_ids)
+    slow = PythonNgrams(budget_tokens=10_000)
+    in_cpp, in_python = native.open(token_ids), slow.open(token_ids)
     for _ in range(400):
-        assert native.look([in_cpp], 50, 0) == PythonNgrams().look([in_python], 50, 0)
+        assert native.look([in_cpp]) == slow.look([in_python])
         token_ids += [rng.randrange(60) for _ in range(20)]
+
+
+def test_answers_are_indexed_even_if_others_have_long_prompts():
+    ngrams = PythonNgrams()
+    prompt, answer = list(range(2 * BUDGET_TOKENS)), list(range(OWN_TOKENS))
+    indexes = [ngrams.open(prompt), ngrams.open(answer)]
+    answer += [3, 4]
+    ngrams.look(indexes)
+    assert [index.num_missing for index in indexes] == [BUDGET_TOKENS - 1, 1]
+    assert ngrams.look(indexes) == [None, Match(5, 2)]
