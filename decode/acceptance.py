@@ -6,6 +6,7 @@ These are slowly forgotten while nothing is drafted for it.
 """
 
 from collections import defaultdict
+from collections.abc import Container
 from enum import StrEnum
 
 from engine.messages import SeqId
@@ -36,7 +37,7 @@ _FIRST_TRIES = 6.0
 _TRIES_OF_ALL = 4.0  # weight of all sequences together, in tries of one sequence
 _MEMORY_OF_ALL = 0.993  # weight of a try after the next one
 _MEMORY_OF_ONE = 0.97
-_MEMORY_WHILE_IDLE = 0.98  # for each choice that drafts nothing
+_MEMORY_WHILE_IDLE = 0.98  # for each step for which nothing is drafted
 _HIGHEST = 0.995  # a share of one would draft without end
 
 
@@ -72,15 +73,25 @@ class Acceptance:
     def learn(self, seq_id: SeqId, kind: Kind, num_drafted: int, num_accepted: int) -> None:
         """Counts a verified draft."""
         tries = num_accepted + (num_accepted < num_drafted)
-        self._all[kind].add(num_accepted, tries, _MEMORY_OF_ALL)
         own = self._one[seq_id].setdefault(kind, _Count())
+        if own.tries < _TRIES_OF_ALL:
+            self._all[kind].add(num_accepted, tries, _MEMORY_OF_ALL)
         own.add(num_accepted, tries, _MEMORY_OF_ONE)
 
-    def idle(self, seq_id: SeqId) -> None:
-        """Forgets a little of a sequence that nothing is drafted for."""
-        for count in self._one.get(seq_id, {}).values():
-            count.hits *= _MEMORY_WHILE_IDLE
-            count.tries *= _MEMORY_WHILE_IDLE
+    def highest(self, kind: Kind) -> float:
+        """Returns the highest share that `of` returns for any sequence."""
+        average = self._all[kind]
+        known = [seq_id for seq_id, own in self._one.items() if kind in own]
+        return max([average.hits / average.tries, *(self.of(seq_id, kind) for seq_id in known)])
+
+    def idle(self, drafting: Container[SeqId], num_steps: int) -> None:
+        """Forgets a little of all sequences that nothing was drafted for in so many steps."""
+        memory = _MEMORY_WHILE_IDLE**num_steps
+        for seq_id, own in self._one.items():
+            if seq_id not in drafting:
+                for count in own.values():
+                    count.hits *= memory
+                    count.tries *= memory
 
     def forget(self, seq_id: SeqId) -> None:
         """Drops a sequence."""

@@ -21,7 +21,7 @@ from engine.messages import SeqId
 
 MAX_UNSEEN_TOKENS = 1024  # the draft model never catches up with a sequence that has more of them
 THOUSAND = 1000.0
-_LASTING = 32  # steps over which the cost of catching up first is spread
+_LASTING = 128  # steps over which the cost of catching up first is spread
 _LEAST_GAIN = 1.04  # of the plain rate, for drafting to be worth it
 _ROUNDS = 3
 
@@ -89,33 +89,38 @@ class DraftChooser:
         self._uses_ngrams = uses_ngrams
         self._uses_draft_model = uses_draft_model
 
-    def choose(self, candidates: Sequence[Candidate], cost: StepCost) -> list[Proposal | None]:
-        """Returns the best proposals for a step with exactly these sequences."""
+    def choose(
+        self, candidates: Sequence[Candidate], cost: StepCost, num_rows: int, read: float
+    ) -> list[Proposal | None]:
+        """Returns the best proposals for a step with so many rows, in which these may draft."""
         proposals: list[Proposal | None] = [None] * len(candidates)
-        read = sum(c.context_len for c in candidates) / THOUSAND
-        base_s = cost.plain_s(len(candidates), read)
-        rate = len(candidates) / base_s
+        base_s = cost.plain_s(num_rows, read)
+        rate = num_rows / base_s
         options = [
             option
-            for i in self._hopeful(candidates, cost, rate)
-            if (option := self._best_option(i, candidates[i], cost, rate, len(candidates)))
-            is not None
+            for i in self._hopeful(candidates, cost, rate, num_rows)
+            if (option := self._best_option(i, candidates[i], cost, rate, num_rows)) is not None
         ]
         self.expected_gain = 0.0
         if options:
-            self.expected_gain = _allocate(options, cost, len(candidates), base_s, proposals)
-        for candidate, proposal in zip(candidates, proposals, strict=True):
-            if proposal is None:
-                self._acceptance.idle(candidate.seq_id)
+            self.expected_gain = _allocate(options, cost, num_rows, base_s, proposals)
         return proposals
 
-    def _hopeful(self, candidates: Sequence[Candidate], cost: StepCost, rate: float) -> list[int]:
+    def weighs_draft_model(self, cost: StepCost, num_rows: int, read: float) -> bool:
+        """False if no draft of the draft model is worth it, whatever the sequence."""
+        token_s, _, least_s = cost.drafted_prices
+        drafted_s = max(token_s, least_s) + cost.draft_token_s + cost.draft_pass_s / num_rows
+        return self._acceptance.highest(DRAFT) > num_rows / cost.plain_s(num_rows, read) * drafted_s
+
+    def _hopeful(
+        self, candidates: Sequence[Candidate], cost: StepCost, rate: float, num_rows: int
+    ) -> list[int]:
         """Returns the candidates whose first drafted token may be worth it at this rate.
 
         In most steps these are few, so this is written to be fast.
         """
         token_s, read_s, least_s = cost.drafted_prices
-        draft_s = cost.draft_token_s + cost.draft_pass_s / len(candidates)
+        draft_s = cost.draft_token_s + cost.draft_pass_s / num_rows
         share_of = self._acceptance.of
         hopeful = []
         for i, candidate in enumerate(candidates):

@@ -1,7 +1,16 @@
-"""Limits the time spent on trials and on catching up to a small share of all time."""
+"""Limits what drafting costs where it does not pay: to a small share of all time for each purpose.
 
-SHARES = {"trials": 0.006, "catching up": 0.01}  # of all time
-_CREDIT_STEPS = {"trials": 1600, "catching up": 400}  # steps whose share is kept if unused
+    looks         looks for drafts that find none worth it, and drafts that lose time. What drafts
+                  gain is credited, so there are looks in each step while drafts pay
+    trials        drafts that are not expected to pay
+    catching up   passes in which the draft model computes tokens that it left out
+
+So speculation never costs more than these shares together, however wrong its estimates are, and
+credit that was saved up.
+"""
+
+SHARES = {"looks": 0.01, "trials": 0.002, "catching up": 0.003}  # of all time
+_CREDIT_STEPS = {"looks": 4, "trials": 6, "catching up": 4}  # the most credit, in steps
 _EARN_EVERY = 16  # steps whose time is credited together
 _NEARLY = 0.9
 
@@ -18,16 +27,16 @@ class TimeCredit:
         """Notes the time of steps."""
         if self._step_s is None:
             self._step_s = seconds / num_steps
-            # Blocks that fill at once need not wait.
-            self._credit_s["catching up"] = self._most_s("catching up")
+            # Blocks that fill at once need not wait, nor do the first looks.
+            for purpose in ("looks", "catching up"):
+                self._credit_s[purpose] = self._most_s(purpose)
         self._earned_s += min(seconds, 2 * self._step_s * num_steps)
         self._num_earned += num_steps
         if self._num_earned < _EARN_EVERY:
             return
         self._step_s += 0.5 * (self._earned_s / self._num_earned - self._step_s)
         for purpose, share in SHARES.items():
-            credit_s = self._credit_s[purpose] + share * self._earned_s
-            self._credit_s[purpose] = min(credit_s, self._most_s(purpose))
+            self.add(purpose, share * self._earned_s)
         self._earned_s, self._num_earned = 0.0, 0
 
     def of(self, purpose: str) -> float:
@@ -39,8 +48,8 @@ class TimeCredit:
         return self._credit_s[purpose] > _NEARLY * self._most_s(purpose)
 
     def add(self, purpose: str, seconds: float) -> None:
-        """Gives back what was not spent after all; negative if more was spent."""
-        self._credit_s[purpose] += seconds
+        """Credits what was gained, or not spent after all; negative if more was spent."""
+        self._credit_s[purpose] = min(self._credit_s[purpose] + seconds, self._most_s(purpose))
 
     def spend(self, purpose: str, seconds: float) -> bool:
         """Takes seconds off the credit. Returns False, and takes none, if there is too little."""
@@ -50,4 +59,4 @@ class TimeCredit:
         return True
 
     def _most_s(self, purpose: str) -> float:
-        return SHARES[purpose] * _CREDIT_STEPS[purpose] * (self._step_s or 0.0)
+        return _CREDIT_STEPS[purpose] * (self._step_s or 0.0)

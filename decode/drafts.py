@@ -80,11 +80,14 @@ class DraftPlanner:
         """True if rows depend on the tokens of the step before, or on what a draft model knows."""
         return self.has_draft_model or (self.speculator is not None and self.speculator.is_on)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if the step planned last drafts nothing, and the draft model has no part in it."""
+        return not self._marked
+
     def join(self, seq: Sequence) -> None:
         """A sequence runs from now on."""
         if self.speculator is not None:
-            if not self._drafts:
-                self.speculator.begin()
             ngrams = self._ngrams.open(seq.token_ids) if self.speculator.uses_ngrams else None
             self._drafts[seq.seq_id] = _Draft(seq, ngrams)
 
@@ -114,22 +117,36 @@ class DraftPlanner:
             draft.proposal, draft.is_seen = None, False
         proposed: list[_Draft] = []
         if speculator.is_on and not speculator.rests():
-            drafts = [self._drafts[seq.seq_id] for seq in chosen]
-            proposed = self._propose(drafts, speculator, budget_tokens, admitted)
-        seen = self._look(chosen, proposed, speculator) if self.has_draft_model else []
+            proposed = self._propose(chosen, speculator, budget_tokens, admitted)
+        seen: list[_Draft] = []
+        if self.has_draft_model and (proposed or speculator.can_catch_up):
+            seen = self._look(chosen, proposed, speculator)
         self._marked = proposed + seen
         return bool(proposed)
 
     def _propose(
         self,
-        drafts: list[_Draft],
+        chosen: Items[Sequence],
         speculator: Speculator,
         budget_tokens: int,
         admitted: Callable[[], list[Sequence]],
     ) -> list[_Draft]:
         """Returns the drafts that have a proposal now."""
+        drafts = [self._drafts[seq.seq_id] for seq in chosen]
+        num_context_tokens = sum([len(seq.token_ids) for seq in chosen])
+        if speculator.uses_ngrams:
+            matches = self._ngrams.look([draft.ngrams for draft in drafts])
+            for draft, match in zip(drafts, matches, strict=True):
+                draft.match = match
+        if not speculator.weighs_draft_model(len(chosen), num_context_tokens):
+            drafts = [draft for draft in drafts if draft.match is not None]
         candidates = self._candidates(drafts, speculator)
-        for proposal, draft in zip(speculator.plan(candidates), drafts, strict=True):
+        proposals = speculator.plan(
+            candidates,
+            num_others=len(chosen) - len(drafts),
+            others_tokens=num_context_tokens - sum([c.context_len for c in candidates]),
+        )
+        for proposal, draft in zip(proposals, drafts, strict=True):
             if proposal is None:
                 continue
             num_tokens = min(proposal.num_tokens, budget_tokens)
@@ -142,10 +159,6 @@ class DraftPlanner:
         return [draft for draft in drafts if draft.proposal is not None]
 
     def _candidates(self, drafts: list[_Draft], speculator: Speculator) -> list[Candidate]:
-        if speculator.uses_ngrams:
-            matches = self._ngrams.look([draft.ngrams for draft in drafts])
-            for draft, match in zip(drafts, matches, strict=True):
-                draft.match = match
         candidates = []
         for draft in drafts:
             seq = draft.seq
@@ -168,10 +181,13 @@ class DraftPlanner:
         These are the sequences that it drafts for, and those for which it would complete a block.
         Returns the latter.
         """
-        block_size, num_passes = self._block_size, 1
+        num_passes = 1
         for draft in proposed:
             if draft.is_proposed_by_model:
                 draft.is_seen, num_passes = True, 0
+        if not speculator.can_catch_up:
+            return []
+        block_size = self._block_size
         late = [
             self._drafts[seq.seq_id]
             for seq in chosen

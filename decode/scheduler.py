@@ -299,8 +299,9 @@ class DecodeScheduler:
         num_taken = len(taken)
         num_accepted = min(len(chosen) - 1, num_taken) if len(chosen) > 1 else 0
         num_computed = len(row.token_ids) + num_accepted
-        if drafts.speculator is None:
-            seq.advance(num_computed, self._pool)
+        if drafts.is_idle:
+            num_seen = seq.num_draft_tokens if drafts.has_draft_model else None
+            seq.advance(num_computed, self._pool, num_draft_tokens=num_seen)
         else:
             num_seen = drafts.num_seen(row, result, seq)
             seq.advance(num_computed, self._pool, num_draft_tokens=num_seen)

@@ -9,21 +9,21 @@ itself, hence:
     trust         a choice takes the best of many estimates, so it hopes for too much. The gain of
                   steps with drafts over the latest plain steps is compared with what was expected,
                   and further choices are expected to bring as much less
-    plain steps   while all steps have drafts, one without them now and then: the gain is measured
-                  against it
-    rests         to look for matches and to choose takes the host's time, in a large batch of a
-                  small model a tenth of a step. So steps with a look are compared with steps
-                  without: tokens per second, all costs included. While looks bring less than
-                  they cost, steps rest from them after each that was in vain, ever longer
+    plain steps   while all steps look for drafts, two without a look now and then: the gain is
+                  measured against the second one, as the first one finds caches cold
+    rests         to look for matches and to choose takes the host's time. A small share of all
+                  time is credited for it, and what drafts gain, as measured, all costs included;
+                  looks in vain and drafts that lose are taken off. Without credit steps rest.
+                  So what is lost is bounded, whatever the estimates
     catching up   the draft model computes its own K and V of tokens that it left out, so that full
                   blocks can be shared
 
-Trials and catching up each cost a small share of the time at most (`decode.credit`).
+Looks, trials and catching up each cost a small share of the time at most (`decode.credit`). What is
+learned of costs and acceptance, and the credit, outlive sequences and batches.
 
 Deterministic: the same steps with the same times lead to the same choices.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -34,25 +34,24 @@ from decode.credit import TimeCredit
 from decode.stepcost import StepCost
 from engine.config import Speculate
 from engine.messages import SeqId
-from engine.worker.batch import BatchPlan, BatchResult, Row
+from engine.worker.batch import BatchPlan, BatchResult, Row, StepTimes
 
 _TRIED_ROWS = 8
 _TRIED_TOKENS = 2  # of each tried row
 _TRIED_STEPS = 5  # of one trial, on end
 _FEWEST_STEPS, _MOST_STEPS = 8, 2048  # between two trials
-_BETWEEN_RATE = 0.1  # weight of the latest time between two steps
-_FIRST_PLAIN, _PLAIN_EVERY = 2, 32  # steps with drafts before a plain one: at first, and later
-_LEARN_EVERY = 8  # steps without drafts
-_SETTLED, _LEARN_EVERY_SETTLED = 256, 64  # after so many steps of a kind, learn more rarely
+_BETWEEN_RATE = 0.1  # weight of the latest time between two steps without a look
+_FIRST_PLAIN, _PLAIN_EVERY = 2, 64  # steps with a look before plain ones: at first, and later
+_PLAIN_STEPS = 2  # on end: the first one finds caches cold
+_LEARN_EVERY = 2  # of the steps without a look that are seen
+_SETTLED, _LEARN_EVERY_SETTLED = 32, 8  # after so many steps of a kind, learn more rarely
 _ENOUGH_STEPS = 32  # learned from, before only some steps are
-_UNSEEN_S = 1e-3  # of steps that are passed over, before one is not
+_SEEN_EVERY = 16  # steps without a look; the others are passed over
 _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
 _REUSED = 7  # steps for which a choice for the same sequences is reused, after that
-_REST = 15  # fewest steps without a choice after the draft model, used alone, was not worth it
-_FIRST_REST = 2  # steps of a worker, to see the time of steps without a look
-_VAIN_LOOKS = 8  # on end, before a step without a look although looks are worth their time
-_MOST_DOUBLED = 6  # times that a rest from looks for matches doubles
-_LOOKS = 0.006  # share of all time for looks in vain
+_CATCH_UP_EVERY = 4  # steps; a full block waits for no longer
+_FIRST_REST = 3  # the first step with a look; those before show the time of steps without
+_REST = 32  # steps before the next look where no match may come: only a trial can change the choice
 
 
 @dataclass(slots=True)
@@ -60,20 +59,23 @@ class _Trials:
     """The schedule on which an unused proposer is tried again."""
 
     interval: int = _FEWEST_STEPS
-    num_idle: int = 0  # steps
+    last: int = 0  # step in which the proposer was used, or a trial began
     num_left: int = 0  # steps left of the running trial
     num_rows: int = 0  # in that trial
 
-    def is_due(self) -> bool:
-        self.num_idle += 1
-        return self.num_idle >= self.interval
+    def is_due(self, step: int) -> bool:
+        return step - self.last >= self.interval
 
-    def used(self) -> None:
-        self.num_idle, self.interval, self.num_left = 0, _FEWEST_STEPS, 0
+    def used(self, step: int) -> None:
+        self.last, self.interval, self.num_left = step, _FEWEST_STEPS, 0
 
-    def tried(self) -> None:
+    def put_off(self, step: int) -> None:
+        """Without credit, or where there is nothing to try."""
+        self.last = step + _FEWEST_STEPS - self.interval
+
+    def tried(self, step: int) -> None:
         """Counts as a failure until the result is known."""
-        self.num_idle, self.interval = 0, min(2 * self.interval, _MOST_STEPS)
+        self.last, self.interval = step, min(2 * self.interval, _MOST_STEPS)
 
 
 class Speculator:
@@ -96,21 +98,25 @@ class Speculator:
         self._trials = {proposer: _Trials() for proposer, is_used in used.items() if is_used}
         self._tried: set[SeqId] = set()
         self._credit = TimeCredit()
-        self._between_s = 0.0  # recent time between two steps, breaks left out
         self._last_s: float | None = None  # when the last step ended
-        self._unseen_s, self._num_unseen = 0.0, 0  # the latest steps, which were passed over
+        self._num_passed = self._num_to_pass = 0  # the latest steps, and the next ones
+        self._lacks_credit = False  # for a look
         self._advanced_s = 0.0  # predicted time of catching up in the present step
         self._had_drafts = False  # whether the last step had drafts
         self._num_like = 0  # steps on end like the last one
         self._num_since_plain = 0
         self._plain_every = _FIRST_PLAIN
         self._choice: list[Proposal | None] = []
-        self._choice_key: list[tuple[SeqId, int]] = []
-        self._num_reused = 0
-        self._num_rest = _FIRST_REST  # steps left in which nothing is drafted
-        self._num_vain = 0  # choices on end after which nothing was worth drafting
-        self._has_looked = False  # for the present step
+        self._choice_key: tuple[int, list[tuple[SeqId, int]]] = 0, []
+        self._chosen = 0  # the step of the latest choice
+        self._reused_until = 0  # the last step in which the choice may be reused
+        self._step = 0  # the number of the present step
+        self._rests_until = _FIRST_REST
+        self._has_looked = self._had_looked = False  # for the present step, and for the last one
         self._is_trial = False  # whether its drafts are only a trial
+        self._is_in_trial = False  # whether the next step goes on with that
+        self._follows_drafts = self._drafts_now = False  # whether the steps before and now have any
+        self._trial_s = 0.0  # what a step of it was expected to cost
 
     # ------------------------------------------------------------ choosing
 
@@ -121,80 +127,68 @@ class Speculator:
 
     def rests(self) -> bool:
         """True if nothing is drafted in the next step, without a look for it."""
-        self._has_looked = False
-        if self._num_rest:
-            self._num_rest -= 1
+        self._had_looked, self._has_looked = self._has_looked, False
+        self._step += 1
+        if self._lacks_credit and not self._is_in_trial:
+            return True  # in most steps, where nothing is worth drafting
+        if self._step < self._rests_until and not self._is_in_trial:
             return True
         if self._num_since_plain >= self._plain_every and self._cost.is_known:
             self._num_since_plain = 0
             self._plain_every = min(2 * self._plain_every, _PLAIN_EVERY)
+            self._rests_until = self._step + _PLAIN_STEPS
             return True
+        self._num_to_pass = 0
         return False
 
-    def begin(self) -> None:
-        """A batch begins, of which nothing is known: the next step looks for matches."""
-        self._num_vain = 0
-        if self._cost.is_known:
-            self._num_rest = 0
+    def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
+        """False if the draft model will propose nothing in a step of so many rows."""
+        trials = self._trials.get(Proposer.DRAFT)
+        if trials is None:
+            return False
+        self._turn_to(num_rows)
+        if trials.num_left or (trials.is_due(self._step) and self._may_afford()):
+            return True
+        read = num_context_tokens / THOUSAND
+        return self._chooser.weighs_draft_model(self._cost, num_rows, read)
 
-    def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
-        """Returns what to draft for each sequence of the next step."""
-        if not self._trials or not candidates:
+    def plan(
+        self, candidates: Sequence[Candidate], *, num_others: int = 0, others_tokens: int = 0
+    ) -> list[Proposal | None]:
+        """Returns what to draft for each candidate in the next step.
+
+        It has so many other rows, with so many tokens of context, for which nothing is drafted.
+        """
+        num_rows = len(candidates) + num_others
+        if not self._trials or not num_rows:
             return [None] * len(candidates)
-        self._turn_to(len(candidates))
+        self._turn_to(num_rows)
         self._has_looked = True
-        key = [(candidate.seq_id, candidate.match_len) for candidate in candidates]
+        key = num_rows, [(candidate.seq_id, candidate.match_len) for candidate in candidates]
         is_learned = self._cost.target.num_since_start >= _ENOUGH_STEPS
-        if key == self._choice_key and self._num_reused < _REUSED and is_learned:
-            self._num_reused += 1
-        else:
-            self._choice = self._chooser.choose(candidates, self._cost)
-            self._choice_key, self._num_reused = key, 0
+        if not candidates:
+            self._choice, self._choice_key = [], key
+        elif key != self._choice_key or self._step > self._reused_until or not is_learned:
+            read = (others_tokens + sum([c.context_len for c in candidates])) / THOUSAND
+            self._choice = self._chooser.choose(candidates, self._cost, num_rows, read)
+            self._choice_key, self._reused_until = key, self._step + _REUSED
+            pairs = zip(candidates, self._choice, strict=True)
+            drafting = {candidate.seq_id for candidate, proposal in pairs if proposal is not None}
+            self._acceptance.idle(drafting, self._step - self._chosen)
+            self._chosen = self._step
         proposals = [
             proposal if proposal is None or proposal.num_tokens <= candidate.max_tokens else None
             for proposal, candidate in zip(self._choice, candidates, strict=True)
         ]
         used = {proposal.proposer for proposal in proposals if proposal is not None}
-        self._num_since_plain += bool(used)
-        self._num_vain = 0 if used else self._num_vain + 1
+        self._num_since_plain += 1
         self._is_trial = not used
-        self._try(candidates, proposals, used)
+        self._try(candidates, proposals, used, num_rows)
         if not used:
             self._cost.hope()
-        if not any(proposals):
-            self._rest(candidates)
+            if not self.uses_ngrams:
+                self._rests_until = self._step + _REST
         return proposals
-
-    def _rest(self, candidates: Sequence[Candidate]) -> None:
-        """Drafts nothing for some steps, but not beyond the next trial.
-
-        A rest is no longer than the time of a look demands. A match may come at any time, so if
-        n-grams are used, rests begin late and double; else they have `_REST` steps at least. A
-        trial that is due but not yet affordable does not shorten the rest, nor does one that has
-        begun and finds no matches.
-        """
-        read = sum(candidate.context_len for candidate in candidates) / THOUSAND
-        most = self._longest_rest(len(candidates), read)
-        if not self.uses_ngrams:
-            most = max(most, _REST)
-        idle = [trials for trials in self._trials.values() if trials.num_left == 0]
-        waits = [trials.interval - trials.num_idle - 1 for trials in idle]
-        self._num_rest = min([most, *(wait for wait in waits if wait >= 0)])
-        for trials in self._trials.values():
-            trials.num_idle += self._num_rest
-
-    def _longest_rest(self, num_rows: int, read: float) -> int:
-        """Returns for how many steps a look in vain is to pay.
-
-        While looks are worth their time, one step now and then shows the time without a look.
-        """
-        if self._cost.look_gain > 0:
-            is_due = self._num_vain >= _VAIN_LOOKS
-            self._num_vain = 0 if is_due else self._num_vain
-            return int(is_due)
-        step_s = self._cost.plain_s(num_rows, read)
-        num_owed = max(math.ceil(self._cost.look_s / (_LOOKS * step_s)), 2)
-        return min(num_owed, 1 << min(self._num_vain, _MOST_DOUBLED)) - 1
 
     # ------------------------------------------------------------ trials and catching up
 
@@ -203,23 +197,31 @@ class Speculator:
         candidates: Sequence[Candidate],
         proposals: list[Proposal | None],
         used: set[Proposer],
+        num_rows: int,
     ) -> None:
         """Adds a trial of a proposer that has long been idle."""
+        self._is_in_trial = False
         for proposer, trials in self._trials.items():
             if proposer in used:
-                trials.used()
+                trials.used(self._step)
                 continue
-            if trials.num_left == 0 and not (trials.is_due() and self._may_afford(proposer)):
+            is_due = trials.num_left > 0 or trials.is_due(self._step)
+            if not is_due:
+                continue
+            if trials.num_left == 0 and not self._may_afford():
+                trials.put_off(self._step)
                 continue
             options = self._options_to_try(candidates, proposals, proposer)
             if not options:
                 continue
             if trials.num_left == 0:
-                if not (num_rows := self._afford(options, proposer)):
+                if not (num_tried := self._afford(options, proposer, num_rows)):
+                    trials.put_off(self._step)
                     continue
-                trials.tried()
-                trials.num_left, trials.num_rows = _TRIED_STEPS, num_rows
+                trials.tried(self._step)
+                trials.num_left, trials.num_rows = _TRIED_STEPS, num_tried
             trials.num_left -= 1
+            self._is_in_trial = self._is_in_trial or trials.num_left > 0
             for option in options[: trials.num_rows]:
                 num_tokens = min(_TRIED_TOKENS, option.max_tokens)
                 proposals[option.index] = Proposal(proposer, num_tokens, option.match_len)
@@ -247,27 +249,42 @@ class Speculator:
         draft_s = self._cost.draft_start_s + _TRIED_TOKENS * self._cost.draft_pass_s
         return self._cost.verifying_s + draft_s
 
-    def _may_afford(self, proposer: Proposer) -> bool:
-        """False if the credit pays no trial, whatever its options."""
-        fixed_s = _TRIED_STEPS * self._fixed_s(proposer)
-        return not self._cost.is_known or fixed_s <= self._credit.of("trials")
+    def _may_afford(self) -> bool:
+        """False if the credit pays no trial."""
+        return not self._cost.is_known or self._credit.of("trials") > 0
 
-    def _afford(self, options: list[DraftOption], proposer: Proposer) -> int:
+    def _afford(self, options: list[DraftOption], proposer: Proposer, num_rows: int) -> int:
         """Returns for how many options the credit pays a trial.
 
-        The credit pays for all options or for none, unless it is nearly full and will not grow.
+        What it may bring is taken off its cost, and `_settle` corrects both. The credit pays for
+        all options or for none, unless it is nearly full and will not grow.
         """
-        fixed_s = self._fixed_s(proposer)
-        rows_s = (_TRIED_TOKENS * o.token_s + o.first_s / _TRIED_STEPS for o in options)
-        costs_s = (_TRIED_STEPS * s for s in accumulate(rows_s, initial=fixed_s))
+        if not self._cost.is_known:
+            return len(options)
+        worth_s = self._cost.plain_s(num_rows, 0.0) / num_rows  # of a token
+        rows_s = (
+            _TRIED_TOKENS * o.token_s
+            + o.first_s / _TRIED_STEPS
+            - o.expected(_TRIED_TOKENS) * worth_s
+            for o in options
+        )
+        steps_s = accumulate(rows_s, initial=self._fixed_s(proposer))
+        totals_s = [max(_TRIED_STEPS * s, 0.0) for s in steps_s]
         credit_s = self._credit.of("trials")
-        totals_s = [s for s in costs_s if s <= credit_s or not self._cost.is_known]
-        is_all = len(totals_s) == len(options) + 1
-        if len(totals_s) <= 1 or not (is_all or self._credit.is_nearly_full("trials")):
+        num_paid = max((n for n, s in enumerate(totals_s) if s <= credit_s), default=0)
+        is_all = num_paid == len(options)
+        if not num_paid or not (is_all or self._credit.is_nearly_full("trials")):
             return 0
-        if self._cost.is_known:
-            self._credit.spend("trials", totals_s[-1])
-        return len(totals_s) - 1
+        self._credit.add("trials", -totals_s[num_paid])
+        self._trial_s = totals_s[num_paid] / _TRIED_STEPS
+        return num_paid
+
+    @property
+    def can_catch_up(self) -> bool:
+        """False if the draft model computes nothing more now; most steps do not even ask for it."""
+        if self._step % _CATCH_UP_EVERY:
+            return False
+        return self._credit.of("catching up") > 0 or not self._cost.is_known
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
         """True if the draft model may compute so many more tokens in so many more passes.
@@ -278,7 +295,7 @@ class Speculator:
         seconds = pass_s * num_passes + self._cost.draft_token_s * num_tokens
         if self._cost.is_known and not self._credit.spend("catching up", seconds):
             return False
-        self._advanced_s = seconds
+        self._advanced_s, self._num_to_pass = seconds, 0
         return True
 
     # ------------------------------------------------------------ learning
@@ -300,77 +317,88 @@ class Speculator:
         self._tried.discard(seq_id)
 
     def observe(self, plan: BatchPlan, result: BatchResult, now_s: float) -> None:
-        """Learns from the time of a step that just ended, unless it computed prompts."""
+        """Learns from the time of a step that just ended, unless it computed prompts.
+
+        Most steps without a look are passed over: to learn from one takes as long as a twentieth of
+        a small step. Their own times do not decide, or interrupted steps would be learned from.
+        """
+        if self._num_to_pass:
+            self._num_to_pass -= 1
+            self._num_passed += 1
+            self._last_s = now_s
+            return
         times = result.times
         if not (self._trials or self.has_draft_model):
             return
-        if times is None or times.total_s <= 0 or not plan.rows:
+        if times is None or (seconds := times.total_s) <= 0 or not plan.rows:
             return
-        if self._passes_over(times.total_s):
-            self._last_s = now_s
-            return
-        self._earn(times.total_s)
-        step_s = times.total_s + self._passed_before(times.total_s, now_s)
-        advanced_s, self._advanced_s = self._advanced_s, 0.0
+        num_steps, self._num_passed = self._num_passed + 1, 0
+        self._credit.earn(num_steps * seconds, num_steps)
         self._turn_to(len(plan.rows))
-        has_drafts = self._has_looked and any(row.max_drafted for row in plan.rows)
+        before_s = self._passed_before(seconds, now_s)
+        self._learn_step(plan.rows, result, times, before_s)
+        self._lacks_credit = self._cost.is_known and self._credit.of("looks") <= 0
+        if not self._has_looked and self._cost.target.num_since_start >= _ENOUGH_STEPS:
+            self._num_to_pass = _SEEN_EVERY - 1
+
+    def _learn_step(
+        self, rows: Sequence[Row], result: BatchResult, times: StepTimes, before_s: float
+    ) -> None:
+        step_s = times.total_s + before_s
+        advanced_s, self._advanced_s = self._advanced_s, 0.0
+        has_drafts = self._has_looked and any(row.max_drafted for row in rows)
+        self._follows_drafts, self._drafts_now = self._drafts_now, has_drafts
         if advanced_s and not has_drafts:  # the draft model did nothing but catch up
-            self._credit.add("catching up", advanced_s - times.draft_s)
+            spent_s = times.draft_s + max(before_s - self._cost.between_s, 0.0)
+            self._credit.add("catching up", advanced_s - spent_s)
         is_vain = self._has_looked and not has_drafts and self._cost.is_known
         if is_vain:  # the next step without a look is a change of kind
             self._had_drafts, self._num_like = False, 0
         is_telling = not is_vain and self._is_telling(has_drafts=has_drafts)
-        for row in plan.rows:
+        for row in rows:
             if row.sampling is None or len(row.token_ids) > 1:
                 return
-        if not self._has_looked and self._cost.is_known:
-            read = sum(row.end for row in plan.rows) / THOUSAND
-            self._cost.see_plain(len(plan.rows), read, step_s - times.draft_s)
-        if self._has_looked and self._cost.is_known:
-            self._learn_look(plan.rows, result, step_s, has_drafts=has_drafts)
+        if self._cost.is_known:
+            if has_drafts:
+                self._settle(rows, result, step_s)
+            else:
+                self._see_plain(rows, times, before_s)
         if not is_telling:
             return
         drafted = sum(r.num_drafted for r in result.rows)
-        self._cost.learn_target(_features(plan.rows, result, drafted), step_s - times.draft_s)
+        self._cost.learn_target(_features(rows, result, drafted), step_s - times.draft_s)
         if self._cost.target.num_since_start == 0:  # the time of a plain step is unknown again
             self._plain_every = _FIRST_PLAIN
-        if times.draft_s > 0 and any(row.draft_token_ids for row in plan.rows):
-            self._cost.learn_draft(*_draft_work(plan.rows), times.draft_s)
+        if times.draft_s > 0 and any(row.draft_token_ids for row in rows):
+            self._cost.learn_draft(*_draft_work(rows), times.draft_s)
 
-    def _passes_over(self, seconds: float) -> bool:
-        """Notes no more than the time of a step, if that is enough. Returns False otherwise.
+    def _see_plain(self, rows: Sequence[Row], times: StepTimes, before_s: float) -> None:
+        """Notes the time of a step without drafts; the first one after drafts finds caches cold.
 
-        It is enough for most steps without a look: to learn from one takes as long as a twentieth
-        of a small step. Its own time does not decide, or interrupted steps would be those that are
-        learned from.
+        The host's time for a look, and for what follows from the look before, is taken off the
+        credit.
         """
-        if self._has_looked or self._had_drafts or self._advanced_s:
-            return False
-        if self._cost.target.num_since_start < _ENOUGH_STEPS or self._unseen_s > _UNSEEN_S:
-            return False
-        self._unseen_s += seconds
-        self._num_unseen += 1
-        return True
+        read = sum([row.end for row in rows]) / THOUSAND
+        if self._has_looked or self._had_looked:
+            self._credit.add("looks", self._cost.between_s - before_s)
+        else:
+            self._cost.between_s += _BETWEEN_RATE * (before_s - self._cost.between_s)
+        if not self._follows_drafts:
+            step_s = times.total_s - times.draft_s + self._cost.between_s
+            self._cost.see_plain(len(rows), read, step_s)
 
-    def _earn(self, seconds: float) -> None:
-        """Credits the time of a step, and of those before it that were passed over."""
-        self._credit.earn(self._unseen_s + seconds, self._num_unseen + 1)
-        self._unseen_s, self._num_unseen = 0.0, 0
-
-    def _learn_look(
-        self, rows: Sequence[Row], result: BatchResult, step_s: float, *, has_drafts: bool
-    ) -> None:
-        """Learns what a look cost and, unless its drafts were only a trial, what it brought."""
-        read = sum(row.end for row in rows) / THOUSAND
-        if not has_drafts:
-            assert result.times is not None
-            self._cost.learn_look(len(rows), read, step_s - result.times.draft_s)
-        elif not self._is_trial:
-            num_tokens = sum(len(outcome.token_ids) for outcome in result.rows)
-            rate = num_tokens / len(rows) * self._cost.recent_plain_s(len(rows), read) / step_s
-            self._cost.learn_gain(rate - 1)
-            if self._chooser.expected_gain:
-                self._cost.learn_trust(rate / self._chooser.expected_gain, len(rows))
+    def _settle(self, rows: Sequence[Row], result: BatchResult, step_s: float) -> None:
+        """Credits what the drafts of a step gained, or takes off what they lost."""
+        read = sum([row.end for row in rows]) / THOUSAND
+        plain_s = self._cost.recent_plain_s(len(rows), read)
+        yielded_s = plain_s * sum([len(outcome.token_ids) for outcome in result.rows]) / len(rows)
+        if self._is_trial:
+            self._credit.add("trials", self._trial_s + yielded_s - step_s)
+            return
+        self._credit.add("looks", yielded_s - step_s)
+        if self._chooser.expected_gain:
+            rate = yielded_s / step_s
+            self._cost.learn_trust(rate / self._chooser.expected_gain, len(rows))
 
     def _turn_to(self, num_rows: int) -> None:
         """Selects the costs of steps with so many rows."""
@@ -383,12 +411,12 @@ class Speculator:
     def _is_telling(self, *, has_drafts: bool) -> bool:
         """True if to learn from a step: from some after a change of kind, then from every few.
 
-        The first step with drafts is left out: it finds caches cold.
+        The first step of a kind is left out: it finds caches cold.
         """
         num_like, self._num_like = self._num_like, self._num_like + 1
         if has_drafts != self._had_drafts:
             self._had_drafts, self._num_like = has_drafts, 1
-            return not has_drafts
+            return False
         if self._cost.target.num_since_start < _ENOUGH_STEPS:
             return True
         if has_drafts:
@@ -403,9 +431,8 @@ class Speculator:
         """
         last_s, self._last_s = self._last_s, now_s
         if last_s is not None and 0 <= (before_s := now_s - last_s - seconds) < seconds:
-            self._between_s += _BETWEEN_RATE * (before_s - self._between_s)
             return before_s
-        return self._between_s
+        return self._cost.between_s
 
 
 def _features(rows: Sequence[Row], result: BatchResult, drafted: int) -> tuple[float, ...]:

@@ -31,12 +31,9 @@ _YOUNG, _YOUNG_ERRORS = 6, (-0.8, 0.5)  # the first steps after that; their erro
 _LEAST = 0.1  # lowest prediction, as a share of the step's time
 _LEANING = 0.3  # likely distance of a weight from zero, as a share of a step
 
-_LOOK_RATE = 0.1  # weight of the latest look
-_PACE_RATE = 0.25  # weight of the latest step without one
-_FIRST_GAIN = 0.02  # of looks, while little is known
-_GAIN_RATE, _MOST_GAIN = 0.05, 2.0  # weight of the latest look; one step says no more than this
+_PACE_RATE = 0.25  # weight of the latest step without drafts
 
-_TRUST_RATE, _TRUST_ROWS = 0.1, 16  # weight of the latest step; of fewer rows one says less
+_TRUST_RATE, _TRUST_ROWS = 0.2, 16  # weight of the latest step; of fewer rows one says less
 _LEAST_SHARE = 0.5  # one step says no less than this
 _HOPE = 0.05  # of what is missing to full trust, at each choice that drafts nothing
 
@@ -157,10 +154,9 @@ class StepCost:
     def __init__(self) -> None:
         self.target = StepFit(_TARGET, _TARGET_SPREAD)
         self.draft = StepFit(_DRAFT, _DRAFT_SPREAD)
-        self.look_s = 0.0  # the host's time to look for drafts, in a step that then has none
-        self.look_gain = _FIRST_GAIN  # of steps with a look over those without, as a share
+        self.between_s = 0.0  # recent time between steps, without a look
         self.trust = 1.0  # what steps with drafts gained, as a share of what was expected
-        self._pace = 1.0  # time of recent steps without a look, as a share of their prediction
+        self._pace = 1.0  # time of recent steps without drafts, as a share of their prediction
 
     def begun_anew(self) -> "StepCost":
         """Returns a copy with large uncertainty: a first guess for batches of another size."""
@@ -231,27 +227,12 @@ class StepCost:
         return self._pace * self.plain_s(num_rows, read)
 
     def see_plain(self, num_rows: int, read: float, seconds: float) -> None:
-        """Notes the time of a step without a look. It is cut like those with a look, with which it
-        is compared: else interruptions would count in one of them only.
-        """
-        change = seconds / self.recent_plain_s(num_rows, read) - 1
-        self._pace *= 1 + _PACE_RATE * min(max(change, _ERRORS[0]), _ERRORS[1])
-
-    def learn_look(self, num_rows: int, read: float, seconds: float) -> None:
-        """Learns from a step without drafts that took so long with a look for them.
+        """Notes the time that a step without drafts took, looks for them left out.
 
         A large difference is cut, as is a large error of a prediction.
         """
-        plain_s = self.recent_plain_s(num_rows, read)
-        fastest, slowest = (error * plain_s for error in _ERRORS)
-        more_s = min(max(seconds - plain_s, fastest), slowest)
-        self.look_s += _LOOK_RATE * (more_s - self.look_s)
-        self.learn_gain(-more_s / plain_s)
-
-    def learn_gain(self, gain: float) -> None:
-        """Learns how many more tokens per second a step with a look brought than one without."""
-        gain = min(max(gain, _ERRORS[0]), _MOST_GAIN)
-        self.look_gain += _GAIN_RATE * (gain - self.look_gain)
+        change = seconds / self.recent_plain_s(num_rows, read) - 1
+        self._pace *= 1 + _PACE_RATE * min(max(change, _ERRORS[0]), _ERRORS[1])
 
     def learn_trust(self, share: float, num_rows: int) -> None:
         """Learns which share of the expected gain a step with drafts had."""

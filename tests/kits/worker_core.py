@@ -310,7 +310,10 @@ class FixedSpeculator:
         self.forgotten: list[SeqId] = []
         self.learned: list[tuple[SeqId, int, int]] = []
 
-    def plan(self, candidates):
+    def weighs_draft_model(self, num_rows, num_context_tokens):
+        return self.proposer is not Proposer.NGRAM
+
+    def plan(self, candidates, *, num_others=0, others_tokens=0):
         return [self._proposal(candidate) for candidate in candidates]
 
     def _proposal(self, candidate):
@@ -319,11 +322,12 @@ class FixedSpeculator:
             return None
         return Proposal(self.proposer, num_tokens, candidate.match_len) if num_tokens else None
 
-    def begin(self):
-        pass
-
     def rests(self):
         return False
+
+    @property
+    def can_catch_up(self):
+        return self.may_see
 
     def may_catch_up(self, num_tokens, num_passes):
         return self.may_see

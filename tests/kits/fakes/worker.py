@@ -40,9 +40,14 @@ class WilfulSpeculator:
         self._rng = rng
         self.max_draft_tokens = rng.randint(1, 5)
         self.has_draft_model = has_draft_model
-        self.uses_ngrams = self.is_on = True
+        self.uses_ngrams = self.is_on = self.can_catch_up = True
 
-    def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
+    def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
+        return self._rng.randrange(4) > 0
+
+    def plan(
+        self, candidates: Sequence[Candidate], *, num_others: int = 0, others_tokens: int = 0
+    ) -> list[Proposal | None]:
         return [self._propose(candidate) for candidate in candidates]
 
     def _propose(self, candidate: Candidate) -> Proposal | None:
@@ -52,9 +57,6 @@ class WilfulSpeculator:
             return None
         num_tokens = self._rng.randint(1, candidate.max_tokens)
         return Proposal(self._rng.choice(ways), num_tokens, candidate.match_len)
-
-    def begin(self):
-        pass
 
     def rests(self):
         return False

@@ -107,8 +107,14 @@ class KeenSpeculator(Speculator):
     def rests(self) -> bool:
         return False
 
-    def plan(self, candidates: Sequence[Candidate]) -> list[Proposal | None]:
-        proposals = super().plan(candidates)
+    def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
+        return True
+
+    def plan(
+        self, candidates: Sequence[Candidate], *, num_others: int = 0, others_tokens: int = 0
+    ) -> list[Proposal | None]:
+        others = {"num_others": num_others, "others_tokens": others_tokens}
+        proposals = super().plan(candidates, **others)
         return [
             proposal or self._by_lot(candidate)
             for proposal, candidate in zip(proposals, candidates, strict=True)

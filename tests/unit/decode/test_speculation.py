@@ -16,11 +16,11 @@ from decode.choosing import Candidate, Proposal
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from engine.config import Speculate
-from engine.messages import GatewayId, Limits, Sampling, SeqId
+from engine.messages import Cancel, GatewayId, Limits, Sampling, SeqId
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockPool
 from engine.worker.core import WorkerCore
-from engine.worker.events import Adopted
+from engine.worker.events import Adopted, FromGateway
 from engine.worker.intake import Intake
 from engine.worker.sequence import Sequence
 
@@ -148,8 +148,20 @@ class Bench:
         speculator.plan = self._look  # type: ignore[method-assign]
         self.batch = batch
         self.context_len = float(PROMPT_LEN)
-        for i in range(batch):
-            self._adopt(SeqId(f"s{i}"), PROMPT_LEN + 3 * i, pool)
+        self._pool = pool
+        self._num_adopted = 0
+        self._adopt_all()
+
+    def replace_all(self) -> None:
+        """Other sequences take the place of all."""
+        for i in range(self._num_adopted - self.batch, self._num_adopted):
+            self.core.handle(FromGateway(GatewayId("g"), Cancel(SeqId(f"s{i}"))), self._now_s)
+        self._adopt_all()
+
+    def _adopt_all(self) -> None:
+        for i in range(self.batch):
+            self._adopt(SeqId(f"s{self._num_adopted + i}"), PROMPT_LEN + 3 * i, self._pool)
+        self._num_adopted += self.batch
 
     def _adopt(self, seq_id: SeqId, prompt_len: int, pool: BlockPool) -> None:
         tokens = [self.runner.texts.at(seq_id, i) for i in range(prompt_len + 1)]
@@ -158,12 +170,14 @@ class Bench:
         seq.advance(prompt_len, pool)
         self.core.handle(Adopted(seq), 0.0)
 
-    def _look(self, candidates: Items[Candidate]) -> list[Proposal | None]:
+    def _look(
+        self, candidates: Items[Candidate], *, num_others: int, others_tokens: int
+    ) -> list[Proposal | None]:
         self.num_looks += 1
-        look_ms = self.runner.machine.look * len(candidates)
+        look_ms = self.runner.machine.look * (len(candidates) + num_others)
         self.runner.spent_ms += look_ms
         self._now_s += look_ms * 1e-3
-        return self._choose(candidates)
+        return self._choose(candidates, num_others=num_others, others_tokens=others_tokens)
 
     def gain(self, num_steps: int) -> float:
         """Returns the speed-up of these steps over steps without drafts."""
@@ -339,16 +353,37 @@ def test_trials_become_rare():
     assert counts[-1] <= 5  # steps of one trial
 
 
-def test_steps_rest_from_looks_that_find_no_match_and_a_new_batch_ends_the_rest():
+def test_steps_rest_from_looks_in_vain_and_new_batches_do_not_pay_for_them_again():
     bench = Bench(Speculate.AUTO, SMALL, batch=8, acceptance=0.02)
     bench.gain(400)
     num_before = bench.num_looks
-    bench.gain(400)
+    for _ in range(4):
+        bench.replace_all()
+        bench.gain(100)
     assert bench.num_looks - num_before < 80
-    while not bench.speculator.rests():
-        bench.gain(1)
-    bench.speculator.begin()
-    assert not bench.speculator.rests()
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_short_answers_cost_less_than_three_percent(batch):
+    gains = []
+    for mode in (Speculate.AUTO, Speculate.OFF):
+        bench = Bench(mode, SMALL, batch=batch, acceptance=0.3, texts=Texts(vocab_size=12))
+        bench.gain(100)
+        spent = []
+        for _ in range(12):
+            bench.replace_all()
+            spent.append(1 / bench.gain(64))
+        gains.append(len(spent) / sum(spent))
+    assert gains[0] >= 0.97 * gains[1]
+
+
+def test_drafts_that_lose_are_given_up_even_if_every_estimate_promises_a_gain():
+    bench = Bench(Speculate.DRAFT, LAPTOP, batch=4, acceptance=0.0)
+    bench.speculator._chooser.choose = lambda candidates, *_: [  # type: ignore[method-assign]
+        Proposal(Proposer.DRAFT, 4) for _ in candidates
+    ]
+    bench.gain(100)
+    assert bench.gain(1000) >= 0.98
 
 
 # ---------------------------------------------------------------- rules
