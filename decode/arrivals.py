@@ -6,7 +6,9 @@
     copy      all KV of a sequence that runs elsewhere is here; it has no row in any step
     aborting  cancelled, but its pull may still write into its blocks
 
-Only the head of the queue is admitted, in order of arrival, if the pool has room for it. A copy is
+Only the head of the queue is admitted, in order of arrival, if the pool has room for it. If it
+waits for `STUCK_S` while nothing arrives or runs here, it is given back: then prompts that wait for
+other workers hold the memory, and these may wait for memory that the head's prompt holds. A copy is
 never waited for: without room it is given back at once. Complete copies are dropped, the youngest
 first, before any sequence waits for memory or is given back.
 
@@ -20,12 +22,15 @@ Source: two owners of a block, sglang#24527.
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from decode.hold import StepHold
-from engine.messages import PREEMPTED, PULL_FAILED, Decode, GivenBack, KvReady, SeqId
+from engine.messages import PREEMPTED, PULL_FAILED, STUCK, Decode, GivenBack, KvReady, SeqId
 from engine.worker.blocks import BlockId, BlockPool
 from engine.worker.events import AbortPull, Effect, Emit, HoldLease, PullDone, PullFailed, StartPull
 from engine.worker.sequence import Sequence
+
+STUCK_S = 2.0
 
 
 @dataclass(slots=True)
@@ -65,6 +70,13 @@ class Arrivals:
         self.arriving: dict[SeqId, ArrivingSequence] = {}
         self.copies: dict[SeqId, Sequence] = {}  # complete; oldest first
         self.aborting: dict[SeqId, ArrivingSequence] = {}
+        self._stuck_id: SeqId | None = None  # the head of the queue, while nothing else is here
+        self._stuck_until_s = inf
+
+    @property
+    def stuck_until_s(self) -> float | None:
+        """When `give_back_stuck` gives the head of the queue back; None if it is not stuck."""
+        return self._stuck_until_s if self._stuck_id in self.queued else None
 
     def __contains__(self, seq_id: SeqId) -> bool:
         states = (self.queued, self.arriving, self.copies, self.aborting)
@@ -114,6 +126,21 @@ class Arrivals:
             else:
                 break
         return effects
+
+    def give_back_stuck(self, now_s: float, *, is_any_running: bool) -> list[Effect]:
+        """Gives the head of the queue back if it waited for `STUCK_S` while nothing else was here.
+
+        To be called when a step is planned.
+        """
+        is_alone = not (is_any_running or self.arriving or self.aborting)
+        head = next(iter(self.queued), None) if is_alone else None
+        if head != self._stuck_id:
+            self._stuck_id, self._stuck_until_s = head, now_s + STUCK_S
+        if head is None or now_s < self._stuck_until_s:
+            return []
+        self._counters["stuck"] += 1
+        gateway_id = self.queued[head].seq.gateway_id
+        return [*self.cancel(head), Emit(gateway_id, GivenBack(head, STUCK))]
 
     def _start_pull(self, arriving: ArrivingSequence, num_cached: int) -> Effect:
         seq = arriving.seq

@@ -128,6 +128,7 @@ class DecodeScheduler:
         """Counts of what has happened here since the start.
 
         preempted              sequences given back for want of memory
+        stuck                  sequences given back since no memory came free
         copies_dropped         copies of sequences elsewhere, given back for want of memory
         kept_blocks            blocks that failed or cancelled pulls left here
         held_steps             steps that delayed running sequences for moved ones
@@ -261,6 +262,9 @@ class DecodeScheduler:
             due = self.running.due()  # some may have been given back
         chosen = due[:budget_tokens]
         admitted = self._admit()
+        if self.arrivals.queued:
+            is_any_running = bool(len(self.running))
+            admitted += self.arrivals.give_back_stuck(now_s, is_any_running=is_any_running)
         if self._is_held(now_s):
             return Scheduled(effects=effects + admitted, held_until_s=self.held_until_s)
         # Of what plain rows leave, half is for drafts: prompts must make progress beside them.

@@ -26,6 +26,7 @@ from engine.net.trust import SALT_BYTES
 PROTOCOL_VERSION = 14
 # Reasons for which a worker gives a sequence back.
 PREEMPTED = "preempted"  # no memory is left for it
+STUCK = "no memory came free"  # while nothing ran here
 WRONG_ROLE = "wrong role"  # the worker's role does not accept it
 PULL_FAILED = "pull failed"  # how the reason begins if its KV did not come
 ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role

@@ -555,8 +555,7 @@ class _Cluster:
         due_s = self._machine.next_wake_s()
         if due_s is not None and due_s <= self._future.now_s:
             self._handle(Tick())
-        elif due_s is not None:
-            self._plan_wake(due_s)
+        self._look_ahead()
 
     def _end(self, request_id: RequestId, outcome: Outcome, timeline: Timeline) -> None:
         record = self._records.pop(request_id)

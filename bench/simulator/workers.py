@@ -270,6 +270,10 @@ class SimWorker:
             self._begin(plan)
         elif (held_until_s := self._decode.held_until_s) is not None:
             self._future.plan(held_until_s, Rank.ROUTINE, self._on_held_until, None)
+        elif (stuck_until_s := self._decode.arrivals.stuck_until_s) is not None:
+            self._future.plan(
+                max(stuck_until_s, self._future.now_s), Rank.ROUTINE, self._on_held_until, None
+            )
 
     def _on_held_until(self, _: None) -> None:
         if self._stretch is None:

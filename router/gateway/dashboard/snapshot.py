@@ -31,6 +31,7 @@ MAX_COUNTS = 300
 _TROUBLE = (  # counts of workers that mean that something did not go the short way
     "fallbacks",
     "preempted",
+    "stuck",
     "unsent_messages",
     "bad_messages",
     "dropped_reads",

@@ -66,6 +66,7 @@ COUNTER_TEXTS = {  # by the name in a load report
     "spec_steps": "Steps with drafted tokens",
     "step_tokens": "Tokens that decode steps made",
     "steps": "Steps that decode",
+    "stuck": "Sequences given back since no memory came free while nothing ran",
     "transfer_seconds": "Time in which blocks were on their way to this worker",
     "unsent_messages": "Messages to other workers that could not be sent",
     "void_rows": "Rows computed for sequences that had ended meanwhile",

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode.arrivals import STUCK_S
 from decode.hold import HOLD_S, REST_S
 from engine.messages import GivenBack, Role
 from engine.worker.events import AbortPull, Emit, StartPull
@@ -193,6 +194,39 @@ def test_a_sequence_that_is_alone_needs_no_room_for_growth():
 
 
 # ---------------------------------------------------------------- cancels
+
+
+def test_a_sequence_that_waits_alone_for_leased_memory_is_given_back():
+    r = Rig(Role.PREFILL, stretch=4.0, num_blocks=4)
+    r.take(prefill("p", 12))
+    r.step()
+    r.step()  # three blocks are leased until another worker has pulled them
+    r.play(
+        (decode("a", range(20, 26)), [hold("a", 2)]),
+        (Step(), []),
+        (decode("b", range(30, 36)), [hold("b", 2)]),
+    )
+    r.now_s += STUCK_S / 2
+    r.play((Step(), []), (cancel("a"), [abort("a")]), (Step(), []))
+    r.now_s += STUCK_S / 2
+    r.play((Step(), []))  # `b` is at the head for half of the time only
+    assert r.decode.arrivals.stuck_until_s == r.now_s + STUCK_S / 2
+    r.now_s += STUCK_S / 2
+    r.play((Step(), [abort("b"), given_back("b", "no memory came free")]), (Step(), []))
+    assert r.decode.counters["stuck"] == 1
+    assert r.decode.arrivals.stuck_until_s is None
+
+
+def test_a_sequence_waits_for_memory_of_those_that_run():
+    r = rig(num_blocks=3)
+    r.arrive("a", 6)
+    r.step()
+    r.play((decode("b", 6), [hold("b", 2)]))
+    for _ in range(2):
+        r.now_s += STUCK_S
+        r.step()
+    assert r.decode.counters["stuck"] == 0
+    assert r.decode.num_waiting == 1
 
 
 def test_a_queued_sequence_is_cancelled_by_giving_its_lease_up():
