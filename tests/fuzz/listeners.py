@@ -146,8 +146,10 @@ def _has_stream(control: str, address: str) -> bool:
         client.send(encode(attach(AttachBody("raw", "w-1", Identity("model", LAYOUT)))))
         assert isinstance(decode_to_sink(client.recv()), Attached)
         client.send(encode(link.ask()))
-        assert decode_to_sink(client.recv()) == MaySeal()
-        link.connect(f"tcp://{control}", int(address.rpartition(":")[2]), poller, Timing())
+        answer = decode_to_sink(client.recv())
+        assert isinstance(answer, MaySeal)
+        port = int(address.rpartition(":")[2])
+        link.connect(f"tcp://{control}", port, poller, Timing(), lanes=answer.lanes)
         assert poller.poll(DEADLINE_S)
         link.receive(None, may_wait=False)  # type: ignore[arg-type]  # it has sent nothing
         assert link.read(Read(LeaseId("none"), [0]))
