@@ -101,8 +101,9 @@ class AnswerChoice:
         # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
         self._scores: list[Logprobs] = []
-        is_scored = request.sampling.logprobs is not None or request.prompt_logprobs is not None
-        self._is_scored = is_scored
+        self._is_scored = (
+            request.sampling.logprobs is not None or request.prompt_logprobs is not None
+        )
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
         self._echoes_scores = call.echoes_scores
