@@ -102,7 +102,7 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
     ] = PoolsConfig().stretch,
     slo_ttft_ms: Annotated[float, typer.Option(min=1.0, help="Simulated bound.")] = 5000.0,
     slo_tpot_ms: Annotated[float, typer.Option(min=1.0, help="Simulated bound.")] = 25.0,
-    repeat: RepeatOption = 3,
+    repeat: RepeatOption = 6,
     seed: SeedOption = 0,
     quick_: Annotated[bool, quick_option("Few settings, once: under a minute.")] = False,
     json: JsonOption = None,

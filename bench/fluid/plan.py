@@ -35,7 +35,7 @@ SLACK = 1.25  # of the bound over the pace of streams alone
 LOAD = 0.8  # of the prompts that one worker computes
 TURNING = "turning"
 RAMP_S = 5.0
-WINDOW_S = 15.0
+WINDOW_S = 10.0
 QUICK_WINDOW_S = 3.0
 
 
@@ -119,7 +119,7 @@ class FluidPlan:
     ramp_s: float = RAMP_S
     window_s: float = WINDOW_S
     phase_s: float = 2.5  # of a mix that turns
-    num_repeats: int = 3
+    num_repeats: int = 6
     seed: int = 0
 
 
