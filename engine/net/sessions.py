@@ -189,6 +189,12 @@ class Line(asyncio.Protocol):
             self._transport.close()
             self._end(ConnectionError("closed"))
 
+    def leave(self) -> None:
+        """Ends the session and says so, unless bytes wait that may never go. `close` must follow."""
+        self.on_end = lambda: None
+        if not self._transport.get_write_buffer_size():
+            self.finish()
+
     def fail(self, error: BaseException) -> None:
         """Ends the session at once, for this reason. What is not sent yet is lost."""
         if not self._is_over:
@@ -505,8 +511,9 @@ class SessionClient:
         return await self.line.receive()
 
     async def close(self) -> None:
-        """Ends the session, if it has begun. What is not sent yet is lost."""
+        """Ends the session, if it has begun, and says so. What is not sent yet is lost."""
         if self._line is not None:
+            self._line.leave()
             await self._line.close()
 
 

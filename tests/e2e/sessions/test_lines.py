@@ -68,6 +68,21 @@ async def test_a_session_that_ends_is_no_error():
         assert await client.receive() is None
 
 
+async def test_a_client_that_leaves_says_so():
+    errors: asyncio.Queue[BaseException | None] = asyncio.Queue()
+
+    async def serve(line: Line) -> None:
+        line.on_end = lambda: None
+        try:
+            assert await line.receive() is None
+        finally:
+            errors.put_nowait(line.error)
+
+    async with session_with(serve) as (client, _):
+        await client.close()
+        assert await errors.get() is None
+
+
 async def test_posted_frames_are_sent_in_order_without_waiting():
     async with session_with() as (client, _):
         for number in range(100):
