@@ -1,18 +1,19 @@
 """Leases and pulls between simulated workers, and when pulled blocks arrive.
 
-A pull takes blocks in order, as they become ready. All blocks that are ready together go as one
-transfer, at the profile's price. The first transfer of a pull pays for the request too. A transfer
-occupies the whole link of its source and of its sink, first come first served. When the last block
-has arrived the lease ends, and both sides are told.
+A pull takes blocks in order, as they become ready, at the profile's price. It pays once for the
+request. Pulls share the links of their source and of their sink: with n pulls on the busier one of
+the two, each goes at 1/n of the speed. When the last block has arrived the lease ends, and both
+sides are told.
 
 Expiry, loss and other failures are not modelled.
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Protocol
 
 from bench.simulator.clock import Future, Rank
@@ -34,6 +35,7 @@ from engine.worker.events import (
 )
 
 TRANSPORT = "simulated"
+ROUNDING = 1e-6  # of a block
 
 
 class TransferSide(Protocol):
@@ -47,27 +49,25 @@ class TransferSide(Protocol):
 
 
 @dataclass(slots=True)
-class _Link:
-    out_free_s: float = 0.0
-    in_free_s: float = 0.0
-
-
-@dataclass(slots=True)
 class _Pull:
+    source: TransferSide
     sink: TransferSide
     seq_id: SeqId
     # rising indices in the lease; None: the lease is only held
     wanted: tuple[int, ...] | None = None
     num_asked: int = 0  # of `wanted`: on their way or arrived
-    ends_s: float = 0.0  # when the last requested transfer arrives
-    transfer_s: float = 0.0
+    left_s: float = 0.0  # until these are here, at full speed
+    pace: float = 0.0  # the part of the links that it has; 0: nothing is on its way
+    since_s: float = 0.0  # when `left_s` was true
+    begun_s: float = 0.0  # when the first of what is on its way was asked for
+    transfer_s: float = 0.0  # with something on its way
     ready_s: float = 0.0  # when the last block became ready
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # (when, how many by then)
+    ends_s: float = 0.0  # as planned last
 
-    def arrived(self, now_s: float) -> tuple[int, ...]:
-        """Returns the indices of the blocks that have arrived."""
-        here = max((count for at_s, count in self.arrivals if at_s <= now_s), default=0)
-        return (self.wanted or ())[:here]
+    def go_on(self, now_s: float) -> None:
+        """Counts what has come since."""
+        self.left_s -= self.pace * (now_s - self.since_s)
+        self.since_s = now_s
 
 
 @dataclass(slots=True)
@@ -75,6 +75,9 @@ class _Lease:
     source: TransferSide
     num_ready: int = 0
     pull: _Pull | None = None
+
+
+_Flows = dict[LeaseId, _Pull]
 
 
 class Transfers:
@@ -89,7 +92,9 @@ class Transfers:
         self._latency_s = latency_s
         self._leases: dict[LeaseId, _Lease] = {}
         self._held: dict[tuple[WorkerId, SeqId], LeaseId] = {}
-        self._links: dict[WorkerId, _Link] = {}
+        # what is on its way, by source and by sink
+        self._out: defaultdict[WorkerId, _Flows] = defaultdict(dict)
+        self._into: defaultdict[WorkerId, _Flows] = defaultdict(dict)
         self._num_open: Counter[WorkerId] = Counter()
 
     @property
@@ -139,7 +144,7 @@ class Transfers:
         self._close(lease_id, lease)
         self._tell(lease.source, LeaseEnded(lease_id, "revoked"), 0.0)
         if lease.pull is not None:
-            self._fail(lease.pull, "revoked", self._latency_s)
+            self._fail(lease_id, lease.pull, "revoked", self._latency_s)
 
     def hold(self, sink: TransferSide, seq_id: SeqId, ref: LeaseRef) -> None:
         """Claims a lease for a sink."""
@@ -148,7 +153,7 @@ class Transfers:
             self._tell(sink, PullFailed(seq_id, "unknown"), self._latency_s)
             return
         assert lease.pull is None
-        lease.pull = _Pull(sink, seq_id)
+        lease.pull = _Pull(lease.source, sink, seq_id)
         self._held[sink.worker_id, seq_id] = ref.lease_id
 
     def start(self, sink: TransferSide, seq_id: SeqId, indices: tuple[int, ...]) -> None:
@@ -162,7 +167,7 @@ class Transfers:
         if indices:
             self._go_on(lease_id, lease)
         else:
-            self._plan_end(lease_id, lease.pull, self._cost.fixed_s)
+            self._send(lease_id, lease.pull, self._cost.fixed_s)
 
     def abort(self, sink: TransferSide, seq_id: SeqId) -> None:
         """Gives up a lease that a sink holds."""
@@ -172,7 +177,7 @@ class Transfers:
         lease = self._leases[lease_id]
         assert lease.pull is not None
         self._close(lease_id, lease)
-        self._fail(lease.pull, "aborted", 0.0)
+        self._fail(lease_id, lease.pull, "aborted", 0.0)
         self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
 
     # ------------------------------------------------------------ transfers
@@ -185,38 +190,77 @@ class Transfers:
         num_new = bisect_left(pull.wanted, lease.num_ready) - pull.num_asked
         if num_new <= 0:
             return
-        now_s = self._future.now_s
-        out, into = self._link(lease.source), self._link(pull.sink)
         seconds = self._cost.seconds(num_new, num_new * self._block_bytes)
         if pull.num_asked:
             seconds -= self._cost.fixed_s
-        begins_s = max(now_s, out.out_free_s, into.in_free_s, pull.ends_s)
-        pull.ends_s = out.out_free_s = into.in_free_s = begins_s + seconds
         pull.num_asked += num_new
-        pull.transfer_s += seconds
-        pull.arrivals.append((pull.ends_s, pull.num_asked))
         if pull.num_asked == len(pull.wanted):
-            pull.ready_s = now_s
-            self._plan_end(lease_id, pull, pull.ends_s - now_s)
+            pull.ready_s = self._future.now_s
+        self._send(lease_id, pull, seconds)
+
+    def _send(self, lease_id: LeaseId, pull: _Pull, seconds: float) -> None:
+        """Sends what takes so long at full speed, beside what is on its way already."""
+        pull.go_on(self._future.now_s)
+        pull.left_s += seconds
+        if pull.pace:
+            self._plan_end(lease_id, pull)
+            return
+        pull.begun_s = self._future.now_s
+        for flows in self._flows_of(pull):
+            flows[lease_id] = pull
+        self._share(pull)
+
+    def _share(self, changed: _Pull) -> None:
+        """Shares the links of a pull anew, which has begun or ended."""
+        out, into = self._flows_of(changed)
+        for lease_id, pull in {**out, **into}.items():
+            pull.go_on(self._future.now_s)
+            pull.pace = 1.0 / max(map(len, self._flows_of(pull)))
+            self._plan_end(lease_id, pull)
+
+    def _stop(self, lease_id: LeaseId, pull: _Pull) -> None:
+        """Frees the links of a pull of which nothing is on its way any more."""
+        if not pull.pace:
+            return
+        now_s = self._future.now_s
+        pull.go_on(now_s)
+        pull.pace = 0.0
+        pull.transfer_s += now_s - pull.begun_s
+        for flows in self._flows_of(pull):
+            del flows[lease_id]
+        self._share(pull)
+
+    def _flows_of(self, pull: _Pull) -> tuple[_Flows, _Flows]:
+        """Returns what is on its way from the source and to the sink of a pull."""
+        return self._out[pull.source.worker_id], self._into[pull.sink.worker_id]
+
+    def _arrived(self, pull: _Pull) -> tuple[int, ...]:
+        """Returns the indices of the blocks that have arrived."""
+        block_s = self._cost.seconds(1, self._block_bytes) - self._cost.fixed_s
+        pull.go_on(self._future.now_s)
+        num_missing = ceil(pull.left_s / block_s - ROUNDING) if pull.left_s > 0 else 0
+        return (pull.wanted or ())[: max(0, pull.num_asked - num_missing)]
 
     def _close(self, lease_id: LeaseId, lease: _Lease) -> None:
         del self._leases[lease_id]
         self._num_open[lease.source.worker_id] -= 1
 
-    def _link(self, side: TransferSide) -> _Link:
-        link = self._links.get(side.worker_id)
-        if link is None:
-            link = self._links[side.worker_id] = _Link()
-        return link
+    def _plan_end(self, lease_id: LeaseId, pull: _Pull) -> None:
+        pull.ends_s = self._future.now_s + max(0.0, pull.left_s) / pull.pace
+        end = partial(self._on_end, lease_id, pull)
+        self._future.plan(pull.ends_s, Rank.MESSAGE, end, pull.ends_s)
 
-    def _plan_end(self, lease_id: LeaseId, pull: _Pull, after_s: float) -> None:
-        at_s = self._future.now_s + after_s
-        self._future.plan(at_s, Rank.MESSAGE, partial(self._on_end, lease_id), pull)
-
-    def _on_end(self, lease_id: LeaseId, pull: _Pull) -> None:
+    def _on_end(self, lease_id: LeaseId, pull: _Pull, ends_s: float) -> None:
+        """Ends what is on its way, unless the pull has failed or its end was planned anew."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.pull is not pull:
-            return  # the pull has failed
+        if lease is None or lease.pull is not pull or not pull.pace or pull.ends_s != ends_s:
+            return
+        pull.left_s, pull.since_s = 0.0, ends_s
+        self._stop(lease_id, pull)
+        if pull.wanted is not None and pull.num_asked == len(pull.wanted):
+            self._finish(lease_id, lease, pull)
+
+    def _finish(self, lease_id: LeaseId, lease: _Lease, pull: _Pull) -> None:
         self._close(lease_id, lease)
         del self._held[pull.sink.worker_id, pull.seq_id]
         exposed_s = self._future.now_s - pull.ready_s if pull.wanted else 0.0
@@ -224,9 +268,10 @@ class Transfers:
         self._tell(pull.sink, done, 0.0)
         self._tell(lease.source, LeaseEnded(lease_id, "released"), self._latency_s)
 
-    def _fail(self, pull: _Pull, reason: str, after_s: float) -> None:
+    def _fail(self, lease_id: LeaseId, pull: _Pull, reason: str, after_s: float) -> None:
         del self._held[pull.sink.worker_id, pull.seq_id]
-        arrived = pull.arrived(self._future.now_s)
+        arrived = self._arrived(pull)
+        self._stop(lease_id, pull)
         self._tell(pull.sink, PullFailed(pull.seq_id, reason, arrived), after_s)
 
     def _tell(self, side: TransferSide, event: Event, after_s: float) -> None:

@@ -190,7 +190,10 @@ class Line(asyncio.Protocol):
             self._end(ConnectionError("closed"))
 
     def leave(self) -> None:
-        """Ends the session and says so, unless bytes wait that may never go. `close` must follow."""
+        """Ends the session, and says so unless bytes wait that may never go.
+
+        `close` must follow.
+        """
         self.on_end = lambda: None
         if not self._transport.get_write_buffer_size():
             self.finish()

@@ -49,6 +49,7 @@ The machine knows no socket, memory or block pool. Confirmation by the source is
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from engine.messages import Incarnation, LeaseId, LeaseRef, SeqId
 from engine.worker.blocks import BlockId
@@ -305,11 +306,16 @@ class SinkMachine:
     # ------------------------------------------------------------ pulling
 
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
-        """Goes on with all pulls from a source, the oldest first: the window may have room."""
+        """Goes on with all pulls from a source, since the window may have room.
+
+        The one that asked longest ago is first. So they share the window, and a short hand-over
+        does not wait for the end of a long one.
+        """
         source.lacks_room = False
         pulls = [
             pull for pull in source.pulls.values() if not (pull.wanted is None or pull.releasing)
         ]
+        pulls.sort(key=attrgetter("asked_s"))
         return [effect for pull in pulls for effect in self._advance(pull, now_s)]
 
     def _advance(self, pull: Pull, now_s: float) -> list[SinkEffect]:

@@ -429,8 +429,8 @@ def test_a_fetch_brings_no_more_than_a_batch():
     ]
 
 
-def test_the_window_is_shared_by_the_pulls_of_a_source_oldest_first():
-    sink = attached(batch_blocks=1, window_blocks=3)
+def test_pulls_of_a_source_take_turns_where_the_window_is_full():
+    sink = attached(batch_blocks=1, window_blocks=2)
     sink.hold("t", lease("m"), 0.0)
     for name in ("l", "m"):
         sink.receive(ADDRESS, Ready(name, 0, [0, 1, 2, 3]), 0.0)
@@ -439,11 +439,14 @@ def test_the_window_is_shared_by_the_pulls_of_a_source_oldest_first():
         return [(e.lease_id, index) for e in effects for index in e.indices]
 
     blocks = tuple((i, 50 + i) for i in range(4))
-    assert fetched(sink.start("s", blocks, 0.0)) == [("l", 0), ("l", 1), ("l", 2)]
-    assert fetched(sink.start("t", blocks, 0.0)) == []
-    assert fetched(sent(sink, 0, 1)) == [("l", 3), ("m", 0)]
+    assert fetched(sink.start("s", blocks, 0.1)) == [("l", 0), ("l", 1)]
+    assert fetched(sink.start("t", blocks[:2], 0.2)) == []
+    assert fetched(sent(sink, 0, now_s=0.3)) == [("m", 0)]
+    assert fetched(sent(sink, 1, now_s=0.4)) == [("l", 2)]
     sink.validate()
-    assert fetched(sink.abort("s", 0.1)[2:]) == [("m", 1), ("m", 2)]
+    assert fetched(sink.fetched(ADDRESS, "m", (0,), 0.5, are_good=True)) == [("m", 1)]
+    sink.validate()
+    assert fetched(sink.abort("t", 0.6)[2:]) == [("l", 3)]
     sink.validate()
 
 

@@ -264,20 +264,42 @@ def ref(name, num_blocks):
     return LeaseRef(LeaseId(name), TransferAddress(WorkerId("p"), Incarnation("1"), ""), num_blocks)
 
 
-def test_pulls_over_one_link_are_sequential():
-    future, transfers, source, sink = transfers_between()
-    for name in ("a", "b"):
+def pull_all(transfers, source, sink, sizes):
+    """Pulls leases of these numbers of blocks, which are all ready."""
+    for name, num_blocks in sizes.items():
         transfers.open(source, LeaseId(name))
-        transfers.grow(LeaseId(name), 2)
-        transfers.hold(sink, SeqId(name), ref(name, 2))
-        transfers.start(sink, SeqId(name), (0, 1))
+        transfers.grow(LeaseId(name), num_blocks)
+        transfers.hold(sink, SeqId(name), ref(name, num_blocks))
+        transfers.start(sink, SeqId(name), tuple(range(num_blocks)))
+
+
+def test_pulls_over_one_link_share_it():
+    future, transfers, source, sink = transfers_between()
     ends = []
     sink.receive = lambda events: ends.append((future.now_s, *events))
+    pull_all(transfers, source, sink, {"long": 9, "short": 1})
     future.run()
-    assert [(at_s, done.seq_id) for at_s, done in ends] == [(3.0, "a"), (6.0, "b")]
+    # the short one takes 2 s alone, and 4 s beside the long one, which then has 8 of 10 s left
+    assert [(at_s, done.seq_id, done.transfer_s) for at_s, done in ends] == [
+        (4.0, "short", 4.0),
+        (12.0, "long", 12.0),
+    ]
     assert all(isinstance(done, PullDone) for _, done in ends)
-    assert source.heard == [LeaseEnded("a", "released"), LeaseEnded("b", "released")]
+    assert source.heard == [LeaseEnded("short", "released"), LeaseEnded("long", "released")]
     assert transfers.num_leases == 0
+
+
+def test_a_pull_goes_at_the_speed_of_its_busier_link():
+    future, transfers, source, sink = transfers_between()
+    other_source, other_sink, ends = Side("q"), Side("e"), {}
+    for side in (sink, other_sink):
+        side.receive = lambda events: ends.update({events[0].seq_id: future.now_s})
+    pull_all(transfers, source, sink, {"a": 3, "b": 3})
+    pull_all(transfers, other_source, sink, {"c": 3})
+    pull_all(transfers, source, other_sink, {"d": 1})
+    future.run()
+    # a, b and c share the sink, and a, b and d the source: each takes three times as long
+    assert ends == {"d": 6.0, "a": 12.0, "b": 12.0, "c": 12.0}
 
 
 def test_revoked_lease_fails_its_pull_with_arrived_blocks():
