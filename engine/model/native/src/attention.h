@@ -21,6 +21,15 @@ constexpr int kTaskQueries = 96;  // query vectors of one task, at least one tok
 constexpr int kTilesAhead = 6;    // that few queries request
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// The places of a tile's tokens, to be compared with those that a query sees.
+struct TilePlaces {
+  alignas(64) float places[kTile] = {};
+  constexpr TilePlaces() {
+    for (int t = 0; t < kTile; ++t) places[t] = static_cast<float>(t);
+  }
+};
+inline constexpr TilePlaces kTilePlaces;
+
 // Mirrored in library.py.
 struct Batch {
   const int32_t* cu_seqlens_q;  // [num_rows + 1]
@@ -477,15 +486,21 @@ class Attention {
         if (kScaled) s[v] = mul(s[v], load(key_scales + v * kLanes));
         if (scoring.softcap > 0)
           s[v] = mul(fill(scoring.softcap), tanh(div(s[v], fill(scoring.softcap))));
-        store(row + v * kLanes, s[v]);
       }
       const int beyond = position + (i + r) / group_ + 1 - tile;  // this token and later ones
       const int hidden = scoring.window > 0 ? beyond - scoring.window : 0;
       if (beyond < kTile || hidden > 0) {
-        for (int t = std::max(0, beyond); t < kTile; ++t) row[t] = kMinusInfinity;
-        for (int t = 0; t < std::min(hidden, kTile); ++t) row[t] = kMinusInfinity;
-        for (int v = 0; v < kVecs; ++v) s[v] = load(row + v * kLanes);
+        const Vec nothing = fill(kMinusInfinity);
+        const Vec last = fill(static_cast<float>(beyond)), first = fill(static_cast<float>(hidden));
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          const Vec token = load(kTilePlaces.places + v * kLanes);
+          s[v] = where_less(token, last, s[v], nothing);
+          s[v] = where_less(token, first, nothing, s[v]);
+        }
       }
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) store(row + v * kLanes, s[v]);
       Vec most = s[0];
 #pragma GCC unroll 2
       for (int v = 1; v < kVecs; ++v) most = max(most, s[v]);
