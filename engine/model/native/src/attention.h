@@ -379,6 +379,12 @@ class Attention {
     BATON_INLINE void request(int line) const {
       _mm_prefetch(reinterpret_cast<const char*>(keys) + line * 64, _MM_HINT_T1);
     }
+    void request_all(int cols) const {
+      for (int line = 0; line < cols * kLanes / 64; ++line) {
+        request(line);
+        _mm_prefetch(reinterpret_cast<const char*>(values) + line * 64, _MM_HINT_T1);
+      }
+    }
   };
 
   // A tile of R queries between the steps of walk_few.
@@ -388,6 +394,7 @@ class Attention {
     alignas(64) uint8_t weights[2 * R * kTile];
     float steps[R];
     Peaks peaks;
+    int groups;  // of sixteen tokens, of which some are present
     const uint8_t *values[kTile / kLanes], *later_values[kTile / kLanes];
   };
 
@@ -419,6 +426,7 @@ class Attention {
       return find(next, start + more, end_of(batch, next));
     };
     const auto score = [&](int tile, FewTile<R>& of) {
+      of.groups = std::min(kGroups, (end - tile + kLanes - 1) / kLanes);
       for (int g = 0; g < kGroups; ++g) {
         const Sixteen now = find(task, tile + g * kLanes, end);
         const Sixteen later = find_later(tile + ahead + g * kLanes);
@@ -428,6 +436,11 @@ class Attention {
         store(of.value_scales + g * kLanes, _mm512_maskz_loadu_ps(now.present, now.value_scales));
         _mm_prefetch(reinterpret_cast<const char*>(later.key_scales), _MM_HINT_T1);
         _mm_prefetch(reinterpret_cast<const char*>(later.value_scales), _MM_HINT_T1);
+        if (g >= of.groups) {  // all hidden
+          if (later.present) later.request_all(n);
+          for (int r = 0; r < R; ++r) store(of.scores + r * kTile + g * kLanes, zeros());
+          continue;
+        }
         Words products[R];
         few_scores<R>(whole.queries, whole.query_offsets, now.keys, n, products, later);
         for (int r = 0; r < R; ++r)
@@ -459,8 +472,8 @@ class Attention {
       const bool more = tile + kTile < stop;
       if (more) score(tile + kTile, tiles[i ^ 1]);
       for (int first = 0; first < n; first += kGroupBytes)
-        few_values<R>(now.weights, now.steps, now.peaks.fades, now.values, now.later_values,
-                      kGroups, n, first, p.sums, padded_);
+        few_values<R>(now.weights, now.steps, now.peaks.fades, now.values, now.later_values, kTile,
+                      now.groups, n, first, p.sums, padded_);
       if (more) weigh_tile(tiles[i ^ 1]);
     }
     for (int i = 0; i < R * n; i += kGroupBytes) exchange_quarters(p.sums + i);

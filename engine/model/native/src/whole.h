@@ -234,12 +234,13 @@ BATON_INLINE void exchange_quarters(float* sums) {
 }
 
 // sums [R, padded] = fades [R] * sums + weights [R, 16 * groups] times V, for 64 dimensions from
-// `first` on; `steps`: what 1 stands for in each row of weights. Requests as much of V at `next`.
+// `first` on; `steps`: what 1 stands for in each row of weights, which lie `apart`. Requests as much
+// of V at `next`.
 template <int R>
 __attribute__((noinline)) void few_values(const uint8_t* weights, const float* steps,
                                           const float* fades, const uint8_t* const* tokens,
-                                          const uint8_t* const* next, int groups, int cols,
-                                          int first, float* to, int padded) {
+                                          const uint8_t* const* next, int apart, int groups,
+                                          int cols, int first, float* to, int padded) {
   constexpr int kVecs = R <= 2 ? 4 : 2;  // whose sums stay in registers
 #pragma GCC unroll 2
   for (int half = 0; half < 4; half += kVecs) {
@@ -270,7 +271,7 @@ __attribute__((noinline)) void few_values(const uint8_t* weights, const float* s
         }
 #pragma GCC unroll 14
         for (int r = 0; r < 2 * R; ++r) {
-          const Words x = four_bytes<R>(weights, groups * kLanes, r, g * kLanes + t);
+          const Words x = four_bytes<R>(weights, apart, r, g * kLanes + t);
 #pragma GCC unroll 4
           for (int v = 0; v < kVecs; ++v)
             sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], x, values[v]);
