@@ -66,8 +66,9 @@ class DraftPlanner:
         *,
         ngrams: Ngrams,
     ) -> None:
-        self.speculator = speculator
         self.has_draft_model = speculator is not None and speculator.has_draft_model
+        is_needed = self.has_draft_model or (speculator is not None and speculator.is_on)
+        self.speculator = speculator if is_needed else None
         self._memory = memory
         self._block_size = memory.block_size
         self._counters = counters
@@ -78,7 +79,7 @@ class DraftPlanner:
     @property
     def needs_last_step(self) -> bool:
         """True if rows depend on the tokens of the step before, or on what a draft model knows."""
-        return self.has_draft_model or (self.speculator is not None and self.speculator.is_on)
+        return self.speculator is not None
 
     @property
     def is_idle(self) -> bool:
@@ -113,14 +114,16 @@ class DraftPlanner:
         speculator = self.speculator
         if speculator is None or not chosen:
             return False
-        for draft in self._marked:
-            draft.proposal, draft.is_seen = None, False
+        if self._marked:
+            for draft in self._marked:
+                draft.proposal, draft.is_seen = None, False
+            self._marked = []
+        if speculator.num_to_pass:
+            return False
         proposed: list[_Draft] = []
-        if speculator.is_on and not speculator.rests():
+        if not speculator.rests():
             proposed = self._propose(chosen, speculator, budget_tokens, admitted)
-        seen: list[_Draft] = []
-        if self.has_draft_model and (proposed or speculator.can_catch_up):
-            seen = self._look(chosen, proposed, speculator)
+        seen = self._look(chosen, proposed, speculator) if self.has_draft_model else []
         self._marked = proposed + seen
         return bool(proposed)
 
@@ -185,7 +188,7 @@ class DraftPlanner:
         for draft in proposed:
             if draft.is_proposed_by_model:
                 draft.is_seen, num_passes = True, 0
-        if not speculator.can_catch_up:
+        if not speculator.catches_up():
             return []
         block_size = self._block_size
         late = [

@@ -14,7 +14,8 @@ itself, hence:
     rests         to look for matches and to choose takes the host's time. A small share of all
                   time is credited for it, and what drafts gain, as measured, all costs included;
                   looks in vain and drafts that lose are taken off. Without credit steps rest.
-                  So what is lost is bounded, whatever the estimates
+                  So what is lost is bounded, whatever the estimates. Of steps that rest
+                  most are passed over (`num_to_pass`): there is nothing to plan or learn
     catching up   the draft model computes its own K and V of tokens that it left out, so that full
                   blocks can be shared
 
@@ -44,14 +45,15 @@ _BETWEEN_RATE = 0.1  # weight of the latest time between two steps without a loo
 _FIRST_PLAIN, _PLAIN_EVERY = 2, 64  # steps with a look before plain ones: at first, and later
 _PLAIN_STEPS = 2  # on end: the first one finds caches cold
 _LEARN_EVERY = 2  # of the steps without a look that are seen
-_SETTLED, _LEARN_EVERY_SETTLED = 32, 8  # after so many steps of a kind, learn more rarely
+_SETTLED, _LEARN_EVERY_SETTLED = 8, 8  # after so many steps of a kind, learn more rarely
 _ENOUGH_STEPS = 32  # learned from, before only some steps are
 _SEEN_EVERY = 16  # steps without a look; the others are passed over
 _LEARN_EVERY_DRAFT = 16  # steps with drafts, after that
 _REUSED = 7  # steps for which a choice for the same sequences is reused, after that
-_CATCH_UP_EVERY = 4  # steps; a full block waits for no longer
+_CATCH_UP_EVERY = 4  # steps; a full block waits for no longer, unless the credit is too small
 _FIRST_REST = 3  # the first step with a look; those before show the time of steps without
-_REST = 32  # steps before the next look where no match may come: only a trial can change the choice
+# steps before the next look where only a trial can change the choice, and without credit
+_REST = 32
 
 
 @dataclass(slots=True)
@@ -70,8 +72,8 @@ class _Trials:
         self.last, self.interval, self.num_left = step, _FEWEST_STEPS, 0
 
     def put_off(self, step: int) -> None:
-        """Without credit, or where there is nothing to try."""
-        self.last = step + _FEWEST_STEPS - self.interval
+        """Without credit."""
+        self.last = step + _REST - self.interval
 
     def tried(self, step: int) -> None:
         """Counts as a failure until the result is known."""
@@ -99,7 +101,8 @@ class Speculator:
         self._tried: set[SeqId] = set()
         self._credit = TimeCredit()
         self._last_s: float | None = None  # when the last step ended
-        self._num_passed = self._num_to_pass = 0  # the latest steps, and the next ones
+        self.num_to_pass = 0  # of the next steps: nothing is to be planned for them or learned
+        self._num_passed = 0  # of the latest steps
         self._lacks_credit = False  # for a look
         self._advanced_s = 0.0  # predicted time of catching up in the present step
         self._had_drafts = False  # whether the last step had drafts
@@ -113,6 +116,7 @@ class Speculator:
         self._step = 0  # the number of the present step
         self._rests_until = _FIRST_REST
         self._has_looked = self._had_looked = False  # for the present step, and for the last one
+        self._catches_up_at = 0  # the next step in which the draft model may do so
         self._is_trial = False  # whether its drafts are only a trial
         self._is_in_trial = False  # whether the next step goes on with that
         self._follows_drafts = self._drafts_now = False  # whether the steps before and now have any
@@ -129,6 +133,8 @@ class Speculator:
         """True if nothing is drafted in the next step, without a look for it."""
         self._had_looked, self._has_looked = self._has_looked, False
         self._step += 1
+        if not self._trials:
+            return True
         if self._lacks_credit and not self._is_in_trial:
             return True  # in most steps, where nothing is worth drafting
         if self._step < self._rests_until and not self._is_in_trial:
@@ -138,7 +144,6 @@ class Speculator:
             self._plain_every = min(2 * self._plain_every, _PLAIN_EVERY)
             self._rests_until = self._step + _PLAIN_STEPS
             return True
-        self._num_to_pass = 0
         return False
 
     def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
@@ -279,12 +284,13 @@ class Speculator:
         self._trial_s = totals_s[num_paid] / _TRIED_STEPS
         return num_paid
 
-    @property
-    def can_catch_up(self) -> bool:
-        """False if the draft model computes nothing more now; most steps do not even ask for it."""
-        if self._step % _CATCH_UP_EVERY:
+    def catches_up(self) -> bool:
+        """True if the draft model may compute what it left out; asked for in each planned step."""
+        if self._step < self._catches_up_at:
             return False
-        return self._credit.of("catching up") > 0 or not self._cost.is_known
+        has_credit = self._credit.of("catching up") > 0 or not self._cost.is_known
+        self._catches_up_at = self._step + (_CATCH_UP_EVERY if has_credit else _REST)
+        return has_credit
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
         """True if the draft model may compute so many more tokens in so many more passes.
@@ -294,8 +300,9 @@ class Speculator:
         pass_s = self._cost.draft_start_s + self._cost.draft_pass_s
         seconds = pass_s * num_passes + self._cost.draft_token_s * num_tokens
         if self._cost.is_known and not self._credit.spend("catching up", seconds):
+            self._catches_up_at = self._step + _REST
             return False
-        self._advanced_s, self._num_to_pass = seconds, 0
+        self._advanced_s = seconds
         return True
 
     # ------------------------------------------------------------ learning
@@ -322,9 +329,10 @@ class Speculator:
         Most steps without a look are passed over: to learn from one takes as long as a twentieth of
         a small step. Their own times do not decide, or interrupted steps would be learned from.
         """
-        if self._num_to_pass:
-            self._num_to_pass -= 1
+        if self.num_to_pass:
+            self.num_to_pass -= 1
             self._num_passed += 1
+            self._step += 1
             self._last_s = now_s
             return
         times = result.times
@@ -339,7 +347,17 @@ class Speculator:
         self._learn_step(plan.rows, result, times, before_s)
         self._lacks_credit = self._cost.is_known and self._credit.of("looks") <= 0
         if not self._has_looked and self._cost.target.num_since_start >= _ENOUGH_STEPS:
-            self._num_to_pass = _SEEN_EVERY - 1
+            self.num_to_pass = self._num_idle()
+
+    def _num_idle(self) -> int:
+        """Returns for how many of the next steps neither a look nor catching up is due."""
+        end = self._step + _SEEN_EVERY  # the next step that is not passed over
+        if self._trials and not self._lacks_credit:
+            end = min(end, self._rests_until)
+        if self.has_draft_model:
+            end = min(end, self._catches_up_at)
+        num_steps = end - self._step - 1
+        return num_steps if num_steps >= _PLAIN_STEPS else 0  # gains need the second plain step
 
     def _learn_step(
         self, rows: Sequence[Row], result: BatchResult, times: StepTimes, before_s: float
@@ -352,7 +370,7 @@ class Speculator:
             spent_s = times.draft_s + max(before_s - self._cost.between_s, 0.0)
             self._credit.add("catching up", advanced_s - spent_s)
         is_vain = self._has_looked and not has_drafts and self._cost.is_known
-        if is_vain:  # the next step without a look is a change of kind
+        if is_vain and self._had_drafts:  # the next step without a look is a change of kind
             self._had_drafts, self._num_like = False, 0
         is_telling = not is_vain and self._is_telling(has_drafts=has_drafts)
         for row in rows:

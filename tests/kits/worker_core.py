@@ -306,6 +306,7 @@ class FixedSpeculator:
         self.has_draft_model = has_draft_model
         self.uses_ngrams = proposer is Proposer.NGRAM
         self.is_on = True
+        self.num_to_pass = 0
         self.may_see = True
         self.forgotten: list[SeqId] = []
         self.learned: list[tuple[SeqId, int, int]] = []
@@ -325,8 +326,7 @@ class FixedSpeculator:
     def rests(self):
         return False
 
-    @property
-    def can_catch_up(self):
+    def catches_up(self):
         return self.may_see
 
     def may_catch_up(self, num_tokens, num_passes):

@@ -40,7 +40,8 @@ class WilfulSpeculator:
         self._rng = rng
         self.max_draft_tokens = rng.randint(1, 5)
         self.has_draft_model = has_draft_model
-        self.uses_ngrams = self.is_on = self.can_catch_up = True
+        self.uses_ngrams = self.is_on = True
+        self.num_to_pass = 0
 
     def weighs_draft_model(self, num_rows: int, num_context_tokens: int) -> bool:
         return self._rng.randrange(4) > 0
@@ -60,6 +61,9 @@ class WilfulSpeculator:
 
     def rests(self):
         return False
+
+    def catches_up(self) -> bool:
+        return True
 
     def may_catch_up(self, num_tokens: int, num_passes: int) -> bool:
         return self._rng.randrange(2) == 0

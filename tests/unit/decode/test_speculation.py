@@ -363,6 +363,23 @@ def test_steps_rest_from_looks_in_vain_and_new_batches_do_not_pay_for_them_again
     assert bench.num_looks - num_before < 80
 
 
+@pytest.mark.parametrize("mode", [Speculate.OFF, Speculate.DRAFT])
+def test_most_steps_beside_an_idle_draft_model_plan_and_learn_nothing(mode):
+    bench = Bench(mode, DEAR_DRAFT, batch=1)
+    bench.gain(1000)
+    num_planned = 0
+    rests = bench.speculator.rests
+
+    def counted() -> bool:
+        nonlocal num_planned
+        num_planned += 1
+        return rests()
+
+    bench.speculator.rests = counted  # type: ignore[method-assign]
+    bench.gain(1000)
+    assert num_planned < 300
+
+
 @pytest.mark.parametrize("batch", [1, 32])
 def test_short_answers_cost_less_than_three_percent(batch):
     gains = []
