@@ -130,12 +130,14 @@ def test_transfers_are_counted_and_failures_have_a_reason():
         asyncio.run(run())
 
 
-def decoder_of_the_youngest(r: Router) -> str:
-    """The worker with the running answer that is furthest from its end."""
-    flights = [f for f in r.machine.state.flights.values() if f.attempt and f.attempt.is_decoding]
-    youngest = min(flights, key=lambda flight: len(flight.tokens))
-    assert youngest.attempt is not None
-    return youngest.attempt.decode
+def decoder_of_the_youngest(r: Router) -> str | None:
+    """The worker with the running answer that is furthest from its end; None if none runs."""
+    running = [
+        (len(flight.tokens), flight.attempt.decode)
+        for flight in r.machine.state.flights.values()
+        if flight.attempt and flight.attempt.is_decoding
+    ]
+    return min(running)[1] if running else None
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
@@ -154,9 +156,10 @@ def test_killed_worker_changes_no_token(victim):
 
             def kill_once(num_tokens: int) -> None:
                 nonlocal killed
-                if num_tokens >= 5 and not killed:
+                name = "prefill-0" if victim == "prefill" else decoder_of_the_youngest(r)
+                if num_tokens >= 5 and not killed and name is not None:
                     killed = True
-                    running.kill("prefill-0" if victim == "prefill" else decoder_of_the_youngest(r))
+                    running.kill(name)
 
             again = [
                 request(f"again-{i}", req.token_ids, max_tokens=120, sampling=req.sampling)

@@ -301,7 +301,7 @@ def test_a_prefix_that_the_prefill_worker_holds_is_pulled_and_not_computed(runni
 
 def test_short_prompts_go_to_the_decode_worker_while_prefill_is_busy(running, alone):
     """The router predicts from given costs, in C++ if that is built."""
-    told = Estimates(WorkerCosts(PrefillCost(0.0, 1e-3), DecodeCost(0.5, 0.0, 0.0)))
+    told = Estimates(WorkerCosts(PrefillCost(0.0, 1e-2), DecodeCost(5.0, 0.0, 0.0)))
 
     async def run() -> None:
         async with router(running, PATIENT, estimates=told, natively=True) as r:
