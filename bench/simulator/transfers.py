@@ -57,7 +57,7 @@ class _Pull:
     wanted: tuple[int, ...] | None = None
     num_asked: int = 0  # of `wanted`: on their way or arrived
     left_s: float = 0.0  # until these are here, at full speed
-    pace: float = 0.0  # the part of the links that it has; 0: nothing is on its way
+    share: float = 0.0  # the part of the links that it has; 0: nothing is on its way
     since_s: float = 0.0  # when `left_s` was true
     begun_s: float = 0.0  # when the first of what is on its way was asked for
     transfer_s: float = 0.0  # with something on its way
@@ -66,7 +66,7 @@ class _Pull:
 
     def go_on(self, now_s: float) -> None:
         """Counts what has come since."""
-        self.left_s -= self.pace * (now_s - self.since_s)
+        self.left_s -= self.share * (now_s - self.since_s)
         self.since_s = now_s
 
 
@@ -202,7 +202,7 @@ class Transfers:
         """Sends what takes so long at full speed, beside what is on its way already."""
         pull.go_on(self._future.now_s)
         pull.left_s += seconds
-        if pull.pace:
+        if pull.share:
             self._plan_end(lease_id, pull)
             return
         pull.begun_s = self._future.now_s
@@ -215,16 +215,16 @@ class Transfers:
         out, into = self._flows_of(changed)
         for lease_id, pull in {**out, **into}.items():
             pull.go_on(self._future.now_s)
-            pull.pace = 1.0 / max(map(len, self._flows_of(pull)))
+            pull.share = 1.0 / max(map(len, self._flows_of(pull)))
             self._plan_end(lease_id, pull)
 
     def _stop(self, lease_id: LeaseId, pull: _Pull) -> None:
         """Frees the links of a pull of which nothing is on its way any more."""
-        if not pull.pace:
+        if not pull.share:
             return
         now_s = self._future.now_s
         pull.go_on(now_s)
-        pull.pace = 0.0
+        pull.share = 0.0
         pull.transfer_s += now_s - pull.begun_s
         for flows in self._flows_of(pull):
             del flows[lease_id]
@@ -246,18 +246,18 @@ class Transfers:
         self._num_open[lease.source.worker_id] -= 1
 
     def _plan_end(self, lease_id: LeaseId, pull: _Pull) -> None:
-        pull.ends_s = self._future.now_s + max(0.0, pull.left_s) / pull.pace
+        pull.ends_s = self._future.now_s + max(0.0, pull.left_s) / pull.share
         end = partial(self._on_end, lease_id, pull)
         self._future.plan(pull.ends_s, Rank.MESSAGE, end, pull.ends_s)
 
     def _on_end(self, lease_id: LeaseId, pull: _Pull, ends_s: float) -> None:
         """Ends what is on its way, unless the pull has failed or its end was planned anew."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.pull is not pull or not pull.pace or pull.ends_s != ends_s:
+        if lease is None or lease.pull is not pull or not pull.share or pull.ends_s != ends_s:
             return
         pull.left_s, pull.since_s = 0.0, ends_s
         self._stop(lease_id, pull)
-        if pull.wanted is not None and pull.num_asked == len(pull.wanted):
+        if pull.num_asked == len(pull.wanted or ()):
             self._finish(lease_id, lease, pull)
 
     def _finish(self, lease_id: LeaseId, lease: _Lease, pull: _Pull) -> None:
