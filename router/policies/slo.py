@@ -31,8 +31,13 @@ A prefill worker goes on with an answer if the whole answer comes sooner, and mo
 come later. With n other prompts in the queue that take S seconds, shares of a prefill worker, and a
 share `busy` of its time that prompts lately took:
 
-    gain = (step at the best decode worker - step here · LEND_RATIO / (1 - busy)) · tokens to come
+    gain = (token at the best decode worker - token here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
+
+A token counts for the step after joining and, without a bound, for what this adds to the step of
+each sequence there:
+
+    token = step after + sequences · (step after - step before)
 
 If no decode worker has room and keeps the bound, prefill workers decode too. The one is taken that
 by this loses least time for prompts, and of equal ones the fullest:
@@ -283,11 +288,18 @@ class _Question:
         pace_s = lent_tpot_s(worker, asked.need, asked.costs)
         if pace_s is None or not self._is_kept(pace_s) or not self._all_paces_known:
             return False
-        paces_s = [self._paces_s[i] for i, _ in asked.candidates.partners(worker_id)]
-        least_s = min(filter(self._is_kept, paces_s), default=inf)
+        partners = asked.candidates.partners(worker_id)
+        keeping = [item for item in partners if self._is_kept(self._paces_s[item[0]])]
+        if not keeping:
+            return True
+        _, decoder = min(keeping, key=lambda item: (self._paces_s[item[0]], item[0]))
+        there_s = token_price_s(decoder, asked.need, asked.costs, self._bound_s)
+        here_s = token_price_s(worker, asked.need, asked.costs, self._bound_s)
+        if there_s is None or here_s is None:
+            return False
         drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
         loss_s = lending_loss_s(asked.queue, drag) + prefill.wait_s
-        gain_s = (least_s - pace_s * lend_ratio(asked.queue)) * asked.need.num_to_come
+        gain_s = (there_s - here_s * lend_ratio(asked.queue)) * asked.need.num_to_come
         return gain_s > loss_s
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
@@ -439,3 +451,17 @@ def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
     """Seconds per token at a decode worker once the request has joined."""
     context_tokens = worker.mean_context_tokens + need.mean_context_tokens
     return costs.step_s(worker, worker.num_decodes + 1, context_tokens)
+
+
+def token_price_s(
+    worker: WorkerView, need: Need, costs: Costs, bound_s: float | None
+) -> float | None:
+    """Seconds per token once the request has joined, with what this costs the sequences there.
+
+    With a bound on their pace it costs them nothing that counts.
+    """
+    pace_s = tpot_s(worker, need, costs)
+    before_s = costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
+    if pace_s is None or before_s is None or bound_s is not None:
+        return pace_s
+    return pace_s + worker.num_decodes * (pace_s - before_s)

@@ -272,7 +272,7 @@ class Fleet {
     if (kind_at(prefill.slot).decodes) {  // it decodes what it prefills
       decode.slot = prefill.slot;
       decode.cost = tpot_s(prefill.slot);
-    } else if (gains_if_lent(prefill.slot, decode.cost)) {
+    } else if (gains_if_lent(prefill.slot, decode)) {
       decode.slot = prefill.slot;
       decode.cost = lent_tpot_s(prefill.slot);
     }
@@ -536,15 +536,23 @@ class Fleet {
     return pace_s(slot) + added_s(costs_[kind_at(slot).costs]);
   }
 
+  // The time per token after joining, with what this costs the sequences there. With a bound on
+  // their pace it costs them nothing that counts.
+  double token_price_s(Slot slot, double tpot) const {
+    if (request_->tpot_bound_s < kInf) return tpot;
+    const auto running = static_cast<double>(workers_[slot].load.running);
+    return tpot + running * added_s(costs_[kind_at(slot).costs]);
+  }
+
   // Whether all of an answer comes sooner where its prompt is computed.
-  bool gains_if_lent(Slot slot, double decode_tpot_s) const {
+  bool gains_if_lent(Slot slot, const Choice& decode) const {
     if (!may_be_lent(slot)) return false;
     const double tpot = lent_tpot_s(slot), busy = request_->busy;
-    const double here = tpot * (busy < 1 ? kLendRatio / (1 - busy) : kInf);
+    const double there = token_price_s(decode.slot, decode.cost);
+    const double here = token_price_s(slot, tpot) * (busy < 1 ? kLendRatio / (1 - busy) : kInf);
     const double drag = drag_at(tpot, kind_at(slot).stretch);
     const double dragged = (drag - 1) * (request_->queued + 1) / 2;
-    return (decode_tpot_s - here) * tokens_to_come() >
-           request_->queued_s * (1 + dragged) + wait_s(slot);
+    return (there - here) * tokens_to_come() > request_->queued_s * (1 + dragged) + wait_s(slot);
   }
 
   // Whether a prefill worker has room to decode the request, and keeps the bound.

@@ -557,23 +557,33 @@ def test_a_prefill_worker_decodes_nothing_if(why):
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "queue", "is_lent"),
+    ("num_seqs", "bound_s", "queue", "is_lent"),
     [
-        (0, EMPTY, False),
-        (1, EMPTY, True),
-        (1, Queue(0.5, 0.1), True),
-        (1, Queue(0.5, 2.5), False),
-        (1, Queue(0.0, 0.0, 0.2), False),
+        (0, None, EMPTY, False),
+        (1, None, EMPTY, True),
+        (1, None, Queue(0.5, 5.5), True),
+        (1, None, Queue(0.5, 6.0), False),
+        (1, None, Queue(0.0, 0.0, 0.2), True),
+        (1, None, Queue(0.0, 0.0, 0.25), False),
+        (1, 9.0, EMPTY, True),
+        (1, 9.0, Queue(0.5, 2.0), True),
+        (1, 9.0, Queue(0.5, 2.5), False),
+        (1, 9.0, Queue(0.0, 0.0, 0.2), False),
     ],
 )
-def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, queue, is_lent):
-    """Alone there, its 39 tokens take 0.625 s each. Long prompts must not wait, nor many come."""
+def test_a_prefill_worker_decodes_what_would_be_slower_elsewhere(num_seqs, bound_s, queue, is_lent):
+    """Alone there, its 39 tokens take 0.625 s each. Long prompts must not wait, nor many come.
+
+    At the decode worker each takes 0.75 s, and another sequence 0.125 s more, which counts if it
+    has no bound.
+    """
     costs = WorkerCosts(QUICK.prefill, DecodeCost(0.5, 0.125, 0.0), QUICK.pull)
     cluster = Cluster(welcome("p0", P, local=True), welcome("d0", D, max_running=20), costs=costs)
     cluster.queue = queue
     for i in range(num_seqs):
         cluster.view.workers["d0"].reserve_decode(f"s{i}", 1)
-    for choice in (cluster.fleet_choice(NEED), cluster.policy_choice(NEED)):
+    need = msgspec.structs.replace(NEED, tpot_bound_s=bound_s)
+    for choice in (cluster.fleet_choice(need), cluster.policy_choice(need)):
         assert (choice.placement.decode == "p0") is is_lent
 
 
