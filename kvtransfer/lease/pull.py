@@ -42,7 +42,7 @@ class KnownSource:
     num_blocks: int = 0
     means: Means = Means("")
     num_asked: int = 0  # blocks in flight, over all pulls
-    lacks_room: bool = False  # the window was full for a pull
+    lacks_room: bool = False  # the window is too full for a pull's next batch
     pulls: dict[LeaseId, "Pull"] = field(default_factory=dict)  # oldest first
 
     def ask(self, message: ToSource, now_s: float) -> SendToSource:
@@ -65,6 +65,7 @@ class KnownSource:
         """Asserts the source's invariants."""
         assert self.num_asked == sum(len(pull.asked) for pull in self.pulls.values())
         assert self.num_asked <= self.means.window_blocks
+        assert self.num_asked > 0 or not self.lacks_room  # or nothing would ever make room
         for lease_id, pull in self.pulls.items():
             assert pull.lease.lease_id == lease_id
             assert pull.source is self

@@ -243,9 +243,7 @@ class SinkMachine:
         if pull is None:
             return []
         pull.arrive(indices, now_s, are_good=are_good)
-        if pull.source.lacks_room:
-            return self._advance_all(pull.source, now_s)
-        return self._advance(pull, now_s)
+        return self._use_room(pull, now_s)
 
     def damaged(
         self, address: str, lease_id: LeaseId, indices: Sequence[int], now_s: float
@@ -305,11 +303,18 @@ class SinkMachine:
 
     # ------------------------------------------------------------ pulling
 
+    def _use_room(self, pull: Pull, now_s: float) -> list[SinkEffect]:
+        """Goes on with a pull that has left room in the window, and with those that lack some."""
+        if pull.source.lacks_room:
+            return self._advance_all(pull.source, now_s)
+        return self._advance(pull, now_s)
+
     def _advance_all(self, source: KnownSource, now_s: float) -> list[SinkEffect]:
         """Goes on with all pulls from a source, since the window may have room.
 
         The one that asked longest ago is first. So they share the window, and a short hand-over
-        does not wait for the end of a long one.
+        does not wait for the end of a long one. Nor do many short ones keep the window so full that
+        a large batch never fits: no pull asks for blocks while another one lacks room.
         """
         source.lacks_room = False
         pulls = [
@@ -330,7 +335,10 @@ class SinkMachine:
             pull.busy(now_s)
             return [release]
         effects: list[SinkEffect] = []
-        while pull.todo and (fetch := pull.fetch_next(now_s)) is not None:
+        while pull.todo and not pull.source.lacks_room:
+            fetch = pull.fetch_next(now_s)
+            if fetch is None:
+                break
             effects.append(fetch)
         return effects
 
@@ -339,7 +347,7 @@ class SinkMachine:
         waiting_s = pull.waiting_s
         pull.lose(indices)
         self.num_rereads += len(indices)
-        effects = self._advance(pull, now_s)
+        effects = self._use_room(pull, now_s)
         pull.waiting_s = waiting_s
         if not pull.asked:
             pull.idle(now_s)  # until other pulls leave room in the window

@@ -459,6 +459,26 @@ def test_a_full_window_is_not_filled_block_by_block():
     assert sent(sink, 1) == [Fetch("s", ADDRESS, "l", (2, 3), (2, 3), (52, 53))]
 
 
+def test_short_pulls_wait_for_the_batch_of_a_long_one():
+    sink = attached(batch_blocks=4, window_blocks=4)
+    sink.receive(ADDRESS, Ready("l", 0, [0, 1, 2, 3]), 0.0)
+    for name in ("m", "n"):
+        sink.hold(name, lease(name, 1), 0.0)
+        sink.receive(ADDRESS, Ready(name, 0, [9]), 0.0)
+
+    def fetched(effects):
+        return [(e.lease_id, *e.indices) for e in effects if isinstance(e, Fetch)]
+
+    assert fetched(sink.start("m", ((0, 60),), 0.1)) == [("m", 0)]
+    assert fetched(sink.start("s", tuple((i, 50 + i) for i in range(4)), 0.2)) == []
+    assert fetched(sink.start("n", ((0, 61),), 0.3)) == []
+    sink.validate()
+    arrived = sink.fetched(ADDRESS, "m", (0,), 0.4, are_good=True)
+    assert fetched(arrived) == [("l", 0, 1, 2, 3)]
+    assert fetched(sent(sink, 0, 1, 2, 3, now_s=0.5)) == [("n", 0)]
+    sink.validate()
+
+
 def test_blocks_lost_on_the_way_are_asked_for_again():
     sink = pulling()
     sent(sink, 0, 2, now_s=0.5)
