@@ -34,10 +34,12 @@ share `busy` of its time that prompts lately took:
     gain = (token at the best decode worker - token here · LEND_RATIO / (1 - busy)) · tokens to come
     loss = its wait here + S · (1 + (drag - 1) · (n + 1) / 2)
 
-A token counts for the step after joining and, without a bound, for what this adds to the step of
-each sequence there:
+A token counts for the step after joining. Without a bound, what it costs others counts too. At both
+places, that is what it adds to the step of each sequence. Here it is also the time that it takes
+from prompts to come, which those behind them wait for, and a prompt's second counts for more:
 
-    token = step after + sequences · (step after - step before)
+    token      = step after + sequences · (step after - step before)
+    token here = the same · (1 + PROMPT_WEIGHT · busy · (drag - 1) / (1 - busy)²)
 
 If no decode worker has room and keeps the bound, prefill workers decode too. The one is taken that
 by this loses least time for prompts, and of equal ones the fullest:
@@ -76,6 +78,7 @@ from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 LEND_RATIO = 1.1
 LEND_SHARE = 0.75  # of a prefill worker's KV memory
+PROMPT_WEIGHT = 4.0  # seconds of decoding for which a second more until a first token counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +301,9 @@ class _Question:
         if there_s is None or here_s is None:
             return False
         drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
+        ratio = lend_ratio(asked.queue, drag if self._bound_s is None else 1.0)
         loss_s = lending_loss_s(asked.queue, drag) + prefill.wait_s
-        gain_s = (there_s - here_s * lend_ratio(asked.queue)) * asked.need.num_to_come
-        return gain_s > loss_s
+        return (there_s - here_s * ratio) * asked.need.num_to_come > loss_s
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -419,12 +422,16 @@ def lent_tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
     return tpot_s(worker, need, costs)
 
 
-def lend_ratio(queue: Queue) -> float:
-    """How many times as long as its step a token takes at a prefill worker, with what prompts come.
+def lend_ratio(queue: Queue, drag: float) -> float:
+    """For how many of its steps a token counts at a prefill worker, with what prompts come.
 
-    Some more, so that sequences do not go to and fro.
+    These take `drag` times as long meanwhile. Some more, so that sequences do not go to and fro.
     """
-    return LEND_RATIO / (1.0 - queue.busy) if queue.busy < 1.0 else inf
+    idle = 1.0 - queue.busy
+    if idle <= 0:
+        return inf
+    slowed = queue.busy * (drag - 1.0) / idle**2
+    return LEND_RATIO / idle * (1.0 + PROMPT_WEIGHT * slowed)
 
 
 def lending_loss_s(queue: Queue, drag: float) -> float:

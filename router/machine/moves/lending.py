@@ -106,9 +106,9 @@ class Lending:
             return True
         if bound_s is not None:
             return joined_s <= bound_s
-        queue = self._placing.queue(flight, now_s)
-        loss_s = lending_loss_s(queue, drag_of(here, costs, bound_s))
-        gain_s = (joined_s - here_s * lend_ratio(queue)) * need.num_to_come
+        queue, drag = self._placing.queue(flight, now_s), drag_of(here, costs, bound_s)
+        loss_s = lending_loss_s(queue, drag)
+        gain_s = (joined_s - here_s * lend_ratio(queue, drag)) * need.num_to_come
         return loss_s > gain_s + costs.pull_s(there, flight.length)
 
     def _here_s(self, flight: Flight, here: WorkerView) -> float | None:

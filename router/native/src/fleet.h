@@ -22,7 +22,8 @@ constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
 constexpr double kLendRatio = 1.1, kLendShare = 0.75;  // of router/policies/slo.py
-constexpr int kMedia = 3;  // memory, disk and objects: router/cluster/media.py
+constexpr double kPromptWeight = 4;  // seconds of decoding for one more until a first token
+constexpr int kMedia = 3;            // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.
 struct Costs {
@@ -547,12 +548,22 @@ class Fleet {
   // Whether all of an answer comes sooner where its prompt is computed.
   bool gains_if_lent(Slot slot, const Choice& decode) const {
     if (!may_be_lent(slot)) return false;
-    const double tpot = lent_tpot_s(slot), busy = request_->busy;
-    const double there = token_price_s(decode.slot, decode.cost);
-    const double here = token_price_s(slot, tpot) * (busy < 1 ? kLendRatio / (1 - busy) : kInf);
+    const double tpot = lent_tpot_s(slot);
     const double drag = drag_at(tpot, kind_at(slot).stretch);
+    const double there = token_price_s(decode.slot, decode.cost);
+    const double here = token_price_s(slot, tpot) * lend_ratio(drag);
     const double dragged = (drag - 1) * (request_->queued + 1) / 2;
-    return (there - here) * tokens_to_come() > request_->queued_s * (1 + dragged) + wait_s(slot);
+    const double loss = request_->queued_s * (1 + dragged) + wait_s(slot);
+    return (there - here) * tokens_to_come() > loss;
+  }
+
+  // For how many of its steps a token counts there, with what prompts come. Without a bound these
+  // take `drag` times as long, and those behind them wait.
+  double lend_ratio(double drag) const {
+    const double busy = request_->busy, idle = 1 - busy;
+    if (idle <= 0) return kInf;
+    const double slowed = request_->tpot_bound_s < kInf ? 0 : busy * (drag - 1) / (idle * idle);
+    return kLendRatio / idle * (1 + kPromptWeight * slowed);
   }
 
   // Whether a prefill worker has room to decode the request, and keeps the bound.
