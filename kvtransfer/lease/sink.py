@@ -335,10 +335,7 @@ class SinkMachine:
             pull.busy(now_s)
             return [release]
         effects: list[SinkEffect] = []
-        while pull.todo and not pull.source.lacks_room:
-            fetch = pull.fetch_next(now_s)
-            if fetch is None:
-                break
+        while not pull.source.lacks_room and pull.todo and (fetch := pull.fetch_next(now_s)):
             effects.append(fetch)
         return effects
 

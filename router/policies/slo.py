@@ -295,15 +295,18 @@ class _Question:
         keeping = [item for item in partners if self._is_kept(self._paces_s[item[0]])]
         if not keeping:
             return True
-        _, decoder = min(keeping, key=lambda item: (self._paces_s[item[0]], item[0]))
-        there_s = token_price_s(decoder, asked.need, asked.costs, self._bound_s)
-        here_s = token_price_s(worker, asked.need, asked.costs, self._bound_s)
-        if there_s is None or here_s is None:
-            return False
+        decode_id, decoder = min(keeping, key=lambda item: (self._paces_s[item[0]], item[0]))
         drag = drag_at(pace_s, worker.info.stretch or inf, self._bound_s)
-        ratio = lend_ratio(asked.queue, drag if self._bound_s is None else 1.0)
         loss_s = lending_loss_s(asked.queue, drag) + prefill.wait_s
-        return (there_s - here_s * ratio) * asked.need.num_to_come > loss_s
+        if self._bound_s is not None:
+            gain_s = self._paces_s[decode_id] - pace_s * lend_ratio(asked.queue, drag=1.0)
+        else:
+            there_s = joined_price_s(decoder, asked.need, asked.costs)
+            here_s = joined_price_s(worker, asked.need, asked.costs)
+            assert there_s is not None  # as the paces are known
+            assert here_s is not None
+            gain_s = there_s - here_s * lend_ratio(asked.queue, drag)
+        return gain_s * asked.need.num_to_come > loss_s
 
     def _soonest(self, prefills: Sequence[_Prefill]) -> _Prefill | None:
         if not prefills:
@@ -460,15 +463,22 @@ def tpot_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
     return costs.step_s(worker, worker.num_decodes + 1, context_tokens)
 
 
-def token_price_s(
-    worker: WorkerView, need: Need, costs: Costs, bound_s: float | None
-) -> float | None:
-    """Seconds per token once the request has joined, with what this costs the sequences there.
+def joined_price_s(worker: WorkerView, need: Need, costs: Costs) -> float | None:
+    """The same, with what this costs the sequences there."""
+    own_tokens = need.mean_context_tokens
+    context_tokens = worker.mean_context_tokens + own_tokens
+    return token_price_s(worker, costs, worker.num_decodes + 1, context_tokens, own_tokens)
 
-    With a bound on their pace it costs them nothing that counts.
+
+def token_price_s(
+    worker: WorkerView, costs: Costs, num_seqs: int, context_tokens: int, own_tokens: int
+) -> float | None:
+    """Seconds per token of one of the sequences there, with what it adds to the step of each other.
+
+    `context_tokens` are those of all of them; `own_tokens` are its own.
     """
-    pace_s = tpot_s(worker, need, costs)
-    before_s = costs.step_s(worker, worker.num_decodes, worker.mean_context_tokens)
-    if pace_s is None or before_s is None or bound_s is not None:
-        return pace_s
-    return pace_s + worker.num_decodes * (pace_s - before_s)
+    step_s = costs.step_s(worker, num_seqs, context_tokens)
+    without_s = costs.step_s(worker, num_seqs - 1, max(context_tokens - own_tokens, 0))
+    if step_s is None or without_s is None:
+        return None
+    return step_s + (num_seqs - 1) * (step_s - without_s)

@@ -23,10 +23,12 @@ from router.policies.base import Need
 from router.policies.joining import reachable
 from router.policies.slo import (
     drag_of,
+    joined_price_s,
     lend_ratio,
     lending_loss_s,
     lent_tpot_s,
     token_price_s,
+    tpot_s,
 )
 
 LOOK_EVERY_S = 0.1
@@ -101,23 +103,16 @@ class Lending:
     ) -> bool:
         """True if a sequence should move on this way. While times are unknown it should."""
         (here, there), costs, bound_s = way, self._state.estimates, flight.limits.tpot_s
-        joined_s, here_s = token_price_s(there, need, costs, bound_s), self._here_s(flight, here)
-        if joined_s is None or here_s is None:
+        pace_s = tpot_s(there, need, costs)
+        if pace_s is None:
             return True
         if bound_s is not None:
-            return joined_s <= bound_s
+            return pace_s <= bound_s
+        there_s, context_tokens = joined_price_s(there, need, costs), here.decoding_context_tokens
+        here_s = token_price_s(here, costs, here.num_decoding, context_tokens, flight.length)
+        if there_s is None or here_s is None:
+            return True
         queue, drag = self._placing.queue(flight, now_s), drag_of(here, costs, bound_s)
         loss_s = lending_loss_s(queue, drag)
-        gain_s = (joined_s - here_s * lend_ratio(queue, drag)) * need.num_to_come
+        gain_s = (there_s - here_s * lend_ratio(queue, drag)) * need.num_to_come
         return loss_s > gain_s + costs.pull_s(there, flight.length)
-
-    def _here_s(self, flight: Flight, here: WorkerView) -> float | None:
-        """Seconds per token where a sequence decodes, with what it costs the others there."""
-        costs, num_seqs = self._state.estimates, here.num_decoding
-        context_tokens = here.decoding_context_tokens
-        others_tokens = max(context_tokens - flight.length, 0)
-        step_s = costs.step_s(here, num_seqs, context_tokens)
-        without_s = costs.step_s(here, num_seqs - 1, others_tokens)
-        if step_s is None or without_s is None:
-            return None
-        return step_s + (num_seqs - 1) * (step_s - without_s)
