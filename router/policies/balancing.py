@@ -16,8 +16,8 @@ take as long as its rest. First go those with most tokens left for each token of
 *Lending.* A fluid prefill worker without prompts takes sequences, too, if they have no bound on
 TPOT. It is taken to stay without prompts for as long again, so only the tokens of that time count.
 A step counts there for a little more than it takes (`slo.LEND_RATIO`), and the room that the
-sequence needs for what prompts would have found there. When prompts come,
-`router.machine.moves.lending` gives the sequences back.
+sequence needs for what prompts would have found there. The move counts twice: when prompts come,
+`router.machine.moves.lending` gives the sequence back.
 
 *How many.* Until both steps are predicted to be equal, and never beyond, so nothing goes back.
 `AT_ONCE` is the most. Several gateways may see the same two workers. Each counts one of its own
@@ -260,5 +260,6 @@ def _pays(leaver: _Leaver, target: _Load, here_s: float, there_s: float, pull: P
         return False
     pause_s = pull.seconds(LAST_BLOCKS, LAST_BLOCKS * block_bytes) + there_s
     room_s = target.room_s * (leaver.context_tokens + left_then)
-    cost_s = copy_s + PAYBACK * pause_s + PROMPTS_PAYBACK * room_s
+    num_moves = 1 if target.worker.info.role.decodes else 2  # there, and back again
+    cost_s = num_moves * (copy_s + PAYBACK * pause_s) + PROMPTS_PAYBACK * room_s
     return left_then * (here_s - there_s) > cost_s

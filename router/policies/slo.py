@@ -78,7 +78,7 @@ from router.policies.sharing import emptiest_decoder, kept_tokens, with_leader
 
 LEND_RATIO = 1.1
 LEND_SHARE = 0.75  # of a prefill worker's KV memory
-PROMPT_WEIGHT = 4.0  # seconds of decoding for which a second more until a first token counts
+PROMPT_WEIGHT = 8.0  # seconds of decoding for which a second more until a first token counts
 
 
 @dataclass(frozen=True, slots=True)

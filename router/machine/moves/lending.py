@@ -1,4 +1,4 @@
-"""Prefill workers give back the sequences that they decode, when prompts wait for them.
+"""Prefill workers give back the sequences that they decode, when prompts come.
 
 A fluid prefill worker without work decodes what has no better place (`router.policies.slo`), and
 takes sequences that run elsewhere (`router.policies.balancing`). These slow its prompts down. So
@@ -6,7 +6,9 @@ when the head of the queue waits for a prefill worker, they may move to decode w
 the way of all others (`router.machine.moves.moving`).
 
 A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
-moves if the rule by which it was lent says so for its tokens to come, its transfer included.
+moves if the rule by which it was lent says so for its tokens to come, its transfer included. It is
+also asked for when its worker is given a prompt: it may have come in a pause, and prompts come
+again.
 
 If no decode worker may take it, a sequence with a bound moves to a prefill worker that decodes more
 sequences already. Each one that decodes any loses about half of its time for prompts.
@@ -43,6 +45,15 @@ class Lending:
         self._rule = rule
         self._next_look_s = 0.0
 
+    def on_prompt(self, worker: WorkerView, now_s: float) -> bool:
+        """Begins moves of sequences without a bound from a worker that was given a prompt.
+
+        True if it began any.
+        """
+        lent = [one for one in self._lent_by(worker) if one.limits.tpot_s is None]
+        moving = [self._move(flight, worker, now_s) for flight in lent]
+        return any(moving)
+
     def give_back(self, now_s: float) -> bool:
         """Begins moves if prompts wait, unless it looked a moment ago. True if it began any."""
         if self._placing.busy is None or now_s < self._next_look_s:
@@ -51,11 +62,17 @@ class Lending:
         workers = self._state.view.workers.values()
         lenders = [w for w in workers if w.info.role is Role.PREFILL and w.num_decodes]
         lenders.sort(key=lambda worker: worker.num_decodes)
-        lent = [(seq_id, worker) for worker in lenders for seq_id in worker.decodes]
-        by_seq = self._state.by_seq
-        # Moves reserve room under other names, which may be at a lender.
-        moving = [self._move(by_seq[i], w, now_s) for i, w in lent if i in by_seq]
+        lent = [(flight, worker) for worker in lenders for flight in self._lent_by(worker)]
+        moving = [self._move(flight, worker, now_s) for flight, worker in lent]
         return any(moving)
+
+    def _lent_by(self, worker: WorkerView) -> list[Flight]:
+        """Requests that a prefill worker decodes. Moves reserve room there under other names."""
+        if worker.info.role is not Role.PREFILL:
+            return []
+        by_seq, worker_id = self._state.by_seq, worker.info.worker_id
+        flights = [by_seq[seq_id] for seq_id in worker.decodes if seq_id in by_seq]
+        return [f for f in flights if f.attempt is not None and f.attempt.decode == worker_id]
 
     def _move(self, flight: Flight, worker: WorkerView, now_s: float) -> bool:
         attempt = flight.attempt

@@ -22,7 +22,7 @@ constexpr int kChunk = 64;
 constexpr int kMaxKinds = 256;
 constexpr int32_t kNone = -1;
 constexpr double kLendRatio = 1.1, kLendShare = 0.75;  // of router/policies/slo.py
-constexpr double kPromptWeight = 4;  // seconds of decoding for one more until a first token
+constexpr double kPromptWeight = 8;  // seconds of decoding for one more until a first token
 constexpr int kMedia = 3;            // memory, disk and objects: router/cluster/media.py
 
 // Costs of one class of workers, in seconds: n tokens of which p are cached, k blocks, b sequences.

@@ -256,7 +256,8 @@ def test_a_prefill_worker_without_prompts_takes_a_sequence_soon():
     assert fluid.counted("lend", "begun") == 1
 
 
-def test_what_it_took_is_lent_and_may_go_back_at_once():
+def lent_sequence():
+    """A machine where `a` has moved to the prefill worker p1."""
     fluid = Fluid()
     fluid.copied()
     fluid.say("d0", PrefixOffered("a.1.copy", COPIED))
@@ -264,10 +265,29 @@ def test_what_it_took_is_lent_and_may_go_back_at_once():
     fluid.say("d0", HandedOver("a.0", LEASE))
     fluid.say("p1", KvReady("a.1", 2, 0, "shm"))
     fluid.say("p1", Tokens("a.1", [4]))
+    return fluid
+
+
+def test_what_it_took_is_lent_and_may_go_back_at_once():
+    fluid = lent_sequence()
     flight = fluid.machine.state.flights["a"]
     assert flight.attempt.is_lent
     assert flight.rests_until_s <= fluid.now_s
     assert fluid.counted("moved", "lent") == 1
+
+
+def test_a_prompt_sends_back_what_was_lent_if_prompts_take_much_of_the_time():
+    fluid = lent_sequence()
+    fluid.machine._placing._load.note(5.0, fluid.now_s, num_computed=1, num_cached=0)
+    effects = fluid.ask("next", max_tokens=1)
+    assert [worker for worker, _ in sent(effects, OfferPrefix)] == ["p1"]
+    assert fluid.counted("give back", "begun") == 1
+
+
+def test_a_prompt_leaves_what_was_lent_where_it_gains_more():
+    fluid = lent_sequence()
+    assert not sent(fluid.ask("next", max_tokens=1), OfferPrefix)
+    assert fluid.counted("give back", "begun") == 0
 
 
 def test_a_sequence_with_a_bound_on_its_pace_stays():
