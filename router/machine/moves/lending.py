@@ -6,9 +6,8 @@ when the head of the queue waits for a prefill worker, they may move to decode w
 the way of all others (`router.machine.moves.moving`).
 
 A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
-moves if the rule by which it was lent says so for its tokens to come, its transfer included. It is
-also asked for when its worker is given a prompt: it may have come in a pause, and prompts come
-again.
+moves if the rule by which it was lent says so for its tokens to come, its transfer included. That
+is asked also when its worker is given a prompt: it may have come in a pause that is over now.
 
 If no decode worker may take it, a sequence with a bound moves to a prefill worker that decodes more
 sequences already. Each one that decodes any loses about half of its time for prompts.
@@ -48,11 +47,17 @@ class Lending:
     def on_prompt(self, worker: WorkerView, now_s: float) -> bool:
         """Begins moves of sequences without a bound from a worker that was given a prompt.
 
-        True if it began any.
+        True if it began any. The first one that should stay ends the search: a step takes equally
+        long for all, and a look at all decode workers for each of them would take long.
         """
-        lent = [one for one in self._lent_by(worker) if one.limits.tpot_s is None]
-        moving = [self._move(flight, worker, now_s) for flight in lent]
-        return any(moving)
+        began = False
+        for flight in self._lent_by(worker, now_s):
+            if flight.limits.tpot_s is not None:
+                continue
+            if not self._move(flight, worker, now_s):
+                break
+            began = True
+        return began
 
     def give_back(self, now_s: float) -> bool:
         """Begins moves if prompts wait, unless it looked a moment ago. True if it began any."""
@@ -62,24 +67,22 @@ class Lending:
         workers = self._state.view.workers.values()
         lenders = [w for w in workers if w.info.role is Role.PREFILL and w.num_decodes]
         lenders.sort(key=lambda worker: worker.num_decodes)
-        lent = [(flight, worker) for worker in lenders for flight in self._lent_by(worker)]
+        lent = [(flight, worker) for worker in lenders for flight in self._lent_by(worker, now_s)]
         moving = [self._move(flight, worker, now_s) for flight, worker in lent]
         return any(moving)
 
-    def _lent_by(self, worker: WorkerView) -> list[Flight]:
-        """Requests that a prefill worker decodes. Moves reserve room there under other names."""
+    def _lent_by(self, worker: WorkerView, now_s: float) -> list[Flight]:
+        """Requests that a prefill worker decodes, and that may move now."""
         if worker.info.role is not Role.PREFILL:
             return []
         by_seq, worker_id = self._state.by_seq, worker.info.worker_id
+        # Moves reserve room there under other names.
         flights = [by_seq[seq_id] for seq_id in worker.decodes if seq_id in by_seq]
-        return [f for f in flights if f.attempt is not None and f.attempt.decode == worker_id]
+        return [flight for flight in flights if _is_free(flight, worker_id, now_s)]
 
     def _move(self, flight: Flight, worker: WorkerView, now_s: float) -> bool:
         attempt = flight.attempt
         assert attempt is not None
-        is_free = attempt.is_lent and attempt.is_decoding and attempt.move is None
-        if not is_free or now_s < flight.rests_until_s:
-            return False
         need = self._placing.need(flight, now_s)
         reason, target = self._target(flight, need, worker, now_s)
         if target is None:
@@ -133,3 +136,11 @@ class Lending:
         loss_s = lending_loss_s(queue, drag)
         gain_s = (there_s - here_s * lend_ratio(queue, drag)) * need.num_to_come
         return loss_s > gain_s + costs.pull_s(there, flight.length)
+
+
+def _is_free(flight: Flight, lender: WorkerId, now_s: float) -> bool:
+    """True if it runs there, neither moves nor did so a moment ago."""
+    attempt = flight.attempt
+    if attempt is None or attempt.decode != lender or attempt.move is not None:
+        return False
+    return attempt.is_lent and attempt.is_decoding and now_s >= flight.rests_until_s
