@@ -164,6 +164,7 @@ class WorkerHost:
         self._long_step: StillStepping | None = None  # the present step, if it is long
         self._effort = StepEffort(model.sizes)
         self._request_ids = RequestIds()
+        self._is_checked = False  # for leaks, since the last event
         self._loop_lag_s = 0.0  # the longest delay of the asyncio thread since the last report
 
     async def open(self) -> str:
@@ -352,9 +353,11 @@ class WorkerHost:
         try:
             event = self._inbox.get(block=wait_s is not None, timeout=wait_s)
         except queue.Empty:
-            if wait_s is not None and self._core.held_until_s is None:
-                self._core.validate()  # idle: time to look for leaks
+            if wait_s is not None and self._core.held_until_s is None and not self._is_checked:
+                self._core.validate()  # once while idle: it takes a microsecond for each block
+                self._is_checked = True
             return
+        self._is_checked = False
         try:
             while True:
                 if event is not None:

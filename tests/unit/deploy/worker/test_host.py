@@ -122,6 +122,23 @@ def test_held_step_begins_in_time_without_events():
     assert worker._idle_s() == worker_host.REPORT_EVERY_S
 
 
+def test_an_idle_worker_looks_for_leaks_once_until_something_happens():
+    worker, looks = host(Role.MIXED), []
+    worker._core = SimpleNamespace(
+        held_until_s=None, validate=lambda: looks.append(1), handle=lambda event, now_s: []
+    )
+    worker._clock = SetClock()
+    for _ in range(3):
+        worker._take_events(0.0)
+    assert len(looks) == 1
+    worker._inbox.put(GatewayLost(GatewayId("g")))
+    worker._take_events(0.0)
+    worker._take_events(None)  # as between steps
+    assert len(looks) == 1
+    worker._take_events(0.0)
+    assert len(looks) == 2
+
+
 # ---------------------------------------------------------------- the asyncio thread
 
 
