@@ -330,10 +330,6 @@ class RouterMachine:
         others_first = arrived.more_come or state.waiting.queue.size or self.num_stranded
         if not others_first:  # no other request has its turn before
             placed = self._placing.place_one(flight, now_s)
-        if flight.attempt is not None:
-            prefill = state.view.workers[flight.attempt.prefill]
-            if prefill.decodes and self._moving.lending.on_prompt(prefill, now_s):
-                placed += self._moving.copying.copy_next(now_s)
         if not placed:
             state.waiting.put(flight)
             placed = self._placing.prepare(request.request_id, now_s)

@@ -139,10 +139,12 @@ class Progress:
         if attempt.holder is not None:
             self._note_pulled_prefix(attempt, attempt.holder, message, now_s)
             attempt.holder = None  # a pull of its prefix, and so its lease, is over
-        self._state.view.workers[attempt.prefill].begin_prefill(attempt.seq_id, now_s)
+        worker = self._state.view.workers[attempt.prefill]
+        worker.begin_prefill(attempt.seq_id, now_s)
+        effects = self._moving.on_prompt(worker, now_s)
         if message.lease is None:
             attempt.kv_ready = True  # nothing will be pulled
-            return []
+            return effects
         attempt.lease = message.lease
         request = flight.request
         decode = Decode(
@@ -157,7 +159,7 @@ class Progress:
             recur=flight.recurs,
         )
         self._state.view.workers[attempt.decode].decodes[attempt.seq_id].is_there = True
-        return [SendTo(attempt.decode, decode)]
+        return [SendTo(attempt.decode, decode), *effects]
 
     def _note_pulled_prefix(
         self, attempt: Attempt, holder: WorkerId, message: PrefillStarted, now_s: float

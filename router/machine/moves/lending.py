@@ -7,7 +7,7 @@ the way of all others (`router.machine.moves.moving`).
 
 A sequence with a bound on TPOT moves if its target has room and keeps the bound. Without a bound it
 moves if the rule by which it was lent says so for its tokens to come, its transfer included. That
-is asked also when its worker is given a prompt: it may have come in a pause that is over now.
+is asked also when its worker begins a prompt: it may have come in a pause that is over now.
 
 If no decode worker may take it, a sequence with a bound moves to a prefill worker that decodes more
 sequences already. Each one that decodes any loses about half of its time for prompts.
@@ -45,7 +45,7 @@ class Lending:
         self._next_look_s = 0.0
 
     def on_prompt(self, worker: WorkerView, now_s: float) -> bool:
-        """Begins moves of sequences without a bound from a worker that was given a prompt.
+        """Begins moves of sequences without a bound from a worker that has begun a prompt.
 
         True if it began any. The first one that should stay ends the search: a step takes equally
         long for all, and a look at all decode workers for each of them would take long.
@@ -78,7 +78,7 @@ class Lending:
         by_seq, worker_id = self._state.by_seq, worker.info.worker_id
         # Moves reserve room there under other names.
         flights = [by_seq[seq_id] for seq_id in worker.decodes if seq_id in by_seq]
-        return [flight for flight in flights if _is_free(flight, worker_id, now_s)]
+        return [flight for flight in flights if _may_move(flight, worker_id, now_s)]
 
     def _move(self, flight: Flight, worker: WorkerView, now_s: float) -> bool:
         attempt = flight.attempt
@@ -138,7 +138,7 @@ class Lending:
         return loss_s > gain_s + costs.pull_s(there, flight.length)
 
 
-def _is_free(flight: Flight, lender: WorkerId, now_s: float) -> bool:
+def _may_move(flight: Flight, lender: WorkerId, now_s: float) -> bool:
     """True if it runs there, neither moves nor did so a moment ago."""
     attempt = flight.attempt
     if attempt is None or attempt.decode != lender or attempt.move is not None:

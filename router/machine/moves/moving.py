@@ -124,6 +124,12 @@ class Moving:
             lacks = waits_for_offer and not info.generates
         return self._ends.excuse(flight, ROLE_CHANGED, now_s) if lacks else []
 
+    def on_prompt(self, worker: WorkerView, now_s: float) -> list[RouterEffect]:
+        """Moves sequences that a worker should not decode beside the prompt that it has begun."""
+        if not worker.decodes or not self.lending.on_prompt(worker, now_s):
+            return []
+        return self.copying.copy_next(now_s)
+
     def move_all(self, now_s: float) -> list[RouterEffect]:
         """Tries stranded sequences again, oldest first, and starts the copies whose turn it is.
 

@@ -246,7 +246,7 @@ def test_an_idle_prefill_worker_takes_sequences_until_steps_count_alike():
 
 
 def test_it_takes_none_that_gain_too_little_in_the_time_for_which_it_may_stay_idle():
-    """With 9 sequences each 12 ms bring a gain of 7 ms. A copy and four pauses take 50 ms, and as
+    """With 9 sequences each 12 ms bring a gain of 7 ms. A copy and four pauses take 150 ms, and as
     long again on the way back.
     """
     assert lent(idle_s=0.5) is None

@@ -18,20 +18,24 @@ from engine.messages import (
     HandOver,
     KvReady,
     LeaseRef,
+    Limits,
     LoadReport,
     OfferPrefix,
     PrefillDone,
     PrefillStarted,
     PrefixOffered,
+    RequestId,
     Role,
     RoleChanged,
+    Sampling,
     Tokens,
     TransferAddress,
 )
 from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import Estimates
-from router.machine.machine import Tick, WorkerLost
+from router.machine.machine import Arrived, Tick, WorkerLost
 from router.machine.moves.stages import MoveStage
+from router.machine.requests import Request
 from router.native.machine import native_machine
 from tests.kits.router.machine import Driver, First, sent
 
@@ -279,14 +283,28 @@ def test_what_it_took_is_lent_and_may_go_back_at_once():
 def test_a_prompt_sends_back_what_was_lent_if_prompts_take_much_of_the_time():
     fluid = lent_sequence()
     fluid.machine._placing._load.note(5.0, fluid.now_s, num_computed=1, num_cached=0)
-    effects = fluid.ask("next", max_tokens=1)
+    fluid.ask("next", max_tokens=1)
+    effects = fluid.say("p1", PrefillStarted("next.0", 0, None))
     assert [worker for worker, _ in sent(effects, OfferPrefix)] == ["p1"]
     assert fluid.counted("give back", "begun") == 1
 
 
+def test_prompts_that_were_placed_together_send_it_back_too():
+    fluid = lent_sequence()
+    fluid.machine._placing._load.note(5.0, fluid.now_s, num_computed=1, num_cached=0)
+    fluid.say("d0", Tokens("c.0", [4], FinishReason.STOP))  # makes a place
+    one = Request(RequestId("one"), (1, 2, 3), Sampling(), Limits(max_len=9), fluid.now_s)
+    fluid.handle(Arrived(one, more_come=True))
+    fluid.ask("two")
+    effects = fluid.say("p1", PrefillStarted("one.0", 0, LEASE))
+    assert [worker for worker, _ in sent(effects, OfferPrefix)] == ["p1"]
+    assert [worker for worker, _ in sent(effects, Decode)] == ["d0"]
+
+
 def test_a_prompt_leaves_what_was_lent_where_it_gains_more():
     fluid = lent_sequence()
-    assert not sent(fluid.ask("next", max_tokens=1), OfferPrefix)
+    fluid.ask("next", max_tokens=1)
+    assert not sent(fluid.say("p1", PrefillStarted("next.0", 0, None)), OfferPrefix)
     assert fluid.counted("give back", "begun") == 0
 
 
