@@ -26,6 +26,9 @@ What each event does (— cannot happen, or changes nothing):
     bad message     —                 ended, Ended(bad message)          the same
     unread answers  —                 ended, Ended(unread answers)       the same
 
+The id of a lease is never used again: it contains the 128 random bits of its request. A sink
+repeats a Release until it is confirmed, and the last copy may come after the end of the lease.
+
 To a holder that has released it, a lease is unknown. Any other sink hears Ended(held by another).
 
 A worker of several ranks orders all of them to open a lease. A sink may hear of the lease before

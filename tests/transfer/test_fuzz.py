@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -111,8 +112,7 @@ class RawSink:
         body = AttachBody(Incarnation("raw"), source.address.incarnation, IDENTITY)
         self.attach = attach(body)
 
-    def honest_script(self, *, releases: bool) -> Script:
-        lease_id = LeaseId("l")
+    def honest_script(self, lease_id: LeaseId, *, releases: bool) -> Script:
         hold, read = Hold(lease_id, 0, 0), Read(lease_id, [0, 1])
         last = Release(lease_id, 0) if releases else Hold(lease_id, 2, 1)
         return framed(self.attach, hold, read, last)
@@ -134,6 +134,7 @@ class RawSink:
 
 def test_a_source_survives_any_message_and_serves_other_sinks():
     leased = [5, 3]
+    numbers = count()  # a Release may be repeated late, so no example has the ids of another
     answered: Counter[str] = Counter()
     with (
         worker("source", Transport.ZMQ, timing=TIMING) as source,
@@ -146,23 +147,26 @@ def test_a_source_survives_any_message_and_serves_other_sinks():
         @FUZZ
         @given(CHANGES, st.booleans())
         def survives(seeds, releases):
-            source.lease("l", [*leased, 7], ready=2)
-            sink.hold("good", source.lease("g", [1]))
-            until(lambda: source.is_held("g"), "held by the good sink")
+            number = next(numbers)
+            bad, good = f"l{number}", f"g{number}"
+            source.lease(bad, [*leased, 7], ready=2)
+            sink.hold(good, source.lease(good, [1]))
+            until(lambda: source.is_held(good), "held by the good sink")
             with dialled(source) as dealer:
                 raw = RawSink(dealer, source)
-                raw.say(changed(raw.honest_script(releases=releases), seeds))
+                raw.say(changed(raw.honest_script(LeaseId(bad), releases=releases), seeds))
                 for header, *payload in raw.answers():
                     message = decode_to_sink(header)
                     answered[type(message).__name__] += 1
                     if isinstance(message, Data):  # leased blocks and nothing else
                         blocks = [leased[index] for index in message.indices]
                         assert payload == [content[blocks].tobytes()]
-            sink.start("good", [(0, HONEST_TARGET)])
-            assert isinstance(sink.end_of_pull(), PullDone)
+            sink.start(good, [(0, HONEST_TARGET)])
+            end = sink.end_of_pull()
+            assert isinstance(end, PullDone), end
             assert np.array_equal(sink.pool.blocks[HONEST_TARGET], content[1])
-            source.endpoint.perform(RevokeLease(LeaseId("l")))
-            assert {source.end_of_lease().lease_id for _ in range(2)} == {"l", "g"}
+            source.endpoint.perform(RevokeLease(LeaseId(bad)))
+            assert {source.end_of_lease().lease_id for _ in range(2)} == {bad, good}
             until(lambda: sink.endpoint.sink.num_pulls == 0, "the release is confirmed")
             assert np.array_equal(source.pool.blocks, content)
             assert not source.crashes
@@ -272,14 +276,16 @@ def test_a_sink_survives_any_message_and_pulls_from_other_sources(offered, maps)
         content = sink.pool.blocks.copy()
         others = [b for b in range(NUM_BLOCKS) if b not in (*TARGETS, HONEST_TARGET)]
         rows = {row.tobytes() for row in offered.blocks} if maps else set()
+        numbers = count()  # a Release may be repeated late, so no example has the ids of another
         validate_always(sink.endpoint.sink)
 
         @FUZZ
         @given(CHANGES)
         def survives(seeds):
-            sink.hold("good", honest.lease("g", [1], ready=0))
-            sink.start("good", [(0, HONEST_TARGET)])
-            until(lambda: honest.is_held("g"), "held")
+            good = f"g{next(numbers)}"
+            sink.hold(good, honest.lease(good, [1], ready=0))
+            sink.start(good, [(0, HONEST_TARGET)])
+            until(lambda: honest.is_held(good), "held")
             with raw_source(offered) as source:
                 pull_id = sink.endpoint.sink._next_pull_id
                 sink.hold("s", LeaseRef(LeaseId("l"), source.address, 2))
@@ -295,10 +301,10 @@ def test_a_sink_survives_any_message_and_pulls_from_other_sources(offered, maps)
             for index, block in enumerate(TARGETS):
                 right = rows | records_sent(script, index)
                 assert index not in arrived or sink.pool.blocks[block].tobytes() in right
-            honest.grow("g", [1])
+            honest.grow(good, [1])
             assert isinstance(sink.end_of_pull(), PullDone)
             assert np.array_equal(sink.pool.blocks[HONEST_TARGET], honest.pool.blocks[1])
-            assert honest.end_of_lease() == LeaseEnded(LeaseId("g"), "released")
+            assert honest.end_of_lease() == LeaseEnded(LeaseId(good), "released")
             until(lambda: sink.endpoint.sink.num_pulls == 0, "nothing is left")
             assert np.array_equal(sink.pool.blocks[others], content[others])
             assert not sink.crashes

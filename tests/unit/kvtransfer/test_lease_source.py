@@ -229,6 +229,16 @@ def test_a_release_ends_the_lease_and_is_confirmed_with_the_number_of_the_pull()
     assert source.num_leases == 0
 
 
+def test_a_release_that_is_repeated_late_ends_no_later_lease():
+    """A sink repeats a Release until it is confirmed, so one may come after the confirmation."""
+    source = held(7)
+    source.receive(SINK, Release("l", 5), 1.0)
+    source.open("m", 4, 1.0)
+    source.receive(SINK, Hold("m", 0, 0), 1.0)
+    assert answer(source, Release("l", 5)) == SendToSink(SINK, Ended("l", "unknown"))
+    assert source.num_leases == 1
+
+
 def test_revoking_tells_the_core_and_the_holder():
     assert held(7).revoke("l", 1.0) == [
         LeaseEnded("l", "revoked"),
