@@ -3,12 +3,17 @@
 The template runs in a sandbox, with the names that templates for transformers expect:
 `raise_exception`, `strftime_now`, `tojson`, the special tokens, and the `generation` tag. That tag
 marks text for training and has no effect here.
+
+What a checkpoint's templates are called, which one writes a prompt, and how a final message is
+continued is as in transformers (`PreTrainedTokenizerBase.get_chat_template`,
+`utils/chat_template_utils.py`).
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta, nodes
@@ -17,10 +22,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import CheckpointError, InvalidRequest
+from router.text.past_calls import argument_forms
 
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 # Variables that a client cannot set in another way than by their fields.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 THINKING = "message.thinking"  # in the source of a template of gpt-oss
+# Put behind the text of a message that is continued. A template that strips texts takes the blank.
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Exceptions that a template may raise for unexpected messages.
 _TEMPLATE_FAULTS = (
     TemplateError,
@@ -78,17 +87,63 @@ class ChatTemplate:
         """Renders the prompt, up to the assistant's answer or into it. Raises InvalidRequest."""
         if self._reads_thinking:
             messages = [_with_thinking(message) for message in messages]
-        try:
-            text = self._template.render(
-                **{**options.variables, **self._special_tokens},
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=options.add_generation_prompt,
-            )
-        except _TEMPLATE_FAULTS as error:
-            message = f"the chat template refused the messages: {error}"
-            raise InvalidRequest(message, param="messages") from error
-        return _without_end(text, messages[-1]) if options.continue_final_message else text
+        if not options.continue_final_message:
+            return self._rendered(messages, tools, options)
+        content = str(messages[-1].get("content", ""))
+        tagged = {**messages[-1], "content": content + _TAG}
+        return _without_end(self._rendered([*messages[:-1], tagged], tools, options), content)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: TemplateOptions,
+    ) -> str:
+        """The prompt, with the arguments of earlier calls in the first form that does not fail."""
+        faults: list[str] = []
+        for form in argument_forms(messages):
+            try:
+                return self._template.render(
+                    **{**options.variables, **self._special_tokens},
+                    messages=form,
+                    tools=tools,
+                    add_generation_prompt=options.add_generation_prompt,
+                )
+            except _TEMPLATE_FAULTS as error:
+                faults.append(str(error))
+        message = f"the chat template refused the messages: {faults[0]}"
+        raise InvalidRequest(message, param="messages")
+
+
+class ChatTemplates:
+    """The templates of a checkpoint by name, and the choice among them.
+
+    With tools, `tool_use` writes the prompt if there is one; else `default` does. Templates of
+    other names are never used, and so not compiled.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Raises CheckpointError for a template that does not compile."""
+        self._names = sorted(sources)
+        used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+        self.source = "\n".join(used.values())  # of all that are used
+        self._templates = {
+            name: ChatTemplate(source, special_tokens) for name, source in used.items()
+        }
+
+    @property
+    def has_default(self) -> bool:
+        """True if a chat without tools can be written."""
+        return DEFAULT in self._templates
+
+    def choose(self, *, with_tools: bool) -> ChatTemplate:
+        """The template of a prompt with or without tools. Raises InvalidRequest."""
+        name = TOOL_USE if with_tools and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            shown = ", ".join(self._names)
+            message = f"this model has no chat template named {name}, only: {shown}"
+            raise InvalidRequest(message, param="messages")
+        return self._templates[name]
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -102,17 +157,29 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "thinking": reasoning}
 
 
-def _without_end(text: str, final: Mapping[str, Any]) -> str:
-    """The rendered text without what the template puts behind the final message.
+def _without_end(text: str, content: str) -> str:
+    """The rendered text up to the tag behind the final message, without what the template adds.
 
-    Raises InvalidRequest if the template changes the message's text.
+    A template that strips the message has taken the tag's blank: then blanks end no prompt. Raises
+    InvalidRequest if the template does not write the message.
     """
-    content = str(final.get("content") or "").strip()
-    begin = text.rfind(content)
-    if not content or begin < 0:
+    tag = _TAG.strip()
+    at = text.rfind(tag)
+    if at < 0 or content.strip() not in text:
         message = "the chat template does not show the final message as it is"
         raise InvalidRequest(message, param="continue_final_message")
-    return text[: begin + len(content)]
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
+
+
+def shown_end(prompt: str, content: str) -> str:
+    """What a prompt ends with of the message that it leaves open; templates may strip blanks."""
+    return max(_common_end(prompt, content), _common_end(prompt, content.rstrip()), key=len)
+
+
+def _common_end(first: str, second: str) -> str:
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    num_chars = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return second[len(second) - num_chars :]
 
 
 class _Generation(Extension):

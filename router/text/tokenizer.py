@@ -1,8 +1,8 @@
 """The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
 
-Reads `tokenizer.json` and `tokenizer_config.json`, which are needed, and `chat_template.jinja`,
-`generation_config.json` and `config.json`, if present. It uses only `tokenizers`, so the
-gateway needs neither torch nor transformers.
+Reads `tokenizer.json` and `tokenizer_config.json`, which are needed, the files of chat templates
+(`router.text.template_files`), `generation_config.json` and `config.json`, if present. It uses only
+`tokenizers`, so the gateway needs neither torch nor transformers.
 
 `Tokenizer.encode` holds the interpreter lock for seconds if a text is long, and every stream of the
 gateway waits. `encode_batch_fast` releases it. By default it encodes in threads of its own, where a
@@ -17,7 +17,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
 from engine.embedding import Embedding, embedding_of
@@ -33,10 +32,9 @@ from router.text.detokenizer import (
 from router.text.forms.chosen import AUTO, AnswerForms, forms_of
 from router.text.native.step import NativeVocabulary
 from router.text.prompt_length import chars_per_token
-from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
+from router.text.template_files import Config, load_config, template_sources
+from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
-
-Config = dict[str, Any]
 
 PREFIX, SUFFIX = "prefix", "suffix"  # places of the two texts in a prompt
 # The prompts of models that fill in text, by family: tokens, and the places of the texts.
@@ -59,7 +57,7 @@ class TextModel:
         self,
         tokenizer: Tokenizer,
         *,
-        template: ChatTemplate | None = None,
+        templates: ChatTemplates | None = None,
         eos_token_ids: tuple[int, ...] = (),
         vocab_size: int | None = None,  # of the model; None: the tokenizer's
         file: Path | None = None,
@@ -76,7 +74,7 @@ class TextModel:
         self.defaults = defaults
         self.embedding = embedding
         self._tokenizer = tokenizer
-        self._template = template
+        self._templates = templates
         self._num_ids = num_tokens
         self._has_unknown_ids = self.vocab_size < num_tokens
         self._chars_per_token = chars_per_token(tokenizer)
@@ -109,7 +107,7 @@ class TextModel:
         add_special_tokens: bool = False,
     ) -> list[int]:
         """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
-        text = self.template.render(messages, tools, options)
+        text = self.templates.choose(with_tools=bool(tools)).render(messages, tools, options)
         return self._encode(text, context_len, "messages", add_special_tokens=add_special_tokens)
 
     def spellings(self, word: str) -> list[list[int]]:
@@ -120,15 +118,15 @@ class TextModel:
 
     @property
     def has_template(self) -> bool:
-        """True if the model has a chat template."""
-        return self._template is not None
+        """True if the model has a chat template for messages without tools."""
+        return self._templates is not None and self._templates.has_default
 
     @property
-    def template(self) -> ChatTemplate:
-        """The chat template. Raises InvalidRequest if the model has none."""
-        if self._template is None:
+    def templates(self) -> ChatTemplates:
+        """The chat templates. Raises InvalidRequest if the model has none."""
+        if self._templates is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        return self._template
+        return self._templates
 
     def encode_between(
         self, prefix: Sequence[int], suffix: str, context_len: int | None
@@ -258,17 +256,23 @@ def load_text_model(
     `parsers` are the names of the forms of calls and of reasoning; ConfigError if unknown.
     """
     tokenizer = _load_tokenizer(directory / "tokenizer.json")
-    config = _load_json(directory / "tokenizer_config.json")
-    source = chat_template or _template_source(directory, config)
+    config = load_config(directory / "tokenizer_config.json")
+    sources = {DEFAULT: chat_template} if chat_template else template_sources(directory, config)
     specials = dict(_special_tokens(config))
+    templates = ChatTemplates(sources, specials) if sources else None
     return TextModel(
         tokenizer,
-        template=None if source is None else ChatTemplate(source, specials),
+        templates=templates,
         eos_token_ids=_eos_token_ids(directory, tokenizer, specials.get("eos_token")),
         vocab_size=_vocab_size(directory),
         file=directory / "tokenizer.json",
         defaults=sampling_defaults(directory) if has_defaults else NO_DEFAULTS,
-        forms=forms_of(source, tokenizer.token_to_id, calls=parsers[0], thinking=parsers[1]),
+        forms=forms_of(
+            None if templates is None else templates.source,
+            tokenizer.token_to_id,
+            calls=parsers[0],
+            thinking=parsers[1],
+        ),
         embedding=embedding_of(directory),
     )
 
@@ -285,25 +289,6 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-def _load_json(path: Path) -> Config:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Config)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _template_source(directory: Path, config: Config) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # named templates
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return source
-
-
 def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:
     """`bos_token` and the like, which are strings or objects with a `content`."""
     for name, value in config.items():
@@ -317,7 +302,7 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tu
     ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        value = _load_json(path).get("eos_token_id") if path.is_file() else None
+        value = load_config(path).get("eos_token_id") if path.is_file() else None
         ids += value if isinstance(value, list) else [value]
     ids.append(None if eos is None else tokenizer.token_to_id(eos))
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
@@ -326,7 +311,7 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tu
 def _vocab_size(directory: Path) -> int | None:
     """The vocabulary size in the model's configuration, or in that of its text part."""
     path = directory / "config.json"
-    config = _load_json(path) if path.is_file() else {}
+    config = load_config(path) if path.is_file() else {}
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("vocab_size")
     return size if isinstance(size, int) and size > 0 else None

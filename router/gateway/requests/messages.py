@@ -6,7 +6,6 @@ import msgspec
 from msgspec import Meta
 
 from router.inbox.api_errors import ApiError, invalid_value
-from router.inbox.json_values import decode_value
 
 MAX_ROLE_LEN = 64
 # "system", "developer", "user", "assistant" and "tool"; a chat template may know others.
@@ -39,27 +38,11 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "role": role,
         "content": _content(message, f"messages[{index}].content"),
         "name": message.name,
-        "tool_calls": _template_calls(message.tool_calls),
+        "tool_calls": message.tool_calls or None,  # templates take an empty list for calls
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _template_calls(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Decodes the arguments, which clients write as JSON in a string."""
-    return None if calls is None else [_template_call(call) for call in calls]
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    match call:
-        case {"function": {"arguments": str(arguments)} as function}:
-            try:
-                decoded = decode_value(arguments.encode(), "messages")
-            except (ValueError, RecursionError):
-                return call  # the answer was cut short inside the arguments
-            return {**call, "function": {**function, "arguments": decoded}}
-    return call
 
 
 def _content(message: ChatMessage, param: str) -> str:

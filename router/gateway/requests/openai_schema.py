@@ -28,7 +28,7 @@ from router.text.embeddings import EmbeddingForm
 from router.text.forms.calling import Calling
 from router.text.forms.chosen import AnswerParsing
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
-from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
+from router.text.templates import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions, shown_end
 from router.text.tokenizer import TextModel
 
 MAX_STOP_STRINGS = 16
@@ -266,11 +266,14 @@ class ChatBody(Body, kw_only=True):
             raise invalid_value(message, "messages")
         messages = [template_message(i, m) for i, m in enumerate(self.messages)]
         cuts = self.truncate_prompt_tokens is not None
+        options = DEFAULT_OPTIONS
+        if self._has_options:
+            options = self._options(text.templates.choose(with_tools=bool(tools)))
         token_ids = text.encode_chat(
             messages,
             None if cuts else context_len,
             tools or None,
-            self._options(text.template) if self._has_options else DEFAULT_OPTIONS,
+            options,
             add_special_tokens=bool(self.add_special_tokens),
         )
         return self.cut(token_ids, context_len)
@@ -311,6 +314,9 @@ class ChatBody(Body, kw_only=True):
         if continues and self.add_generation_prompt:
             message = "continue_final_message cannot be combined with add_generation_prompt"
             raise invalid_value(message, "continue_final_message")
+        if continues and self.messages[-1].content is None:
+            message = "continue_final_message needs a final message with content"
+            raise invalid_value(message, "continue_final_message")
         variables = dict(self.chat_template_kwargs or {})
         template.check_variables(variables)
         if self.documents:
@@ -326,11 +332,17 @@ class ChatBody(Body, kw_only=True):
         )
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
-        """The final message's text, if the answer goes on with it and shall begin with it."""
+        """The final message's text, if it is the assistant's and the answer begins with it.
+
+        If the answer goes on with that message, this is the part of it that ends the prompt.
+        """
         final = self.messages[-1]
         if not self.echo or final.role != "assistant":
             return None
-        return str(template_message(len(self.messages) - 1, final)["content"])
+        content = str(template_message(len(self.messages) - 1, final)["content"])
+        if not self.continue_final_message:
+            return content
+        return shown_end(text.decode_all(list(token_ids)), content)
 
     @property
     def wanted_tokens(self) -> int | None:

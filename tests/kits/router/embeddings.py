@@ -5,7 +5,7 @@ import struct
 from engine.embedding import Embedding
 from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Update
-from router.text.templates import ChatTemplate
+from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
@@ -28,8 +28,8 @@ def embedded(numbers=NUMBERS, **rest):
 
 
 def app_of(router, embedding=NESTED):
-    template = ChatTemplate(TEMPLATE, {})
-    text = TextModel(TOKENIZER, template=template, eos_token_ids=(EOS,), embedding=embedding)
+    templates = ChatTemplates({DEFAULT: TEMPLATE}, {})
+    text = TextModel(TOKENIZER, templates=templates, eos_token_ids=(EOS,), embedding=embedding)
     versions = Versions(ServedVersion("v1", router, text, ("tiny",), CONTEXT_LEN))
     return make_app_of(versions, router.clock)
 

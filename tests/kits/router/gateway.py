@@ -27,7 +27,7 @@ from router.port import (
     take_no_tokens,
     take_nothing,
 )
-from router.text.templates import ChatTemplate
+from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
 from tests.kits.grammar_checks import CheckedAtOnce
 
@@ -77,8 +77,8 @@ TOKENIZER = byte_tokenizer()
 
 
 def text_model(template: str | None = TEMPLATE) -> TextModel:
-    compiled = None if template is None else ChatTemplate(template, {})
-    return TextModel(TOKENIZER, template=compiled, eos_token_ids=(EOS,))
+    compiled = None if template is None else ChatTemplates({DEFAULT: template}, {})
+    return TextModel(TOKENIZER, templates=compiled, eos_token_ids=(EOS,))
 
 
 def tokens(text: str, **rest: Any) -> Update:

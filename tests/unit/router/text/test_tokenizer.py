@@ -123,15 +123,69 @@ def test_a_broken_optional_file_is_named(tmp_path):
 # ---------------------------------------------------------------- chat templates
 
 
-def test_the_template_of_its_own_file_goes_first(tmp_path):
-    files = {"chat_template.jinja": "file"}
-    model = load_text_model(checkpoint(tmp_path, config={"chat_template": "x"}, files=files))
-    assert bytes(model.encode_chat(USER, 4096)) == b"file"
+NAMES = {"tool_use": "a", "default": "b", "rag": "{% for %}"}  # what is not used may be broken
+LIST = [{"name": name, "template": source} for name, source in NAMES.items()]
+JINJA = "chat_template.jinja"
+MORE = "additional_chat_templates"
 
 
-def test_the_default_of_named_templates_is_taken(tmp_path):
-    named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
-    assert rendered(tmp_path, named) == "b"
+@pytest.mark.parametrize(
+    ("config", "files", "expected"),  # with tools and without; None: refused
+    [
+        ({"chat_template": "x"}, {JINJA: "file"}, ("file", "file")),
+        ({"chat_template": LIST}, {}, ("a", "b")),
+        ({"chat_template": NAMES}, {}, ("a", "b")),
+        ({"chat_template": {"default": "b"}}, {}, ("b", "b")),
+        ({"chat_template": {"tool_use": "a"}}, {}, ("a", None)),
+        ({"chat_template": {"rag": "c"}}, {}, (None, None)),
+        ({"chat_template": LIST}, {JINJA: "file"}, ("file", "file")),
+        ({}, {JINJA: "file", f"{MORE}/tool_use.jinja": "t"}, ("t", "file")),
+        ({"chat_template": "x"}, {f"{MORE}/tool_use.jinja": "t"}, ("t", None)),
+        ({}, {JINJA: "file", f"{MORE}/default.jinja": "d"}, ("d", "d")),
+        ({}, {JINJA: "file", f"{MORE}/tool_use.txt": "t"}, ("file", "file")),
+        ({}, {"chat_template.json": {"chat_template": "j"}}, ("j", "j")),
+        ({"chat_template": "x"}, {"chat_template.json": {"chat_template": "j"}}, ("x", "x")),
+        ({"chat_template": None}, {"processor_config.json": {"chat_template": NAMES}}, ("a", "b")),
+        (
+            {},
+            {"processor_config.json": {}, "chat_template.json": {"chat_template": "j"}},
+            ("j",) * 2,
+        ),
+    ],
+)
+def test_templates_have_the_names_that_transformers_gives_them(tmp_path, config, files, expected):
+    (tmp_path / MORE).mkdir()
+    model = load_text_model(checkpoint(tmp_path, config=config, files=files))
+    for tools, text in zip(([{}], None), expected, strict=True):
+        if text is None:
+            with pytest.raises(InvalidRequest, match="no chat template named default, only: "):
+                model.encode_chat(USER, 4096, tools)
+        else:
+            assert bytes(model.encode_chat(USER, 4096, tools)).decode() == text
+    assert model.has_template is (expected[1] is not None)
+
+
+@pytest.mark.parametrize("template", [5, [{"name": "x"}], ["x"], {"default": 5}, [], {}])
+def test_a_template_of_another_form_is_the_checkpoints_fault_or_none(tmp_path, template):
+    checkpoint(tmp_path, config={"chat_template": template})
+    if template in ([], {}):
+        assert not load_text_model(tmp_path).has_template
+        return
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template"):
+        load_text_model(tmp_path)
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    checkpoint(tmp_path)
+    (tmp_path / JINJA).write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        load_text_model(tmp_path)
+
+
+def test_all_templates_that_are_used_show_the_form_of_calls(tmp_path):
+    named = {"default": "<think>", "tool_use": "[TOOL_CALLS]"}
+    forms = load_text_model(checkpoint(tmp_path, config={"chat_template": named})).forms
+    assert (forms.calls.name, forms.thinking is not None) == ("mistral", True)
 
 
 def test_special_tokens_are_strings_or_objects(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.gateway.versions import ServedVersion, Versions
-from router.text.templates import ChatTemplate
+from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
 from tests.kits.router.bodies import filled, keyed
 from tests.kits.router.gateway import (
@@ -59,7 +59,9 @@ def test_the_loop_goes_on_beside_any_request(name, context_len):
     path, body = REQUESTS[name]
     router = FakeRouter()
     tokenizer = Tokenizer.from_file(str(BUNDLED))
-    text = TextModel(tokenizer, template=ChatTemplate(TEMPLATE, {}), eos_token_ids=(0,))
+    text = TextModel(
+        tokenizer, templates=ChatTemplates({DEFAULT: TEMPLATE}, {}), eos_token_ids=(0,)
+    )
     versions = Versions(ServedVersion("v1", router, text, ("tiny",), context_len))
     app = make_app_of(versions, router.clock)
     pause_s, status = asyncio.run(beside(fetch(app, "POST", path, body, {})))

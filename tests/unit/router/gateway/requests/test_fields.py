@@ -14,6 +14,7 @@ from router.gateway.requests.field_table import (
     refused_by,
 )
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
+from router.gateway.requests.messages import ChatMessage
 from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody, shortened
 from router.gateway.requests.parameters import sampling_of
 from router.text.defaults import SamplingDefaults
@@ -29,6 +30,7 @@ from tests.kits.router.gateway import (
     complete,
     make_app,
     post,
+    text_model,
     tokens,
 )
 from tests.kits.tree.documents import ROOT
@@ -228,6 +230,29 @@ def test_the_final_message_is_continued_and_may_come_first():
         events = chat(FakeRouter(), {**fields, "echo": echo, "stream": True}).events()
         deltas = [event["choices"][0]["delta"] for event in events[:-1]]
         assert "".join(delta.get("content", "") for delta in deltas) == content
+
+
+@pytest.mark.parametrize("final", ["def f(x):\n    ", " so", "", "  "])
+def test_the_blanks_of_a_final_message_are_kept_and_shown(final):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": final}]
+    fields = {"messages": messages, "continue_final_message": True, "echo": True}
+    assert prompt_of(fields) == f"a{final}"  # without the special tokens
+    reply = chat(FakeRouter(), fields).json()
+    assert reply["choices"][0]["message"]["content"] == f"{final}hi"
+
+
+def test_a_final_message_without_content_is_not_continued():
+    messages = [{"role": "assistant", "content": None}]
+    reply = chat(FakeRouter(), {"messages": messages, "continue_final_message": True})
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_an_empty_list_of_calls_is_none():
+    template = "{% for m in messages %}{{ m.tool_calls is defined }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "a", "tool_calls": []}]
+    model = text_model(template)
+    made = ChatBody(messages=[msgspec.convert(m, ChatMessage) for m in messages])
+    assert bytes(made.encode(model, 100)) == b"False"
 
 
 def test_a_begin_of_the_answer_can_be_left_out():

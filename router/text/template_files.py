@@ -1,0 +1,80 @@
+"""Where a checkpoint keeps its chat templates, in the order in which transformers reads them.
+
+1. `chat_template.jinja` is the one named `default`. Each `NAME.jinja` in
+   `additional_chat_templates/` is named so. If there is any such file, the rest is not read.
+2. `chat_template` of `tokenizer_config.json`: a text, or texts by name, also as a list.
+3. The same field of `processor_config.json` or of `chat_template.json`. In transformers these
+   are the templates of a processor. A server of text has none, so the tokenizer's come first.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import CheckpointError
+from router.text.templates import DEFAULT
+
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
+FIELD = "chat_template"
+
+Config = dict[str, Any]
+
+
+class _NamedTemplate(msgspec.Struct):
+    """An entry of a list of templates."""
+
+    name: str
+    template: str
+
+
+def template_sources(directory: Path, config: Config) -> dict[str, str]:
+    """The sources of all templates by name; `config` is `tokenizer_config.json`.
+
+    Raises CheckpointError, which names the file.
+    """
+    if found := _of_files(directory):
+        return found
+    if (asked := config.get(FIELD)) is not None:
+        return _sources(asked, directory / "tokenizer_config.json")
+    for path in (directory / name for name in PROCESSOR_FILES):
+        if path.is_file() and (asked := load_config(path).get(FIELD)) is not None:
+            return _sources(asked, path)
+    return {}
+
+
+def load_config(path: Path) -> Config:
+    """Reads a JSON file. Raises CheckpointError, which names it."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Config)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _of_files(directory: Path) -> dict[str, str]:
+    paths = {DEFAULT: directory / TEMPLATE_FILE}
+    paths |= {path.stem: path for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
+    return {name: _read(path) for name, path in paths.items() if path.is_file()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _sources(value: object, path: Path) -> dict[str, str]:
+    try:
+        match value:
+            case str():
+                return {DEFAULT: value}
+            case list():
+                entries = msgspec.convert(value, list[_NamedTemplate])
+                return {entry.name: entry.template for entry in entries}
+        return msgspec.convert(value, dict[str, str])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: {FIELD}: {error}") from error
