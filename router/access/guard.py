@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.access.keys import ANONYMOUS, Tenant
@@ -68,9 +69,17 @@ def with_tenant(scope: Scope, tenant: Tenant) -> Scope:
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """The tenant whose key was used; the anonymous tenant if no keys are configured."""
-    tenant: Tenant = scope.get(_TENANT, ANONYMOUS)
-    return tenant
+    """The tenant whose key was used; one without a name if no keys are configured."""
+    tenant: Tenant | None = scope.get(_TENANT)
+    if tenant is not None:
+        return tenant
+    client = scope.get("client")
+    return anonymous_at(client[0]) if client else ANONYMOUS
+
+
+def anonymous_at(address: str) -> Tenant:
+    """The client at an address, if no keys are configured."""
+    return msgspec.structs.replace(ANONYMOUS, address=address)
 
 
 def identify(keys: KeyFinder | None, authorization: bytes | None) -> Tenant:

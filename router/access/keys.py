@@ -48,6 +48,12 @@ class Tenant(msgspec.Struct, frozen=True):
     sharing: str
     limits: KeyLimits
     may_debug: bool
+    address: str = ""  # of the client, if there are no keys
+
+    @property
+    def turn(self) -> str:
+        """The name under which work of this tenant waits for its turn."""
+        return self.name or self.address
 
     @property
     def owner(self) -> str:

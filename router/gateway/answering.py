@@ -251,10 +251,10 @@ class AnswerService:
             checked = parse(call, self._body_type, parts.versions, parts.settings)
         else:
             parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
-            checked = await parts.lanes.run(call.tenant.name, len(call.data), parsed)
+            checked = await parts.lanes.run(call.tenant.turn, len(call.data), parsed)
         if checked.structure.grammar is not None:
             vocabulary = _vocabulary_of(checked.served.text)
-            asker = Asker(call.tenant.name, checked.first.salt)
+            asker = Asker(call.tenant.turn, checked.first.salt)
             await check_structure(parts.grammars, checked.structure, vocabulary, asker)
         return checked
 

@@ -3,6 +3,9 @@
 There are two lanes, so that a body of a few kilobytes never waits behind one of a mebibyte. Each
 lane bounds the bytes of bodies that wait or are being parsed. One tenant may hold half of them. A
 body that does not fit is refused; an empty lane takes any body.
+
+Tenants have equal shares of a lane's bytes (`router.inbox.turns`). No tenant gets the last free
+thread if it has another one: parsing cannot be interrupted, and the next tenant finds it free.
 """
 
 import asyncio
@@ -11,16 +14,26 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from router.inbox.api_errors import ApiError
+from router.inbox.turns import TenantTurns
 
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
 WIDE_BYTES = 16 * 2**20  # some 8 s of tokenising in one thread
 NUM_THREADS = 2  # of each lane
+THREADS_OF_TENANT = NUM_THREADS - 1
 
 ResultT = TypeVar("ResultT")
+
+
+class _Place(NamedTuple):
+    """A body that waits or is being parsed; `turn` is done when it gets a thread."""
+
+    tenant: str
+    num_bytes: int
+    turn: "Future[None]"
 
 
 class Lane:
@@ -29,9 +42,11 @@ class Lane:
     def __init__(self, name: str, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=name)
-        self._lock = Lock()  # guards the numbers below, which threads change
+        self._lock = Lock()  # guards what is below, which threads change
         self._num_bytes = 0
         self._bytes_of: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()  # threads by tenant
+        self._waiting: TenantTurns[str, _Place] = TenantTurns()
 
     @property
     def num_bytes(self) -> int:
@@ -40,12 +55,20 @@ class Lane:
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
         """Calls `parse` in a thread and returns its result. Raises ApiError if the lane is full."""
-        self._enter(tenant, num_bytes)
-        future = self._threads.submit(parse)
-        future.add_done_callback(partial(self._leave, tenant, num_bytes))
+        place = self._enter(tenant, num_bytes)
+        try:
+            if not place.turn.done():
+                await asyncio.wrap_future(place.turn)
+            future = self._threads.submit(parse)
+        except BaseException:
+            self._leave(place)
+            raise
+        future.add_done_callback(partial(self._leave, place))
         return await asyncio.wrap_future(future)
 
-    def _enter(self, tenant: str, num_bytes: int) -> None:
+    def _enter(self, tenant: str, num_bytes: int) -> _Place:
+        """Lets a body wait for its turn, which may be at once. Raises ApiError."""
+        place = _Place(tenant, num_bytes, Future())
         with self._lock:
             total, theirs = self._num_bytes, self._bytes_of[tenant]
             is_full = total > 0 and total + num_bytes > self._max_bytes
@@ -54,13 +77,44 @@ class Lane:
                 raise _overloaded()
             self._num_bytes += num_bytes
             self._bytes_of[tenant] += num_bytes
+            self._waiting.put(tenant, place, num_bytes)
+        self._give_turns()
+        return place
 
-    def _leave(self, tenant: str, num_bytes: int, _: "Future[ResultT]") -> None:
+    def _leave(self, place: _Place, _: object = None) -> None:
+        """Forgets a body that was parsed, or whose client left."""
+        has_thread = not place.turn.cancel()
         with self._lock:
-            self._num_bytes -= num_bytes
-            self._bytes_of[tenant] -= num_bytes
-            if not self._bytes_of[tenant]:
-                del self._bytes_of[tenant]
+            self._num_bytes -= place.num_bytes
+            _subtract(self._bytes_of, place.tenant, place.num_bytes)
+            if has_thread:
+                _subtract(self._running, place.tenant, 1)
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        """Gives free threads to bodies that wait."""
+        while True:
+            with self._lock:
+                place = self._next()
+            if place is None:
+                return
+            if not place.turn.set_running_or_notify_cancel():
+                self._return_thread(place)
+                continue
+            place.turn.set_result(None)
+
+    def _next(self) -> _Place | None:
+        """The next body, for which a thread is taken."""
+        if self._running.total() >= NUM_THREADS:
+            return None
+        place = self._waiting.take(lambda tenant: self._running[tenant] < THREADS_OF_TENANT)
+        if place is not None:
+            self._running[place.tenant] += 1
+        return place
+
+    def _return_thread(self, place: _Place) -> None:
+        with self._lock:
+            _subtract(self._running, place.tenant, 1)
 
 
 class Lanes:
@@ -74,6 +128,12 @@ class Lanes:
         """Does `Lane.run` in the lane for a body of this size."""
         lane = self.narrow if num_bytes <= WIDE_BODY_BYTES else self.wide
         return await lane.run(tenant, num_bytes, parse)
+
+
+def _subtract(counts: Counter[str], tenant: str, number: int) -> None:
+    counts[tenant] -= number
+    if not counts[tenant]:
+        del counts[tenant]
 
 
 def _overloaded() -> ApiError:

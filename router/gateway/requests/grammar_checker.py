@@ -13,10 +13,10 @@ import logging
 import os
 import socket
 import subprocess
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -37,6 +37,7 @@ from engine.grammar.guides import MAX_SOURCE_LEN
 from engine.messages import Grammar
 from engine.socket_child import start_with_socket
 from router.inbox.api_errors import ApiError
+from router.inbox.turns import TenantTurns
 from router.text.structured import Structure
 
 log = logging.getLogger(__name__)
@@ -119,29 +120,6 @@ class _Waiting:
     num_waiters: int = 0
 
 
-@dataclass(slots=True)
-class _Turns:
-    """Waiting grammars by tenant; the tenant whose turn is next comes first."""
-
-    queues: "OrderedDict[str, deque[_Waiting]]" = field(default_factory=OrderedDict)
-
-    def put(self, tenant: str, waiting: _Waiting) -> None:
-        self.queues.setdefault(tenant, deque()).append(waiting)
-
-    def take(self) -> _Waiting | None:
-        """Removes and returns the next grammar that a request still waits for."""
-        while self.queues:
-            tenant, queue = next(iter(self.queues.items()))
-            waiting = queue.popleft()
-            del self.queues[tenant]
-            if queue:
-                self.queues[tenant] = queue
-            if waiting.num_waiters:
-                return waiting
-            waiting.done.cancel()
-        return None
-
-
 class GrammarChecker:
     """Checks grammars in a child process. Belongs to one event loop."""
 
@@ -151,7 +129,7 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._verdicts: OrderedDict[bytes, GrammarResult] = OrderedDict()
         self._waiting: dict[bytes, _Waiting] = {}
-        self._turns = _Turns()
+        self._turns: TenantTurns[str, _Waiting] = TenantTurns()
         self._pump: asyncio.Task[None] | None = None
         self._next_log_s = 0.0
         self.counters: Counter[str] = Counter(dict.fromkeys(GrammarVerdict, 0))
@@ -206,11 +184,19 @@ class GrammarChecker:
     async def _run(self) -> None:
         """Sends waiting grammars to the child, one after the other."""
         loop = asyncio.get_running_loop()
-        while (waiting := self._turns.take()) is not None:
+        while (waiting := self._next()) is not None:
             answered = await loop.run_in_executor(self._thread, self._child.ask, waiting.asked)
             self._note(waiting.key, answered)
             if not waiting.done.done():
                 waiting.done.set_result(answered)
+
+    def _next(self) -> _Waiting | None:
+        """The next grammar that a request still waits for."""
+        while (waiting := self._turns.take()) is not None:
+            if waiting.num_waiters:
+                return waiting
+            waiting.done.cancel()
+        return None
 
     def _note(self, key: bytes, answered: GrammarResult) -> None:
         self.counters[answered.verdict] += 1

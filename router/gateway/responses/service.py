@@ -89,16 +89,16 @@ class ResponseService:
     async def prepare(self, data: bytes, tenant: Tenant) -> Prepared:
         """Checks a body and reads what it builds on. Raises ApiError."""
         decoding = partial(decode_response_body, data)
-        lanes, name = self._parts.lanes, tenant.name
+        lanes, turn = self._parts.lanes, tenant.turn
         is_long = len(data) >= LONG_BODY_BYTES
-        body, extras = await lanes.run(name, len(data), decoding) if is_long else decoding()
+        body, extras = await lanes.run(turn, len(data), decoding) if is_long else decoding()
         named = references_in(body.input or "")
         context = await self.store.context(
             body.previous_response_id, named, tenant.owner, self._parts.settings.max_body_bytes
         )
         converting = partial(self._prepared, body, extras, context)
         if is_long or context.items:
-            return await lanes.run(name, len(data), converting)
+            return await lanes.run(turn, len(data), converting)
         return converting()
 
     async def count(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> int:
@@ -110,7 +110,7 @@ class ResponseService:
         try:
             if num_bytes < LONG_BODY_BYTES:
                 return counting().count
-            return (await self._parts.lanes.run(tenant.name, num_bytes, counting)).count
+            return (await self._parts.lanes.run(tenant.turn, num_bytes, counting)).count
         except InvalidRequest as error:
             raise prepared.form.translated(error) from error
 

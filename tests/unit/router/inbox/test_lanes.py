@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from router.inbox.api_errors import ApiError
-from router.inbox.lanes import NUM_THREADS, WIDE_BODY_BYTES, Lane, Lanes
+from router.inbox.lanes import NUM_THREADS, THREADS_OF_TENANT, WIDE_BODY_BYTES, Lane, Lanes
 
 
 class Work:
@@ -81,3 +81,47 @@ async def test_a_short_body_does_not_wait_behind_long_ones():
     for each, _ in running:
         each.go_on.set()
     await asyncio.gather(*(task for _, task in running))
+
+
+async def test_beside_a_flood_another_tenant_has_a_thread_at_once():
+    lane = Lane("test", 1000)
+    flood = [await begin(lane, "a", 10) for _ in range(20)]
+    assert await lane.run("b", 300, lambda: "parsed") == "parsed"
+    assert sum(work.begun.is_set() for work, _ in flood) <= THREADS_OF_TENANT
+    for work, _ in flood:
+        work.go_on.set()
+    assert await asyncio.gather(*(task for _, task in flood)) == ["parsed"] * 20
+    assert (lane.num_bytes, lane._running.total()) == (0, 0)
+
+
+async def test_tenants_that_wait_share_a_lane_by_bytes():
+    lane, order = Lane("test", 1000), []
+    running = [await begin(lane, str(i), 1) for i in range(NUM_THREADS)]
+    sizes = {"a": 60, "b": 20}
+    waiting = [
+        asyncio.create_task(lane.run(tenant, sizes[tenant], lambda t=tenant: order.append(t)))
+        for tenant in "aaabbbbb"
+    ]
+    await asyncio.sleep(0)
+    running[0][0].go_on.set()  # from now on there is one thread
+    await asyncio.gather(*waiting)
+    assert order[:5] == ["a", "b", "b", "b", "a"]
+    for work, task in running:
+        work.go_on.set()
+        await task
+
+
+async def test_a_client_that_leaves_as_its_turn_comes_gives_the_thread_back():
+    lane = Lane("test", 1000)
+    running = [await begin(lane, str(i), 1) for i in range(NUM_THREADS)]
+    for _ in range(20):
+        leaving = asyncio.create_task(lane.run("b", 1, lambda: "never"))
+        await asyncio.sleep(0)
+        running[0][0].go_on.set()
+        leaving.cancel()
+        await asyncio.wait([leaving])
+    for work, task in running:
+        work.go_on.set()
+        await task
+    assert await lane.run("c", 1, lambda: "parsed") == "parsed"
+    assert (lane.num_bytes, lane._running.total()) == (0, 0)
