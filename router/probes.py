@@ -31,7 +31,7 @@ async def fault_of_version(
     """Sends the requests. Returns what was wrong with their answers; empty if nothing was."""
     if text.embedding is not None:  # it has no answers to compare
         return ""
-    short = text.encode_text(SHORT_TEXT, None)[: max(context_len // 2, 1)]
+    short = text.encode_text(SHORT_TEXT, context_len, may_exceed=True)[: max(context_len // 2, 1)]
     long = list(islice(cycle(short), min(LONG_LEN, max(context_len - ANSWER_LEN, 1))))
     said: list[tuple[int, ...]] = []
     for name, prompt in (("short", short), ("again", short), ("long", long)):

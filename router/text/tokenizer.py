@@ -36,6 +36,9 @@ from router.text.template_files import Config, load_config, template_sources
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
 
+LONGEST_CUT = 2**20  # characters, or tokens, of a text that is then cut or only counted
+LONGEST_TOKEN = 64  # characters, where a tokenizer shows no bound: spaces may vanish
+
 PREFIX, SUFFIX = "prefix", "suffix"  # places of the two texts in a prompt
 # The prompts of models that fill in text, by family: tokens, and the places of the texts.
 FILL_IN_FORMS = (
@@ -86,29 +89,33 @@ class TextModel:
     def encode_text(
         self,
         text: str,
-        context_len: int | None,
+        context_len: int,
         param: str = "prompt",
         *,
         add_special_tokens: bool = True,
+        may_exceed: bool = False,
     ) -> list[int]:
         """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
 
-        Raises ApiError if it does not fit the context; None: it will be cut to fit.
+        Raises ApiError if it does not fit the context, or if one that `may_exceed` it is too long.
         """
-        return self._encode(text, context_len, param, add_special_tokens=add_special_tokens)
+        added = add_special_tokens
+        return self._encode(text, context_len, param, added=added, may_exceed=may_exceed)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        context_len: int | None,
+        context_len: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: TemplateOptions = DEFAULT_OPTIONS,
         *,
         add_special_tokens: bool = False,
+        may_exceed: bool = False,
     ) -> list[int]:
         """Encodes a conversation; the template writes special tokens. Raises InvalidRequest."""
         text = self.templates.choose(with_tools=bool(tools)).render(messages, tools, options)
-        return self._encode(text, context_len, "messages", add_special_tokens=add_special_tokens)
+        added = add_special_tokens
+        return self._encode(text, context_len, "messages", added=added, may_exceed=may_exceed)
 
     def spellings(self, word: str) -> list[list[int]]:
         """The token ids of a word inside a text and behind a space, as vLLM bans words."""
@@ -128,9 +135,7 @@ class TextModel:
             raise InvalidRequest("this model has no chat template", param="messages")
         return self._templates
 
-    def encode_between(
-        self, prefix: Sequence[int], suffix: str, context_len: int | None
-    ) -> list[int]:
+    def encode_between(self, prefix: Sequence[int], suffix: str, context_len: int) -> list[int]:
         """The prompt of a text to be written between two others, in the model's own form.
 
         Raises InvalidRequest if the model was not trained for it.
@@ -139,7 +144,7 @@ class TextModel:
         if form is None:
             message = "suffix is not supported: this model has no tokens to fill in text with"
             raise ApiError(message, param="suffix", code="unsupported_parameter")
-        behind = self._encode(suffix, context_len, "suffix", add_special_tokens=False)
+        behind = self._encode(suffix, context_len, "suffix", added=False)
         # What begins every text, such as <s>, comes before the form and not inside it.
         lead = self._leading_ids
         num_lead = len(lead) if list(prefix[: len(lead)]) == lead else 0
@@ -167,19 +172,20 @@ class TextModel:
         return [token_id for token_id, _ in takewhile(lambda pair: pair[1], marked)]
 
     def _encode(
-        self, text: str, context_len: int | None, param: str, *, add_special_tokens: bool
+        self,
+        text: str,
+        context_len: int,
+        param: str,
+        *,
+        added: bool,
+        may_exceed: bool = False,
     ) -> list[int]:
         """Encodes a text; if too long, refuses it before encoding or before making ids objects."""
-        longest = self._chars_per_token
-        if context_len is not None and longest is not None and len(text) > longest * context_len:
-            message = (
-                f"This model's maximum context length is {context_len} tokens, each of at most "
-                f"{longest} characters. However, the prompt has {len(text)} characters"
-            )
-            raise context_exceeded(message, param)
-        texts, special = [text], add_special_tokens
-        (encoding,) = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-        if context_len is not None and len(encoding) > context_len:
+        self._check_length(text, context_len, param, may_exceed=may_exceed)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=added)
+        if may_exceed and len(encoding) > max(context_len, LONGEST_CUT):
+            raise context_exceeded(f"the text has {len(encoding)} tokens: too many", param)
+        if not may_exceed and len(encoding) > context_len:
             raise no_room(context_len, len(encoding), param)
         ids = encoding.ids
         if self._has_unknown_ids and max(ids, default=0) >= self.vocab_size:
@@ -187,6 +193,23 @@ class TextModel:
             message = f"the text holds {name!r}, which the model's vocabulary does not have"
             raise invalid_value(message, param)
         return ids
+
+    def _check_length(self, text: str, context_len: int, param: str, *, may_exceed: bool) -> None:
+        """Raises ApiError if a text has too many characters to be encoded at all."""
+        is_bounded = self._chars_per_token is not None and not may_exceed
+        longest = self._chars_per_token or LONGEST_TOKEN
+        most = longest * context_len
+        if not is_bounded:
+            most = max(most, LONGEST_CUT)
+        if len(text) <= most:
+            return
+        message = f"the text has {len(text)} characters; at most {most} are encoded"
+        if is_bounded:
+            message = (
+                f"This model's maximum context length is {context_len} tokens, each of at most "
+                f"{longest} characters. However, the prompt has {len(text)} characters"
+            )
+        raise context_exceeded(message, param)
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
         """Decodes a whole text, without its special tokens."""

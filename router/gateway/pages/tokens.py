@@ -128,7 +128,7 @@ def _chat_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]
     body = body_of(fields, ChatBody)
     served = choose(body.model)
     structure = checked_structure(fields, served.text)
-    return served, body.encode(served.text, MAX_TOKENS, structure.tools)
+    return served, body.encode(served.text, served.max_len, structure.tools, may_exceed=True)
 
 
 def _text_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]:
@@ -136,7 +136,7 @@ def _text_tokens(data: bytes, choose: Choose) -> tuple[ServedVersion, list[int]]
     if not isinstance(body.prompt, str):
         raise invalid_value("prompt must be a text, or messages be given", "prompt")
     served = choose(body.model)
-    return served, body.encode(served.text, MAX_TOKENS)
+    return served, body.encode(served.text, served.max_len, may_exceed=True)
 
 
 def detokenized(data: bytes, choose: Choose) -> Detokenized:

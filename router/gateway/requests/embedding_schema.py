@@ -47,18 +47,27 @@ class EmbeddingBody(Body, kw_only=True):
     use_activation: bool | None = None
 
     def encode(
-        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        text: TextModel,
+        context_len: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        may_exceed: bool = False,
     ) -> list[int]:
         """The token ids of the messages, or of the only input, which is text or token ids."""
         if self.messages is not None:
-            return self._chat().encode(text, context_len)
+            return self._chat().encode(text, context_len, may_exceed=may_exceed)
         (prompt,) = prompts_of(self.input, self.prompt_field)
         if not prompt:
             raise invalid_value("input must not be empty", "input")
         if isinstance(prompt, str):
-            longest = context_len if self.truncate_prompt_tokens is None else None
-            special = self.add_special_tokens is not False
-            token_ids = text.encode_text(prompt, longest, "input", add_special_tokens=special)
+            token_ids = text.encode_text(
+                prompt,
+                context_len,
+                "input",
+                add_special_tokens=self.add_special_tokens is not False,
+                may_exceed=may_exceed or self.is_cut,
+            )
         else:
             check_in_vocabulary(prompt, text.vocab_size, "input")
             token_ids = prompt

@@ -119,9 +119,17 @@ class Body(msgspec.Struct, kw_only=True):
     slo_tpot_ms: BoundMs | None = None
 
     def encode(
-        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        text: TextModel,
+        context_len: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        may_exceed: bool = False,
     ) -> list[int]:
-        """The prompt's token ids. Raises InvalidRequest."""
+        """The prompt's token ids. Raises InvalidRequest.
+
+        A prompt that `may_exceed` the context is only counted.
+        """
         raise NotImplementedError
 
     def check_model(self, text: TextModel) -> None:
@@ -146,6 +154,11 @@ class Body(msgspec.Struct, kw_only=True):
     def singles(self) -> "Sequence[Body]":
         """One body for each prompt. They differ in the prompt only."""
         return (self,)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the prompt is cut to a length."""
+        return self.truncate_prompt_tokens is not None
 
     def cut(self, token_ids: list[int], context_len: int) -> list[int]:
         """The prompt's tokens, without those that `truncate_prompt_tokens` leaves out."""
@@ -256,7 +269,12 @@ class ChatBody(Body, kw_only=True):
     parallel_tool_calls: bool | None = None  # `router.text.structured` follows it
 
     def encode(
-        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        text: TextModel,
+        context_len: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        may_exceed: bool = False,
     ) -> list[int]:
         """The token ids of messages and tools, rendered by the chat template."""
         if not self.messages:
@@ -265,16 +283,16 @@ class ChatBody(Body, kw_only=True):
             message = f"there are {len(self.messages)} messages; at most {MAX_MESSAGES} are allowed"
             raise invalid_value(message, "messages")
         messages = [template_message(i, m) for i, m in enumerate(self.messages)]
-        cuts = self.truncate_prompt_tokens is not None
         options = DEFAULT_OPTIONS
         if self._has_options:
             options = self._options(text.templates.choose(with_tools=bool(tools)))
         token_ids = text.encode_chat(
             messages,
-            None if cuts else context_len,
+            context_len,
             tools or None,
             options,
             add_special_tokens=bool(self.add_special_tokens),
+            may_exceed=may_exceed or self.is_cut,
         )
         return self.cut(token_ids, context_len)
 
@@ -369,21 +387,29 @@ class CompletionBody(Body, kw_only=True):
     logprobs: bool | TopCount | None = None
 
     def encode(
-        self, text: TextModel, context_len: int, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        text: TextModel,
+        context_len: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        may_exceed: bool = False,
     ) -> list[int]:
         """The token ids of the prompt, which is text or token ids. Not for a batch."""
         (prompt,) = prompts_of(self.prompt)
         if not prompt:
             raise invalid_value("prompt must not be empty", "prompt")
-        special = self.add_special_tokens is not False
-        longest = context_len if self.truncate_prompt_tokens is None else None
         if isinstance(prompt, str):
-            token_ids = text.encode_text(prompt, longest, add_special_tokens=special)
+            token_ids = text.encode_text(
+                prompt,
+                context_len,
+                add_special_tokens=self.add_special_tokens is not False,
+                may_exceed=may_exceed or self.is_cut,
+            )
         else:
             check_in_vocabulary(prompt, text.vocab_size, "prompt")
             token_ids = prompt
         if self.suffix:
-            token_ids = text.encode_between(token_ids, self.suffix, longest)
+            token_ids = text.encode_between(token_ids, self.suffix, context_len)
         return self.cut(token_ids, context_len)
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from router.inbox.api_errors import ApiError
 from router.text.prompt_length import NFC_JOINS, chars_per_token
-from router.text.tokenizer import TextModel
+from router.text.tokenizer import LONGEST_CUT, TextModel
 from tests.kits.router.gateway import TOKENIZER, byte_tokenizer
 
 TEXTS = st.text(max_size=200) | st.text("ab cé\u0301\u1100\u1161\u11a8 <|eos|>", max_size=200)
@@ -115,6 +115,31 @@ def test_a_prompt_of_a_mebibyte_is_refused_before_it_is_tokenised():
     assert watched.asked == []
     assert model.encode_text("a" * 64, 64) == [97] * 64
     assert watched.asked == ["encode_batch_fast"]
+
+
+@pytest.mark.parametrize("name", ["bytes", "words"])
+def test_a_text_that_is_cut_or_counted_is_bounded_before_it_is_tokenised(name):
+    watched = Watched({**BOUNDED, **UNBOUNDED}[name])
+    model = TextModel(watched)
+    watched.asked.clear()
+    message = f"has {LONGEST_CUT + 1} characters; at most {LONGEST_CUT} are"
+    with pytest.raises(ApiError, match=message) as caught:
+        model.encode_text(" " * (LONGEST_CUT + 1), 64, may_exceed=True)
+    assert caught.value.code == "context_length_exceeded"
+    assert watched.asked == []
+    assert len(model.encode_text("a " * 64, 64, may_exceed=True)) >= 1
+
+
+def test_without_a_bound_on_characters_per_token_a_prompt_has_one_all_the_same():
+    model = TextModel(UNBOUNDED["words"])
+    assert model.encode_text(" " * 5000, 64) == [0]
+    with pytest.raises(ApiError, match=f"at most {LONGEST_CUT} are"):
+        model.encode_text(" " * (LONGEST_CUT + 1), 64)
+
+
+def test_the_bound_on_a_text_that_is_cut_grows_with_the_context():
+    model = TextModel(byte_tokenizer())
+    model._check_length("a" * (LONGEST_CUT + 1), LONGEST_CUT, "prompt", may_exceed=True)
 
 
 def test_a_prompt_of_too_many_tokens_is_refused_with_their_number():

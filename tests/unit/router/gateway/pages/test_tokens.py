@@ -6,6 +6,7 @@ import pytest
 
 from router.access.limits import KeyLimits
 from router.gateway.pages.tokens import MAX_TOKENS
+from router.text.tokenizer import LONGEST_CUT
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
@@ -17,7 +18,13 @@ from tests.kits.router.gateway import (
     post,
 )
 
-MESSAGES = [{"role": "user", "content": "yo"}]
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+MESSAGES = user("yo")
+LONG = "x" * (LONGEST_CUT + 1)
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -86,8 +93,17 @@ def test_a_body_that_is_no_object_is_refused(body):
         assert post(make_app(FakeRouter()), path, body).status == 400
 
 
-def test_a_text_of_more_tokens_than_an_answer_may_hold_is_refused():
-    assert error_of(tokenize(prompt="x" * (MAX_TOKENS + 1)))[0] == 400
+@pytest.mark.parametrize("fields", [{"prompt": LONG}, {"messages": user(LONG)}])
+def test_a_text_of_more_characters_than_are_ever_encoded_is_refused(fields):
+    reply = tokenize(**fields)
+    param = next(iter(fields))
+    assert error_of(reply) == (400, "context_length_exceeded", param)
+    assert str(LONGEST_CUT) in reply.json()["error"]["message"]
+
+
+def test_a_text_is_cut_as_a_request_would_be():
+    fields = {"prompt": "ab" * CONTEXT_LEN, "truncate_prompt_tokens": -1, "max_tokens": 4}
+    assert tokenize(**fields).json()["count"] == CONTEXT_LEN - 4
 
 
 def test_tokens_become_a_text_with_its_special_tokens():

@@ -19,7 +19,7 @@ from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody
 from router.gateway.requests.parameters import sampling_of
 from router.text.defaults import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
-from router.text.tokenizer import TextModel
+from router.text.tokenizer import LONGEST_CUT, TextModel
 from tests.kits.router.embeddings import ask, served
 from tests.kits.router.gateway import (
     CONTEXT_LEN,
@@ -199,6 +199,20 @@ def test_a_prompt_is_cut_to_what_the_context_allows():
     messages = [{"role": "user", "content": "x" * 500}]
     request = asked(chat, {"messages": messages, "truncate_prompt_tokens": 8, "max_tokens": 1})
     assert len(request.token_ids) == 8
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("most", [-1, 8])
+def test_a_text_to_be_cut_may_not_have_any_length(most, side):
+    fields = {"truncate_prompt_tokens": most, "truncation_side": side}
+    long = "x" * (LONGEST_CUT + 1)
+    for asks, prompt in (
+        (complete, {"prompt": long}),
+        (chat, {"messages": [{"role": "user", "content": long}]}),
+    ):
+        reply = asks(FakeRouter(), {**fields, **prompt})
+        assert reply.status == 400
+        assert f"at most {LONGEST_CUT} are" in reply.json()["error"]["message"]
 
 
 def test_an_echo_is_the_prompt_as_it_was_cut():
