@@ -34,7 +34,8 @@ from tokenizers import Tokenizer
 from engine.errors import GrammarError
 from engine.grammar.ebnf import is_ebnf, lark_of
 from engine.grammar.guide import Guide
-from engine.grammar.json_schemas import followed, regex_fault
+from engine.grammar.json_schemas import followed
+from engine.grammar.rewriting.patterns import regex_fault
 from engine.grammar.thinking import ThinkingGuide
 from engine.grammar.tokens import TokenGuide, rules_of
 from engine.messages import Grammar, GrammarKind
@@ -52,12 +53,8 @@ MAX_TOKEN_S = 0.1  # of CPU time for one token; large schemas take 0.04
 STACK_BYTES = 256 * 2**20  # address space, of which little is touched
 WORD_BITS = 32
 
-# Only bytes that the grammar chooses itself; JSON as models write it, compact or indented.
+# Only bytes that the grammar chooses itself.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-_JSON_OPTIONS = {
-    "whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})",  # endless blanks would be no progress
-    "json_allowed_escapes": 'nrbtf\\"',  # each string has one spelling, so keys are not escaped
-}
 _JSON = "%json"
 # Each alternative matches to its own end or the end of the line, so one pass reads a source.
 _LARK_TOKEN = re.compile(
@@ -138,10 +135,7 @@ class LlGuides:
             except BaseException as error:
                 future.set_exception(error)
             self._evict()
-        try:
-            return future.result().matcher
-        finally:
-            del future  # it holds the error, whose traceback holds this frame
+        return future.result().matcher
 
     def _evict(self) -> None:
         """Drops the least recently used grammars until the others are in bounds."""
@@ -370,8 +364,7 @@ def _rule_options(source: str) -> Iterator[str]:
 
 
 def _json_directive(schema: object) -> str:
-    options = {"x-guidance": _JSON_OPTIONS}
-    return f"{_JSON} " + json.dumps({**followed(schema), **options}, ensure_ascii=False)
+    return f"{_JSON} " + json.dumps(followed(schema), ensure_ascii=False)
 
 
 def _decoded(source: str) -> object:
@@ -410,6 +403,7 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
 
 def _limits() -> LLParserLimits:
     return LLParserLimits(
+        max_items_in_row=MASK_ITEMS,
         initial_lexer_fuel=COMPILING_FUEL,
         step_lexer_fuel=MASK_FUEL,
         step_max_items=MASK_ITEMS,
@@ -425,26 +419,21 @@ def _deep(work: Callable[[], T]) -> T:
     """Runs `work` on a thread with a large stack; returns its result or raises its error."""
     future: Future[T] = Future()
 
-    def run(future: Future[T]) -> None:
+    def run() -> None:
         try:
             future.set_result(_translated(work))
         except BaseException as error:
             future.set_exception(error)
-        finally:
-            del future  # as below
 
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, args=(future,), name="grammar")
+            thread = threading.Thread(target=run, name="grammar")
             thread.start()
         finally:
             threading.stack_size(before)
     thread.join()
-    try:
-        return future.result()
-    finally:
-        del future  # it holds the error, whose traceback holds this frame
+    return future.result()
 
 
 def _translated(work: Callable[[], T]) -> T:

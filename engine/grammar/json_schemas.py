@@ -12,14 +12,14 @@ It refuses, for these reasons:
 - references that do not lead to a subschema of the same document: nothing is fetched
 - numbers that a double does not hold, which the compiler rounds
 - `prefixItems` with `additionalItems`, since drafts differ on the former
-- patterns in which Rust's syntax of character classes differs from ECMA-262's
+- patterns that look around their place
+- control characters in values, where keys of any name would make their escapes ambiguous
 - more nesting, references included, than is safe for a compiler's stack
 - counts whose square or product bounds the compiler's work: properties, `multipleOf`
 
 Sources: JSON Schema 2020-12, core and validation; RFC 3339 §5.6; llguidance, docs/json_schema.md.
 """
 
-import re
 from collections.abc import Iterator
 from decimal import Decimal
 from math import lcm
@@ -28,6 +28,9 @@ from urllib.parse import quote, unquote
 
 from engine.errors import GrammarError
 from engine.grammar.positive import positive
+from engine.grammar.rewriting.finite import finite
+from engine.grammar.rewriting.key_spelling import KeySpelling
+from engine.grammar.rewriting.patterns import translated
 
 MAX_NESTING = 64  # subschemas inside one another
 MAX_DEPTH = 200  # the same, through references too
@@ -36,9 +39,14 @@ MAX_JSON_NESTING = 200  # of the document, values included
 MAX_PROPERTIES = 1000  # of one object: the compiler's work grows with their square
 MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state for each remainder
 
+COMPACT = {"whitespace_flexible": False}  # options of a schema whose values have no blanks
+
 Json = Any
 Schema = dict[str, Any]
 
+_OPTIONS = "x-guidance"  # where the compiler finds its options
+# JSON as models write it, compact or indented: endless blanks would be no progress.
+_BLANKS = {"whitespace_pattern": r"( |\n {0,40}|\n\t{0,10})"}
 _ONE = ("items", "additionalItems", "additionalProperties")
 _MANY = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
@@ -68,8 +76,20 @@ def followed(schema: Json) -> Schema:
     if schema is False:
         raise GrammarError("nothing satisfies the schema false")
     check_nesting(schema)
-    schema = positive(schema)
-    return {} if schema is True else _Rewriting(schema).result
+    root: Schema = {} if schema is True else schema
+    compact = root.get(_OPTIONS) == COMPACT
+    if compact:
+        root = {name: value for name, value in root.items() if name != _OPTIONS}
+    found = _Rewriting(_satisfiable(positive(root)))
+    options = {**(COMPACT if compact else _BLANKS), "json_allowed_escapes": found.escapes}
+    return {**found.result, _OPTIONS: options}
+
+
+def _satisfiable(schema: Schema) -> Schema:
+    pruned: Json = finite(schema)
+    if not isinstance(pruned, dict):
+        raise GrammarError("no finite value satisfies the schema")
+    return pruned
 
 
 def closed(schema: Json) -> Json:
@@ -145,12 +165,14 @@ class _Rewriting:
     """One document while it is being rewritten."""
 
     def __init__(self, root: Schema) -> None:
-        if "x-guidance" in root:
-            raise _refusal("#", "x-guidance is not supported")
+        if _OPTIONS in root:
+            raise _refusal("#", f"{_OPTIONS} is not supported")
         self._children: dict[str, list[str]] = {}  # by pointer: the subschemas compiled after it
         self._multiples: set[Decimal] = set()
         self._combines = False
+        self._keys = KeySpelling(root)
         self.result: Schema = self._rewrite(root, "#", nesting=0)
+        self.escapes = self._keys.escapes
         self._check_multiples()
         self._check_references()
 
@@ -168,7 +190,7 @@ class _Rewriting:
         if isinstance(schema.get("$ref"), str):
             self._children[at].append(pointer := _pointer(schema["$ref"]))
             result["$ref"] = quote(pointer, safe="#/~")
-        return _tightened(result)
+        return self._keys.closed(_translated(_tightened(result), at))
 
     def _rewrite_keyword(self, keyword: str, value: Json, at: str, nesting: int) -> Json:
         if keyword in _NAMED and isinstance(value, dict):
@@ -240,16 +262,24 @@ def _check_keywords(schema: Schema, at: str) -> None:
     for keyword in (*_NUMBERS, *_VALUES):
         if any(abs(number) > MAX_EXACT_INT for number in _numbers_in(_clamped(schema, keyword))):
             raise _refusal(at, f"{keyword} holds a number too large to be followed exactly")
-    for pattern in _patterns_of(schema):
-        if (fault := regex_fault(pattern)) is not None:
-            raise _refusal(at, f"pattern {pattern!r}: {fault}")
 
 
-def _patterns_of(schema: Schema) -> Iterator[str]:
+def _translated(schema: Schema, at: str) -> Schema:
+    """The schema with its patterns in the compiler's syntax."""
     if isinstance(schema.get("pattern"), str):
-        yield schema["pattern"]
+        schema["pattern"] = _as_compiled(schema["pattern"], at)
     if isinstance(schema.get("patternProperties"), dict):
-        yield from schema["patternProperties"]
+        schema["patternProperties"] = {
+            _as_compiled(pattern, at): part for pattern, part in schema["patternProperties"].items()
+        }
+    return schema
+
+
+def _as_compiled(pattern: str, at: str) -> str:
+    try:
+        return translated(pattern)
+    except GrammarError as error:
+        raise _refusal(at, f"pattern {pattern!r}: {error}") from error
 
 
 def _tightened(schema: Schema) -> Schema:
@@ -299,27 +329,6 @@ def _scaled(number: Decimal, digits: int) -> int:
     if number.adjusted() + digits > 10:
         return MAX_COMMON_MULTIPLE + 1
     return int(number.scaleb(digits))
-
-
-def regex_fault(pattern: str) -> str | None:
-    """The reason why an ECMA-262 pattern would mean something else in Rust's syntax, or None.
-
-    In a character class, Rust nests classes and knows the operators `&&`, `--` and `~~`.
-    """
-    inside = False
-    for part in re.finditer(r"\\.|\[\^?\]?|\]|&&|--|~~|.", pattern, re.DOTALL):
-        text = part[0]
-        if inside and text[0] == "[":
-            return "an unescaped '[' in a character class"
-        if inside and text in ("&&", "--", "~~"):
-            return f"{text!r} in a character class"
-        if text[0] == "[":
-            if text.endswith("]"):
-                return "a character class that begins with ']'"
-            inside = True
-        elif text == "]":
-            inside = False
-    return None
 
 
 def _pointer(reference: str) -> str:

@@ -197,7 +197,7 @@ def other_texts(texts: Sequence[str]) -> str:
     ways = [] if "" in texts else [""]
     ways += [re.escape(first) + f"({other_texts(rest)})" for first, rest in by_first.items()]
     firsts = "".join(f"\\{c}" if c in "\\]^[-&~" else c for c in by_first)
-    ways.append(rf"[^{firsts}](.|\n)*" if firsts else r"(.|\n)+")
+    ways.append(rf"[^{firsts}][\s\S]*" if firsts else r"[\s\S]+")
     return "|".join(ways)
 
 

@@ -18,7 +18,6 @@ from router.gateway.access_log import show_meter
 from router.gateway.answering import GatewayParts
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ClientLeft, check_size, read_body
-from router.inbox.task_groups import LightTaskGroup
 
 
 class Serve(Protocol):
@@ -65,7 +64,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
     """Cancels what runs inside, and waits for it, as soon as the client has left."""
     refused: InvalidRequest | None = None
     try:
-        async with LightTaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             watcher = group.create_task(_wait_until_gone(receive))
             try:
                 yield
@@ -74,11 +73,8 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
             watcher.cancel()
     except* ClientLeft:
         pass
-    try:
-        if refused is not None:
-            raise refused
-    finally:
-        del refused  # its traceback holds this frame
+    if refused is not None:
+        raise refused
 
 
 class _UntilCallerLeaves:

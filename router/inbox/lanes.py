@@ -64,10 +64,7 @@ class Lane:
             self._leave(place)
             raise
         future.add_done_callback(partial(self._leave, place))
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            del future  # it holds the error, whose traceback holds this frame and the body
+        return await asyncio.wrap_future(future)
 
     def _enter(self, tenant: str, num_bytes: int) -> _Place:
         """Lets a body wait for its turn, which may be at once. Raises ApiError."""

@@ -34,7 +34,7 @@ from router.machine.flight import Attempt, Flight, timeline
 from router.machine.hedging import Hedging
 from router.machine.moves.moving import Moving
 from router.machine.placing import Placing
-from router.machine.requests import Failed, Finished
+from router.machine.requests import UNFIT, Failed, Finished
 from router.machine.state import SEVERED_S, RouterState
 
 FIRST_BACK_OFF_S = 1.0  # about the time between two load reports
@@ -341,7 +341,7 @@ class Progress:
         now_s: float,
     ) -> list[RouterEffect]:
         if message.hopeless:
-            return self._ends.end(flight, Failed(message.reason), now_s)
+            return self._ends.end(flight, Failed(message.reason, UNFIT), now_s)
         if message.num_kept_tokens > 0:
             flight.kept_tokens[worker_id] = message.num_kept_tokens
             num_tokens = min(message.num_kept_tokens, attempt.base_len)

@@ -75,6 +75,9 @@ class Rejected:
     retry_after_s: float
 
 
+UNFIT = "invalid_value"  # the code of a request that no worker can compute as it asks
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """Accepted but not completed. Programs read the code."""

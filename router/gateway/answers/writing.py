@@ -16,7 +16,7 @@ from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.dialects import Dialect
 from router.gateway.requests.calls import CheckedCall
 from router.inbox.api_errors import error_body
-from router.machine.requests import Failed, Finished, Outcome, Rejected, Timeline
+from router.machine.requests import UNFIT, Failed, Finished, Outcome, Rejected, Timeline
 from router.policies.base import Decision
 from router.text.logprobs import Entry
 
@@ -197,6 +197,8 @@ def failure_head(outcome: Outcome) -> tuple[int, dict[str, str]]:
     status, retry_after_s = 503, 1.0
     if isinstance(outcome, Rejected):
         status, retry_after_s = 429, outcome.retry_after_s
+    elif isinstance(outcome, Failed) and outcome.code == UNFIT:
+        return 400, {}
     elif isinstance(outcome, Failed) and outcome.code == TIMED_OUT:
         status = 504
     return status, {"retry-after": str(max(1, math.ceil(min(retry_after_s, MAX_RETRY_AFTER_S))))}
@@ -207,5 +209,6 @@ def failure_body(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Rejected):
         return error_body(outcome.message, kind="rate_limit_error", code="rate_limit_exceeded")
     if isinstance(outcome, Failed):
-        return error_body(outcome.message, kind="server_error", code=outcome.code)
+        kind = "invalid_request_error" if outcome.code == UNFIT else "server_error"
+        return error_body(outcome.message, kind=kind, code=outcome.code)
     return error_body("the request was cancelled", kind="server_error", code="request_failed")

@@ -139,10 +139,7 @@ class Ticket:
         while not self.is_in:
             self._entry = asyncio.get_running_loop().create_future()
             self._gate.admit()
-            try:
-                await self._entry
-            finally:
-                self._entry = None  # it holds the error, whose traceback holds this frame
+            await self._entry
 
     def let_in(self) -> None:
         """Lets the request run."""

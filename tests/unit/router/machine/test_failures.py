@@ -24,7 +24,7 @@ from engine.messages import (
 )
 from router.machine.machine import ClientGone, Deliver, FromWorker, Tick, WorkerLost
 from router.machine.progress import SEVERED_S
-from router.machine.requests import Cancelled, Failed, Finished, Rejected
+from router.machine.requests import UNFIT, Cancelled, Failed, Finished, Rejected
 from tests.kits.router.machine import LEASE, Driver, ends, sent
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -433,7 +433,7 @@ def test_impossible_request_is_not_retried():
     driver = in_stage("sent")
     effects = driver.say("p0", GivenBack("r.0", "grammar: too costly", hopeless=True))
     [outcome] = ends(effects)
-    assert outcome == Failed("grammar: too costly")
+    assert outcome == Failed("grammar: too costly", UNFIT)
 
 
 # ---------------------------------------------------------------- steps that do not end

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from router.machine.requests import Cancelled, Failed, Rejected, Update
+from router.machine.requests import UNFIT, Cancelled, Failed, Rejected, Update
 from tests.kits.router.access import key_file
 from tests.kits.router.bodies import (
     BAD_MESSAGES,
@@ -401,6 +401,12 @@ def test_a_request_that_fails_before_its_first_token_is_503(stream, outcome):
 def test_a_failure_after_tokens_is_503_where_nothing_was_sent():
     reply = chat(FakeRouter([tokens("a"), *refused(Failed("lost"))]))
     assert (reply.status, reply.json()["error"]["message"]) == (503, "lost")
+
+
+def test_what_no_worker_can_compute_is_400_and_not_to_be_tried_again():
+    reply = chat(FakeRouter([tokens("a"), *refused(Failed("grammar: too costly", UNFIT))]))
+    assert (reply.status, "retry-after" in reply.headers) == (400, False)
+    assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_a_failure_in_a_stream_ends_it_with_an_error_and_no_marker():

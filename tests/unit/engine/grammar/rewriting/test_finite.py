@@ -1,0 +1,45 @@
+"""Parts of a schema that no finite value satisfies are false."""
+
+import pytest
+
+from engine.grammar.rewriting.finite import finite
+
+SELF = {"$ref": "#/$defs/n"}
+
+
+def of(definition, **schema):
+    """The definition `n` and a schema of an object that may refer to it, after pruning."""
+    found = finite({"$defs": {"n": definition}, **schema})
+    return found if found is False else {**found, "$defs": found["$defs"]["n"]}
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        SELF,
+        {"anyOf": [SELF]},
+        {"allOf": [{}, SELF]},
+        {"type": "object", "required": ["n"], "properties": {"n": SELF}},
+        {"type": "array", "minItems": 1, "items": SELF},
+        {"oneOf": [{"type": "array", "minItems": 2, "items": SELF}, SELF]},
+    ],
+)
+def test_endless_parts_are_false_where_they_are_used(definition):
+    assert of(definition, properties={"a": SELF}) == {"$defs": False, "properties": {"a": False}}
+    assert of(definition, **SELF) is False
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"anyOf": [SELF, {"type": "null"}]},
+        {"type": "object", "required": ["n"], "properties": {"m": SELF}},
+        {"required": ["n"], "properties": {"n": SELF}},
+        {"type": "array", "items": SELF},
+        {"type": ["object", "null"], "required": ["n"], "properties": {"n": SELF}},
+    ],
+)
+def test_what_may_end_stays(definition):
+    found = of(definition, properties={"a": SELF})
+    assert found["properties"] == {"a": SELF}
+    assert found["$defs"] is not False
