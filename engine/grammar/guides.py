@@ -135,7 +135,10 @@ class LlGuides:
             except BaseException as error:
                 future.set_exception(error)
             self._evict()
-        return future.result().matcher
+        try:
+            return future.result().matcher
+        finally:
+            del future  # it holds the error, whose traceback holds this frame
 
     def _evict(self) -> None:
         """Drops the least recently used grammars until the others are in bounds."""
@@ -419,21 +422,26 @@ def _deep(work: Callable[[], T]) -> T:
     """Runs `work` on a thread with a large stack; returns its result or raises its error."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def run(future: Future[T]) -> None:
         try:
             future.set_result(_translated(work))
         except BaseException as error:
             future.set_exception(error)
+        finally:
+            del future  # as below
 
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, name="grammar")
+            thread = threading.Thread(target=run, args=(future,), name="grammar")
             thread.start()
         finally:
             threading.stack_size(before)
     thread.join()
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # it holds the error, whose traceback holds this frame
 
 
 def _translated(work: Callable[[], T]) -> T:

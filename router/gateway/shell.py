@@ -18,6 +18,7 @@ from router.gateway.access_log import show_meter
 from router.gateway.answering import GatewayParts
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import ClientLeft, check_size, read_body
+from router.inbox.task_groups import LightTaskGroup
 
 
 class Serve(Protocol):
@@ -64,7 +65,7 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
     """Cancels what runs inside, and waits for it, as soon as the client has left."""
     refused: InvalidRequest | None = None
     try:
-        async with asyncio.TaskGroup() as group:
+        async with LightTaskGroup() as group:
             watcher = group.create_task(_wait_until_gone(receive))
             try:
                 yield
@@ -73,8 +74,11 @@ async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
             watcher.cancel()
     except* ClientLeft:
         pass
-    if refused is not None:
-        raise refused
+    try:
+        if refused is not None:
+            raise refused
+    finally:
+        del refused  # its traceback holds this frame
 
 
 class _UntilCallerLeaves:

@@ -66,7 +66,10 @@ class Storage:
         self._num_waiting += 1
         future = asyncio.get_running_loop().run_in_executor(self._thread, call)
         future.add_done_callback(self._note_done)
-        return await future
+        try:
+            return await future
+        finally:
+            del future  # it holds the error, whose traceback holds this frame
 
     def _note_done(self, _: object) -> None:
         self._num_waiting -= 1

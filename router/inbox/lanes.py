@@ -64,7 +64,10 @@ class Lane:
             self._leave(place)
             raise
         future.add_done_callback(partial(self._leave, place))
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # it holds the error, whose traceback holds this frame and the body
 
     def _enter(self, tenant: str, num_bytes: int) -> _Place:
         """Lets a body wait for its turn, which may be at once. Raises ApiError."""

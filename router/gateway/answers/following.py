@@ -10,6 +10,7 @@ from router.edge.extension import BodyPipe
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter
+from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Update
 from router.port import OpenLane, RequestPort, StepTaker, open_no_lane
 from router.text.native.step import BatchedText
@@ -54,7 +55,7 @@ async def _follow_all(
         elif not end.done():
             end.set_result(last)
 
-    async with asyncio.TaskGroup() as group:
+    async with LightTaskGroup() as group:
         # The leader's task comes first.
         tasks = [group.create_task(follow_one(taker)) for taker in takers]
         last = await end

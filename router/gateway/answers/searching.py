@@ -20,6 +20,7 @@ from router.gateway.answers.beams import BeamRules, BeamSearch, Hypothesis
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.writing import AnswerWriter
 from router.gateway.requests.calls import CheckedCall
+from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Finished, Outcome, Rejected, Request, Update
 from router.port import RequestPort
 from router.prefixes.map import PrefixHashes
@@ -47,7 +48,7 @@ class Searches:
         failed: list[_StepFailed] = []
         tasks: list[asyncio.Task[list[Update]]] = []
         try:
-            async with asyncio.TaskGroup() as group:
+            async with LightTaskGroup() as group:
                 tasks = [group.create_task(self._search(leader)) for leader in self._call.leaders]
         except* _StepFailed as errors:
             failed = _leaves(errors)
@@ -105,7 +106,7 @@ class Searches:
         ]
         if step:
             requests = [_later(request, self._clock.now_s()) for request in requests]
-        async with asyncio.TaskGroup() as group:
+        async with LightTaskGroup() as group:
             tasks = [
                 group.create_task(self._next_token(request, waits=step > 0)) for request in requests
             ]

@@ -139,7 +139,10 @@ class Ticket:
         while not self.is_in:
             self._entry = asyncio.get_running_loop().create_future()
             self._gate.admit()
-            await self._entry
+            try:
+                await self._entry
+            finally:
+                self._entry = None  # it holds the error, whose traceback holds this frame
 
     def let_in(self) -> None:
         """Lets the request run."""

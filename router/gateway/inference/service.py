@@ -37,6 +37,7 @@ from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import check_size
 from router.gateway.requests.openai_schema import CompletionBody
 from router.inbox.api_errors import ApiError, invalid_value
+from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Outcome
 
 log = logging.getLogger(__name__)
@@ -272,7 +273,7 @@ class InferenceService:
 
         ended: InferenceFailure | None = None
         try:
-            async with asyncio.TaskGroup() as group:
+            async with LightTaskGroup() as group:
                 async for request in requests:
                     await slots.acquire()
                     group.create_task(answer(request))

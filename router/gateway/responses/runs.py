@@ -67,6 +67,7 @@ class BackgroundRuns:
             await self._store.begin(begun, has_events=run.has_events)
         except BaseException:
             run.task.cancel()
+            del run  # it holds the error, whose traceback holds this frame
             raise
         run.is_kept.set()
         if self._writer is None or self._writer.done():

@@ -12,6 +12,8 @@ from uvicorn.server import ServerState
 
 from router.edge.connection import Connection, _outboxes
 from router.edge.extension import NO_SOCKET, caller_of
+from router.inbox.lanes import WIDE_BODY_BYTES
+from tests.kits.router.frames import no_frames_in_cycles
 from tests.kits.router.gateway import (
     FakeRouter,
     Never,
@@ -230,6 +232,22 @@ async def test_what_was_made_for_a_request_is_freed_at_its_end():
         await until(lambda: callers[0]() is None)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * (WIDE_BODY_BYTES + 1), b'{"prompt": 5}'])
+async def test_a_refused_body_is_freed_at_its_end(body):
+    written = []
+    connection, _ = connect("a", written, make_app(FakeRouter()))
+
+    async def refuse():
+        written.clear()
+        connection.data_received(request(body))
+        await until(lambda: written and not connection.tasks)
+        assert written[0][1].startswith(b"HTTP/1.1 400 ")
+
+    await refuse()
+    with no_frames_in_cycles():
+        await refuse()
 
 
 async def test_a_body_that_comes_late_is_waited_for():
