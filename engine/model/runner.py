@@ -50,6 +50,7 @@ from engine.model.profiling import (
 from engine.model.sampling import verify
 from engine.model.sampling.draft import DraftedRow, Masks
 from engine.model.sampling.verify import Verified
+from engine.model.sizes import of_all_ranks, sizes_of
 from engine.worker.batch import (
     BatchPlan,
     BatchResult,
@@ -65,8 +66,6 @@ from engine.worker.ranks import shards_of
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
 PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # of a weight
-
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
 
@@ -283,14 +282,14 @@ class TorchRunner:
     def _open_forwards(self, models: Sequence[LoadedModel], buffer: torch.Tensor) -> None:
         """Opens the passes of the target and of its draft, each over its section of `buffer`."""
         self._context = models[0].context
-        sizes = _sizes(models[0])  # before the weights are packed
+        sizes = sizes_of(models[0])  # before the weights are packed
         target = _forward(models[0], self.weights)
         self._forward = self._shared(target, 0)
         self._forward.open(KVCache(self.layout, buffer))
         self.weights_bytes = self._forward.weights_bytes
         self.sizes = msgspec.structs.replace(sizes, weights_bytes=float(self.weights_bytes))
         if self._group is not None:
-            self.sizes = _of_all(self.sizes, self._group, self.whole_layout)
+            self.sizes = of_all_ranks(self.sizes, self._group, self.whole_layout)
         if len(models) == 2:
             draft = _forward(models[1], self.weights, beside=target)
             self.draft_forward = self._shared(draft, 1)
@@ -494,47 +493,6 @@ def _forward(
     if loaded.device.type == "cpu":
         return CpuForward(loaded, weights, threads=torch.get_num_threads(), beside=beside)
     return CudaForward(loaded, weights)
-
-
-def _sizes(model: LoadedModel) -> ModelSizes:
-    """The sizes of a model, without the bytes of its weights.
-
-    Of experts, a token meets as many as the model chooses. Without the number of attention heads in
-    its configuration, attention counts as nothing.
-    """
-    config, module = model.model.config, model.model
-    num_chosen = getattr(config, "num_experts_per_tok", None) or 1
-    num_experts = next((n for key in _EXPERT_KEYS if (n := getattr(config, key, None))), num_chosen)
-    heads = getattr(config, "num_attention_heads", None) or 0
-    num_slices = 1 if model.group is None else model.group.place.tp
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // heads if heads and hasattr(config, "hidden_size") else 0
-    )
-    output = module.get_output_embeddings()
-    tables = (module.get_input_embeddings(), getattr(output, "linear", output))
-    # A model of embeddings has an identity for a head.
-    embedding, head = (getattr(table, "weight", None) for table in tables)
-    layers = sum(
-        parameter.numel() * (num_chosen / num_experts if ".experts." in name else 1.0)
-        for name, parameter in module.named_parameters()
-        if parameter.dim() > 1 and parameter is not embedding and parameter is not head
-    )
-    return ModelSizes(
-        layer_weights=layers,
-        head_weights=0 if head is None else head.numel(),
-        attention_size=heads
-        / num_slices
-        * head_dim
-        * sum(s.num_layers for s in model.layout.sections),
-        weights_bytes=0.0,
-        kv_token_bytes=model.layout.block_bytes / model.layout.block_size,
-    )
-
-
-def _of_all(sizes: ModelSizes, group: RankGroup, layout: KVLayout) -> ModelSizes:
-    """The sizes of the parts of all ranks together. What several ranks hold counts for each."""
-    parts = (sizes.layer_weights, sizes.head_weights, sizes.attention_size, sizes.weights_bytes)
-    return ModelSizes(*map(group.total, parts), layout.block_bytes / layout.block_size)
 
 
 def _limited(max_len: int | None, context_len: int) -> int:

@@ -13,6 +13,9 @@ under its name, so transformers builds no mask; PAGED itself separates rows and 
 and windows. RECORDING only notes what each layer asks for. That includes the window in the mask
 that transformers would have built: the mask decides when a model runs by itself, while PAGED trusts
 the layer's arguments.
+
+Some layers compute no K and V but attend to those of an earlier layer. They get that layer's place
+in the cache, so that nothing is stored twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +43,7 @@ class AttentionCall:
     """The arguments of one layer's attention. K and V shapes are (num_kv_heads, head_dim)."""
 
     layer: int
+    source: int  # the layer that made K and V: itself, or an earlier one that shares them
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
     window: int | None
@@ -56,7 +60,10 @@ class ForwardContext:
     batch: AttentionBatch | None = None
     attend: Attend = torch_attention.attend
     calls: list[AttentionCall] = field(default_factory=list)  # made under RECORDING
-    first_layer: int = 0  # that this rank computes; its cache begins with it
+    made: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # with them
+    places: dict[int, int] = field(
+        default_factory=dict
+    )  # in the cache, of layers not at their index
 
 
 def attach(model: torch.nn.Module, context: ForwardContext) -> None:
@@ -94,7 +101,8 @@ def paged_hook(  # noqa: PLR0913 - as transformers calls it
     if scaling is None:
         scaling = query.shape[2] ** -0.5
     scoring = Scoring(scaling, _window(module, kwargs), softcap)
-    where = context.cache, module.layer_idx - context.first_layer, context.batch
+    layer = module.layer_idx
+    where = context.cache, context.places.get(layer, layer), context.batch
     return context.attend(query, key, value, *where, scoring)[None], None
 
 
@@ -114,6 +122,7 @@ def recording_hook(
     module.baton.calls.append(
         AttentionCall(
             layer=module.layer_idx,
+            source=_source(module.baton, module.layer_idx, key, value),
             key_shape=(key.shape[1], key.shape[3]),
             value_shape=(value.shape[1], value.shape[3]),
             window=window,
@@ -123,6 +132,15 @@ def recording_hook(
         )
     )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _source(context: ForwardContext, layer: int, key: torch.Tensor, value: torch.Tensor) -> int:
+    """The layer that passed the same K and V before; `layer` itself if they are new."""
+    for earlier, its_key, its_value in context.made:
+        if its_key is key and its_value is value:
+            return earlier
+    context.made.append((layer, key, value))
+    return layer
 
 
 def recording_mask(

@@ -6,13 +6,15 @@ the model when it is opened:
 1. One token, with an attention that only records. Every layer must call it once, all with the same
    KV heads and head size. The `KVSection` comes from these calls, not from names in the config.
    The window that a layer tells its attention must be that of its mask.
-2. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
+   A layer that attends to K and V of an earlier one has no KV of its own.
+2. A short row with eager and with sdpa attention: some models are causal in one of them only.
+3. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
    over paged KV, in fp32 or bf16 for every served format. The logits must agree. They do not if
    anything besides K and V passes from token to token (states of a recurrence or a convolution).
    Nor do they if the attention has terms that ours does not (biases, sinks, no causality), if
    positions are not taken from `position_ids`, or if other rows of a batch have an influence.
 
-Code that changes the model afterwards, such as packing its weights, repeats the second trial.
+Code that changes the model afterwards, such as packing its weights, repeats the third trial.
 
 A few tokens cannot show everything. Two properties are checked by name: attention in fixed chunks,
 and rotary embeddings that change as a sequence grows ("longrope"). The latter are constant up to a
@@ -35,7 +37,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -46,7 +47,15 @@ from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
 from engine.model.loading import probe
+from engine.model.loading.features import PAGE, check_config, names_of, unserved
 from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
+from engine.model.loading.layers import (
+    cached_windows,
+    check_calls,
+    check_windows,
+    places_of,
+    section_of,
+)
 from engine.model.loading.placing import one_device_maps
 from engine.model.loading.probe import Probe
 from engine.model.loading.purpose import check_left_over, check_purpose, sees
@@ -65,7 +74,6 @@ PROBE_TOLERANCE = {  # of the spread of the logits
     torch.bfloat16: 0.1,
 }
 QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 CHANGING_ROPE = "longrope"  # "dynamic" changes beyond max_position_embeddings, which is not served
 
@@ -117,12 +125,11 @@ def load(
     transformers_logging.set_verbosity_error()
     config = _load_config(path)
     check_purpose(path, config)
-    _check_config(config)
+    check_config(config)
     method = _quant_method(path, config)
     context = ForwardContext()
     if group is not None:
         model = _load_part(path, config, dtype, group, method)
-        context.first_layer = group.place.layers(_num_layers(model)).start
         if as_is:
             widen_in_use(model)
         else:
@@ -202,10 +209,11 @@ def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) 
         return section
     text = model.config.get_text_config(decoder=True)
     num_heads = section.num_kv_heads
+    num_layers = section.num_layers if group.place.pp == 1 else _num_layers(model)
     total = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if group.place.tp > 1 and len(group.place.kv_heads(total)) == num_heads:
         num_heads = total
-    return KVSection(_num_layers(model), num_heads, section.head_dim)
+    return KVSection(num_layers, num_heads, section.head_dim)
 
 
 def _give_hidden_states(model: PreTrainedModel) -> None:
@@ -281,18 +289,6 @@ def _load_config(path: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # a config class may raise anything
         raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
-
-
-def _check_config(config: PreTrainedConfig) -> None:
-    """Raises CheckpointError for properties that the config alone shows."""
-    text = config.get_text_config(decoder=True)
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
-    if unknown:
-        raise CheckpointError(
-            f"config.json: layer_types has {unknown[0]!r}, which has no paged form"
-        )
-    if getattr(text, "attention_chunk_size", None):
-        raise CheckpointError("config.json: attention_chunk_size is not supported")
 
 
 def _quant_method(path: Path, config: PreTrainedConfig) -> str | None:
@@ -371,24 +367,59 @@ def _probe(
     trial.
     """
     where = probe.origins(model.config.get_text_config(decoder=True), context_len)
-    expected = probe.own_logits(model, where)
-    model.set_attn_implementation(RECORDING)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model(input_ids=token, position_ids=token, use_cache=False)
-    model.set_attn_implementation(PAGED)
-    calls, context.calls = context.calls, []
-    num_layers = _num_layers(model)
-    own = range(num_layers) if group is None else group.place.layers(num_layers)
-    section = _section(model, calls, own)
-    _check_windows(calls, _cached_windows(model), context_len)
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
     has_logits = group is None or group.place.is_last_stage
-    tried = Probe(where, expected, tolerance, kv_format, has_logits)
+    tried = Probe(where, probe.own_logits(model, where), tolerance, kv_format, has_logits)
+    _check_other_attention(model, tried, is_exact=dtype is torch.float32)
+    calls = _recorded(model, context)
+    own = _own_layers(model, group)
+    is_whole = group is None or group.place.pp == 1
+    check_calls(_model_type(model.config), calls, own, is_whole=is_whole)
+    section = section_of(model.config, calls)
+    context.places = places_of(calls)
+    check_windows(calls, cached_windows(model.config), context_len)
     off = tried.error(_paged_logits(model, context, section, tried))
     if not off <= tolerance:
         kind = _model_type(model.config)
         raise CheckpointError(f"{kind}: over paged KV its logits differ: {_why(calls)}")
     return section, tried
+
+
+def _own_layers(model: PreTrainedModel, group: RankGroup | None) -> range:
+    """The layers that this rank computes."""
+    num_layers = _num_layers(model)
+    return range(num_layers) if group is None else group.place.layers(num_layers)
+
+
+def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[AttentionCall]:
+    """The calls to attention of one token. Leaves the model with paged attention."""
+    model.set_attn_implementation(RECORDING)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, position_ids=token, use_cache=False)
+    model.set_attn_implementation(PAGED)
+    calls, context.calls = context.calls, []
+    context.made.clear()
+    return calls
+
+
+def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bool) -> None:
+    """Raises CheckpointError if transformers' usual attention, sdpa, answers unlike its eager one.
+
+    Some models lack causality in one of the two. Row 0 shows it, which is one short pass. In 16
+    bits the two round differently, and then a router may choose other experts.
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not all(part._supports_sdpa for part in parts):
+        return  # then transformers computes with eager attention, too
+    model.set_attn_implementation("sdpa")
+    found = probe.own_logits(model, tried.origins[:1])
+    tolerance = tried.tolerance if is_exact else QUANTISED_TOLERANCE
+    if tried.has_logits and not probe.error(found, tried.expected[:1]) <= tolerance:
+        raise unserved(
+            _model_type(model.config),
+            "attention whose answers depend on how transformers computes it",
+            "eager and sdpa differ",
+        )
 
 
 def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
@@ -433,60 +464,10 @@ def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
 
 def _why(calls: list[AttentionCall]) -> str:
     """Possible reasons why a model's attention differs from ours."""
-    terms = sorted(set().union(*(call.terms for call in calls)))
+    terms = frozenset().union(*(call.terms for call in calls))
     if terms:
-        return f"its attention has terms that ours has not: {', '.join(terms)}"
+        return f"its attention has terms that ours has not: {names_of(terms)}; {PAGE}"
     return "its attention or its positions are not like ours, or it keeps a state besides K and V"
-
-
-def _section(model: PreTrainedModel, calls: list[AttentionCall], own: range) -> KVSection:
-    """The KV shape of a rank's own layers, from the arguments of each layer's attention."""
-    kind = _model_type(model.config)
-    if not calls:
-        raise CheckpointError(
-            f"{kind}: its attention cannot be replaced by one over paged KV: its code in "
-            "transformers does not use the attention interface"
-        )
-    if sorted(call.layer for call in calls) != list(own):
-        raise CheckpointError(
-            f"{kind}: {len(calls)} calls to attention, though num_hidden_layers is {len(own)}"
-        )
-    if any(call.has_own_mask for call in calls):
-        raise CheckpointError(f"{kind}: its attention builds its own mask")
-    shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
-    if len(shapes) > 1:
-        raise CheckpointError(f"{kind}: K or V differ in (heads, head_dim): {sorted(shapes)}")
-    num_kv_heads, head_dim = shapes.pop()
-    return KVSection(num_layers=len(own), num_kv_heads=num_kv_heads, head_dim=head_dim)
-
-
-def _cached_windows(model: PreTrainedModel) -> dict[int, int | None]:
-    """Returns how many tokens transformers' own cache shows each layer; None: all."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
-
-
-def _check_windows(
-    calls: list[AttentionCall], cached: dict[int, int | None], context_len: int
-) -> None:
-    """Raises CheckpointError if, within the context, a layer's window differs from its mask or
-    cache.
-
-    The probe's few tokens do not reach the end of a window.
-    """
-    for call in calls:
-        windows = call.window, call.mask_window, cached.get(call.layer)
-        said, masked, kept = (min(n or context_len, context_len) for n in windows)
-        if said != masked:
-            raise CheckpointError(
-                f"config.json: the mask of layer {call.layer} shows {masked} tokens, but its "
-                f"attention is told {said}"
-            )
-        if said != kept:
-            raise CheckpointError(
-                f"config.json: the cache of layer {call.layer} keeps {kept} tokens, but its "
-                f"attention is told {said}"
-            )
 
 
 def _model_type(config: PreTrainedConfig) -> str:

@@ -109,7 +109,8 @@ def own_logits(model: PreTrainedModel, origins: Sequence[int]) -> torch.Tensor:
     positions = torch.tensor(origins, device=device)[:, None] + torch.arange(
         len(TOKENS), device=device
     )
-    output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=NUM_KEPT)
+    kept = torch.arange(len(TOKENS), device=device)[-NUM_KEPT:]  # a number is treated in other ways
+    output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept)
     return output.logits[:, -NUM_KEPT:].float()
 
 

@@ -53,23 +53,18 @@ def check_purpose(path: Path, config: PreTrainedConfig) -> None:
         )
     named = config.architectures or ()
     if embedding is not None:
-        _check_embeds(named, config)
+        _check_embeds(named)
     elif named and not any(_answers_with_text(name, config.model_type) for name in named):
         raise CheckpointError(
             f"config.json: architectures has {named[0]}, which is not a decoder of text"
         )
 
 
-def _check_embeds(named: Sequence[str], config: PreTrainedConfig) -> None:
+def _check_embeds(named: Sequence[str]) -> None:
     """Raises CheckpointError unless a model of embeddings is a decoder, with or without a head."""
     heads = ("Model", *TEXT_ENDINGS)
     if named and not any(name.endswith(heads) for name in named):
         raise CheckpointError(f"config.json: architectures has {named[0]}, which is not a decoder")
-    text = config.get_text_config(decoder=True)
-    sees_ahead = getattr(text, "use_bidirectional_attention", None)
-    if sees_ahead or getattr(text, "is_causal", True) is False:
-        message = "its attention is not causal, so no prefix can be cached"
-        raise CheckpointError(f"config.json: {message}")
 
 
 def is_known(config: PreTrainedConfig) -> bool:

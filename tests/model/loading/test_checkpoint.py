@@ -175,9 +175,12 @@ REFUSED = {
     "bloom": ({}, "its code in transformers does not use the attention interface"),  # ALiBi
     "gpt_oss": (  # attention sinks
         {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-        "its logits differ: its attention has terms that ours has not: s_aux",
+        "its logits differ: its attention has terms that ours has not: attention sinks",
     ),
-    "mamba": ({"state_size": 4}, "layer_types has 'linear_attention'"),
+    "mamba": (
+        {"state_size": 4},
+        "layers with a recurrent state cannot be served (layer_types has 'linear_attention')",
+    ),
     "deepseek_v3": (  # K and V of different sizes
         {
             "num_key_value_heads": 4,
@@ -192,11 +195,11 @@ REFUSED = {
             "v_head_dim": 8,
             "moe_intermediate_size": 16,
         },
-        "K or V differ in (heads, head_dim): [(4, 8), (4, 16)]",
+        "MLA (latent KV) cannot be served (K or V differ in (heads, head_dim): [(4, 8), (4, 16)])",
     ),
     "llama4_text": (
         {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
-        "layer_types has 'chunked_attention'",
+        "attention in chunks cannot be served (layer_types has 'chunked_attention')",
     ),
     "doge": ({}, "builds its own mask"),
     "falcon": ({"alibi": True}, "its code in transformers does not use the attention interface"),
@@ -206,7 +209,7 @@ REFUSED = {
     ),
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv"]},
-        "layer_types has 'conv', which has no paged form",
+        "convolution layers with a state cannot be served (layer_types has 'conv')",
     ),
     "diffllama": ({}, "6 calls to attention, though num_hidden_layers is 3"),
 }

@@ -89,7 +89,7 @@ def test_rounded_weights_point_the_same_way(tmp_path_factory):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"is_causal": False}, "not causal"),
+        ({"is_causal": False}, "bidirectional attention cannot be served"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "which is not a decoder"),
     ],
 )

@@ -120,6 +120,9 @@ CHANGES = {
     "bias of a norm": lambda model: changed_to(layer(model).input_layernorm, lambda x: x + 0.2),
     "gate between layers": lambda model: changed_to(layer(model), lambda x: x * x.sigmoid()),
     "window of one layer": lambda model: setattr(layer(model).self_attn, "sliding_window", 12),
+    "causality, which only an explicit mask gives": lambda model: [
+        setattr(each.self_attn, "is_causal", False) for each in model.model.layers
+    ],
     "state of a token": lambda model: shift(layer(model).mlp),
     "length of the batch": stretch_with_the_batch,
     "logarithm of the position": lambda model: by_position(
@@ -132,6 +135,7 @@ CHANGES = {
 
 
 REFUSED = {
+    "causality, which only an explicit mask gives",
     "state of a token",
     "length of the batch",
     "window of one layer",

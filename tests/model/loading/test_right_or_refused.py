@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.config import WeightFormat
 from engine.errors import CheckpointError
-from tests.kits.checkpoints import COMMON, KINDS, save_checkpoint, tiny_checkpoint
+from tests.kits.checkpoints import COMMON, KINDS, OWN_CODE, save_checkpoint, tiny_checkpoint
 from tests.kits.models.served import (
     WEIGHTS,
     Served,
@@ -100,9 +101,12 @@ HUNYUAN = {
     "num_experts": 4,
     "moe_topk": 2,
 }
+HUNYUAN_LISTS = HUNYUAN | {"moe_topk": [2, 2, 1]}  # of each layer
 
 
-@pytest.mark.parametrize("extra", [HUNYUAN, LONGCAT], ids=lambda extra: extra["model_type"])
+@pytest.mark.parametrize(
+    "extra", [HUNYUAN, HUNYUAN_LISTS, LONGCAT], ids=["hunyuan", "hunyuan-lists", "longcat"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_router_whose_weights_are_read_by_another_module_works(extra, dtype, tmp_path):
     save_checkpoint(tmp_path, COMMON | extra)
@@ -202,6 +206,88 @@ def test_weights_without_effect_on_tokens_are_logged_and_unused(llama, caplog):
 def test_gemma_3_with_vision_is_computed_as_a_whole(tmp_path):
     save_checkpoint(tmp_path, GEMMA3)
     assert check_equals_generate(tmp_path)
+
+
+PALIGEMMA = {
+    "model_type": "paligemma",
+    "text_config": COMMON | {"model_type": "gemma", "head_dim": 8},
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "projection_dim": 32},
+    "image_token_index": 259,
+    "projection_dim": 32,
+    "hidden_size": 32,
+}
+SHARING = COMMON | {
+    "head_dim": 8,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 12,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 260,
+}
+GEMMA4 = SHARING | {"model_type": "gemma4_text", "global_head_dim": 8}
+GEMMA3N = SHARING | {
+    "model_type": "gemma3n_text",
+    "altup_num_inputs": 2,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.5] * 2 + [0.0] * 4,
+    "intermediate_size": [48] * 6,
+}
+BOTH_WAYS = {
+    "paligemma": PALIGEMMA,
+    "gemma": COMMON | KINDS["gemma"] | {"use_bidirectional_attention": True},
+    "gemma2": COMMON | KINDS["gemma2"] | {"use_bidirectional_attention": True},
+    "gemma3": COMMON | KINDS["gemma3"] | {"use_bidirectional_attention": True},
+    "gemma4": GEMMA4 | {"use_bidirectional_attention": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+def test_a_model_that_attends_to_its_whole_prompt_is_refused(kind, tmp_path):
+    save_checkpoint(tmp_path, BOTH_WAYS[kind])
+    assert refusal(tmp_path) == (
+        "config.json: bidirectional attention cannot be served (use_bidirectional_attention is "
+        "set); docs/models.md lists what is served"
+    )
+
+
+CAUSAL = {
+    "paligemma": PALIGEMMA
+    | {"text_config": PALIGEMMA["text_config"] | {"use_bidirectional_attention": False}},
+    "gemma": COMMON | KINDS["gemma"] | {"use_bidirectional_attention": False},
+    "gemma4": GEMMA4 | {"use_bidirectional_attention": "vision"},
+}
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_relative_that_attends_causally_to_text_is_served(kind, tmp_path):
+    save_checkpoint(tmp_path, CAUSAL[kind])
+    check_equals_generate(tmp_path)
+
+
+@pytest.mark.parametrize("sharing", [GEMMA3N, GEMMA4], ids=["gemma3n", "gemma4"])
+@pytest.mark.parametrize("num_shared", [0, 2, 3])
+def test_layers_that_share_kv_are_served_and_store_it_once(sharing, num_shared, tmp_path):
+    save_checkpoint(tmp_path, sharing | {"num_kv_shared_layers": num_shared})
+    check_equals_generate(tmp_path, lengths=(5, 100), num_blocks=10)
+    with Served(tmp_path) as model:
+        assert model.runner.layout.sections[0].num_layers == 6 - num_shared
+
+
+def test_layers_of_two_head_sizes_are_refused(tmp_path):
+    save_checkpoint(tmp_path, GEMMA4 | {"global_head_dim": 16})
+    assert "layers with KV of different sizes cannot be served" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe", "hunyuan"])
+def test_rounding_may_change_which_experts_are_chosen(kind, tmp_path):
+    """Then logits differ by far more than rounding, and still the model is the right one."""
+    phimoe = {"model_type": "phimoe", "num_local_experts": 4, "num_experts_per_tok": 2}
+    kinds = {"qwen2_moe": OWN_CODE["qwen2_moe"], "phimoe": phimoe, "hunyuan": HUNYUAN}
+    save_checkpoint(tmp_path, COMMON | kinds[kind])
+    with Served(tmp_path, weights=WeightFormat.BF16) as model:
+        whole = model.answer(prompt(20), 8)
+        assert model.answer(prompt(20), 8, chunk=3) == whole
 
 
 SEEING = {

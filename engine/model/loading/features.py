@@ -1,0 +1,58 @@
+"""Names of what is not served, in the words of those who know models, for the messages of refusals.
+
+Every refusal by such a name points to the page that lists what is served.
+"""
+
+from transformers import PreTrainedConfig
+
+from engine.errors import CheckpointError
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
+STATE = "layers with a recurrent state"
+LAYER_TYPES = {  # of transformers
+    "chunked_attention": "attention in chunks",
+    "compressed_sparse_attention": "compressed sparse attention",
+    "conv": "convolution layers with a state",
+    "heavily_compressed_attention": "compressed attention",
+    "hybrid": STATE,
+    "hybrid_sliding": STATE,
+    "indexed_attention": "sparse attention with an indexer (DSA)",
+    "linear_attention": STATE,
+    "minimax_m3_sparse": "sparse attention with an indexer",
+    "recurrent": STATE,
+}
+TERMS = {  # tensors that a model's code gives its attention besides Q, K and V
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias in attention (ALiBi, T5)",
+}
+PAGE = "docs/models.md lists what is served"
+
+
+def unserved(where: str, feature: str, details: str = "") -> CheckpointError:
+    """The refusal of a feature. `details` says how it was found."""
+    found = f" ({details})" if details else ""
+    return CheckpointError(f"{where}: {feature} cannot be served{found}; {PAGE}")
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raises CheckpointError for features that the config alone shows."""
+    text = config.get_text_config(decoder=True)
+    for part in (config, text):
+        if getattr(part, "use_bidirectional_attention", None) in (True, "all"):
+            details = "use_bidirectional_attention is set"
+            raise unserved("config.json", "bidirectional attention", details)
+        if getattr(part, "is_causal", True) is False:
+            raise unserved("config.json", "bidirectional attention", "is_causal is false")
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS)
+    if unknown:
+        name = unknown[0]
+        feature = LAYER_TYPES.get(name, f"a layer of type {name}")
+        raise unserved("config.json", feature, f"layer_types has {name!r}")
+    if getattr(text, "attention_chunk_size", None):
+        raise unserved("config.json", "attention in chunks", "attention_chunk_size is set")
+
+
+def names_of(terms: frozenset[str]) -> str:
+    """The terms of an attention that ours has not, in words."""
+    return ", ".join(sorted({TERMS.get(term, term) for term in terms}))

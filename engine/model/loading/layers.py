@@ -1,0 +1,87 @@
+"""What a model's layers ask of attention, read from recorded calls and compared with its config.
+
+The trial's few tokens do not reach the end of a window, so windows are compared by what is said of
+them: to the attention, in the mask and in transformers' own cache.
+"""
+
+from collections.abc import Sequence
+
+from transformers import DynamicCache, PreTrainedConfig
+
+from engine.errors import CheckpointError
+from engine.layout import KVSection
+from engine.model.attention.hook import AttentionCall
+from engine.model.loading.features import unserved
+
+
+def places_of(calls: Sequence[AttentionCall]) -> dict[int, int]:
+    """The place in the cache of each layer that attends; layers that share K and V share one."""
+    sources = dict.fromkeys(call.source for call in calls)
+    index = {layer: place for place, layer in enumerate(sorted(sources))}
+    return {call.layer: index[call.source] for call in calls}
+
+
+def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_whole: bool) -> None:
+    """Raises CheckpointError unless each layer attends at most once, and to one kind of mask.
+
+    Layers without attention, such as an MLP, are fine if this rank has all layers (`is_whole`).
+    """
+    if not calls:
+        raise CheckpointError(
+            f"{kind}: its attention cannot be replaced by one over paged KV: its code in "
+            "transformers does not use the attention interface"
+        )
+    attending = [call.layer for call in calls]
+    is_right = set(attending) <= set(own) and len(set(attending)) == len(attending)
+    if not is_right or not (is_whole or len(attending) == len(own)):
+        raise CheckpointError(
+            f"{kind}: {len(calls)} calls to attention, though num_hidden_layers is {len(own)}"
+        )
+    if any(call.has_own_mask for call in calls):
+        raise CheckpointError(f"{kind}: its attention builds its own mask")
+    if not is_whole and any(call.source != call.layer for call in calls):
+        raise CheckpointError(f"{kind}: layers that share KV cannot be split into stages")
+
+
+def section_of(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> KVSection:
+    """The KV shape of the layers that made these calls. Raises CheckpointError if it differs."""
+    shapes = {shape for call in calls for shape in (call.key_shape, call.value_shape)}
+    if len(shapes) > 1:
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "kv_lora_rank", None):
+            feature = "MLA (latent KV)"
+        elif any(call.key_shape != call.value_shape for call in calls):
+            feature = "K and V of different sizes"
+        else:
+            feature = "layers with KV of different sizes"
+        details = f"K or V differ in (heads, head_dim): {sorted(shapes)}"
+        raise unserved(f"config.json: model_type {config.model_type!r}", feature, details)
+    num_kv_heads, head_dim = shapes.pop()
+    return KVSection(len({call.source for call in calls}), num_kv_heads, head_dim)
+
+
+def cached_windows(config: PreTrainedConfig) -> dict[int, int | None]:
+    """Returns how many tokens transformers' own cache shows each layer; None: all."""
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return {i: getattr(layer, "sliding_window", None) for i, layer in enumerate(layers)}
+
+
+def check_windows(
+    calls: Sequence[AttentionCall], cached: dict[int, int | None], context_len: int
+) -> None:
+    """Raises CheckpointError if, within the context, a layer's window differs from its mask or
+    cache. The cache of a layer that shares K and V is that of their source.
+    """
+    for call in calls:
+        windows = call.window, call.mask_window, cached.get(call.source)
+        said, masked, kept = (min(n or context_len, context_len) for n in windows)
+        if said != masked:
+            raise CheckpointError(
+                f"config.json: the mask of layer {call.layer} shows {masked} tokens, but its "
+                f"attention is told {said}"
+            )
+        if said != kept:
+            raise CheckpointError(
+                f"config.json: the cache of layer {call.layer} keeps {kept} tokens, but its "
+                f"attention is told {said}"
+            )
