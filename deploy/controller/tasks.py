@@ -33,12 +33,13 @@ class ControllerTasks:
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Returns the result of a blocking call. Starts of workers do not delay it."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, _called, function, *arguments)
 
     async def in_start_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Returns the result of a worker's start."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._start_threads, function, *arguments)
+        return await loop.run_in_executor(self._start_threads, _called, function, *arguments)
 
     def note_bug(self, error: BaseException) -> None:
         """Logs, reports and counts an unexpected error."""
@@ -60,6 +61,14 @@ class ControllerTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.note_bug(error)
+
+
+def _called(function: Callable[..., T], *arguments: Any) -> T:
+    """Calls a function. Its SystemExit becomes an error: it would end the loop of all tasks."""
+    try:
+        return function(*arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"a library ended its thread: {error!r}") from error
 
 
 async def pause(seconds: float) -> None:

@@ -6,13 +6,15 @@ Nearly all of a worker's start is the import of torch and transformers, seconds 
     request   the kind of service and three descriptors: the child's standard input, its standard
               output, and one end of another socket pair, for news of this child. Without
               descriptors it is a hint: the nursery imports what that kind needs when it is idle
+    close     one word, `CLOSE_WORD`: the launcher ends in order
     news      ChildStarted with a descriptor of the child, or ChildRefused; at its end ChildEnded
 
 A child is watched and killed through its pidfd, which never comes to mean another process. If the
 nursery dies, only the exit statuses of its children are lost: the children go on, and the next
 request starts a new nursery. If the launcher dies, the nursery ends, and each child ends because
-its standard input does. A child that is asked to stop reads `STOP_WORD` first, so it knows whether
-workers still compute the answers that it holds.
+its standard input does. If the launcher did not close the nursery first, the nursery says so: the
+launcher's process may have died without a word. A child that is asked to stop reads `STOP_WORD`
+first, so it knows whether workers still compute the answers that it holds.
 
 Why not `multiprocessing.forkserver`: it takes all children for dead when it dies, imports the
 parent's main module into each child, and ignores failed preloads.
@@ -42,6 +44,7 @@ SEND_TIMEOUT_S = 10.0  # a request waits in the socket while the nursery still i
 REAPED_WITHIN_S = 5.0  # from a child's end until the nursery has collected its exit status
 MAX_NEWS_BYTES = 4096
 SERVICES = ("worker", "gateway")  # what each deployment starts, in this order
+CLOSE_WORD = b"close"  # instead of the kind of a service
 STOP_WORD = b"stop\n"  # ends a child's standard input; without it the parent has died
 
 
@@ -289,6 +292,9 @@ class Nursery(Forks):
     def _close(self) -> None:
         if self._process is None or self._socket is None:
             return
+        with contextlib.suppress(OSError):  # it has ended, or its socket is full of requests
+            self._socket.settimeout(0.0)
+            self._socket.send(CLOSE_WORD)
         self._socket.close()
         if not self._has_children:  # a start that fails need not wait for its imports
             self._process.kill()

@@ -27,11 +27,12 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.nursery import ChildEnded, ChildRefused, ChildStarted, News
+from deploy.local.nursery import CLOSE_WORD, ChildEnded, ChildRefused, ChildStarted, News
 from engine.errors import BatonError
 
 OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 MAX_REQUEST_BYTES = 64
+LAST_WORD = "error: process %d, which ran the deployment, ended without a word: its services end"
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class _Children:
             news.close()
 
     def serve(self) -> str | None:
+        parent = os.getppid()
         while True:
             events = self._poll.poll(0 if self._expected else None)
             if not events:
@@ -126,6 +128,9 @@ class _Children:
                     continue
                 kind, descriptors = self._receive()
                 if not kind:
+                    log.error(LAST_WORD, parent)
+                    return None
+                if kind == CLOSE_WORD.decode():
                     return None
                 if not descriptors:
                     self._expected.insert(0, kind)

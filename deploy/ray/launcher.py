@@ -8,7 +8,6 @@ ClusterLauncher   uses a Ray that this process has joined; its actors are detach
 import logging
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,15 +72,15 @@ class OwnRayLauncher(Launcher):
         self._num_raylet_deaths = 0
         self._lost: set[str] = set()  # services that ended with a Ray, and are not told yet
         self._is_closing = False
-        # Ray's processes end with the thread that started them, so it must last.
+        # Starts and ends Ray. Ray's processes end with the thread that started them, so it must
+        # last. In the main thread Ray would take SIGTERM.
         self._thread = ThreadPoolExecutor(1, "own ray")
         self._restarting = threading.Lock()  # held while a new Ray replaces one without a raylet
 
     def open(self) -> None:
         """Starts Ray. Raises ConfigError."""
         self._open_port()
-        with _own_sigterm():
-            self._ray.open()
+        self._thread.submit(self._ray.open).result()
         self._session = _session_name()
 
     def gpus(self) -> FoundGpus:
@@ -147,13 +146,12 @@ class OwnRayLauncher(Launcher):
         self._is_closing = True
         with self._restarting:
             self._actors.stop_all()
-            self._ray.close()
+            self._thread.submit(self._ray.close).result()
         self._nursery.close()
         if self._port is not None:
             self._port.close()
             self._folder.close()
             self._port = None
-        self._thread.shutdown()
 
     def hurry(self) -> None:
         """Makes stopping actors end their answers at once."""
@@ -181,9 +179,9 @@ class OwnRayLauncher(Launcher):
                 self._num_raylet_deaths += 1
             self._lost |= self._actors.names
             self._actors.stop_all()
-            self._ray.close()
+            self._thread.submit(self._ray.close).result()
             if not self._is_closing:
-                self._thread.submit(self.open).result()  # if it fails, the next call tries again
+                self.open()  # if it fails, the next call tries again
             lost, self._lost = self._lost, set()
         return dict.fromkeys(lost, "Ray's raylet died")
 
@@ -392,16 +390,3 @@ def _on_node(verb: str, name: str, asked: bytes) -> bytes:
 def _session_name() -> str:
     """Returns the name of the Ray session that this process has joined."""
     return str(ray.get_runtime_context().get_session_name())
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keeps this process's handler of SIGTERM: Ray sets one of its own, which exits at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    own = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, own)

@@ -1,12 +1,17 @@
 """A Ray for this machine alone: it listens on loopback and requires a token on each call.
 
-Ray reads three settings from the environment when it is imported, so `prepare` comes before that:
+Ray reads these settings from the environment when it is imported, so `prepare` comes before that:
 
     loopback   If a cluster is possible, Ray replaces 127.0.0.1 by the network card's address and
                binds every interface. In its mode for macOS and Windows it binds 127.0.0.1 only.
     token      Each call to one of Ray's processes must carry it. It is new for each process that
                starts a Ray, and reaches Ray's processes in their environment.
     no report  Ray sends no usage statistics.
+    no exit    After the death of its raylet, Ray would end this process without a word: when it
+               uses the object store, and at any call if the parent of this process is init, as
+               under systemd. So no value goes to that store, and this process counts as the raylet.
+               Ray's own processes get the id of the real one.
+    signals    Ray's handler of failures would take SIGTERM at each start, and end this process.
 
 The GCS of this Ray stores its state in RocksDB, in the same folder, so that a keeper can start it
 again (`deploy.ray.gcs_keeper`). Actors go on meanwhile, for at most RECONNECT_TIMEOUT_S.
@@ -17,6 +22,7 @@ made inside a private one.
 
 import ipaddress
 import logging
+import os
 import secrets
 import threading
 from collections.abc import MutableMapping
@@ -30,7 +36,8 @@ NAMESPACE = "baton"
 LOOPBACK = "127.0.0.1"
 RECONNECT_TIMEOUT_S = 600  # then Ray's processes end without a GCS
 HEALTH_CHECKS = 200  # of 3 s: so long actors without a raylet count as alive
-OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; KV and tokens never go there
+OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; nothing goes there
+INLINE_BYTES = 64 * 2**20  # more than any argument or answer of an actor
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
@@ -41,6 +48,10 @@ def prepare(environment: MutableMapping[str, str]) -> None:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_RAYLET_PID": str(os.getpid()),
+            "RAY_max_direct_call_object_size": str(INLINE_BYTES),
+            "RAY_task_rpc_inlined_bytes_limit": str(INLINE_BYTES),
+            "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
             # Lines of services name their process, and are bounded (`deploy.logs`): Ray shows them
             # as they are, and leaves none out.
             "RAY_DISABLE_WORKER_LOG_PREFIX": "1",

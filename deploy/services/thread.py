@@ -58,7 +58,7 @@ class ServiceThread(Generic[T]):
         self._open_timeout_s = open_timeout_s
         self._opening: Future[T] | None = None
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def open(self, limit_s: float | None = None) -> T:
         """Opens the service, within `limit_s` if given. Raises its errors, and LateStart."""
@@ -93,6 +93,13 @@ class ServiceThread(Generic[T]):
         closing.result(CLOSE_TIMEOUT_S + self._service.drain_timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """Runs the loop. Ends the process if the loop ends by itself: nothing would serve."""
+        try:
+            self._loop.run_forever()
+        except BaseException as error:
+            die(error)
 
 
 def freeze_heap() -> None:

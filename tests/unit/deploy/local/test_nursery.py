@@ -99,12 +99,21 @@ def test_children_outlive_their_nursery_and_a_new_one_is_started(caplog):
             assert (old.exit_status, new.exit_status) == (None, 3)
 
 
-def test_nursery_and_children_end_with_a_killed_parent():
+@pytest.mark.parametrize(
+    ("end", "has_last_word"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", True),
+        ("os._exit(1)", True),  # as a library may, without a word
+        ("nursery.close(); os._exit(0)", False),
+    ],
+)
+def test_nursery_and_children_end_with_their_parent(end, has_last_word):
     """Standard error ends only when the nursery, which inherited it, has ended too."""
     program = (
         "import os, signal; from tests.kits.nurseries import nursery_of_shells\n"
-        "child = nursery_of_shells('exec cat').fork('worker'); child.await_start(10)\n"
-        "print(child.pid, flush=True); input(); os.kill(os.getpid(), signal.SIGKILL)"
+        "nursery = nursery_of_shells('exec cat')\n"
+        "child = nursery.fork('worker'); child.await_start(10)\n"
+        f"print(child.pid, flush=True); input(); {end}"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -114,7 +123,9 @@ def test_nursery_and_children_end_with_a_killed_parent():
     ) as asks:
         pidfd = os.pidfd_open(int(asks.stdout.readline()))
         try:
-            asks.communicate(b"\n", timeout=SOON_S)  # until no process holds standard error
+            _, said = asks.communicate(b"\n", timeout=SOON_S)  # until none holds standard error
+            last_word = f"process {asks.pid}, which ran the deployment, ended without a word"
+            assert (last_word in said.decode()) is has_last_word
             assert select.select([pidfd], [], [], SOON_S)[0]
         finally:
             os.close(pidfd)

@@ -2,7 +2,9 @@
 
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 
 import msgspec
@@ -193,8 +195,10 @@ class FakeOwnRay:
         self.session = 0
         self.raylet_runs = True
         self.failures = failures
+        self.threads: set[threading.Thread] = set()  # that opened and closed it
 
     def open(self) -> None:
+        self.threads.add(threading.current_thread())
         if self.failures:
             self.failures -= 1
             raise ConfigError("no Ray")
@@ -202,6 +206,7 @@ class FakeOwnRay:
         self.raylet_runs = True
 
     def close(self) -> None:
+        self.threads.add(threading.current_thread())
         self.raylet_runs = False
 
     def use(self, launcher, monkeypatch) -> None:
@@ -230,6 +235,21 @@ def test_raylet_that_died_is_replaced_with_all_of_ray(fake_ray, launcher, monkey
     assert launcher.dead() == {}
     assert fake_ray.names == {}
     assert launcher.start_gateway(SPEC).pid == 7
+
+
+def test_one_thread_that_is_not_the_main_one_opens_and_closes_every_ray(
+    fake_ray, launcher, monkeypatch
+):
+    own_ray = FakeOwnRay()
+    own_ray.use(launcher, monkeypatch)
+    own_ray.raylet_runs = False
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(launcher.dead).result()
+    assert own_ray.session == 2
+    launcher.close()
+    launcher.close()  # a start that is undone closes it twice
+    [thread] = own_ray.threads
+    assert thread is not threading.main_thread()
 
 
 def test_call_that_ray_ends_by_a_system_exit_is_a_failed_start(fake_ray, launcher):

@@ -1,6 +1,8 @@
 """Services: which of them fetch a model, and deadlines of their start."""
 
 import asyncio
+import sys
+from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -54,6 +56,22 @@ def test_late_open_is_a_typed_error():
     with pytest.raises(LateStart, match=r"did not start in 0\.01 s"):
         thread.open()
     thread.close()
+
+
+def test_a_loop_that_ends_by_itself_ends_the_process(monkeypatch):
+    class Broken:
+        drain_timeout_s = 0.0
+
+        async def open(self) -> None:
+            asyncio.get_running_loop().call_soon(sys.exit, 3)
+
+        async def close(self) -> None:
+            pass
+
+    ended: Future[BaseException] = Future()
+    monkeypatch.setattr("deploy.services.thread.die", ended.set_result)
+    ServiceThread(Broken(), "broken").open()
+    assert isinstance(ended.result(10), SystemExit)
 
 
 def test_a_large_model_may_take_long_to_start(tmp_path):
