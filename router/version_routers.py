@@ -224,10 +224,16 @@ class VersionRouters:
         return is_given or host.router.machine.num_flights > 0
 
     def _tell(self) -> None:
-        served = (host.served() for host in self._hosts.values())
-        table = tuple(each for each in served if each is not None)
+        table: list[ServedVersion] = []
+        coming: dict[str, str] = {}
+        for name, host in self._hosts.items():
+            served = host.served()
+            if served is not None:
+                table.append(served)
+            elif not host.version.is_leaving:
+                coming[name] = host.version.model_name
         if table:  # else the earlier versions go on
-            self.versions.follow(table)
+            self.versions.follow(tuple(table), coming)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

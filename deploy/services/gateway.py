@@ -110,6 +110,7 @@ class GatewayService(LoopService[GatewayReady]):
             cors_origins=config.cors_origins,
             slo_ttft_s=spec.router.slo_ttft_s,
             slo_tpot_s=spec.router.slo_tpot_s,
+            hold_s=spec.router.queue_timeout_s,
             dashboard=config.dashboard,
             batches=BatchSettings(
                 max_file_bytes=config.max_file_bytes,
@@ -165,7 +166,9 @@ class GatewayService(LoopService[GatewayReady]):
         if self._siblings is not None:
             await self._siblings.open()
         first = await self._routers.open(spec.members)
-        missing = await self._routers.routers()[first.name].wait_until_ready(LINK_TIMEOUT_S)
+        # Without any worker there is nothing to wait for: the controller calls once this listens.
+        link_s = LINK_TIMEOUT_S if spec.members.of(first.name) else 0.0
+        missing = await self._routers.routers()[first.name].wait_until_ready(link_s)
         if missing is not None:
             log.warning("the gateway starts although it cannot serve yet: %s", missing)
         self._listener = Listener(app, book, tls)

@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -49,7 +50,13 @@ from router.gateway.requests.headers import seconds_in
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing, context_of
-from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
+from router.gateway.versions import (
+    AFFINITY_HEADER,
+    VERSION_HEADER,
+    NotReady,
+    ServedVersion,
+    Versions,
+)
 from router.inbox.api_errors import invalid_value
 from router.inbox.lanes import Lanes
 from router.machine.requests import Failed
@@ -246,6 +253,19 @@ class AnswerService:
             return AnswerPiece(choice=0, text="", num_tokens=0, outcome=outcome)
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
+        """Checks a call. Holds it while no worker is known of its version."""
+        parts = self._parts
+        held_s = min(parts.settings.hold_s, call.timeout_s or inf)
+        while True:
+            table = parts.versions.table
+            try:
+                return await self._parsed(call)
+            except NotReady:
+                left_s = call.received_s + held_s - parts.clock.now_s()
+                if not await parts.versions.hold(table, left_s):
+                    raise
+
+    async def _parsed(self, call: ApiCall) -> CheckedCall:
         parts = self._parts
         if len(call.data) < LONG_BODY_BYTES:
             checked = parse(call, self._body_type, parts.versions, parts.settings)

@@ -10,12 +10,14 @@ that it began in.
 3. If the name is not one of the line's current version, the versions with that name share it.
 4. Otherwise all versions of the line share it, in proportion to their weights.
 
-A version that is leaving takes no requests. If all known versions are leaving, the answer is 503,
-even for an unknown name: the next version may have that name. If a version has no workers, versions
-with workers share its requests. The choice follows from a key and the weights alone. So the same
-key gets the same version until the weights change, and then as few keys as possible move.
+A version that is leaving takes no requests. If all known versions are leaving, there is no choice
+yet, even for an unknown name: the next version may have that name. Neither is there one for the
+name of a version of which no worker is known yet. Such a call is held. If a version has no workers,
+versions with workers share its requests. The choice follows from a key and the weights alone. So
+the same key gets the same version until the weights change, and then as few keys as possible move.
 """
 
+import asyncio
 import contextlib
 import math
 import threading
@@ -39,6 +41,14 @@ AFFINITY_HEADER = "x-baton-affinity"
 SERVER_SHUTDOWN = "server_shutdown"  # the code of errors
 STOPPING = "the server is stopping"
 NO_WORKER = "no worker is known of a version that takes requests"
+MAX_HELD = 1024  # calls that wait for the first worker of their version
+
+
+class NotReady(ApiError):
+    """No version can take the request yet. One may, as soon as its first worker is known."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_WORKER, code="not_ready", status=503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +88,16 @@ def _uniform(key: str, name: str) -> float:
 
 
 def _able(
-    served: Sequence[ServedVersion], model: str | None, version: str | None
+    served: Sequence[ServedVersion],
+    coming: Mapping[str, str],
+    model: str | None,
+    version: str | None,
 ) -> list[ServedVersion]:
     stays = [each for each in served if not each.is_leaving]
-    if not stays:
-        raise ApiError(NO_WORKER, code="not_ready", status=503)
+    if not stays or version in coming:
+        raise NotReady
     if model is not None and not any(model in each.model_names for each in served):
-        raise no_model(model)
+        raise NotReady if model in coming.values() else no_model(model)
     if version is not None:
         found = [each for each in stays if each.name == version]
         if not found:
@@ -102,9 +115,9 @@ def _able(
     if model is not None and model not in current.model_names:
         stays = [each for each in stays if model in each.model_names]
         if not stays:
-            raise no_model(model)
+            raise NotReady if model in coming.values() else no_model(model)
     elif not stays:
-        raise ApiError(NO_WORKER, code="not_ready", status=503)
+        raise NotReady
     return [each for each in stays if each.weight] or stays
 
 
@@ -128,6 +141,7 @@ class Versions:
 
     def __init__(self, *served: ServedVersion) -> None:
         self.table: tuple[ServedVersion, ...] = served
+        self._coming: Mapping[str, str] = {}  # versions without a known worker, their models
         self._able: dict[tuple[str | None, str | None], list[ServedVersion]] = {}  # of the table
         self.tallies = Tallies()
         self._num_requests: Counter[str] = Counter()
@@ -135,19 +149,50 @@ class Versions:
         self._counted: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._is_stopping = False
+        self._changed = asyncio.Event()  # the next change sets it
+        self._num_held = 0
 
     def stop(self) -> None:
         """Refuses all requests from now on."""
         self._is_stopping = True
+        self._tell_held()
 
-    def follow(self, table: tuple[ServedVersion, ...]) -> None:
-        """Replaces the versions. Counts of versions that are gone are kept."""
+    def follow(
+        self, table: tuple[ServedVersion, ...], coming: Mapping[str, str] | None = None
+    ) -> None:
+        """Replaces the versions. Counts of versions that are gone are kept.
+
+        `coming` has the names of versions that cannot be chosen yet, with their models.
+        """
         left = [each.port for each in table]
         for gone in self.table:
             if gone.port not in left:
                 self._counted.update(gone.port.counters())
-        self.table = table
+        self.table, self._coming = table, coming or {}
         self._able = {}  # set last, as other threads may be filling the old one
+        self._tell_held()
+
+    async def hold(self, seen: tuple[ServedVersion, ...], timeout_s: float) -> bool:
+        """Holds a call until the table is another one than `seen`, or no call is taken any more.
+
+        Returns False if nothing has changed in time, or too many calls are held.
+        """
+        if self.table is not seen or self._is_stopping:
+            return True
+        if timeout_s <= 0.0 or self._num_held >= MAX_HELD:
+            return False
+        self._num_held += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._changed.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._num_held -= 1
+
+    def _tell_held(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def choose(
         self, *, key: str, model: str | None = None, version: str | None = None
@@ -158,7 +203,7 @@ class Versions:
         known = self._able
         able = known.get((model, version))
         if able is None:  # errors are not kept, so there are as many as names that are served
-            able = known[model, version] = _able(self.table, model, version)
+            able = known[model, version] = _able(self.table, self._coming, model, version)
         if len(able) == 1:
             return able[0]
         ready = [each for each in able if each.port.readiness() is None]
@@ -185,7 +230,9 @@ class Versions:
         names = dict.fromkeys(chain.from_iterable(each.model_names for each in self.table))
         for name in names:
             with contextlib.suppress(ApiError):  # all versions of this name are leaving
-                found[name] = min(each.max_len for each in _able(self.table, name, None))
+                found[name] = min(
+                    each.max_len for each in _able(self.table, self._coming, name, None)
+                )
         return found
 
     def begin(self, served: ServedVersion) -> None:
@@ -211,7 +258,7 @@ class Versions:
         if self._is_stopping:
             return STOPPING
         try:
-            able = _able(self.table, None, None)
+            able = _able(self.table, self._coming, None, None)
         except ApiError as error:
             return error.message
         reasons = [each.port.readiness() for each in able]

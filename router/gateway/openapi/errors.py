@@ -65,7 +65,9 @@ ERRORS = (
         501, ("not_supported",), "several gateway processes keep files only in `gateway.store`"
     ),
     KnownError(501, ("no_store",), "no store of KV blocks is connected: see `store.memory_mib`"),
-    KnownError(503, ("not_ready",), "no worker of any version is known"),
+    KnownError(
+        503, ("not_ready",), "no worker of the version was known within `router.queue_timeout_s`"
+    ),
     KnownError(
         503, ("overloaded", "grammar_busy"), "too much waits to be parsed or compiled; try again"
     ),

@@ -62,6 +62,7 @@ class GatewaySettings:
     cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
     slo_ttft_s: float | None = None  # for the dashboard; None: no bound
     slo_tpot_s: float | None = None
+    hold_s: float = 0.0  # how long a call waits until a worker of its version is known
     dashboard: DashboardMode = DashboardMode.ON
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     batches: BatchSettings = field(default_factory=BatchSettings)

@@ -104,6 +104,7 @@ def members(number: int, *versions: Version, workers: str = "") -> Members:
 
 
 V1, V2 = Version("v1", model_name="old"), Version("v2", model_name="new")
+SMALL = Version("small-v1", model_name="small", line="small")
 LEAVING = Version("v1", model_name="old", weight=0, is_leaving=True)
 
 
@@ -183,6 +184,25 @@ def test_a_gateway_without_any_worker_answers_that_it_is_not_ready():
         assert world.versions.readiness() is None
         world.routers.follow(members(3, V1, workers="-"))
         assert world.names() == ["v1"], "what was served before is the best there is"
+
+    play(scene)
+
+
+def test_versions_without_a_known_worker_are_told_as_coming():
+    async def scene(world: World) -> None:
+        await world.routers.open(members(1, V1, SMALL, workers="w-"))
+        for asked, status in (
+            ({"model": "small"}, 503),
+            ({"version": "small-v1"}, 503),
+            ({"model": "other"}, 404),
+            ({"version": "other"}, 404),
+        ):
+            with pytest.raises(ApiError) as caught:
+                world.versions.choose(key="", **asked)
+            assert caught.value.status == status
+        world.routers.follow(members(2, V1, SMALL))
+        await until(lambda: world.names() == ["v1", "small-v1"])
+        assert world.versions.choose(key="", model="small").name == "small-v1"
 
     play(scene)
 
