@@ -1,7 +1,8 @@
 """What log lines of all floors have in common: the request worked for, and three loggers.
 
-A task's context is inherited by the tasks and threads that it starts. So one assignment a request
-is enough, and a line that is logged anywhere below has the request's id.
+A task's context is inherited by the tasks and callbacks that it starts. So one assignment a request
+is enough, and a line that is logged anywhere below has the request's id. Work that a request starts
+for others too, such as a timer, gets a `Context()` of its own: its lines must not name the request.
 """
 
 import logging

@@ -7,6 +7,7 @@ socket, so late answers to an earlier ask are dropped.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextvars import Context
 
 import zmq
 
@@ -189,7 +190,9 @@ class BlockFeed:
         wake_s = self._news.next_wake_s()
         if wake_s is not None and not self._is_closed:
             delay_s = max(wake_s - self._clock.now_s(), 0.0)
-            self._timer = self._loop.call_later(delay_s, self._handle, NewsTick())
+            self._timer = self._loop.call_later(
+                delay_s, self._handle, NewsTick(), context=Context()
+            )
 
 
 def _published(frames: Sequence[bytes]) -> NewsEvent:

@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from contextvars import Context
 from hashlib import blake2b
 from pathlib import Path
 from typing import cast
@@ -305,7 +306,7 @@ class Router:
         try:
             self._arrived[request.request_id] = request
             if len(self._arrived) == 1:
-                self._loop.call_soon(self._admit)
+                self._loop.call_soon(self._admit, context=Context())
             while True:
                 update = await client.next()
                 yield update
@@ -556,7 +557,7 @@ class Router:
             self._timer.cancel()
         self._timer_s = wake_s
         sleep_s = max(wake_s - self._clock.now_s(), LEAST_SLEEP_S)
-        self._timer = self._loop.call_later(sleep_s, self._on_time)
+        self._timer = self._loop.call_later(sleep_s, self._on_time, context=Context())
 
     def _on_time(self) -> None:
         wake_s, self._timer = self._wake_s, None

@@ -2,8 +2,8 @@
 
 The *kind* of a record is its logger, its level and its message without arguments. At most
 `MOST_OF_A_KIND` records of a kind are written in a period. The next record, or the end, counts the
-others. A record is one line: control characters are escaped, and long texts are cut. Lines of a
-traceback are indented, so that none looks like a record.
+others and shows the last of them. A record is one line: control characters are escaped, and long
+texts are cut. Lines of a traceback are indented, so that none looks like a record.
 
 A line names its process: the worker, the gateway or the controller. It ends with the id of the
 request if one is worked for (`engine.log_context`). As JSON a line is one object with the fields
@@ -16,6 +16,7 @@ orders know no bound on their number. The same holds for news of the pools (`NEW
 A process with a log folder keeps its lines there too (`deploy.logs.ring`), for `baton logs`.
 """
 
+import contextvars
 import io
 import json
 import logging
@@ -29,6 +30,7 @@ from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
 from select import PIPE_BUF
+from typing import NamedTuple
 
 import msgspec
 
@@ -60,6 +62,7 @@ class _Period:
     begin_s: float
     num_written: int = 0
     num_left_out: int = 0
+    last: str = ""  # the message of the last record that was left out
 
 
 class LogBound:
@@ -68,7 +71,7 @@ class LogBound:
     def __init__(self) -> None:
         self._periods: dict[Kind, _Period] = {}
 
-    def admits(self, kind: Kind, now_s: float) -> bool:
+    def admits(self, kind: Kind, message: str, now_s: float) -> bool:
         """Counts a record. Returns true if it is to be written."""
         if kind not in self._periods and len(self._periods) >= MAX_KINDS:
             kind = OTHERS
@@ -77,20 +80,29 @@ class LogBound:
             period.num_written += 1
             return True
         period.num_left_out += 1
+        period.last = message[:MAX_MESSAGE_CHARS]
         return False
 
-    def ended(self, now_s: float) -> list[tuple[Kind, int]]:
-        """Ends periods that are over. Returns how many records were left out, by kind."""
+    def ended(self, now_s: float) -> list["LeftOut"]:
+        """Ends periods that are over. Returns the records that were left out, by kind."""
         over = [kind for kind, p in self._periods.items() if now_s - p.begin_s >= PERIOD_S]
         return self._take(over)
 
-    def rest(self) -> list[tuple[Kind, int]]:
+    def rest(self) -> list["LeftOut"]:
         """Ends all periods, with the same result."""
         return self._take(list(self._periods))
 
-    def _take(self, kinds: list[Kind]) -> list[tuple[Kind, int]]:
-        taken = [(kind, self._periods.pop(kind).num_left_out) for kind in kinds]
-        return [(kind, number) for kind, number in taken if number]
+    def _take(self, kinds: list[Kind]) -> list["LeftOut"]:
+        taken = [(kind, self._periods.pop(kind)) for kind in kinds]
+        return [LeftOut(kind, p.num_left_out, p.last) for kind, p in taken if p.num_left_out]
+
+
+class LeftOut(NamedTuple):
+    """Records of a kind that were not written."""
+
+    kind: Kind
+    number: int
+    last: str  # the message of the last one
 
 
 class LogSource(msgspec.Struct, frozen=True):
@@ -117,7 +129,7 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
         try:
             now_s = self._clock.now_s()
             self._tell(self._bound.ended(now_s))
-            is_admitted = self._bound.admits(_kind_of(record), now_s)
+            is_admitted = self._bound.admits(_kind_of(record), record.getMessage(), now_s)
         except Exception:  # as in `StreamHandler`: a log line must not break its caller
             self.handleError(record)
             return
@@ -133,11 +145,13 @@ class BoundedHandler(logging.StreamHandler):  # type: ignore[type-arg]
             self.release()
         super().close()
 
-    def _tell(self, left_out: list[tuple[Kind, int]]) -> None:
-        for (name, level, message), number in left_out:
-            text = "%d more records were left out: %s"
-            args = (number, message)
-            self._write(logging.LogRecord(name, level, "", 0, text, args, None))
+    def _tell(self, left_out: list[LeftOut]) -> None:
+        for kind, number, last in left_out:
+            text = "%d more records were left out, the last: %s"
+            if kind is OTHERS:
+                text = text.replace("records", "records of other kinds")
+            record = logging.LogRecord(kind[0], kind[1], "", 0, text, (number, last), None)
+            contextvars.Context().run(self._write, record)
 
     def _write(self, record: logging.LogRecord) -> None:
         try:

@@ -22,6 +22,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, Self, cast
 
 from engine.errors import BatonError, ProtocolError, Untrusted
@@ -113,7 +114,7 @@ class Line(asyncio.Protocol):
             self._transport.writelines((head, frame))
         elif self._behind is None:
             self._behind = []
-            self._loop.call_soon(self._end_turn)
+            self._loop.call_soon(self._end_turn, context=Context())
             self._transport.write(head + frame)
         else:
             self._behind.append(head + frame)

@@ -13,6 +13,7 @@ before anything else is sent to its client, and when the client's socket is full
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextvars import Context
 
 from engine.messages import SeqId
 from router.edge.extension import NO_SOCKET, BodyPipe
@@ -39,7 +40,7 @@ class TextBatch:
     ) -> None:
         """Takes tokens of an answer, and sends what they show through its pipe, soon."""
         if not self._added:
-            asyncio.get_running_loop().call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self.flush, context=Context())
         self._added.append((answer, token_ids, now_s))
 
     def open_lane(self, seq_id: SeqId, answer: tuple[BatchedText, BodyPipe]) -> bool:

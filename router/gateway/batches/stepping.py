@@ -10,6 +10,7 @@ keep the blocks in their caches, so little is computed twice.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from contextvars import Context
 
 from msgspec.structs import replace
 
@@ -111,7 +112,7 @@ class BatchGate:
         if waiting is not None and self.has_time():
             waiting.let_in()
             self._is_admitting = True
-            asyncio.get_running_loop().call_soon(self._admit_more)
+            asyncio.get_running_loop().call_soon(self._admit_more, context=Context())
 
     def _admit_more(self) -> None:
         self._is_admitting = False

@@ -16,6 +16,7 @@ import subprocess
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -169,7 +170,7 @@ class GrammarChecker:
             self._waiting[key] = waiting
             self._turns.put(tenant, waiting)
             if self._pump is None or self._pump.done():
-                self._pump = asyncio.create_task(self._run())
+                self._pump = asyncio.create_task(self._run(), context=Context())
         waiting.num_waiters += 1
         try:
             async with asyncio.timeout(MAX_WAIT_S):

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from contextvars import Context
 from typing import Any
 
 import msgspec
@@ -71,7 +72,7 @@ class BackgroundRuns:
             raise
         run.is_kept.set()
         if self._writer is None or self._writer.done():
-            self._writer = asyncio.create_task(self._write())
+            self._writer = asyncio.create_task(self._write(), context=Context())
         return {**begun.fields, "output": []}
 
     def tell(self, id: str) -> None:

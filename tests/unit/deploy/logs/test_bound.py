@@ -13,9 +13,11 @@ from deploy.logs.lines import (
     PERIOD_S,
     BoundedHandler,
     LogBound,
+    OneLineFormatter,
     escaped,
     pieces_of,
 )
+from engine.log_context import REQUEST
 
 
 class Clock:
@@ -46,7 +48,7 @@ def test_so_many_of_a_kind_are_written_and_then_how_many_were_not(log):
     log.clock.now = PERIOD_S
     log.warning("client %d did it", 1000)
     *_, told, last = log.lines()
-    assert told.endswith("W here: 990 more records were left out: client %d did it")
+    assert told.endswith("W here: 990 more records were left out, the last: client 999 did it")
     assert last.endswith("client 1000 did it")
 
 
@@ -54,7 +56,31 @@ def test_dropped_lines_are_counted_at_the_end(log):
     for _ in range(MOST_OF_A_KIND + 7):
         log.error("again")
     log.handler.close()
-    assert log.lines()[-1].endswith("E here: 7 more records were left out: again")
+    assert log.lines()[-1].endswith("E here: 7 more records were left out, the last: again")
+
+
+def test_the_count_of_others_names_no_request_and_shows_no_raw_arguments(log):
+    log.handler.setFormatter(OneLineFormatter("gateway"))
+    token = REQUEST.set("cmpl-1")
+    for _ in range(MOST_OF_A_KIND + 2):
+        log.warning("client %s sent %d%%", "a", 7)
+    REQUEST.set("cmpl-2")
+    log.clock.now = PERIOD_S
+    log.warning("something else")
+    REQUEST.reset(token)
+    *_, own, told, last = log.lines()
+    assert own.endswith("client a sent 7% [request cmpl-1]")
+    assert told.endswith("2 more records were left out, the last: client a sent 7%")
+    assert last.endswith("something else [request cmpl-2]")
+
+
+def test_kinds_without_number_say_that_they_are_several(log):
+    for number in range(MAX_KINDS + MOST_OF_A_KIND + 3):
+        log.warning(f"made up {number}")  # noqa: G004 - the fault that this is about
+    log.handler.close()
+    last = MAX_KINDS + MOST_OF_A_KIND + 2
+    told = f"3 more records of other kinds were left out, the last: made up {last}"
+    assert log.lines()[-1].endswith(told)
 
 
 def test_a_pipe_takes_each_piece_whole():
@@ -82,7 +108,7 @@ def test_errors_with_tracebacks_are_bounded_too(log):
 
 def test_kinds_without_number_are_one_kind():
     bound = LogBound()
-    admitted = sum(bound.admits(("x", 30, f"made up {n}"), 0.0) for n in range(10_000))
+    admitted = sum(bound.admits(("x", 30, f"made up {n}"), "", 0.0) for n in range(10_000))
     assert admitted == MAX_KINDS + MOST_OF_A_KIND
     assert len(bound._periods) <= MAX_KINDS + 1
 
