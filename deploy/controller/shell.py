@@ -19,9 +19,9 @@ from deploy.controller.plan import ControllerPlan
 from deploy.controller.services import PoolServices
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
+from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.launcher import Launcher
 from deploy.logs.reading import LogPieces, LogsQuery
-from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.pools.effects import (
     HistoryStep,
     PoolEffect,

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
 from deploy.local.nursery import Child, Forks, NoChild
-from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.services.reasons import explain_status
 from deploy.services.spec import (
     READY_TIMEOUT_S,

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import ray
 
+from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
-from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.ray.hosting import READY_TYPES, Hosting, HostingChild, HostingThread
 from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from deploy.services.reasons import explain

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.model_source import Parts
+from deploy.fetching.cache import Parts
 from deploy.services.model import directory_of
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on, take_or_listen
 from deploy.services.spec import GatewayReady, GatewaySpec

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.model_source import Parts, default_cache, is_remote, local_model
+from deploy.fetching.cache import Parts
+from deploy.fetching.names import is_remote
+from deploy.model_source import default_cache, local_model
 from deploy.services.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, WorkerSpec
 
 log = logging.getLogger(__name__)

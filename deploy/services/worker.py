@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.model_source import Parts
+from deploy.fetching.cache import Parts
 from deploy.services.model import directory_of
 from deploy.services.spec import WorkerFacts, WorkerReady, WorkerSpec
 from deploy.services.thread import LoopService, die

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from deploy.model_source import is_remote
+from deploy.fetching.names import is_remote
 from deploy.pools.effects import PoolEffect
 from deploy.pools.history import PoolHistory
 from deploy.pools.orders import Abort, AddVersion, Finish, Rollback, SetWeights

@@ -29,8 +29,11 @@ For a CPU, which computes in fp32, weights stay in the dtype of their file until
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -40,6 +43,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from engine.embedding import Embedding, embedding_of
@@ -49,6 +53,7 @@ from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, Forward
 from engine.model.loading import probe
 from engine.model.loading.features import PAGE, check_config, names_of, unserved
 from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
+from engine.model.loading.gguf import lazy_weights
 from engine.model.loading.layers import (
     cached_windows,
     check_calls,
@@ -126,7 +131,7 @@ def load(
     config = _load_config(path)
     check_purpose(path, config)
     check_config(config)
-    method = _quant_method(path, config)
+    method = _quant_method(config)
     context = ForwardContext()
     if group is not None:
         model = _load_part(path, config, dtype, group, method)
@@ -291,36 +296,39 @@ def _load_config(path: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
 
 
-def _quant_method(path: Path, config: PreTrainedConfig) -> str | None:
+def _quant_method(config: PreTrainedConfig) -> str | None:
     """Returns how the weights are quantised. Raises CheckpointError if packages to load them are
     missing.
     """
-    method = "gguf" if _gguf_names(path) else quant_method(config)
+    method = quant_method(config)
     if method is not None:
         require_packages(method)
     return method
 
 
-def _gguf_names(path: Path) -> list[str]:
-    return [file.name for file in weight_files(path) if file.suffix == ".gguf"]
+def _loader(path: Path, config: PreTrainedConfig) -> Callable[..., Any]:
+    """Returns what makes the model of the checkpoint's files, or of what its GGUF file holds."""
+    file = weight_files(path)[0]
+    if file.suffix != ".gguf":
+        kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+        return partial(kind.from_pretrained, path, use_safetensors=True)
+    if sees(config):
+        raise CheckpointError(f"{file}: a GGUF file holds a model of text only")
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return partial(kind.from_pretrained, None, state_dict=lazy_weights(file))
 
 
 def _load_weights(
     path: Path, config: PreTrainedConfig, dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
-    gguf = _gguf_names(path)
-    kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
-    options = {"gguf_file": gguf[0]} if gguf else {}
-    if device != "cpu":
-        options["device_map"] = {"": device}
+    load_model = _loader(path, config)
+    options = {} if device == "cpu" else {"device_map": {"": device}}
     try:
         with one_device_maps():
-            model, info = kind.from_pretrained(
-                path,
+            model, info = load_model(
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
-                use_safetensors=True,
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported in `info`
@@ -338,8 +346,7 @@ def _load_weights(
         raise CheckpointError(
             f"{path}: {name} has shape {list(found)}, config.json says {list(wanted)}"
         )
-    if not gguf:
-        check_left_over(path, info["unexpected_keys"], config.get_text_config(decoder=True))
+    check_left_over(path, info["unexpected_keys"], config.get_text_config(decoder=True))
     return model.eval().requires_grad_(requires_grad=False)
 
 

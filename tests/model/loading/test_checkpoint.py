@@ -546,49 +546,6 @@ def test_unquantised_weights_have_no_method(llama):
     assert load_tiny(llama).quant_method is None
 
 
-@pytest.fixture
-def gguf(llama):
-    """A directory whose weights are a GGUF file, valid as far as its header."""
-    (llama / WEIGHTS).unlink()
-    (llama / "model-q8_0.gguf").write_bytes(b"GGUF" + bytes(range(256)) * 100)
-    return llama
-
-
-def test_a_gguf_file_takes_the_place_of_safetensors(gguf, absent):
-    check_files(gguf)
-    absent("accelerate", "gguf")
-    assert refusal(gguf) == (
-        "weights quantised with gguf cannot be loaded: not installed: accelerate, gguf"
-    )
-
-
-def test_a_gguf_file_is_not_a_checkpoint_by_itself(gguf):
-    message = refusal(gguf / "model-q8_0.gguf")
-    assert "served from a directory that has config.json and tokenizer.json" in message
-
-
-def test_a_corrupted_gguf_file_is_named(gguf):
-    (gguf / "model-q8_0.gguf").write_bytes(b"GGU")
-    assert refusal(gguf) == f"{gguf / 'model-q8_0.gguf'}: corrupted: not a GGUF file"
-
-
-def test_several_gguf_files_are_refused(gguf):
-    shutil.copy(gguf / "model-q8_0.gguf", gguf / "model-q4_0.gguf")
-    assert refusal(gguf) == f"{gguf}: 2 *.gguf files: only one is allowed"
-
-
-def test_the_fingerprint_changes_with_a_gguf_file(gguf):
-    file = gguf / "model-q8_0.gguf"
-    data = bytearray(file.read_bytes())
-    marks = [mark(gguf)]
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    marks.append(mark(gguf))
-    file.write_bytes(data + b"\0")
-    marks.append(mark(gguf))
-    assert len(set(marks)) == 3
-
-
 def test_safetensors_take_precedence_over_a_gguf_file(llama):
     (llama / "model-q8_0.gguf").write_bytes(b"GGUF")
     assert load_tiny(llama).quant_method is None

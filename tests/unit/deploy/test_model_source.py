@@ -5,19 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.model_source import (
-    Directory,
-    HubModel,
-    Parts,
-    StoredModel,
-    default_cache,
-    is_remote,
-    is_wanted,
-    local_model,
-    name_of,
-    parse_source,
-    pinned,
-)
+from deploy.fetching.cache import Parts, is_wanted
+from deploy.fetching.names import Directory, HubModel, StoredModel, is_remote, parse_source
+from deploy.model_source import default_cache, local_model, name_of, pinned
 from engine.errors import ConfigError
 
 

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
+from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.local import process_main
 from deploy.local.gpus import FoundGpus, HostGpu
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.service_process import ServiceProcess
-from deploy.model_source import FETCH_TIMEOUT_S
 from deploy.services.spec import (
     READY_TIMEOUT_S,
     Fetched,

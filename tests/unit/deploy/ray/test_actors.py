@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from deploy.model_source import FETCH_TIMEOUT_S
+from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.services.spec import (
     READY_TIMEOUT_S,
     GatewaySpec,

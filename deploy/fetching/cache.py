@@ -1,0 +1,154 @@
+"""The folder in which fetched models are kept: locks, space, and versions that never change.
+
+1. Take a lock on the version. If its folder exists by now, use it.
+2. Download to `….partial`. Complete files are kept for the next attempt if the source can tell.
+3. Rename it to its final name.
+
+Only top-level files that Baton reads are taken: safetensors, configuration, tokenizer. None of them
+can be run as code.
+"""
+
+import contextlib
+import errno
+import fcntl
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from fnmatch import fnmatch
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.ownership import make_folder
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+WEIGHTS = ("*.safetensors",)
+TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
+UNUSED = ("consolidated*.safetensors", "adapter_*")  # second copies in the author's own format
+SPARE_BYTES = 64 * 2**20  # left free on the disk
+FETCH_TIMEOUT_S = 4 * 3600.0  # deadline of a download
+
+Report = Callable[[str], None]
+
+
+class Parts(Enum):
+    """The wanted files of a model. A gateway needs no weights."""
+
+    ALL = auto()
+    TEXT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteVersion:
+    """A version of a remote model: its name, and its files with their sizes in bytes."""
+
+    name: str
+    files: Mapping[str, int]
+
+    def of(self, parts: Parts) -> "RemoteVersion":
+        """Returns the version with only the wanted files."""
+        files = {name: size for name, size in self.files.items() if is_wanted(name, parts)}
+        return RemoteVersion(self.name, files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.files.values())
+
+
+def is_wanted(name: str, parts: Parts) -> bool:
+    """Returns true if Baton reads this file of a model's folder."""
+    patterns = TEXT if parts is Parts.TEXT else WEIGHTS + TEXT
+    return (
+        "/" not in name
+        and any(fnmatch(name, pattern) for pattern in patterns)
+        and not any(fnmatch(name, pattern) for pattern in UNUSED)
+    )
+
+
+def stored(
+    source: str,
+    version: RemoteVersion,
+    folder: Path,
+    parts: Parts,
+    report: Report,
+    *,
+    download: Callable[[RemoteVersion, Path], None],
+) -> Path:
+    """Returns the folder of that version, downloaded if necessary. `folder` is cache/kind/name."""
+    require_config(source, version.files)
+    there = folder / folder_name(version.name, parts)
+    if there.is_dir():
+        return there
+    partial = there.with_name(f"{there.name}.partial")
+    with storing(source, folder):
+        make_folder(folder, top=folder.parent.parent, mode=0o755)
+    with storing(source, folder), locked(there.with_name(f"{there.name}.lock")):
+        if there.is_dir():
+            return there
+        partial.mkdir(mode=0o755, exist_ok=True)
+        require_space(source, version.num_bytes - _size_of(partial), folder)
+        report(f"downloading {source}, {version.num_bytes / 2**20:.0f} MiB")
+        try:
+            download(version, partial)
+        except Exception as error:  # a type of the source's library
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise
+            raise ConfigError(f"{source}: the download failed: {one_line(error)}") from error
+        if odd := [name for name in version.files if not _is_whole(partial / name, version)]:
+            raise ConfigError(f"{source}: {odd[0]} is missing or has another size than announced")
+        for name in version.files:
+            (partial / name).chmod(0o644)  # not writable by others, whatever the umask
+        partial.rename(there)
+    return there
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock among all processes that share the cache. It ends with the process."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def storing(source: str, folder: Path) -> Iterator[None]:
+    """Turns an OSError of the cache into a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be stored in {folder}: {error.strerror}") from error
+
+
+def require_space(source: str, num_bytes: int, folder: Path) -> None:
+    """Raises ConfigError if the disk has no room for so many more bytes."""
+    free_bytes = shutil.disk_usage(folder).free
+    if num_bytes + SPARE_BYTES > free_bytes:
+        raise ConfigError(
+            f"{source}: {num_bytes / 2**30:.1f} GiB more are needed, and {folder} has"
+            f" {free_bytes / 2**30:.1f} GiB left (BATON_CACHE sets another folder)"
+        )
+
+
+def require_config(source: str, names: Iterable[str]) -> None:
+    """Raises ConfigError unless one of the files is config.json."""
+    if CONFIG not in names:
+        raise ConfigError(f"{source}: has no {CONFIG}, so it is no model that transformers reads")
+
+
+def folder_name(version: str, parts: Parts) -> str:
+    """Returns the name of the folder of a version, or of its text part."""
+    return version if parts is Parts.ALL else f"{version}-text"
+
+
+def one_line(error: Exception) -> str:
+    """Returns the first line of an error."""
+    return (str(error) or repr(error)).strip().splitlines()[0].rstrip(".")
+
+
+def _is_whole(path: Path, version: RemoteVersion) -> bool:
+    return path.is_file() and path.stat().st_size == version.files[path.name]
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,70 @@
+"""Makes a folder that a GGUF file can be served from: what it says of its model, and a link to it.
+
+The folder is `cache/gguf/NAME-KEY`. Its files are those of `engine.gguf.describing`; a file of that
+name beside the GGUF file takes its place. KEY changes with these files and with the code that
+describes them, so a folder never changes.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import engine.gguf
+from deploy.fetching.cache import locked, storing
+from engine.errors import CheckpointError
+from engine.gguf.container import read_gguf
+from engine.gguf.describing import described
+from engine.ownership import make_folder, require_trusted
+
+CODE = Path(engine.gguf.__file__).parent
+
+
+def folder_of_gguf(file: Path, own: Iterable[Path], *, cache: Path) -> Path:
+    """Returns the folder for that file, made if necessary. `own` are the files beside it.
+
+    Raises CheckpointError if the file cannot be served, and ConfigError.
+    """
+    top = cache.resolve()
+    own = sorted(own)
+    there = top / "gguf" / f"{file.stem[:80]}-{_key(file, own)}"
+    if not there.is_dir():
+        with storing(str(file), there.parent):
+            make_folder(there.parent, top=top, mode=0o755)
+            with locked(there.with_name(f"{there.name}.lock")):
+                if not there.is_dir():
+                    _make(file, own, there)
+    require_trusted(there, top=top)
+    return there
+
+
+def _key(file: Path, own: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in (file, *own):
+        facts = path.stat()
+        digest.update(repr((str(path), facts.st_size, facts.st_mtime_ns, facts.st_ino)).encode())
+    for path in sorted(CODE.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _make(file: Path, own: Iterable[Path], there: Path) -> None:
+    partial = there.with_name(f"{there.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o755)
+    for name, content in described(read_gguf(file)).items():
+        (partial / name).write_bytes(content)
+    for path in own:
+        shutil.copyfile(path, partial / path.name)
+    for path in partial.iterdir():
+        path.chmod(0o644)  # whatever the umask
+    (partial / file.name).symlink_to(file)
+    partial.rename(there)
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """Returns the folder's GGUF file; None without one. Raises CheckpointError if it has more."""
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(f"{folder}: {len(files)} *.gguf files: only one is allowed")
+    return files[0] if files else None
