@@ -56,6 +56,7 @@ ERRORS = (
         ("unsupported_media_type",),
         "the body has no `content-type`, another one than JSON, or is compressed",
     ),
+    KnownError(426, ("upgrade_required",), "a probe for a WebSocket"),
     KnownError(
         429, ("rate_limit_exceeded",), "a limit of the key, or a full queue; see `retry-after`"
     ),

@@ -16,7 +16,7 @@ from router.inbox.api_errors import error_body
 
 log = logging.getLogger(__name__)
 
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 426: "upgrade_required"}
 
 
 def json_reply(status: int, body: object) -> Response:
@@ -25,18 +25,20 @@ def json_reply(status: int, body: object) -> Response:
 
 
 async def http_error(request: HttpRequest, error: Exception) -> Response:
-    """Answers unknown paths, wrong methods, and OPTIONS."""
+    """Answers unknown paths, wrong methods, OPTIONS, and probes for a WebSocket."""
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
+    headers, status, detail = dict(error.headers or {}), error.status_code, error.detail
+    if status == 405:
         headers["allow"] = ", ".join(_methods_of(request))
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    code = _CODES.get(error.status_code)
-    response = json_reply(
-        error.status_code, error_body(message, kind="invalid_request_error", code=code)
-    )
+        if request.headers.get("upgrade", "").lower() == "websocket":
+            # Clients that try one first then go on over HTTP.
+            status, detail = 426, "there is no WebSocket here"
+            headers["upgrade"] = "HTTP/1.1"
+    message = f"{detail}: {request.method} {request.url.path}"
+    code = _CODES.get(status)
+    response = json_reply(status, error_body(message, kind="invalid_request_error", code=code))
     response.headers.update(headers)
     return response
 

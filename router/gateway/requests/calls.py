@@ -21,7 +21,7 @@ from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.batches.settings import BatchSettings
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
-from router.gateway.requests.json_fields import decode_fields, ignored_names
+from router.gateway.requests.json_fields import MAX_IGNORED, decode_fields, ignored_names
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
     behind_thinking,
@@ -88,6 +88,7 @@ class ApiCall(msgspec.Struct, frozen=True):
     decision: bool  # the client wants it in the head of the response
     trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
     session: SessionClaim | None = None
+    ignored: tuple[str, ...] = ()  # fields of a body of another API that mean nothing here
 
     @property
     def shown_id(self) -> str:
@@ -278,7 +279,7 @@ def parse(
         embeddings=body.embedding_form(text),
         reader=reader,
         shows_reasoning=body.shows_reasoning,
-        ignored=ignored_names(call.data, fields, body_type),
+        ignored=(*call.ignored, *ignored_names(call.data, fields, body_type))[:MAX_IGNORED],
         notes=_notes(call.session, served, requests[::num_candidates]),
     )
 

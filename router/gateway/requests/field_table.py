@@ -203,6 +203,7 @@ REFUSED = (
 
 HARMLESS = (
     HarmlessField("metadata", OPENAI, "for the provider's own records"),
+    HarmlessField("client_metadata", OPENAI, "for the provider's own records"),
     HarmlessField("safety_identifier", OPENAI, "names the end user"),
     HarmlessField("prompt_cache_key", OPENAI, "all prefixes are cached"),
     HarmlessField("prompt_cache_retention", OPENAI, "all prefixes are cached"),

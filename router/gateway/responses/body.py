@@ -24,7 +24,7 @@ from router.gateway.requests.openai_schema import (
     known_fields,
     unsupported,
 )
-from router.gateway.responses.items import ItemBody
+from router.gateway.responses.items import ItemBody, decode_input
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_values import check_containers, decode_value, no_object, not_json
 
@@ -37,6 +37,8 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 LOGPROBS = "message.output_text.logprobs"
 # The second asks for nothing here: reasoning comes as text, which clients may send back.
 Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+Summary = Literal["auto", "concise", "detailed"]
 
 # Fields that Baton cannot honour, with the values that ask for nothing.
 _REFUSED: Refused = {
@@ -71,8 +73,8 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`reasoning`. Reasoning is shown as it is, without summaries."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,12 +146,14 @@ def decode_response_body(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
     fields = {name: _decoded(name, value) for name, value in raw.items()}
     _refuse(fields)
     own = {name: fields.pop(name) for name in ResponseBody.__struct_fields__ if name in fields}
+    input = own.pop("input", None)  # has its types already
     for name in (*_REFUSED, *_RENAMED):
         fields.pop(name, None)
     try:
         body = msgspec.convert(own, ResponseBody)
     except msgspec.ValidationError as error:
         raise from_validation(error) from error
+    body.input = input
     _check(body)
     return body, fields
 
@@ -179,12 +183,10 @@ def _undecoded() -> type[msgspec.Struct]:
 
 def _decoded(name: str, data: bytes) -> Any:
     try:
-        if name == "input":  # with its type: the first wrong item ends it
+        if name == "input":
             check_containers(data, name)
-            return msgspec.json.decode(data, type=str | list[ItemBody] | None)
+            return decode_input(data)
         return decode_value(data, name)
-    except msgspec.ValidationError as error:
-        raise from_validation(error, name) from error
     except (ValueError, RecursionError) as error:
         raise not_json(error) from error
 

@@ -11,11 +11,10 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from router.gateway.responses.body import ResponseBody
-from router.gateway.responses.items import Messages
-from router.inbox.api_errors import ApiError, invalid_value
+from router.gateway.responses.conversation import Messages
+from router.gateway.responses.tools.offer import ToolOrigin, choose, offer_of
+from router.inbox.api_errors import invalid_value
 
-_ALLOWED_MODES = ("auto", "required")
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
 # Names of chat's fields in errors, and ours. The order matters.
 _FIELD_NAMES = (
     (r"\bresponse_format\.json_schema\.(schema|name|strict|description)\b", r"text.format.\1"),
@@ -36,7 +35,9 @@ class ChatForm(msgspec.Struct, frozen=True):
 
     data: bytes
     places: list[str]  # the client's field of each message
-    tools: list[int]  # the index of each tool among the client's
+    tools: list[str]  # the client's field of each tool
+    origins: dict[str, ToolOrigin]  # the client's names of tools, by the model's
+    ignored: tuple[str, ...]  # the client's fields that have no effect
 
     def translated(self, error: InvalidRequest) -> InvalidRequest:
         """Puts the client's names of fields into an error of the chat completion."""
@@ -58,7 +59,7 @@ class ChatForm(msgspec.Struct, frozen=True):
 
     def _tool(self, found: re.Match[str]) -> str:
         index = int(found[1])
-        return f"tools[{self.tools[index] if index < len(self.tools) else index}]"
+        return self.tools[index] if index < len(self.tools) else found[0]
 
 
 def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) -> ChatForm:
@@ -66,7 +67,8 @@ def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) ->
 
     `extras` are fields of other names, which chat completions may know.
     """
-    tools, choice = _tools(body)
+    offer = offer_of([("tools", body.tools or []), *messages.tools])
+    tools, choice = choose(body.tool_choice, offer)
     fields = {
         **extras,
         "model": body.model,
@@ -75,7 +77,7 @@ def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) ->
         "temperature": body.temperature,
         "top_p": body.top_p,
         "user": body.user,
-        "tools": list(tools.values()) or None,
+        "tools": [tool.chat_form() for tool in tools] or None,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body),
@@ -84,7 +86,9 @@ def chat_form(body: ResponseBody, extras: dict[str, Any], messages: Messages) ->
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     given = {name: value for name, value in fields.items() if value is not None}
-    return ChatForm(_encode(given), messages.places, list(tools))
+    places = [tool.place for tool in tools]
+    ignored = (*offer.left_out, *messages.left_out)
+    return ChatForm(_encode(given), messages.places, places, offer.origins, ignored)
 
 
 def repeated_fields(body: ResponseBody) -> dict[str, Any]:
@@ -113,11 +117,17 @@ def repeated_fields(body: ResponseBody) -> dict[str, Any]:
         "store": body.is_stored,
         "text": {"format": shown_format},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "tools": [_repeated_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _repeated_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        return tool
+    return {"strict": None, "parameters": None, **tool}
 
 
 def _response_format(body: ResponseBody) -> dict[str, Any] | None:
@@ -138,53 +148,3 @@ def _response_format(body: ResponseBody) -> dict[str, Any] | None:
     }
     named = {name: value for name, value in schema.items() if value is not None}
     return {"type": "json_schema", "json_schema": named}
-
-
-def _tools(body: ResponseBody) -> tuple[dict[int, dict[str, Any]], Any]:
-    """The tools by index, and the choice among them, in chat's form. Raises ApiError."""
-    tools = {index: _tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())}
-    match body.tool_choice:
-        case None | str():
-            return tools, body.tool_choice
-        case {"type": "function", "name": str(name)}:
-            return tools, {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": str(mode), "tools": list(allowed)}:
-            if mode not in _ALLOWED_MODES:
-                message = f"tool_choice.mode is {mode[:40]!r}; expected auto or required"
-                raise invalid_value(message, "tool_choice.mode")
-            return _allowed(allowed, tools), mode
-        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
-            raise ApiError(
-                f"tool_choice of type {kind[:40]!r} is not supported",
-                param="tool_choice.type",
-                code="unsupported_parameter",
-            )
-    message = "tool_choice must be 'none', 'auto', 'required', a function or allowed_tools"
-    raise invalid_value(message, "tool_choice")
-
-
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """A function in chat's form. Its schema is checked with the chat body."""
-    kind = tool.get("type")
-    if kind != "function":
-        message = f"tools of type {str(kind)[:40]!r} are not supported: only functions"
-        raise ApiError(message, param=f"{place}.type", code="unsupported_parameter")
-    for name, value in tool.items():
-        if value and name not in ("type", *_TOOL_FIELDS):
-            message = f"{place}.{name[:40]} is not supported"
-            raise ApiError(message, param=f"{place}.{name[:40]}", code="unsupported_parameter")
-    named = {name: tool[name] for name in _TOOL_FIELDS if tool.get(name) is not None}
-    return {"type": "function", "function": named}
-
-
-def _allowed(allowed: list[Any], tools: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The tools that the client allows now. Raises ApiError for an unknown one."""
-    index_of = {str(tool["function"].get("name")): index for index, tool in tools.items()}
-    chosen: set[int] = set()
-    for place, each in enumerate(allowed):
-        index = index_of.get(str(each.get("name"))) if isinstance(each, dict) else None
-        if index is None:
-            where = f"tool_choice.tools[{place}]"
-            raise invalid_value(f"{where} names no function among the tools", where)
-        chosen.add(index)
-    return {index: tools[index] for index in sorted(chosen)}

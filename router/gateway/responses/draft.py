@@ -1,6 +1,6 @@
 """A response while it is made: its status, output and events, numbered in order. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ from router.gateway.answers.writing import TIMED_OUT, Ending
 from router.gateway.requests.calls import CheckedCall
 from router.gateway.responses.items import NewId
 from router.gateway.responses.output import Event, OutputItems
+from router.gateway.responses.tools.offer import ToolOrigin
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected
 from router.text.logprobs import ChatLogprobs, Entry
 
@@ -20,9 +21,18 @@ class ResponseDraft:
     """One response from its first to its last event."""
 
     def __init__(
-        self, id: str, created: int, repeated: dict[str, Any], call: CheckedCall, new_id: NewId
+        self,
+        id: str,
+        created: int,
+        repeated: dict[str, Any],
+        call: CheckedCall,
+        new_id: NewId,
+        origins: Mapping[str, ToolOrigin],
     ) -> None:
-        """`repeated` are the fields of its request; `created` is Unix time in seconds."""
+        """`repeated` are the fields of its request; `created` is Unix time in seconds.
+
+        `origins` are the client's names of tools, by the model's.
+        """
         sampling = call.first.sampling
         self.id = id
         self.created = created
@@ -44,7 +54,7 @@ class ResponseDraft:
         }
         self._shows_timeline = call.timeline
         self._writer = ChatLogprobs(call.served.text.bytes_of, call.num_top or 0)
-        self._output = OutputItems(new_id, self._scores)
+        self._output = OutputItems(new_id, self._scores, origins)
         self._finish: str | None = None
         self._num_events = 0
 

@@ -1,23 +1,23 @@
-"""The items of a conversation: as clients send them, as they are kept, and as chat messages.
+"""The items of a conversation: as clients send them, and as they are kept.
 
-Pure. A kept item is a JSON object in OpenAI's form, with an id. There are messages, calls of
-functions and their outputs, and reasoning.
-
-An answer may be several items: reasoning, a message, calls. Chat templates write all of these as
-one message of the assistant, so neighbours of these types become one. Then the prompt of the next
-turn begins with the tokens of this one. Templates decide which reasoning of earlier turns is shown.
+Pure. A kept item is a JSON object in OpenAI's form, with an id. There are messages, calls of tools
+and their outputs, and reasoning. Items of tools that this server does not run are kept as they
+came. `router.gateway.responses.conversation` makes chat messages of items.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Raw
 
+from router.gateway.requests.openai_schema import from_validation
 from router.inbox.api_errors import ApiError, invalid_value
 
 Item = dict[str, Any]
 NewId = Callable[[str], str]  # makes an id with this prefix
 Status = Literal["in_progress", "completed", "incomplete"]
+ENCRYPTED = "encrypted_content"  # of reasoning; no prompt shows it
 MAX_ITEM_ID_LEN = 256  # characters
 MAX_REFERENCES = 512  # each is looked up
 
@@ -25,8 +25,35 @@ _PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
+# Calls of tools that clients run, and their outputs. They are kept as they came.
+CLIENT_CALLS = frozenset({"local_shell_call", "shell_call", "apply_patch_call"})
+CLIENT_OUTPUTS = frozenset(f"{kind}_output" for kind in CLIENT_CALLS)
+# Items of other servers' tools and features. They are kept, and no prompt shows them.
+HIDDEN = frozenset(
+    {
+        "additional_tools",
+        "code_interpreter_call",
+        "compaction",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "program",
+        "program_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+_AS_THEY_CAME = CLIENT_CALLS | CLIENT_OUTPUTS | HIDDEN
 _ROLES = ("user", "assistant", "system", "developer")
 # The types of parts that are text, by the name of their text.
 _TEXTS = {
@@ -57,10 +84,23 @@ class ItemBody(msgspec.Struct):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
     encrypted_content: str | None = None
+
+
+class ForeignItem(ItemBody):
+    """An item that is kept as it came."""
+
+    raw: Raw = Raw()
+
+
+class _ItemHead(msgspec.Struct):
+    type: str | None = None
+    id: str | None = None
 
 
 class PlacedItem(msgspec.Struct, frozen=True):
@@ -70,11 +110,25 @@ class PlacedItem(msgspec.Struct, frozen=True):
     place: str
 
 
-class Messages(msgspec.Struct, frozen=True):
-    """Chat messages, each with the name of the client's field that it comes from."""
+def decode_input(data: bytes) -> str | list[ItemBody] | None:
+    """Decodes a request's input; the first wrong item ends that. Raises ApiError."""
+    try:
+        found = msgspec.json.decode(data, type=str | list[Raw] | None)
+    except msgspec.ValidationError as error:
+        raise from_validation(error, "input") from error
+    if not isinstance(found, list):
+        return found
+    return [_decoded(raw, f"input[{index}]") for index, raw in enumerate(found)]
 
-    messages: list[dict[str, Any]]
-    places: list[str]
+
+def _decoded(raw: Raw, place: str) -> ItemBody:
+    try:
+        head = msgspec.json.decode(raw, type=_ItemHead)
+        if head.type in _AS_THEY_CAME:
+            return ForeignItem(head.type, head.id, raw=raw)
+        return msgspec.json.decode(raw, type=ItemBody)
+    except msgspec.ValidationError as error:
+        raise from_validation(error, place) from error
 
 
 def references_in(input: str | Sequence[ItemBody]) -> list[str]:
@@ -103,43 +157,6 @@ def items_of(
     ]
 
 
-def messages_of(instructions: str | None, items: Sequence[PlacedItem]) -> Messages:
-    """The chat messages of a conversation. Raises ApiError for an output without its call."""
-    made = Messages([], [])
-    if instructions is not None:
-        made.messages.append({"role": "system", "content": instructions})
-        made.places.append("instructions")
-    calls: set[str] = set()
-    answer: dict[str, Any] | None = None  # a message that more items of an answer may go to
-    reasoning = ""  # before the next item
-    for placed in items:
-        item, kind = placed.item, placed.item["type"]
-        if kind == "reasoning":
-            reasoning, answer = reasoning + _reasoning_text(item), None
-            continue
-        if kind == "function_call" and answer is not None:
-            message = answer
-        else:
-            message = _message(item)
-            made.messages.append(message)
-            made.places.append(placed.place)
-            answer = message if message["role"] == "assistant" else None
-            if reasoning and answer is not None:
-                message["reasoning_content"] = reasoning
-            reasoning = ""
-        if kind == "function_call":
-            calls.add(item["call_id"])
-            message.setdefault("tool_calls", []).append(_chat_call(item))
-        elif kind == "function_call_output" and item["call_id"] not in calls:
-            text = f"no function call with the call_id {item['call_id'][:64]!r} comes before"
-            raise invalid_value(text, f"{placed.place}.call_id")
-    return made
-
-
-def _reasoning_text(item: Item) -> str:
-    return "".join(part["text"] for part in item.get("content") or ())
-
-
 def new_message(id: str, status: Status = "in_progress") -> Item:
     """A message of the assistant, empty."""
     return {"id": id, "type": "message", "status": status, "role": "assistant", "content": []}
@@ -150,16 +167,19 @@ def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def new_call(id: str, call_id: str, name: str) -> Item:
+def new_call(id: str, call_id: str, name: str, namespace: str | None = None) -> Item:
     """A call of a function, without arguments yet."""
-    return {
-        "id": id,
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": call_id,
-        "name": name,
-        "arguments": "",
-    }
+    return _called(id, "function_call", call_id, name, namespace) | {"arguments": ""}
+
+
+def new_custom_call(id: str, call_id: str, name: str, namespace: str | None = None) -> Item:
+    """A call of a custom tool, without its input yet."""
+    return _called(id, "custom_tool_call", call_id, name, namespace) | {"input": ""}
+
+
+def _called(id: str, kind: str, call_id: str, name: str, namespace: str | None) -> Item:
+    item = {"id": id, "type": kind, "status": "in_progress", "call_id": call_id, "name": name}
+    return item if namespace is None else {**item, "namespace": namespace}
 
 
 def new_reasoning(id: str) -> Item:
@@ -199,31 +219,39 @@ def _item(body: ItemBody, place: str, kept: Mapping[str, Item], new_id: NewId) -
             raise ApiError(message, param=f"{place}.id", code="item_not_found")
         return kept[body.id]
     kind = body.type or "message"
+    if isinstance(body, ForeignItem):
+        raw: Item = msgspec.json.decode(body.raw)
+        return {**raw, "id": body.id or new_id(f"{kind}_")}
     if kind not in _PREFIXES:
         message = f"items of type {kind[:40]!r} are not supported"
         raise ApiError(message, param=f"{place}.type", code="unsupported_content")
     id = body.id or new_id(_PREFIXES[kind])
     if kind == "message":
         return _message_item(body, id, place)
-    if kind == "function_call":
-        _require(body, ("call_id", "name", "arguments"), place)
-        return new_call(id, body.call_id or "", body.name or "") | {
-            "arguments": body.arguments,
-            "status": body.status or "completed",
-        }
-    if kind == "function_call_output":
-        _require(body, ("call_id", "output"), place)
-        output = body.output
-        if not isinstance(output, str):
-            output = "\n".join(_texts(output or (), f"{place}.output"))
-        return {
-            "id": id,
-            "type": kind,
-            "status": body.status or "completed",
-            "call_id": body.call_id,
-            "output": output,
-        }
-    return _reasoning_item(body, id, place)
+    if kind == "reasoning":
+        return _reasoning_item(body, id, place)
+    if kind in ("function_call", "custom_tool_call"):
+        return _call_item(body, id, place)
+    _require(body, ("call_id", "output"), place)
+    output = body.output
+    if not isinstance(output, str):
+        output = "\n".join(_texts(output or (), f"{place}.output"))
+    return {
+        "id": id,
+        "type": kind,
+        "status": body.status or "completed",
+        "call_id": body.call_id,
+        "output": output,
+    }
+
+
+def _call_item(body: ItemBody, id: str, place: str) -> Item:
+    is_custom = body.type == "custom_tool_call"
+    _require(body, ("call_id", "name", *(("input",) if is_custom else ())), place)
+    new = new_custom_call if is_custom else new_call
+    said = {"input": body.input} if is_custom else {"arguments": body.arguments or "{}"}
+    item = new(id, body.call_id or "", body.name or "", body.namespace)
+    return {**item, **said, "status": body.status or "completed"}
 
 
 def _message_item(body: ItemBody, id: str, place: str) -> Item:
@@ -241,17 +269,19 @@ def _message_item(body: ItemBody, id: str, place: str) -> Item:
 
 
 def _reasoning_item(body: ItemBody, id: str, place: str) -> Item:
-    if body.encrypted_content:
-        message = "encrypted reasoning cannot be read here"
-        raise ApiError(message, param=f"{place}.encrypted_content", code="unsupported_content")
     content = body.content
     texts = [content] if isinstance(content, str) else _texts(content or (), f"{place}.content")
     summary = _texts(body.summary or (), f"{place}.summary")
-    return new_reasoning(id) | {
-        "status": body.status or "completed",
-        "summary": [{"type": "summary_text", "text": text} for text in summary],
-        "content": [{"type": "reasoning_text", "text": text} for text in texts],
-    }
+    encrypted = {ENCRYPTED: body.encrypted_content} if body.encrypted_content else {}
+    return (
+        new_reasoning(id)
+        | encrypted
+        | {
+            "status": body.status or "completed",
+            "summary": [{"type": "summary_text", "text": text} for text in summary],
+            "content": [{"type": "reasoning_text", "text": text} for text in texts],
+        }
+    )
 
 
 def _texts(parts: Sequence[ItemPart], place: str) -> list[str]:
@@ -274,24 +304,3 @@ def _require(body: ItemBody, names: Sequence[str], place: str) -> None:
         if getattr(body, name) is None:
             message = f"{place}.{name} is missing, which items of this type need"
             raise invalid_value(message, f"{place}.{name}")
-
-
-# ---------------------------------------------------------------- to chat messages
-
-
-def _message(item: Item) -> dict[str, Any]:
-    if item["type"] == "function_call":
-        return {"role": "assistant", "content": None}
-    if item["type"] == "function_call_output":
-        return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-    return {"role": item["role"], "content": _content(item)}
-
-
-def _chat_call(item: Item) -> dict[str, Any]:
-    function = {"name": item["name"], "arguments": item["arguments"]}
-    return {"id": item["call_id"], "type": "function", "function": function}
-
-
-def _content(item: Item) -> str | list[dict[str, Any]]:
-    texts = [part["text"] for part in item["content"]]
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]

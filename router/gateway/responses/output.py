@@ -4,12 +4,12 @@ Pure and incremental. Items follow each other: one is closed before the next beg
 message are, in this order: `response.output_item.added`, `response.content_part.added`, a
 `response.output_text.delta` for each piece, `response.output_text.done`,
 `response.content_part.done`, `response.output_item.done`. Reasoning has the same with
-`response.reasoning_text`. A call has deltas of its arguments in place of parts.
+`response.reasoning_text`. A call has deltas of its arguments or input in place of parts.
 
 Source: OpenAI API reference, streaming events of responses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from router.gateway.answers.choice import AnswerPiece, CallDelta
@@ -18,10 +18,13 @@ from router.gateway.responses.items import (
     NewId,
     Status,
     new_call,
+    new_custom_call,
     new_message,
     new_reasoning,
     text_part,
 )
+from router.gateway.responses.tools.custom_input import CustomInput
+from router.gateway.responses.tools.offer import ToolOrigin
 from router.text.forms.deltas import CallBegun
 from router.text.logprobs import Entry
 
@@ -32,11 +35,15 @@ Scores = Callable[[Sequence[Entry]], list[dict[str, Any]]]
 class OutputItems:
     """The output of one response, as it grows."""
 
-    def __init__(self, new_id: NewId, scores: Scores) -> None:
-        """`scores` shapes the log-probabilities of tokens."""
+    def __init__(
+        self, new_id: NewId, scores: Scores, origins: Mapping[str, ToolOrigin] | None = None
+    ) -> None:
+        """`scores` shapes the log-probabilities of tokens; `origins` names tools as clients do."""
         self.items: list[Item] = []
         self._new_id = new_id
         self._scores = scores
+        self._origins = origins or {}
+        self._custom: CustomInput | None = None  # of the open item
         self._is_open = False  # the last item
         self._texts: list[str] = []  # of the open item
         self._logprobs: list[dict[str, Any]] = []  # of the open item
@@ -82,10 +89,27 @@ class OutputItems:
 
     def _call(self, delta: CallDelta) -> list[Event]:
         if isinstance(delta, CallBegun):
-            events = self._close("completed")
-            return events + self._open(new_call(self._new_id("fc_"), delta.id, delta.name))
+            return self._open_call(delta)
+        if self._custom is not None:
+            return self._input(self._custom.feed(delta.text))
         self._texts.append(delta.text)
         return [{**self._at("response.function_call_arguments.delta"), "delta": delta.text}]
+
+    def _open_call(self, begun: CallBegun) -> list[Event]:
+        events = self._close("completed")
+        name, namespace, is_custom = self._origins.get(begun.name, (begun.name, None, False))
+        if is_custom:
+            self._custom = CustomInput()
+            item = new_custom_call(self._new_id("ctc_"), begun.id, name, namespace)
+        else:
+            item = new_call(self._new_id("fc_"), begun.id, name, namespace)
+        return events + self._open(item)
+
+    def _input(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._texts.append(text)
+        return [{**self._at("response.custom_tool_call_input.delta"), "delta": text}]
 
     def _is_in(self, kind: str) -> bool:
         return self._is_open and self.items[-1]["type"] == kind
@@ -108,10 +132,13 @@ class OutputItems:
         """Completes the open item, if there is one."""
         if not self._is_open:
             return []
+        events = self._input(self._custom.finish()) if self._custom is not None else []
         item, text = self.items[-1], "".join(self._texts)
         item["status"] = status
-        events: list[Event] = []
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            item["input"] = text
+            events.append({**self._at("response.custom_tool_call_input.done"), "input": text})
+        elif item["type"] == "function_call":
             item["arguments"] = text
             done = {"name": item["name"], "arguments": text}
             events.append({**self._at("response.function_call_arguments.done"), **done})
@@ -127,7 +154,7 @@ class OutputItems:
             done["logprobs"] = self._logprobs
             events += [done, self._part("response.content_part.done", part)]
         events.append(self._item_event("response.output_item.done"))
-        self._is_open, self._texts, self._logprobs = False, [], []
+        self._is_open, self._texts, self._logprobs, self._custom = False, [], [], None
         return events
 
     def _at(self, kind: str) -> Event:

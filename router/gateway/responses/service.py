@@ -14,6 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import msgspec
 from prometheus_client.core import GaugeMetricFamily, Metric
 from starlette.types import Send
 
@@ -29,13 +30,13 @@ from router.gateway.pages.tokens import tokenized
 from router.gateway.requests.calls import ApiCall
 from router.gateway.requests.openai_schema import ChatBody
 from router.gateway.responses.body import ResponseBody, decode_response_body
+from router.gateway.responses.conversation import messages_of
 from router.gateway.responses.conversion import ChatForm, chat_form, repeated_fields
 from router.gateway.responses.draft import ResponseDraft
 from router.gateway.responses.items import (
     Item,
     PlacedItem,
     items_of,
-    messages_of,
     references_in,
 )
 from router.gateway.responses.run import BackgroundRun
@@ -116,7 +117,8 @@ class ResponseService:
 
     def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
         """The call of a chat completion that makes the response. Raises ApiError."""
-        return self._answers.call(prepared.form.data, tenant, headers)
+        call = self._answers.call(prepared.form.data, tenant, headers)
+        return msgspec.structs.replace(call, ignored=prepared.form.ignored)
 
     async def answer(
         self,
@@ -156,6 +158,7 @@ class ResponseService:
             repeated_fields(prepared.body),
             heading.call,
             self._new_id,
+            prepared.form.origins,
         )
 
     def _prepared(self, body: ResponseBody, extras: dict[str, Any], context: Context) -> Prepared:

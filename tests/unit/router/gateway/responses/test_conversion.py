@@ -4,11 +4,16 @@ import msgspec
 import pytest
 
 from router.gateway.responses.body import decode_response_body
+from router.gateway.responses.conversation import messages_of
 from router.gateway.responses.conversion import chat_form, repeated_fields
-from router.gateway.responses.items import items_of, messages_of
+from router.gateway.responses.items import items_of
+from router.gateway.responses.tools.offer import flat_name
 from router.inbox.api_errors import ApiError, invalid_value
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "description": "d"}
+
+CUSTOM = {"type": "custom", "name": "patch", "description": "Edits files."}
+SPACE = {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": [TOOL, CUSTOM]}
 
 
 def form(**fields):
@@ -83,6 +88,113 @@ def test_only_allowed_tools_are_offered():
     assert error.param == "tools[2].parameters"
 
 
+def functions(made):
+    return [tool["function"] for tool in msgspec.json.decode(made.data).get("tools", [])]
+
+
+def test_a_custom_tool_is_a_function_of_one_text():
+    made = form(tools=[CUSTOM])
+    text = {"type": "string"}
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    closed = {**schema, "additionalProperties": False}
+    assert functions(made) == [
+        {"name": "patch", "description": "Edits files.", "parameters": closed}
+    ]
+    assert made.origins == {"patch": ("patch", None, True)}
+    assert made.ignored == ()
+
+
+def test_the_format_of_a_custom_tool_is_followed_or_told():
+    regex = {"type": "grammar", "syntax": "regex", "definition": "a|b"}
+    lark = {"type": "grammar", "syntax": "lark", "definition": "start: X"}
+    made = form(tools=[{**CUSTOM, "format": each} for each in ({"type": "text"}, regex, lark)])
+    plain, matched, told = functions(made)
+    assert "pattern" not in plain["parameters"]["properties"]["input"]
+    assert matched["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
+    assert told["description"].endswith("grammar in Lark:\nstart: X")
+    assert made.ignored == ("tools[2].format",)
+
+
+def test_tools_of_a_namespace_have_its_name_before_theirs():
+    made = form(tools=[SPACE])
+    first, second = functions(made)
+    assert (first["name"], first["description"]) == ("agents__f", "Helpers.\n\nd")
+    assert (second["name"], second["description"]) == ("agents__patch", "Edits files.")
+    assert made.origins == {
+        "agents__f": ("f", "agents", False),
+        "agents__patch": ("patch", "agents", True),
+    }
+    error = made.translated(invalid_value("x", "tools[1].function.parameters"))
+    assert error.param == "tools[0].tools[1].parameters"
+
+
+def test_a_name_that_is_too_long_stays_one_of_its_own():
+    one, other = (flat_name("space" * 20, f"{'f' * 20}{end}") for end in "ab")
+    assert len(one) == len(other) == 64
+    assert one != other
+    assert flat_name("my tools/1", "f") == "my_tools_1__f"
+    assert flat_name(None, "f") == "f"
+
+
+FOREIGN = [
+    *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell"),
+    *("tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
+    "web_search_preview_2025_03_11",
+]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_tools_of_other_servers_are_left_out_and_named(kind):
+    made = form(tools=[{"type": kind, "more": 1}, TOOL])
+    assert [function["name"] for function in functions(made)] == ["f"]
+    assert made.ignored == (f"tools[0].{kind}",)
+    assert made.translated(invalid_value("x", "tools[0].function.name")).param == "tools[1].name"
+    assert "tools" not in chat(tools=[{"type": kind}])
+
+
+def test_hints_for_other_servers_are_passed_over():
+    hints = {"defer_loading": True, "allowed_callers": ["direct"], "output_schema": {"a": 1}}
+    assert functions(form(tools=[{**TOOL, **hints}])) == functions(form(tools=[TOOL]))
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "custom", "name": "patch"}, "agents__patch"),
+        ({"type": "function", "name": "f", "namespace": "agents"}, "agents__f"),
+        ({"type": "function", "name": "x"}, "x"),  # refused with the chat body
+    ],
+)
+def test_a_tool_is_chosen_by_the_clients_name(choice, name):
+    made = chat(tools=[SPACE], tool_choice=choice)
+    assert made["tool_choice"] == {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "names"),
+    [
+        ([{"type": "custom", "name": "patch"}], ["patch"]),
+        ([{"type": "namespace", "name": "agents"}], ["agents__f", "agents__patch"]),
+        ([{"type": "function", "name": "f"}, {"type": "web_search"}], ["f"]),
+        ([{"type": "web_search"}], []),
+    ],
+)
+def test_allowed_tools_may_be_of_any_kind(allowed, names):
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    made = form(tools=[TOOL, CUSTOM, {"type": "web_search"}, SPACE], tool_choice=choice)
+    assert [function["name"] for function in functions(made)] == names
+
+
+def test_tools_that_items_bring_are_offered_too():
+    brought = {"type": "additional_tools", "role": "developer", "tools": [TOOL, CUSTOM]}
+    made = form(input=[{"role": "user", "content": "x"}, brought], tools=[TOOL])
+    assert [function["name"] for function in functions(made)] == ["f", "patch"]
+    assert made.tools == ["tools[0]", "input[1].tools[1]"]
+    with pytest.raises(ApiError, match=r"input\[0\]\.tools must be a list"):
+        form(input=[{**brought, "tools": 5}])
+
+
 @pytest.mark.parametrize(
     ("ours", "chats"),
     [
@@ -114,8 +226,17 @@ def test_errors_name_the_item():
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{"type": "frobnicate"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "examples": ["x"]}]}, "tools[0].examples"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
+            "tools[0].tools[0].type",
+        ),
+        ({"tools": [{**CUSTOM, "format": {"type": "xml"}}]}, "tools[0].format"),
+        ({"tools": [{**CUSTOM, "parameters": {"type": "object"}}]}, "tools[0].parameters"),
         ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         (
@@ -139,7 +260,7 @@ def test_errors_name_the_item():
         ({"messages": []}, "messages"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"input": ""}, "input"),
         ({"input": [{"content": 5}]}, "input[0].content"),
         ({"input": 5}, "input"),
@@ -173,10 +294,10 @@ def test_a_long_body_is_read_as_a_short_one():
 
 def test_a_response_repeats_its_request():
     body, _ = decode_response_body(
-        msgspec.json.encode({"input": "x", "tools": [TOOL], "metadata": {"a": "b"}})
+        msgspec.json.encode({"input": "x", "tools": [TOOL, CUSTOM], "metadata": {"a": "b"}})
     )
     repeated = repeated_fields(body)
-    assert repeated["tools"] == [{"strict": None, **TOOL}]
+    assert repeated["tools"] == [{"strict": None, **TOOL}, CUSTOM]
     assert repeated["metadata"] == {"a": "b"}
     assert repeated["text"] == {"format": {"type": "text"}}
     assert repeated["store"] is True

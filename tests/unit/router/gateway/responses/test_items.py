@@ -3,19 +3,23 @@
 import msgspec
 import pytest
 
+from router.gateway.responses.conversation import messages_of
 from router.gateway.responses.items import (
+    HIDDEN,
     MAX_REFERENCES,
-    ItemBody,
+    decode_input,
     items_of,
-    messages_of,
     references_in,
 )
 from router.inbox.api_errors import ApiError
 
 
+def bodies(*fields):
+    return decode_input(msgspec.json.encode(fields))
+
+
 def items(*fields, kept=None):
-    bodies = msgspec.convert(list(fields), list[ItemBody])
-    return items_of(bodies, kept or {}, lambda prefix: f"{prefix}new")
+    return items_of(bodies(*fields), kept or {}, lambda prefix: f"{prefix}new")
 
 
 def messages(*fields, instructions=None):
@@ -63,6 +67,79 @@ def test_a_message_and_its_calls_become_one_message():
     assert made[1] == {"role": "tool", "tool_call_id": "c1", "content": "42"}
 
 
+def answered(call, output):
+    """The call and its output as messages."""
+    asked, told = messages(call, output)
+    [made] = asked["tool_calls"]
+    assert (told["role"], told["tool_call_id"]) == ("tool", made["id"])
+    return made["function"]["name"], made["function"]["arguments"], told["content"]
+
+
+@pytest.mark.parametrize("parts", ["42", [{"type": "input_text", "text": "42"}]])
+@pytest.mark.parametrize(("namespace", "name"), [(None, "f"), ("n", "n__f")])
+def test_calls_have_the_name_that_the_model_knows(parts, namespace, name):
+    fields = {"call_id": "c", "name": "f", "namespace": namespace}
+    custom = {"type": "custom_tool_call", "input": 'a "b"', **fields}
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": parts}
+    assert answered(custom, output) == (name, r'{"input":"a \"b\""}', "42")
+    function = {"type": "function_call", "arguments": "{}", **fields}
+    assert answered(function, {**output, "type": "function_call_output"}) == (name, "{}", "42")
+
+
+@pytest.mark.parametrize("arguments", ["", None])
+def test_a_call_may_come_without_arguments(arguments):
+    assert answered({**CALL, "arguments": arguments}, OUTPUT) == ("f", "{}", "42")
+
+
+@pytest.mark.parametrize(
+    ("call", "output", "shown"),
+    [
+        (
+            {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+            {"type": "function_call_output", "call_id": "c", "output": "a.py"},
+            ("local_shell", '{"command":["ls"]}', "a.py"),
+        ),
+        (
+            {"type": "local_shell_call", "id": "c", "action": {"command": ["ls"]}},
+            {"type": "local_shell_call_output", "id": "c", "output": "a.py"},
+            ("local_shell", '{"command":["ls"]}', "a.py"),
+        ),
+        (
+            {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a"}]},
+            ("shell", '{"commands":["ls"]}', '[{"stdout":"a"}]'),
+        ),
+        (
+            {"type": "apply_patch_call", "call_id": "c", "operation": {"path": "a"}},
+            {"type": "apply_patch_call_output", "call_id": "c", "status": "failed"},
+            ("apply_patch", '{"path":"a"}', "failed"),
+        ),
+    ],
+)
+def test_calls_of_tools_that_clients_run_stay_in_the_prompt(call, output, shown):
+    assert answered(call, output) == shown
+
+
+@pytest.mark.parametrize("kind", sorted(HIDDEN))
+def test_items_of_other_servers_are_kept_and_not_shown(kind):
+    foreign = {"type": kind, "id": "x_1", "status": "failed", "action": {"query": "q"}}
+    said = {"role": "user", "content": "x"}
+    placed = items(said, foreign)
+    assert placed[1].item == foreign
+    made = messages_of(None, placed)
+    assert made.messages == [said]
+    assert made.left_out == [f"input[1].{kind}"]
+
+
+def test_reasoning_that_cannot_be_read_is_kept_and_named():
+    thought = {"type": "reasoning", "id": "rs_1", "encrypted_content": "zz", "summary": []}
+    placed = items(thought, {"role": "assistant", "content": "x"})
+    assert placed[0].item["encrypted_content"] == "zz"
+    made = messages_of(None, placed)
+    assert made.messages == [{"role": "assistant", "content": "x"}]
+    assert made.left_out == ["input[0].encrypted_content"]
+
+
 def test_a_message_after_calls_is_another_one():
     made = messages(CALL, OUTPUT, {"role": "assistant", "content": "42"})
     assert [message["role"] for message in made] == ["assistant", "tool", "assistant"]
@@ -97,7 +174,7 @@ def test_items_come_back_in_the_form_in_which_they_were_given_out():
 def test_a_reference_is_replaced_by_the_item():
     kept = {"msg_7": {"id": "msg_7", "type": "message", "role": "user", "content": []}}
     for reference in ({"type": "item_reference", "id": "msg_7"}, {"id": "msg_7"}):
-        assert references_in(msgspec.convert([reference], list[ItemBody])) == ["msg_7"]
+        assert references_in(bodies(reference)) == ["msg_7"]
         [placed] = items(reference, kept=kept)
         assert placed.item is kept["msg_7"]
 
@@ -105,7 +182,12 @@ def test_a_reference_is_replaced_by_the_item():
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"type": "web_search_call", "id": "x"}, "input[1].type"),
+        ({"type": "frobnicate_call", "id": "x"}, "input[1].type"),
+        ({"type": "web_search_call", "id": 5}, "input[1].id"),
+        ({"type": "custom_tool_call", "call_id": "c", "name": "f"}, "input[1].input"),
+        ({"type": "custom_tool_call_output", "call_id": "c", "output": "x"}, "input[1].call_id"),
+        ({"type": "shell_call_output", "call_id": "c", "output": []}, "input[1].call_id"),
+        ({"type": "shell_call", "call_id": 5, "action": {}}, "input[1].call_id"),
         ({"role": "robot", "content": "x"}, "input[1].role"),
         ({"role": "user"}, "input[1].content"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "input[1].content[0].type"),
@@ -114,7 +196,6 @@ def test_a_reference_is_replaced_by_the_item():
         ({"type": "function_call_output", "call_id": "c1"}, "input[1].output"),
         ({"type": "item_reference", "id": "msg_9"}, "input[1].id"),
         ({"role": "user", "content": "x", "id": ""}, "input[1].id"),
-        ({"type": "reasoning", "encrypted_content": "zz"}, "input[1].encrypted_content"),
         (OUTPUT, "input[1].call_id"),
     ],
 )
@@ -128,5 +209,5 @@ def test_errors_name_the_place(item, param):
 def test_references_are_bounded():
     many = [{"type": "item_reference", "id": f"msg_{i}"} for i in range(MAX_REFERENCES + 1)]
     with pytest.raises(ApiError) as caught:
-        references_in(msgspec.convert(many, list[ItemBody]))
+        references_in(bodies(*many))
     assert caught.value.param == "input"

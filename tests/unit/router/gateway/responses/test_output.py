@@ -1,18 +1,24 @@
 """Pieces of an answer become output items, and events that put together the same items."""
 
 import copy
+import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.responses.output import OutputItems
+from router.gateway.responses.tools.custom_input import CustomInput
+from router.gateway.responses.tools.offer import ToolOrigin
 from router.text.forms.deltas import CallArguments, CallBegun
+
+ORIGINS = {"n__f": ToolOrigin("f", "n", False), "patch": ToolOrigin("patch", None, True)}
 
 
 def new_output():
     count = iter(range(1000))
-    return OutputItems(lambda prefix: f"{prefix}{next(count)}", lambda entries: [])
+    return OutputItems(lambda prefix: f"{prefix}{next(count)}", lambda entries: [], ORIGINS)
 
 
 def piece(text="", *calls):
@@ -41,6 +47,8 @@ def rebuilt(events):
             item["content"][event["content_index"]]["text"] += event["delta"]
         elif kind == "function_call_arguments.delta":
             item["arguments"] += event["delta"]
+        elif kind == "custom_tool_call_input.delta":
+            item["input"] += event["delta"]
         elif kind == "output_item.done":
             assert item | {"status": event["item"]["status"]} == event["item"]
             item["status"] = event["item"]["status"]
@@ -96,6 +104,66 @@ def test_two_calls_are_two_items():
     assert [item["status"] for item in output.items] == ["completed", "completed", "incomplete"]
     assert [item.get("arguments") for item in output.items[1:]] == ["{}", "[1"]
     assert [item.get("call_id") for item in output.items[1:]] == ["c0", "c1"]
+
+
+def test_a_call_has_the_clients_name_and_namespace():
+    output = new_output()
+    output.take(piece("", CallBegun(0, "c0", "n__f"), CallArguments(0, "{}")))
+    output.close("completed")
+    [item] = output.items
+    assert (item["type"], item["name"], item["namespace"]) == ("function_call", "f", "n")
+
+
+def test_the_call_of_a_custom_tool_has_its_input():
+    output = new_output()
+    begun = (CallBegun(0, "c0", "patch"), CallArguments(0, '{"input": "a'))
+    events = [*output.take(piece("", *begun)), *output.take(piece("", CallArguments(0, '\\nb"}')))]
+    events += output.close("completed")
+    assert names(events) == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+    ]
+    assert [event["delta"] for event in events[1:3]] == ["a", "\nb"]
+    assert events[3]["input"] == "a\nb"
+    [item] = output.items
+    assert item == {
+        "id": "ctc_0",
+        "type": "custom_tool_call",
+        "status": "completed",
+        "call_id": "c0",
+        "name": "patch",
+        "input": "a\nb",
+    }
+    assert rebuilt(events) == output.items
+
+
+@given(st.text(), st.lists(st.integers(1, 9)), st.booleans(), st.sampled_from([None, 1]))
+def test_an_input_is_the_same_in_all_pieces(text, lengths, ascii_only, indent):
+    written = json.dumps({"input": text}, ensure_ascii=ascii_only, indent=indent)
+    reader, shown = CustomInput(), ""
+    for length in [*lengths, len(written)]:
+        shown += reader.feed(written[:length])
+        written = written[length:]
+    assert shown + reader.finish() == text
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (r'{"input": "a\ud83d', "a"),  # cut inside a pair
+        (r'{"input": "a\ud83d"}', "a\ufffd"),
+        (r'{"input": "\udc00b"}', "\ufffdb"),
+        (r'{"input": "\ud83d\u0041"}', "\ufffdA"),
+        ('{"inp', '{"inp'),
+        ('{"other": 1}', '{"other": 1}'),
+    ],
+)
+def test_an_input_that_is_cut_or_no_text_is_shown_as_far_as_it_goes(written, shown):
+    reader = CustomInput()
+    assert reader.feed(written) + reader.finish() == shown
 
 
 def test_an_answer_that_fails_at_once_has_no_items():

@@ -21,6 +21,7 @@ from tests.kits.router.gateway import (
     Never,
     answer,
     fetch,
+    get,
     make_app,
     post,
     samples,
@@ -255,6 +256,64 @@ def test_the_events_of_a_call():
     arguments = "".join(e.delta for e in events if e.type.endswith("arguments.delta"))
     assert arguments == '{"a": 1}' == events[-3].arguments
     assert events[-1].response.output[0].arguments == arguments
+
+
+CUSTOM = {"type": "custom", "name": "add", "description": "d"}
+SPACE = {"type": "namespace", "name": "n", "description": "d", "tools": [CUSTOM]}
+CUSTOM_CALL = '<tool_call>\n{"name": "n__add", "arguments": {"input": "a\\nb"}}\n</tool_call>'
+CUSTOM_TEMPLATE = TEMPLATE.replace("arguments.a", "arguments.input")
+
+
+def test_a_custom_tool_of_a_namespace_is_called_and_its_output_is_taken():
+    router = FakeRouter(answer("so " + CUSTOM_CALL), answer("one"))
+    tools = [SPACE, {"type": "web_search"}]
+
+    async def use(client):
+        made = await client.responses.with_raw_response.create(
+            model="tiny", input="add", tools=tools, tool_choice="auto"
+        )
+        first = made.parse()
+        call = first.output[1]
+        output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "1"}
+        await client.responses.create(input=[output], previous_response_id=first.id, tools=tools)
+        return made.headers["x-baton-ignored"], first.tools, call
+
+    ignored, repeated, call = with_client(app_of(router, template=CUSTOM_TEMPLATE), use)
+    assert ignored == "tools[1].web_search"
+    assert [tool.type for tool in repeated] == ["namespace", "web_search"]
+    assert (call.type, call.namespace, call.name) == ("custom_tool_call", "n", "add")
+    assert call.input == "a\nb"
+    assert prompt_of(router) == "\nadd\nso n__adda\nb\n1\n"
+
+
+def test_the_events_of_a_custom_call():
+    async def use(client):
+        stream = await client.responses.create(input="x", tools=[SPACE], stream=True)
+        return [event async for event in stream]
+
+    events = with_client(app_of(FakeRouter(answer(CUSTOM_CALL))), use)
+    names = [event.type.removeprefix("response.") for event in events]
+    assert list(dict.fromkeys(names)) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+        "completed",
+    ]
+    text = "".join(e.delta for e in events if e.type.endswith("input.delta"))
+    assert text == "a\nb" == events[-3].input
+    assert events[-1].response.output[0].input == text
+
+
+@pytest.mark.parametrize(
+    ("upgrade", "status"), [("websocket", 426), ("WebSocket", 426), ("h2c", 405)]
+)
+def test_a_probe_for_a_websocket_is_told_that_there_is_none(upgrade, status):
+    reply = get(app_of(FakeRouter()), PATH, upgrade=upgrade)
+    assert (reply.status, reply.headers["allow"]) == (status, "OPTIONS, POST")
+    assert ("upgrade" in reply.headers) == (status == 426)
 
 
 def test_a_conversation_is_a_chain_whose_prompts_extend_each_other():

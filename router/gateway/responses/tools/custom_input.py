@@ -1,0 +1,43 @@
+"""The input of a custom tool, out of the arguments that the model writes for it. Pure."""
+
+import json
+import re
+
+from router.gateway.responses.tools.offer import INPUT
+
+_HEAD = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
+# What of a JSON string can be decoded now: no part of an escape, and no half of a surrogate pair.
+_HIGH, _UNIT = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[0-9a-fA-F]{4}"
+_WHOLE = re.compile(rf'(?:[^"\\]|\\[^u]|{_HIGH}(?:{_UNIT}|(?=[^\\]|\\[^u]))|(?!{_HIGH}){_UNIT})+')
+
+
+class CustomInput:
+    """Decodes `{"input": "…"}`, which comes in pieces, into the text between the quotes."""
+
+    def __init__(self) -> None:
+        self._rest = ""  # not decoded yet
+        self._has_begun = False
+
+    def feed(self, arguments: str) -> str:
+        """Takes more of the arguments and returns what they make certain of the input."""
+        self._rest += arguments
+        if not self._has_begun:
+            head = _HEAD.match(self._rest)
+            if head is None:
+                return ""
+            self._has_begun, self._rest = True, self._rest[head.end() :]
+        whole = _WHOLE.match(self._rest)
+        if whole is None:
+            return ""
+        self._rest = self._rest[whole.end() :]
+        return _unquoted(whole[0])
+
+    def finish(self) -> str:
+        """Returns what is left. Arguments of another form are the input as they are."""
+        return "" if self._has_begun else self._rest
+
+
+def _unquoted(text: str) -> str:
+    """The value of the inside of a JSON string. Half a surrogate pair is no character."""
+    value: str = json.loads(f'"{text}"', strict=False)
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

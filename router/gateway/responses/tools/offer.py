@@ -1,0 +1,227 @@
+"""The tools of a response as functions of a chat completion, and calls under the client's names.
+
+Pure. A function stays one. A custom tool takes a text: for the model it is a function with that
+text as its only argument. The tools of a namespace are functions whose names begin with it. Tools
+that a provider's servers run, or that need its protocols, cannot be offered: they are left out.
+
+Source: OpenAI API reference, responses: function, custom and namespace tools.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from router.inbox.api_errors import ApiError, invalid_value
+
+Tool = Mapping[str, Any]
+INPUT = "input"  # the argument of a custom tool, as the model sees it
+MAX_NAME_LEN = 64  # of a function of a chat completion
+# Tools of other servers. Their kinds may end with a date, as `web_search_2025_08_26` does.
+_FOREIGN = re.compile(
+    r"(apply_patch|code_interpreter|computer|computer_use|computer_use_preview|file_search"
+    r"|image_generation|local_shell|mcp|programmatic_tool_calling|shell|tool_search|web_search"
+    r"|web_search_preview)(_\d{4}_\d{2}_\d{2})?"
+)
+_OWN = ("function", "custom")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+_CUSTOM_FIELDS = ("name", "description", "format")
+# Hints to a provider's tool search and programs. Here all tools are loaded and called directly.
+_HINTS = ("type", "allowed_callers", "defer_loading", "output_schema")
+
+
+class ToolOrigin(NamedTuple):
+    """What the client calls a tool."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+class OfferedTool(NamedTuple):
+    """A tool that the model may call: the function in chat's form, and the client's field."""
+
+    function: dict[str, Any]
+    origin: ToolOrigin
+    place: str
+
+    @property
+    def name(self) -> str:
+        """The name that the model sees."""
+        return str(self.function.get("name"))
+
+    def chat_form(self) -> dict[str, Any]:
+        """The tool of a chat completion."""
+        return {"type": "function", "function": self.function}
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """The tools of a request. `left_out` are the client's fields that have no effect."""
+
+    tools: list[OfferedTool]
+    left_out: list[str]
+
+    @property
+    def origins(self) -> dict[str, ToolOrigin]:
+        """The client's names by the model's, where they differ."""
+        return {
+            tool.name: tool.origin
+            for tool in self.tools
+            if tool.origin != ToolOrigin(tool.name, None, is_custom=False)
+        }
+
+
+def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
+    """The tools of lists, each with the client's name of the list. Raises ApiError.
+
+    A tool of a later list is offered unless an earlier list has one of its name.
+    """
+    made = Offer([], [])
+    for place, tools in groups:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise invalid_value(f"{place} must be a list of objects", place)
+        known = {tool.name for tool in made.tools}
+        for index, tool in enumerate(tools):
+            found = _offered(tool, f"{place}[{index}]", made.left_out)
+            made.tools.extend(each for each in found if each.name not in known)
+    return made
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name that the model sees. One that is too long ends with a checksum instead."""
+    if namespace is None:
+        return name
+    whole = re.sub(r"[^a-zA-Z0-9_.-]", "_", namespace) + "__" + name
+    if len(whole) <= MAX_NAME_LEN:
+        return whole
+    return f"{whole[: MAX_NAME_LEN - 9]}_{zlib.crc32(whole.encode()):08x}"
+
+
+def choose(choice: Any, offer: Offer) -> tuple[Sequence[OfferedTool], Any]:
+    """The tools that may be called, and chat's `tool_choice`. Raises ApiError."""
+    match choice:
+        case None | str():
+            return offer.tools, choice
+        case {"type": "function" | "custom", "name": str(name)}:
+            chosen = next((tool.name for tool in _named(choice, offer.tools)), name)
+            return offer.tools, {"type": "function", "function": {"name": chosen}}
+        case {"type": "allowed_tools", "mode": str(mode), "tools": list(allowed)}:
+            if mode not in ("auto", "required"):
+                message = f"tool_choice.mode is {mode[:40]!r}; expected auto or required"
+                raise invalid_value(message, "tool_choice.mode")
+            return _allowed(allowed, offer), mode
+        case {"type": str(kind)} if kind not in (*_OWN, "allowed_tools"):
+            message = f"tool_choice of type {kind[:40]!r} is not supported"
+            raise ApiError(message, param="tool_choice.type", code="unsupported_parameter")
+    message = "tool_choice must be 'none', 'auto', 'required', a tool by name, or allowed_tools"
+    raise invalid_value(message, "tool_choice")
+
+
+def _offered(tool: Tool, place: str, left_out: list[str]) -> Iterator[OfferedTool]:
+    kind = tool.get("type")
+    if kind == "namespace":
+        yield from _of_namespace(tool, place, left_out)
+    elif kind in _OWN:
+        yield _own_tool(tool, place, left_out)
+    elif isinstance(kind, str) and _FOREIGN.fullmatch(kind):
+        left_out.append(f"{place}.{kind}")
+    else:
+        message = f"tools of type {str(kind)[:40]!r} are not supported"
+        raise ApiError(message, param=f"{place}.type", code="unsupported_parameter")
+
+
+def _of_namespace(tool: Tool, place: str, left_out: list[str]) -> Iterator[OfferedTool]:
+    """The tools of a namespace. The first one's description begins with the namespace's."""
+    name, about, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
+    for field, value, kind in (("name", name, str), ("description", about, str)):
+        if not isinstance(value, kind):
+            raise invalid_value(f"{place}.{field} must be a text", f"{place}.{field}")
+    if not isinstance(inner, list):
+        raise invalid_value(f"{place}.tools must be a list", f"{place}.tools")
+    for index, each in enumerate(inner):
+        where = f"{place}.tools[{index}]"
+        if not isinstance(each, dict) or each.get("type") not in _OWN:
+            raise invalid_value(f"{where}.type must be function or custom", f"{where}.type")
+        told = each
+        if index == 0 and about and isinstance(each.get("description") or "", str):
+            told = {**each, "description": f"{about}\n\n{each.get('description') or ''}".rstrip()}
+        yield _own_tool(told, where, left_out, namespace=name)
+
+
+def _own_tool(
+    tool: Tool, place: str, left_out: list[str], namespace: str | None = None
+) -> OfferedTool:
+    """A function or a custom tool. The function is checked with the chat body."""
+    is_custom = tool["type"] == "custom"
+    known = _CUSTOM_FIELDS if is_custom else _FUNCTION_FIELDS
+    for field, value in tool.items():
+        if value and field not in (*known, *_HINTS):
+            where = f"{place}.{field[:40]}"
+            message = f"{where} is not supported"
+            raise ApiError(message, param=where, code="unsupported_parameter")
+    named = {field: tool[field] for field in known if tool.get(field) is not None}
+    function = _text_function(named, place, left_out) if is_custom else named
+    name = function.get("name")
+    if isinstance(name, str):
+        function["name"] = flat_name(namespace, name)
+    return OfferedTool(function, ToolOrigin(str(name), namespace, is_custom), place)
+
+
+def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
+    """The function of a custom tool. A grammar in Lark is told to the model, not enforced."""
+    text, more = {"type": "string"}, ""
+    match tool.pop("format", None):
+        case None | {"type": "text"}:
+            pass
+        case {"type": "grammar", "syntax": "regex", "definition": str(definition)}:
+            text["pattern"] = f"^(?:{definition})$"
+        case {"type": "grammar", "syntax": "lark", "definition": str(definition)}:
+            more = f"\n\nThe input follows this grammar in Lark:\n{definition}"
+            left_out.append(f"{place}.format")
+        case _:
+            message = "a format is text, or a grammar in lark or regex with its definition"
+            raise invalid_value(f"{place}.format: {message}", f"{place}.format")
+    if more and isinstance(tool.get("description", ""), str):
+        tool["description"] = (tool.get("description", "") + more).lstrip()
+    schema = {
+        "type": "object",
+        "properties": {INPUT: text},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+    return {**tool, "parameters": schema}
+
+
+def _named(named: Tool, tools: Sequence[OfferedTool]) -> list[OfferedTool]:
+    """The tools that an entry of `tool_choice` means: a namespace may have several.
+
+    A name without a namespace means the tools of namespaces only if no other tool has it.
+    """
+    name, kind, namespace = named.get("name"), named.get("type"), named.get("namespace")
+    if kind == "namespace":
+        return [tool for tool in tools if tool.origin.namespace == name]
+    found = [
+        tool
+        for tool in tools
+        if tool.origin.name == name
+        and kind in (None, "custom" if tool.origin.is_custom else "function")
+    ]
+    exact = [tool for tool in found if tool.origin.namespace == namespace]
+    return exact if exact or namespace is not None else found
+
+
+def _allowed(allowed: list[Any], offer: Offer) -> list[OfferedTool]:
+    """The tools that the client allows now. Raises ApiError for an unknown one."""
+    places: set[str] = set()
+    for index, each in enumerate(allowed):
+        named = each if isinstance(each, dict) else {}
+        if _FOREIGN.fullmatch(str(named.get("type"))):
+            continue
+        found = _named(named, offer.tools)
+        if not found:
+            where = f"tool_choice.tools[{index}]"
+            raise invalid_value(f"{where} names no function among the tools", where)
+        places.update(tool.place for tool in found)
+    return [tool for tool in offer.tools if tool.place in places]
