@@ -216,14 +216,20 @@ class TorchRunner:
             device=self.device,
             dtype=dtype,
             group=self._group,
+            max_len=self._max_len,
         )
         models = [target]
         if self.draft_path is not None:
             if target.embedding is not None:
                 raise ConfigError(f"{self.path} gives embeddings, which no draft model speeds up")
-            models.append(
-                load_draft(self.draft_path, target=target, target_path=self.path, dtype=dtype)
+            draft = load_draft(
+                self.draft_path,
+                target=target,
+                target_path=self.path,
+                dtype=dtype,
+                max_len=self._max_len,
             )
+            models.append(draft)
         self._describe(models)
         kv_bytes = self._kv_bytes
         if callable(kv_bytes):

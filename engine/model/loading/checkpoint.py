@@ -17,9 +17,7 @@ the model when it is opened:
 Code that changes the model afterwards, such as packing its weights, repeats the third trial.
 
 A few tokens cannot show everything. Two properties are checked by name: attention in fixed chunks,
-and rotary embeddings that change as a sequence grows ("longrope"). The latter are constant up to a
-length, which is then the context length served; a warning reports it. KV that was computed before
-the change would have to be computed anew after it, which transformers does not do either.
+and rotary embeddings that change as a sequence grows (`positions`).
 
 Of a model that also sees images, the part that reads text is served; the rest is dropped when
 loaded.
@@ -62,6 +60,7 @@ from engine.model.loading.layers import (
     section_of,
 )
 from engine.model.loading.placing import one_device_maps
+from engine.model.loading.positions import context_length, stretch
 from engine.model.loading.probe import Probe
 from engine.model.loading.purpose import check_left_over, check_purpose, sees
 from engine.model.loading.quantised import quant_method, require_packages
@@ -80,7 +79,6 @@ PROBE_TOLERANCE = {  # of the spread of the logits
 }
 QUANTISED_TOLERANCE = 0.25  # rounded activations turn small differences into larger ones
 CHANGE_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-CHANGING_ROPE = "longrope"  # "dynamic" changes beyond max_position_embeddings, which is not served
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ class LoadedModel:
     whole_layout: KVLayout | None = None  # of all ranks; None: `layout`
 
 
-def load(
+def load(  # noqa: PLR0913 - all but three have defaults
     path: Path,
     *,
     kv_format: KVFormat,
@@ -111,11 +109,15 @@ def load(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     group: RankGroup | None = None,
+    max_len: int | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in `path`, to be computed with in `dtype`.
 
     Without a dtype, that is bf16 on a GPU. On a CPU it is fp32, but weights are kept as they are
     stored and made fp32 only while in use, until `pack_linears` or `stored.widen`.
+
+    If contexts up to `max_len` tokens are asked for, rotary embeddings that change may be those of
+    long contexts throughout (`positions`).
 
     With a `group`, it loads this rank's part. All ranks call it together.
 
@@ -131,6 +133,11 @@ def load(
     config = _load_config(path)
     check_purpose(path, config)
     check_config(config)
+    length = context_length(config.get_text_config(decoder=True), max_len)
+    if length.limit is not None:
+        log.warning("%s: %s", path, length.limit)
+    if length.is_stretched:
+        stretch(config.get_text_config(decoder=True))
     method = _quant_method(config)
     context = ForwardContext()
     if group is not None:
@@ -153,13 +160,10 @@ def load(
     if embedding is not None:
         _give_hidden_states(model)
     attach(model, context)
-    context_len, limit = _context_len(model.config.get_text_config(decoder=True))
-    if limit:
-        log.warning("%s: %s", path, limit)
     try:
         tolerance = max(PROBE_TOLERANCE[computed_in], QUANTISED_TOLERANCE if method else 0)
         with watching(model, widen_own) as seen:
-            section, tried = _probe(model, context, computed_in, tolerance, context_len, group)
+            section, tried = _probe(model, context, computed_in, tolerance, length.served, group)
     except CheckpointError:
         raise
     except Exception as error:  # a model's code may raise anything: refuse the model
@@ -174,10 +178,10 @@ def load(
         context=context,
         layout=_layout(section, kv_format, block_size),
         device=torch.device(device),
-        context_len=context_len,
+        context_len=length.served,
         vocab_size=_vocab_size(model, tried, embedding),
         eos_token_ids=_eos_token_ids(model),
-        fingerprint=fingerprint(path, dtype=str(dtype)),
+        fingerprint=fingerprint(path, dtype=str(dtype), is_stretched=length.is_stretched),
         quant_method=method,
         probe=tried,
         read_outside=read_outside,
@@ -246,7 +250,12 @@ def _vocab_size(model: PreTrainedModel, tried: Probe, embedding: Embedding | Non
 
 
 def load_draft(
-    path: Path, *, target: LoadedModel, target_path: Path, dtype: torch.dtype | None
+    path: Path,
+    *,
+    target: LoadedModel,
+    target_path: Path,
+    dtype: torch.dtype | None,
+    max_len: int | None = None,
 ) -> LoadedModel:
     """Loads the model that proposes tokens to `target`: on its device, for its KV format.
 
@@ -261,6 +270,7 @@ def load_draft(
             device=str(target.device),
             dtype=dtype,
             group=target.group,
+            max_len=max_len,
         )
     except ConfigError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else ConfigError
@@ -479,29 +489,6 @@ def _why(calls: list[AttentionCall]) -> str:
 
 def _model_type(config: PreTrainedConfig) -> str:
     return f"config.json: model_type {config.model_type!r}"
-
-
-def _context_len(text: PreTrainedConfig) -> tuple[int, str | None]:
-    """The longest context in which positions are embedded one way, and the reason if the config
-    names a longer one.
-    """
-    length = getattr(text, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise CheckpointError("config.json: max_position_embeddings is missing")
-    rope = getattr(text, "rope_parameters", None) or {}
-    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    constant = [
-        parameters.get("original_max_position_embeddings") or length
-        for parameters in per_layer_type or [rope]
-        if parameters.get("rope_type") == CHANGING_ROPE
-    ]
-    served = min([length, *constant])
-    if served == length:
-        return length, None
-    return served, (
-        f"its context is limited to {served} of {length} tokens: rotary embeddings of type "
-        f"{CHANGING_ROPE} change there, which would leave K and V of earlier tokens wrong"
-    )
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

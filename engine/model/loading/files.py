@@ -103,10 +103,11 @@ def read_header(file: Path) -> dict[str, dict]:
     return header
 
 
-def fingerprint(path: Path, *, dtype: str) -> str:
-    """16 hex digits that are equal if model, tokenizer and weight type are equal."""
+def fingerprint(path: Path, *, dtype: str, is_stretched: bool = False) -> str:
+    """16 hex digits that are equal if model, tokenizer, weight type and positions are equal."""
     digest = blake2b(digest_size=8)
-    for part in chain((dtype,), _described(path)):
+    form = f"{dtype} stretched" if is_stretched else dtype
+    for part in chain((form,), _described(path)):
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

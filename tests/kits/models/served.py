@@ -40,10 +40,9 @@ def generate(path, token_ids, num_new, *, dtype=torch.float32):
 class Served:
     """A model as a worker computes it."""
 
-    def __init__(self, path, *, weights=WeightFormat.FP32, num_blocks=8):
-        self.runner = TorchRunner(
-            path, block_size=BLOCK_SIZE, num_blocks=num_blocks, weights=weights
-        )
+    def __init__(self, path, *, weights=WeightFormat.FP32, num_blocks=8, max_len=None):
+        size = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks}
+        self.runner = TorchRunner(path, **size, weights=weights, max_len=max_len)
         self.runner.open()
 
     def __enter__(self):

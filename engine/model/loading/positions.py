@@ -1,0 +1,121 @@
+"""The length of a model's context, by its rotary embeddings.
+
+    default, llama3       max_position_embeddings, which names the whole context
+    linear, proportional  that times the factor; Gemma names the product already
+    yarn                  original_max_position_embeddings times the factor
+    dynamic, longrope     they change beyond a length, see below
+
+Layers of different types may have embeddings of different types. A layer with a window sees only
+distances, so the others decide how long the context may be.
+
+Embeddings that change as a sequence grows leave K and V of its earlier tokens wrong; transformers
+does not compute them anew either. So the context ends where they change. If a longer one is asked
+for, they are those of the longest context from the first token on, as in vLLM.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from engine.errors import CheckpointError
+
+Rope = dict[str, Any]  # the parameters of one type of rotary embeddings
+
+CHANGING = ("dynamic", "longrope")
+FACTORED = ("linear", "proportional", "dynamic")  # of max_position_embeddings
+PRODUCT_NAMED = ("gemma3", "gemma4")  # their max_position_embeddings has the factor
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLength:
+    """Tokens that a model serves, and why not more; `is_stretched` if embeddings must be made
+    constant for it.
+    """
+
+    served: int
+    limit: str | None = None
+    is_stretched: bool = False
+
+
+def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength:
+    """Returns how long a context is served if `max_len` is asked for. Raises CheckpointError."""
+    named = getattr(text, "max_position_embeddings", None)
+    if type(named) is not int or named < 1:
+        raise CheckpointError("config.json: max_position_embeddings is missing")
+    ropes = list(_ropes(text))
+    longest = min((_longest(text, rope, named) for rope, sees_all in ropes if sees_all),
+                  default=named)  # fmt: skip
+    constant = min((_constant(rope, named, longest) for rope, _ in ropes), default=longest)
+    if constant >= longest:
+        return ContextLength(longest)
+    names = " and ".join(sorted({rope["rope_type"] for rope, _ in ropes} & set(CHANGING)))
+    if max_len is not None and max_len > constant:
+        return ContextLength(
+            longest,
+            f"rotary embeddings of type {names} are those of {longest} tokens from the first one "
+            "on, so short prompts may get other answers than from transformers",
+            is_stretched=True,
+        )
+    return ContextLength(
+        constant,
+        f"its context is limited to {constant} of {longest} tokens: rotary embeddings of type "
+        f"{names} change there, which would leave K and V of earlier tokens wrong; with "
+        f"max_model_len up to {longest} they are those of long contexts throughout",
+    )
+
+
+def stretch(text: PreTrainedConfig) -> None:
+    """Makes changing embeddings constant: those of the longest context. For a config that no model
+    has read yet.
+    """
+    for rope, _ in _ropes(text):
+        if rope["rope_type"] == "longrope":
+            rope["short_factor"] = rope["long_factor"]
+        elif rope["rope_type"] == "dynamic":
+            factor, size = rope.pop("factor"), _rotated_size(text, rope)
+            grown = factor**2 - (factor - 1)  # as transformers has it at factor times the length
+            rope["rope_theta"] *= grown ** (size / (size - 2))
+            rope["rope_type"] = "default"
+
+
+def _ropes(text: PreTrainedConfig) -> Iterator[tuple[Rope, bool]]:
+    """Parameters of rotary embeddings, and if layers with them see the whole context."""
+    found = getattr(text, "rope_parameters", None) or {}
+    nested = {name: value for name, value in found.items() if isinstance(value, dict)}
+    if not nested and found:
+        nested = {"": found}
+    for name, rope in nested.items():
+        rope.setdefault("rope_type", rope.get("type", "default"))
+        yield rope, "sliding" not in name
+
+
+def _longest(text: PreTrainedConfig, rope: Rope, named: int) -> int:
+    """The longest context for which these embeddings are made."""
+    factor = _number(rope, "factor", 1.0)
+    if rope["rope_type"] in ("yarn", "longrope"):
+        original = _number(rope, "original_max_position_embeddings", named)
+        return max(named, int(original * factor))
+    if rope["rope_type"] in FACTORED and not text.model_type.startswith(PRODUCT_NAMED):
+        return int(named * max(1.0, factor))
+    return named
+
+
+def _constant(rope: Rope, named: int, longest: int) -> int:
+    """The length up to which these embeddings do not change."""
+    if rope["rope_type"] == "longrope":
+        return min(longest, int(_number(rope, "original_max_position_embeddings", named)))
+    return named if rope["rope_type"] == "dynamic" else longest
+
+
+def _rotated_size(text: PreTrainedConfig, rope: Rope) -> int:
+    """The number of elements of a head that are rotated."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(head_dim * _number(rope, "partial_rotary_factor", 1.0))
+
+
+def _number(rope: Rope, key: str, default: float) -> float:
+    """A positive number of the parameters, or the default if there is none."""
+    value = rope.get(key)
+    return value if type(value) in (int, float) and value > 0 else default
