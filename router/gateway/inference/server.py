@@ -22,12 +22,14 @@ from engine.net.grpc_library import grpc
 from router.edge.relay import Relay
 from router.edge.tls import TlsFiles
 from router.gateway.inference.service import SERVICE, InferenceService
+from router.gateway.inference.small_messages import SmallMessages
 from router.gateway.versions import Versions
 
 MORE_MESSAGE_BYTES = 64 * 2**10  # of a message beside its tensors
 MAX_CALLS_PER_CONNECTION = 256
 KEEPALIVE_S = 30  # between pings to a silent client
 KEEPALIVE_TIMEOUT_S = 10
+MAX_IDLE_S = 60  # of a connection without a call; clients connect again by themselves
 CLIENT_PINGS_S = 10  # the least time between pings of a client
 LOOK_EVERY_S = 0.5  # how often health follows readiness
 INNER = "inner-"  # begins the name of the socket of gRPC's library
@@ -89,6 +91,7 @@ class InferenceServer:
     async def _open(self, address: str) -> int:
         self._server = grpc.aio.server(
             options=self._options(),
+            interceptors=(SmallMessages(),),
             maximum_concurrent_rpcs=self._limits.max_connections,
         )
         self._server.add_generic_rpc_handlers((self._service.handler(),))
@@ -159,6 +162,7 @@ class InferenceServer:
             ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
+            ("grpc.max_connection_idle_ms", MAX_IDLE_S * 1000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PINGS_S * 1000),
             ("grpc.so_reuseport", 0),

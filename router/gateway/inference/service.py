@@ -13,13 +13,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
+from google.protobuf.message import DecodeError
+
 from engine.errors import InvalidRequest
 from engine.net.grpc_library import grpc
 from router.access.guard import KeyFinder, identify
+from router.access.keys import Tenant
 from router.edge.responses import refusal_of
 from router.gateway.access_log import AccessLine
 from router.gateway.answering import AnswerService, GatewayParts
@@ -33,6 +37,7 @@ from router.gateway.answers.writing import (
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.answers import StreamedInference, WholeInference
 from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
+from router.gateway.inference.wire import check_wire, no_message
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.requests.calls import check_size
 from router.gateway.requests.openai_schema import CompletionBody
@@ -62,6 +67,7 @@ _CODES = {
 }
 _STATUSES = {code: int(status) for status, code in reversed(_CODES.items())}
 _Method = Callable[[Any, Any], Awaitable[Any]]
+_Take = Callable[[], Awaitable[bytes]]  # the message of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class _Replies:
     """The way to the client of one request; implements `router.gateway.answering.Replies`."""
 
     send: Callable[[Any], Awaitable[None]]
+    id: str = ""  # of the request, known once its message is read
     form: AnswerForm | None = None  # known once the request is read
     failure: InferenceFailure | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -137,24 +144,27 @@ class InferenceService:
 
     def handler(self) -> Any:
         """The generic handler that a gRPC server takes."""
-        one, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        infer = grpc.stream_unary_rpc_method_handler(  # of one message, which it takes by itself
+            self.infer, None, pb.ModelInferResponse.SerializeToString
+        )
+        infer_stream = grpc.stream_stream_rpc_method_handler(
+            self.infer_stream, None, pb.ModelStreamInferResponse.SerializeToString
+        )
         methods = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
         kinds = {
-            "ServerLive": (one, self.server_live),
-            "ServerReady": (one, self.server_ready),
-            "ServerMetadata": (one, self.server_metadata),
-            "ModelReady": (one, self.model_ready),
-            "ModelMetadata": (one, self.model_metadata),
-            "ModelInfer": (one, self.infer),
-            "ModelStreamInfer": (stream, self.infer_stream),
+            "ServerLive": self.server_live,
+            "ServerReady": self.server_ready,
+            "ServerMetadata": self.server_metadata,
+            "ModelReady": self.model_ready,
+            "ModelMetadata": self.model_metadata,
         }
-        inferences = ("ModelInfer", "ModelStreamInfer")  # which log each request by themselves
-        handlers = {}
-        for name, (kind, method) in kinds.items():
+        handlers = {"ModelInfer": infer, "ModelStreamInfer": infer_stream}
+        for name, method in kinds.items():
             request = getattr(pb, methods[name].input_type.name)
             response = getattr(pb, methods[name].output_type.name)
-            logged = self._logged(name, method) if name not in inferences else method
-            handlers[name] = kind(logged, request.FromString, response.SerializeToString)
+            handlers[name] = grpc.unary_unary_rpc_method_handler(
+                self._logged(name, method), request.FromString, response.SerializeToString
+            )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _logged(self, name: str, method: _Method) -> _Method:
@@ -230,7 +240,7 @@ class InferenceService:
 
     # ------------------------------------------------------------ answers
 
-    async def infer(self, request: Any, context: Any) -> Any:
+    async def infer(self, messages: AsyncIterator[bytes], context: Any) -> Any:
         """Answers a request with one response."""
         responses: list[Any] = []
 
@@ -238,13 +248,25 @@ class InferenceService:
             responses.append(response)
 
         replies = _Replies(send)
-        await self._answer(request, context, replies, may_stream=False)
+        await self._answer(partial(self._only, messages), context, replies, may_stream=False)
         if replies.failure is not None:
             await _abort(context, replies.failure)
         context.set_trailing_metadata(tuple(replies.headers.items()))
         return responses[0]
 
-    async def infer_stream(self, requests: AsyncIterator[Any], context: Any) -> None:
+    async def _only(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The message of a request that has one. Raises ApiError if it does not come in time."""
+        limit_s = self._parts.settings.body_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await anext(messages)
+        except StopAsyncIteration:
+            raise no_message() from None
+        except TimeoutError:
+            message = f"the message did not arrive within {limit_s:g} s"
+            raise ApiError(message, code="request_timeout", status=408) from None
+
+    async def infer_stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         """Answers requests as they come, each with one response or more, which say its id."""
         try:
             identify(self._keys, _authorization(context))
@@ -260,23 +282,23 @@ class InferenceService:
                     pb.ModelStreamInferResponse(error_message=error, infer_response=response)
                 )
 
-        async def answer(request: Any) -> None:
+        async def answer(message: bytes) -> None:
             try:
                 replies = _Replies(send)
-                await self._answer(request, context, replies, may_stream=True)
+                await self._answer(partial(_given, message), context, replies, may_stream=True)
                 if replies.failure is not None:
                     if ends_on_errors:
                         raise _StreamEnds(replies.failure)
-                    await send(pb.ModelInferResponse(id=request.id), replies.failure.message)
+                    await send(pb.ModelInferResponse(id=replies.id), replies.failure.message)
             finally:
                 slots.release()
 
         ended: InferenceFailure | None = None
         try:
             async with LightTaskGroup() as group:
-                async for request in requests:
+                async for message in messages:
                     await slots.acquire()
-                    group.create_task(answer(request))
+                    group.create_task(answer(message))
         except* _StreamEnds as ends:
             first = ends.exceptions[0]
             assert isinstance(first, _StreamEnds)
@@ -284,10 +306,23 @@ class InferenceService:
         if ended is not None:
             await _abort(context, ended)
 
+    async def _read(
+        self, message: bytes, tenant: Tenant, replies: _Replies, *, may_stream: bool
+    ) -> InferenceCall:
+        """Reads a request, a long one in a thread. Raises ApiError."""
+        check_size(len(message), self._parts.settings)
+        read = partial(_read, message, replies, may_stream=may_stream)
+        if len(message) < LONG_REQUEST_BYTES:
+            return read()
+        return await self._parts.lanes.run(tenant.name, len(message), read)
+
     async def _answer(
-        self, request: Any, context: Any, replies: _Replies, *, may_stream: bool
+        self, take: _Take, context: Any, replies: _Replies, *, may_stream: bool
     ) -> None:
-        """Answers and logs one request. A failure is left in `replies`, also of a bug in Baton."""
+        """Answers and logs one request, whose message is taken once its key is known.
+
+        A failure is left in `replies`, also of a bug in Baton.
+        """
         begin_s, key, shown_id, is_over = self._parts.clock.now_s(), "", "", False
         seen: RequestMeter | None = None
         try:
@@ -296,14 +331,7 @@ class InferenceService:
                 try:
                     tenant = identify(self._keys, _authorization(context))
                     key = tenant.name
-                    num_bytes = request.ByteSize()
-                    check_size(num_bytes, self._parts.settings)
-                    if num_bytes < LONG_REQUEST_BYTES:
-                        call = _read(request, may_stream=may_stream)
-                    else:
-                        call = await self._parts.lanes.run(
-                            tenant.name, num_bytes, lambda: _read(request, may_stream=may_stream)
-                        )
+                    call = await self._read(await take(), tenant, replies, may_stream=may_stream)
                     replies.form = call.form
                     headers = _metadata(context) | call.headers
                     api_call = self._answers.call(call.data, tenant, headers)
@@ -331,11 +359,23 @@ class InferenceService:
             ).write(seen)
 
 
-def _read(request: Any, *, may_stream: bool) -> InferenceCall:
+async def _given(message: bytes) -> bytes:
+    """A message that was taken already."""
+    return message
+
+
+def _read(message: bytes, replies: _Replies, *, may_stream: bool) -> InferenceCall:
+    """Reads a request, whose id `replies` gets. Raises ApiError."""
+    check_wire(message)
+    try:
+        request = pb.ModelInferRequest.FromString(message)
+    except DecodeError:
+        raise no_message() from None
+    replies.id = request.id
     call = read_call(request)
     if call.form.streams and not may_stream:
-        message = "stream: ModelInfer has one response; use ModelStreamInfer"
-        raise invalid_value(message, "stream")
+        text = "stream: ModelInfer has one response; use ModelStreamInfer"
+        raise invalid_value(text, "stream")
     return call
 
 

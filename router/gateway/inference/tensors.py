@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 
 MAX_ITEMS = 2**20  # of one tensor
 MAX_TENSORS = 64  # of one request
+MAX_DIMENSIONS = 8
 
 _LENGTH = struct.Struct("<I")
 # The field of InferTensorContents, and the raw form in numpy's words.
@@ -59,27 +60,34 @@ def read_tensors(request: Any) -> dict[str, Tensor]:
 
 
 def _read(tensor: Any, raw: bytes | None) -> Tensor:
-    name, datatype, shape = tensor.name, tensor.datatype, tuple(tensor.shape)
+    name, datatype = tensor.name, tensor.datatype
+    if len(tensor.shape) > MAX_DIMENSIONS:  # their product may have millions of digits
+        raise _fault(name, f"at most {MAX_DIMENSIONS} dimensions are allowed")
+    shape = tuple(tensor.shape)
     form = _FORMS.get(datatype)
     if form is None:
         known = ", ".join(_FORMS)
         raise _fault(name, f"the data type is {datatype[:40]!r}; expected one of {known}")
     if any(size < 0 for size in shape) or math.prod(shape) > MAX_ITEMS:
-        raise _fault(name, f"the shape is {list(shape)[:8]}; at most {MAX_ITEMS} items are allowed")
+        raise _fault(name, f"the shape is {list(shape)}; at most {MAX_ITEMS} items are allowed")
+    num_items = math.prod(shape)
+    values: Any
     if raw is None:
-        values = tuple(getattr(tensor.contents, form[0]))
+        values = getattr(tensor.contents, form[0])
     elif tensor.HasField("contents"):
         raise _fault(name, "contents and raw_input_contents do not go together")
     elif datatype == "BYTES":
-        values = tuple(_split(name, raw))
+        values = list(islice(_split(name, raw), num_items + 1))
     else:
         size = np.dtype(form[1]).itemsize
         if len(raw) % size:
             raise _fault(name, f"{len(raw)} bytes are no whole number of {datatype} values")
-        values = tuple(np.frombuffer(raw, form[1]).tolist())
-    if len(values) != math.prod(shape):
+        values = np.frombuffer(raw, form[1])
+    if len(values) != num_items:  # before an object is made of each
         raise _fault(name, f"{len(values)} values do not fill the shape {list(shape)}")
-    return Tensor(datatype, shape, values)
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    return Tensor(datatype, shape, tuple(values))
 
 
 def _split(name: str, raw: bytes) -> Iterator[bytes]:

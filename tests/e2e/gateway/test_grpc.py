@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import resource
+from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
@@ -213,6 +215,63 @@ async def test_a_long_message_is_refused():
         assert (code, words) == (CODES.INVALID_ARGUMENT, "the body is longer than 1000 bytes")
         code, _ = await status_of(client.ModelInfer(request_of("y" * 100_000)))
         assert code is CODES.RESOURCE_EXHAUSTED
+
+
+MANY_INPUTS = b"\x2a\x00" * 4_000_000
+KEPT_BYTES = 100 * 2**20  # by gRPC's buffers; each message parsed would take 360 MB
+
+
+def resident_bytes():
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize("key", ["right", "wrong"])
+@in_time
+async def test_messages_that_cost_more_than_they_weigh_take_no_memory(key):
+    async with inference(FakeRouter(), keys=KEYS, max_body_bytes=8 * 2**20) as client:
+        metadata = [("authorization", f"Bearer {key}")]
+        call = client.channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        before = resident_bytes()
+        for _ in range(6):
+            code, _ = await status_of(call(MANY_INPUTS, metadata=metadata))
+            assert code is (CODES.INVALID_ARGUMENT if key == "right" else CODES.UNAUTHENTICATED)
+        assert resident_bytes() - before < KEPT_BYTES
+
+
+@in_time
+async def test_malformed_messages_are_refused_without_a_traceback(caplog):
+    async with inference(FakeRouter(answer("hi"))) as client:
+        for path in (
+            *(f"/{SERVICE}/{name}" for name in ("ModelInfer", "ServerLive", "ModelReady")),
+            *(f"/{health_pb2.DESCRIPTOR.package}.Health/{name}" for name in ("Check", "Watch")),
+            f"/{reflection_pb2.DESCRIPTOR.package}.ServerReflection/ServerReflectionInfo",
+        ):
+            for message in (b"\xff\xff", b"\x0a", b"\x0a" + b"\x00" * 10_000):
+                code, _ = await status_of(client.channel.unary_unary(path)(message))
+                assert code is CODES.INVALID_ARGUMENT
+        assert await client.ModelInfer(request_of())
+    assert "Traceback" not in caplog.text
+
+
+@in_time
+async def test_a_message_that_does_not_come_is_not_waited_for():
+    async with inference(FakeRouter(), body_timeout_s=0.1) as client:
+        call = client.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
+        assert await call.code() is CODES.DEADLINE_EXCEEDED
+
+
+@in_time
+async def test_streams_that_need_no_key_are_bounded(monkeypatch):
+    monkeypatch.setattr("router.gateway.inference.small_messages.MAX_STREAMS", 1)
+    async with inference(FakeRouter()) as client:
+        health = health_pb2_grpc.HealthStub(client.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        other = health.Watch(health_pb2.HealthCheckRequest())
+        assert await other.code() is CODES.RESOURCE_EXHAUSTED
+        assert await health.Check(health_pb2.HealthCheckRequest())
+        watch.cancel()
 
 
 @in_time
