@@ -64,7 +64,7 @@ from router.machine.machine import (
     WorkerJoined,
     WorkerLost,
 )
-from router.machine.requests import Failed, Request, Timeline, Update
+from router.machine.requests import Failed, Request, Timeline, Update, joined
 from router.native.machine import native_machine
 from router.port import (
     OpenLane,
@@ -99,17 +99,16 @@ class _Client:
         self._take_tokens = take_tokens
         self._open_lane = open_lane
         self.lane: SeqId | None = None  # the sequence of its lane, which may have closed by itself
-        self._unread: Update | None = None
+        self._unread: list[Update] = []
         self._waiter: asyncio.Future[Update] | None = None
 
     def put(self, update: Update) -> None:
         """Adds an update."""
         waiter = self._waiter
         if waiter is None or waiter.done():  # a client that reads slowly gets larger pieces
-            if self._unread is None:
-                self._unread = update
-            elif self._unread.outcome is None:  # else `Router.cut` ended the request
-                self._unread = _merged(self._unread, update)
+            unread = self._unread
+            if not unread or unread[-1].outcome is None:  # else `Router.cut` ended the request
+                unread.append(update)
             return
         try:
             if not self._take_at_once(update):
@@ -145,11 +144,11 @@ class _Client:
 
     async def next(self) -> Update:
         """Waits for an update. Returns all unread ones as one."""
-        if self._unread is None:
+        if not self._unread:
             self._waiter = asyncio.get_running_loop().create_future()
             return await self._waiter
-        update, self._unread = self._unread, None
-        return update
+        unread, self._unread = self._unread, []
+        return joined(unread)
 
 
 class Router:
@@ -764,18 +763,7 @@ def _perform(
         case End(request_id, outcome, timeline):
             update = Update(outcome=outcome, timeline=timeline)
     earlier = updates.get(request_id)
-    updates[request_id] = update if earlier is None else _merged(earlier, update)
-
-
-def _merged(first: Update, second: Update) -> Update:
-    return Update(
-        token_ids=first.token_ids + second.token_ids,
-        outcome=second.outcome,
-        timeline=second.timeline or first.timeline,
-        logprobs=first.logprobs + second.logprobs,
-        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
-        embedding=first.embedding + second.embedding,
-    )
+    updates[request_id] = update if earlier is None else joined((earlier, update))
 
 
 def _events(worker_id: WorkerId, messages: Sequence[ToGateway]) -> list[RouterEvent]:

@@ -1,6 +1,7 @@
 """Complete responses over ASGI: JSON, and errors as OpenAI shapes them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -8,6 +9,8 @@ from starlette.types import Send
 
 from engine.errors import InvalidRequest
 from router.inbox.api_errors import ApiError, error_body
+from router.inbox.json_parts import PART_BYTES
+from router.inbox.loop_turns import Turn
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -55,6 +58,24 @@ async def send_data(
     """A complete response with a JSON body that is encoded already."""
     await send_head(send, status, JSON, {"content-length": str(len(data)), **(headers or {})})
     await send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def send_parts(
+    send: Send, parts: Iterator[bytes], headers: Mapping[str, str], turn: Turn
+) -> None:
+    """A complete JSON response, each part made when it is its turn and the client took the last.
+
+    A short response has its length in the head. `parts` are those of `json_parts`.
+    """
+    first = next(parts)
+    if len(first) < PART_BYTES:
+        await send_data(send, 200, first, headers)
+        return
+    await send_head(send, 200, JSON, headers)
+    for part in chain((first,), parts):
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        await turn()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def send_head(

@@ -59,6 +59,7 @@ from router.gateway.versions import (
 )
 from router.inbox.api_errors import invalid_value
 from router.inbox.lanes import Lanes
+from router.inbox.loop_turns import LoopTurns, Turn
 from router.machine.requests import Failed
 from router.port import RequestPort
 from router.text.tokenizer import TextModel
@@ -83,6 +84,7 @@ class GatewayParts:
     grammars: GrammarCheck
     accounts: KeyAccounts
     lanes: Lanes
+    turns: LoopTurns
     storage: Storage
     recent: RecentRequests
     tracing: Tracing | None = None
@@ -169,7 +171,8 @@ class AnswerService:
             meter.accept(received_s, checked.prompt_len, checked.served.name, key=tenant.name)
             parts.versions.begin(checked.served)
             try:
-                await self._serve(checked, replies, meter, use)
+                turn = partial(parts.turns.take, tenant.turn)
+                await self._serve(checked, replies, meter, use, turn)
             finally:
                 parts.versions.end(checked.served)
         finally:
@@ -180,7 +183,7 @@ class AnswerService:
             REQUEST.reset(logged)
 
     async def _serve(
-        self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse
+        self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse, turn: Turn
     ) -> None:
         parts = self._parts
         prompts = [PromptScores() for _ in range(call.num_prompts)]
@@ -202,6 +205,7 @@ class AnswerService:
             decision=lambda: choices[0].decision,
             limit_headers=lambda: use.headers(call.first.received_s),
             trace_headers={} if meter.trace is None else meter.trace.headers,
+            turn=turn,
         )
         writer = replies.open(heading)
         port, clock = self._port_of(call.served), parts.clock
@@ -213,9 +217,9 @@ class AnswerService:
                 shown_id = call.client_id or choice.request.request_id
                 recent.begin(RunningChoice(shown_id, call.served.name, choice))
             if searches is None:
-                following = follow(port, clock, choices, writer)
+                following = follow(port, clock, choices, writer, turn)
             else:
-                following = searches.follow(choices, writer)
+                following = searches.follow(choices, writer, turn)
             if call.timeout_s is not None:
                 following = self._in_time(call, call.timeout_s, following)
             last = await following

@@ -60,6 +60,7 @@ from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing
 from router.gateway.versions import Versions
 from router.inbox.lanes import Lanes
+from router.inbox.loop_turns import LoopTurns
 
 EXPOSED_HEADERS = (  # that scripts of other origins may read
     "x-request-id",
@@ -149,6 +150,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
         grammars=grammars,
         accounts=KeyAccounts(settings.key_limits),
         lanes=Lanes(),
+        turns=LoopTurns(),
         storage=storage or Storage(None),
         tracing=tracing,
         recent=RecentRequests(Bounds(settings.slo_ttft_s, settings.slo_tpot_s), versions.tallies),

@@ -4,11 +4,13 @@ The HTTP side (`router.gateway`) makes a `Request` and follows its `Update`s. Th
 decides everything in between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
 from engine.messages import (
     FinishReason,
@@ -158,6 +160,40 @@ class Update(msgspec.Struct, frozen=True, gc=False):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
     embedding: bytes = b""  # with the first token, from a model that embeds
+
+    def parts(self, num_tokens: int) -> "Iterator[Update]":
+        """Yields the update in updates of at most this many tokens."""
+        last = max(len(self.token_ids) - 1, 0) // num_tokens * num_tokens
+        first = self
+        for begin in range(0, last, num_tokens):
+            tokens = slice(begin, begin + num_tokens)
+            yield replace(
+                first,
+                token_ids=self.token_ids[tokens],
+                logprobs=self.logprobs[tokens],
+                outcome=None,
+            )
+            first = replace(self, prompt_logprobs=(), embedding=b"")
+        yield (
+            replace(first, token_ids=self.token_ids[last:], logprobs=self.logprobs[last:])
+            if last
+            else self
+        )
+
+
+def joined(updates: Sequence[Update]) -> Update:
+    """Several updates of a request, in order, as one."""
+    if len(updates) == 1:
+        return updates[0]
+    timelines = [update.timeline for update in updates if update.timeline is not None]
+    return Update(
+        token_ids=tuple(chain.from_iterable([update.token_ids for update in updates])),
+        outcome=updates[-1].outcome,
+        timeline=timelines[-1] if timelines else None,
+        logprobs=tuple(chain.from_iterable([update.logprobs for update in updates])),
+        prompt_logprobs=tuple(chain.from_iterable([u.prompt_logprobs for u in updates])),
+        embedding=b"".join([update.embedding for update in updates]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

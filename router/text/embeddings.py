@@ -21,17 +21,17 @@ class EmbeddingForm(msgspec.Struct, frozen=True):
     dtype: str = "<f4"  # of the bytes in base64, in numpy's words
 
 
-def shaped(data: bytes, form: EmbeddingForm) -> list[float] | str:
-    """Returns an embedding in this form; `data` is fp32 [hidden], little-endian.
+def is_number(data: bytes, form: EmbeddingForm) -> bool:
+    """False if a number that the client wants is infinite, or none at all."""
+    return bool(np.isfinite(np.frombuffer(data, _FP32)[: form.size]).all())
 
-    Raises ValueError if the model's numbers are no numbers.
-    """
+
+def shaped(data: bytes, form: EmbeddingForm) -> list[float] | str:
+    """Returns an embedding in this form; `data` is fp32 [hidden], little-endian."""
     numbers = np.frombuffer(data, _FP32)[: form.size]
     if form.is_normalized:
         wide = numbers.astype(np.float64)  # squares of fp32 may overflow
         numbers = (wide / max(float(np.linalg.norm(wide)), MIN_LENGTH)).astype(_FP32)
-    if not np.isfinite(numbers).all():
-        raise ValueError("the model gave values that are no numbers")
     if form.is_base64:
         return b64encode(numbers.astype(form.dtype).tobytes()).decode()
     found: list[float] = numbers.tolist()

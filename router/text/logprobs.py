@@ -5,23 +5,35 @@ OpenAI's, entries are shown with the text that they begin. Text may be held back
 begin a stop string or ends inside a character. Text that a stop string cuts off takes its entries
 along. The token that ends an answer has no text and no entry.
 
+An entry with twenty alternatives is some 1.5 kB of JSON. So entries become JSON one by one, when
+the list that holds them is written (`router.inbox.json_parts`), from parts that are encoded once
+for each token of the vocabulary.
+
 Sources: OpenAI API reference, chat completions and completions; `prompt_logprobs`, vLLM's
 OpenAI-compatible server.
 """
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
+import msgspec
+from msgspec import Raw
+
 from engine.messages import Logprobs
+from router.inbox.json_parts import LazyItems
 from router.text.detokenizer import AnswerText
 
+NUM_CACHED = 16_384  # tokens, some 300 bytes each
 SMALLEST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 
 # A token id and its log-probabilities; the first token of a prompt has none.
 Entry = tuple[int, Logprobs | None]
 BytesOf = Callable[[int], bytes]
+
+_encode = msgspec.json.Encoder().encode
 
 
 class ScoredText:
@@ -69,7 +81,7 @@ class LogprobsWriter(Protocol):
     """Shapes the entries of one choice, in order."""
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """The `logprobs` of a choice that shows these tokens."""
+        """The `logprobs` of a choice that shows these tokens. Its lists are read once."""
         ...
 
 
@@ -83,17 +95,23 @@ class ChatLogprobs:
 
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """`content` has one item for each token."""
-        return {"content": [self._item(*entry) for entry in entries], "refusal": None}
+        return {"content": LazyItems(entries, self._item), "refusal": None}
 
-    def _item(self, token_id: int, scores: Logprobs | None) -> dict[str, Any]:
+    def _item(self, entry: Entry) -> Raw:
+        token_id, scores = entry
         assert scores is not None
-        top = [self._token(*pair) for pair in _top(scores, self._num_top)]
-        return self._token(token_id, scores.logprob) | {"top_logprobs": top}
+        ids, logprobs = _ranked(scores, self._num_top)
+        numbers = _numbers((scores.logprob, *logprobs))
+        frames = [self._frame(token_id), *map(self._frame, ids)]
+        own, *top = [b + number + e for (b, e), number in zip(frames, numbers, strict=True)]
+        return Raw(own[:-1] + b',"top_logprobs":[' + b",".join(top) + b"]}")
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._bytes_of(token_id)
-        name = _id_name(token_id) if self._ids_for_names else data.decode(errors="replace")
-        return {"token": name, "logprob": _finite(logprob), "bytes": list(data)}
+    def _frame(self, token_id: int) -> tuple[bytes, bytes]:
+        """The JSON of a token before and behind its number."""
+        begin, end = _chat_frame(self._bytes_of(token_id))
+        if self._ids_for_names:
+            begin = b'{"token":"token_id:%d","logprob":' % token_id
+        return begin, end
 
 
 class CompletionLogprobs:
@@ -112,32 +130,31 @@ class CompletionLogprobs:
     def shape(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """One item for each token in each of the lists."""
         return {
-            "tokens": [self._name(token_id) for token_id, _ in entries],
-            "token_logprobs": [None if s is None else _finite(s.logprob) for _, s in entries],
-            "top_logprobs": [self._alternatives(*entry) for entry in entries],
-            "text_offset": [self._advance(token_id) for token_id, _ in entries],
+            "tokens": LazyItems(entries, lambda entry: Raw(self._name(entry[0]))),
+            "token_logprobs": LazyItems(entries, _own_logprob),
+            "top_logprobs": LazyItems(entries, self._alternatives),
+            "text_offset": LazyItems(entries, self._advance),
         }
 
-    def _alternatives(self, token_id: int, scores: Logprobs | None) -> dict[str, float] | None:
+    def _alternatives(self, entry: Entry) -> Raw | None:
         """The likeliest tokens, and the chosen one."""
+        token_id, scores = entry
         if scores is None:
             return None
-        pairs = [*_top(scores, self._num_top), (token_id, scores.logprob)]
-        return {self._name(i): _finite(logprob) for i, logprob in pairs}
+        ids, logprobs = _ranked(scores, self._num_top)
+        names = map(self._name, (*ids, token_id))
+        pairs = dict(zip(names, _numbers((*logprobs, scores.logprob)), strict=True))
+        return Raw(b"{" + b",".join([name + b":" + pairs[name] for name in pairs]) + b"}")
 
-    def _name(self, token_id: int) -> str:
-        """The token's text. Bytes that are not valid text are spelled, so that names differ."""
+    def _name(self, token_id: int) -> bytes:
+        """The token's text as JSON."""
         if self._ids_for_names:
-            return _id_name(token_id)
-        data = self._bytes_of(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            return b'"token_id:%d"' % token_id
+        return _spelled(self._bytes_of(token_id))
 
-    def _advance(self, token_id: int) -> int:
+    def _advance(self, entry: Entry) -> int:
         offset = self._offset
-        self._offset += len(self._decoder.decode(self._bytes_of(token_id)))
+        self._offset += len(self._decoder.decode(self._bytes_of(entry[0])))
         return offset
 
 
@@ -146,42 +163,68 @@ def prompt_entries(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> tu
     return tuple(zip(token_ids, (None, *logprobs), strict=True))
 
 
-def prompt_logprobs(
-    entries: Sequence[Entry], bytes_of: BytesOf, num_top: int
-) -> list[Mapping[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[Entry], bytes_of: BytesOf, num_top: int) -> LazyItems[Entry]:
     """vLLM's shape: for each token of a prompt, the candidates by token id."""
-    return [_candidates(*entry, bytes_of, num_top) for entry in entries]
+    return LazyItems(entries, partial(candidates, bytes_of=bytes_of, num_top=num_top))
 
 
-def _candidates(
-    token_id: int, scores: Logprobs | None, bytes_of: BytesOf, num_top: int
-) -> dict[str, Any] | None:
+def candidates(entry: Entry, bytes_of: BytesOf, num_top: int) -> Raw | None:
+    """A token and the likeliest ones in its place, by token id."""
+    token_id, scores = entry
     if scores is None:
         return None
-    ranked = [(token_id, scores.logprob, scores.rank)]
-    ranked += [(i, p, rank) for rank, (i, p) in enumerate(_top(scores, num_top), start=1)]
-    return {
-        str(i): {
-            "logprob": _finite(logprob),
-            "rank": rank,
-            "decoded_token": bytes_of(i).decode(errors="replace"),
-        }
-        for i, logprob, rank in ranked
-    }
+    found = {token_id: (scores.logprob, scores.rank)}
+    for rank, (each, logprob) in enumerate(zip(*_ranked(scores, num_top), strict=True), start=1):
+        found[each] = logprob, rank
+    numbers = _numbers([logprob for logprob, _ in found.values()])
+    items = [
+        b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}'
+        % (each, number, rank, _decoded(bytes_of(each)))
+        for (each, (_, rank)), number in zip(found.items(), numbers, strict=True)
+    ]
+    return Raw(b"{" + b",".join(items) + b"}")
 
 
-def mean_logprob(scores: Sequence[Logprobs]) -> float:
+def _own_logprob(entry: Entry) -> float | None:
+    return None if entry[1] is None else _finite(entry[1].logprob)
+
+
+def mean_logprob(logprobs: Sequence[float]) -> float:
     """The mean log-probability, which ranks several answers."""
-    return sum(s.logprob for s in scores) / len(scores) if scores else -float("inf")
+    return sum(logprobs) / len(logprobs) if logprobs else -float("inf")
 
 
-def _top(scores: Logprobs, num_top: int) -> list[tuple[int, float]]:
-    return list(zip(scores.top_ids, scores.top_logprobs, strict=True))[:num_top]
+def _ranked(scores: Logprobs, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The likeliest tokens, and their log-probabilities."""
+    return scores.top_ids[:num_top], scores.top_logprobs[:num_top]
 
 
-def _id_name(token_id: int) -> str:
-    return f"token_id:{token_id}"
+def _numbers(logprobs: Sequence[float]) -> list[bytes]:
+    """The JSON of each number, of which there is at least one."""
+    return _encode([_finite(logprob) for logprob in logprobs])[1:-1].split(b",")
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, SMALLEST_LOGPROB)
+
+
+@lru_cache(NUM_CACHED)
+def _chat_frame(data: bytes) -> tuple[bytes, bytes]:
+    """The JSON of a token in a chat, before and behind its number."""
+    end = b',"bytes":' + _encode(list(data)) + b"}"
+    return b'{"token":' + _decoded(data) + b',"logprob":', end
+
+
+@lru_cache(NUM_CACHED)
+def _decoded(data: bytes) -> bytes:
+    """The JSON of a token's text."""
+    return _encode(data.decode(errors="replace"))
+
+
+@lru_cache(NUM_CACHED)
+def _spelled(data: bytes) -> bytes:
+    """The same. Bytes that are not valid text are spelled, so that names differ."""
+    try:
+        return _encode(data.decode())
+    except UnicodeDecodeError:
+        return _encode("bytes:" + "".join(f"\\x{byte:02x}" for byte in data))

@@ -11,8 +11,8 @@ thread.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from router.text.detokenizer import (
     TextState,
 )
 from router.text.forms.chosen import AUTO, AnswerForms, forms_of
+from router.text.logprobs import NUM_CACHED
 from router.text.native.step import NativeVocabulary
 from router.text.prompt_length import chars_per_token
 from router.text.template_files import Config, load_config, template_sources
@@ -212,8 +213,9 @@ class TextModel:
         raise context_exceeded(message, param)
 
     def decode_text(self, token_ids: Sequence[int]) -> str:
-        """Decodes a whole text, without its special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """Decodes a whole text, without its special tokens. Releases the interpreter lock."""
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)
+        return text
 
     def decode_all(self, token_ids: list[int]) -> str:
         """Decodes any number of tokens, special ones too. Releases the interpreter lock."""
@@ -225,9 +227,9 @@ class TextModel:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     @cached_property
-    def bytes_of(self) -> TokenBytes:
+    def bytes_of(self) -> Callable[[int], bytes]:
         """The bytes that each token stands for."""
-        return TokenBytes(self._tokenizer)
+        return lru_cache(NUM_CACHED)(TokenBytes(self._tokenizer))
 
     def added_token_id(self, content: str) -> int | None:
         """The id of the added token with this text, or None."""

@@ -4,7 +4,8 @@ This module does not know HTTP or JSON.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -25,6 +26,9 @@ from router.text.forms.deltas import (
 from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
 from router.text.native.library import NativeText
 from router.text.native.step import BatchedText, NativeVocabulary
+
+SCORED_AT_ONCE = 16  # with twenty alternatives each
+PLAIN_AT_ONCE = 256
 
 CallDelta = CallBegun | CallArguments
 
@@ -49,6 +53,28 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
         """True if the piece has nothing to show."""
         shown = self.text or self.entries or self.calls or self.token_ids or self.reasoning
         return not shown
+
+    def parts(self, num_entries: int) -> "Iterator[AnswerPiece]":
+        """Yields the piece in pieces of at most this many entries: its text first, its end last."""
+        entries = self.entries
+        if len(entries) <= num_entries:
+            yield self
+            return
+        yield AnswerPiece(
+            self.choice,
+            self.text,
+            self.num_tokens,
+            entries[:num_entries],
+            token_ids=self.token_ids,
+            reasoning=self.reasoning,
+        )
+        last = (len(entries) - 1) // num_entries * num_entries
+        for begin in range(num_entries, last, num_entries):
+            more = entries[begin : begin + num_entries]
+            yield AnswerPiece(self.choice, "", self.num_tokens, more)
+        yield msgspec.structs.replace(
+            self, text="", reasoning="", token_ids=(), entries=entries[last:]
+        )
 
 
 class PromptScores:
@@ -100,7 +126,7 @@ class AnswerChoice:
         leads = not index % call.num_candidates
         # The tokens of the first answer to a prompt, if stores shall hear which blocks it used.
         self.noted_ids: list[int] | None = [] if call.notes is not None and leads else None
-        self._scores: list[Logprobs] = []
+        self._logprobs = array("d")  # of each token, if scored
         self._is_scored = (
             request.sampling.logprobs is not None or request.prompt_logprobs is not None
         )
@@ -237,6 +263,16 @@ class AnswerChoice:
         return self._echoes_scores and not is_first and not self.prompt.are_known
 
     @property
+    def begins_with_scores(self) -> bool:
+        """True if the next piece has an entry for each token of the prompt."""
+        return self._echoes_scores and self._echo is not None
+
+    @property
+    def num_at_once(self) -> int:
+        """The number of tokens that take some milliseconds until they are sent."""
+        return SCORED_AT_ONCE if self._is_scored else PLAIN_AT_ONCE
+
+    @property
     def decision(self) -> Decision | None:
         """The placement decision, once the router has reported it."""
         return None if self.timeline is None else self.timeline.decision
@@ -249,7 +285,7 @@ class AnswerChoice:
     @property
     def mean_logprob(self) -> float:
         """The mean over its tokens, including the one that ended it."""
-        return mean_logprob(self._scores[: self.num_tokens])
+        return mean_logprob(self._logprobs[: self.num_tokens])
 
     def _pushed(
         self, token_ids: Sequence[int], logprobs: Sequence[Logprobs]
@@ -319,7 +355,7 @@ class AnswerChoice:
             self._note_scores(update)
 
     def _note_scores(self, update: Update) -> None:
-        self._scores += update.logprobs
+        self._logprobs.extend([scores.logprob for scores in update.logprobs])
         request = self.request
         if request.prompt_logprobs is not None and not self.prompt.are_known:
             self.prompt.put(prompt_entries(request.token_ids, update.prompt_logprobs))

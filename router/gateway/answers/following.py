@@ -10,6 +10,7 @@ from router.edge.extension import BodyPipe
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.writing import AnswerWriter
+from router.inbox.loop_turns import Turn
 from router.inbox.task_groups import LightTaskGroup
 from router.machine.requests import Update
 from router.port import OpenLane, RequestPort, StepTaker, open_no_lane
@@ -19,15 +20,22 @@ MAX_OPEN = 128  # requests of one call that the router has at once
 
 
 def follow(
-    port: RequestPort, clock: Clock, choices: Sequence[AnswerChoice], writer: AnswerWriter
+    port: RequestPort,
+    clock: Clock,
+    choices: Sequence[AnswerChoice],
+    writer: AnswerWriter,
+    turn: Turn,
 ) -> Coroutine[Any, Any, AnswerPiece]:
     """Submits the request of each choice and writes its pieces, but not the last one.
+
+    What a client that reads slowly has not taken comes all together. It is then taken in parts,
+    each when it is its `turn`.
 
     Returns the last piece of the answer, which has an outcome. So the iterator is closed, and a
     request that a stop string ended is cancelled, before anything waits for the client to take the
     end of the answer.
     """
-    takers = [_UpdateTaker(choice, writer, clock) for choice in choices]
+    takers = [_UpdateTaker(choice, writer, clock, turn) for choice in choices]
     if len(takers) == 1:
         return takers[0].follow(port, takers[0].open_lane)
     return _follow_all(port, takers, writer)
@@ -68,8 +76,11 @@ async def _follow_all(
 class _UpdateTaker:
     """Turns the updates of one choice into pieces and writes them."""
 
-    def __init__(self, choice: AnswerChoice, writer: AnswerWriter, clock: Clock) -> None:
+    def __init__(
+        self, choice: AnswerChoice, writer: AnswerWriter, clock: Clock, turn: Turn
+    ) -> None:
         self._choice = choice
+        self._turn = turn
         self._writer = writer
         self._clock = clock
         self._is_plain = choice.is_plain and writer.shows_text_alone
@@ -86,14 +97,28 @@ class _UpdateTaker:
             async for update in updates:
                 if self._choice.waits_for_prompt:
                     await self._choice.prompt.wait()
-                piece = self._last or self._choice.take(update, self._clock.now_s())
-                if piece.outcome is not None:
-                    return piece
-                if update.token_ids:
-                    await self._writer.write(piece)
+                last = await self._take(update)
+                if last is not None:
+                    return last
         finally:
             await updates.aclose()
         raise AssertionError("the router's iterator ended without an outcome")
+
+    async def _take(self, update: Update) -> AnswerPiece | None:
+        """Writes an update. Returns the last piece of the choice instead of writing it."""
+        if self._last is not None:
+            return self._last
+        num_at_once = self._choice.num_at_once
+        is_long = len(update.token_ids) > num_at_once
+        for part in update.parts(num_at_once):
+            if is_long:
+                await self._turn()
+            piece = self._choice.take(part, self._clock.now_s())
+            if piece.outcome is not None:
+                return piece
+            if part.token_ids:
+                await self._writer.write(piece)
+        return None
 
     def open_lane(self, seq_id: SeqId) -> StepTaker | None:
         """Opens a lane if the last tokens went to the batch and nothing waits to be sent."""
@@ -105,9 +130,12 @@ class _UpdateTaker:
     def _take_at_once(self, update: Update) -> bool:
         """Writes this update without waiting; returns False if that is not possible."""
         writer = self._writer
-        if update.outcome is not None or not writer.is_ready or self._choice.waits_for_prompt:
+        choice = self._choice
+        if update.outcome is not None or not writer.is_ready or choice.begins_with_scores:
             return False
-        piece = self._choice.take(update, self._clock.now_s())
+        if len(update.token_ids) > choice.num_at_once:
+            return False
+        piece = choice.take(update, self._clock.now_s())
         if piece.outcome is not None:
             self._last = piece
             return False

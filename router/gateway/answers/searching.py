@@ -10,7 +10,6 @@ again, since what was computed before would be lost.
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from functools import reduce
 
 from msgspec.structs import replace
 
@@ -20,8 +19,9 @@ from router.gateway.answers.beams import BeamRules, BeamSearch, Hypothesis
 from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.writing import AnswerWriter
 from router.gateway.requests.calls import CheckedCall
+from router.inbox.loop_turns import Turn
 from router.inbox.task_groups import LightTaskGroup
-from router.machine.requests import Finished, Outcome, Rejected, Request, Update
+from router.machine.requests import Finished, Outcome, Rejected, Request, Update, joined
 from router.port import RequestPort
 from router.prefixes.map import PrefixHashes
 
@@ -40,8 +40,10 @@ class Searches:
         self._call = call
         self._beams = call.beams
 
-    async def follow(self, choices: Sequence[AnswerChoice], writer: AnswerWriter) -> AnswerPiece:
-        """Searches, and writes the best hypotheses as the choices of each prompt.
+    async def follow(
+        self, choices: Sequence[AnswerChoice], writer: AnswerWriter, turn: Turn
+    ) -> AnswerPiece:
+        """Searches, and writes the best hypotheses as the choices of each prompt, in turns.
 
         Returns the last piece of the answer. If a step fails, that is the piece of a failure.
         """
@@ -56,11 +58,14 @@ class Searches:
             return AnswerPiece(choice=0, text="", num_tokens=0, outcome=failed[0].outcome)
         updates = [update for task in tasks for update in task.result()]
         now_s = self._clock.now_s()
-        *others, last = (
-            choice.take(update, now_s) for choice, update in zip(choices, updates, strict=True)
-        )
-        for piece in others:
-            await writer.write(piece)
+        last: AnswerPiece | None = None
+        for choice, update in zip(choices, updates, strict=True):
+            for part in update.parts(choice.num_at_once):
+                if last is not None:
+                    await writer.write(last)
+                    await turn()
+                last = choice.take(part, now_s)
+        assert last is not None
         return last
 
     async def _search(self, leader: Request) -> list[Update]:
@@ -134,7 +139,7 @@ class Searches:
         async with aclosing(self._port.submit(request)) as updates:
             async for update in updates:
                 found.append(update)
-        return reduce(_joined, found)
+        return joined(found)
 
 
 async def _pause(duration_s: float) -> None:
@@ -164,16 +169,6 @@ def _later(request: Request, now_s: float) -> Request:
     assert request.hashes is not None
     hashes = request.hashes.copy()
     return replace(request, received_s=now_s, deadline_s=None, prompt_logprobs=None, hashes=hashes)
-
-
-def _joined(one: Update, other: Update) -> Update:
-    return Update(
-        one.token_ids + other.token_ids,
-        outcome=other.outcome,
-        timeline=other.timeline or one.timeline,
-        logprobs=one.logprobs + other.logprobs,
-        prompt_logprobs=one.prompt_logprobs + other.prompt_logprobs,
-    )
 
 
 def _answer(hypothesis: Hypothesis, first: Update, *, is_first: bool) -> Update:

@@ -11,7 +11,7 @@ from starlette.types import Send
 from router.edge.extension import BodyPipe
 from router.edge.responses import EVENT_STREAM, send_head
 from router.gateway.answers.batching import TextBatch
-from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.choice import SCORED_AT_ONCE, AnswerPiece
 from router.gateway.answers.dialects import call_delta, reasoning_fields
 from router.gateway.answers.writing import (
     Ending,
@@ -20,6 +20,7 @@ from router.gateway.answers.writing import (
     send_failure,
     usage_of,
 )
+from router.inbox.json_parts import encode_lazy
 from router.machine.requests import (
     Cancelled,
     Finished,
@@ -87,10 +88,17 @@ class StreamedAnswer:
     async def write(self, piece: AnswerPiece) -> None:
         """Sends a chunk, unless there is nothing to show."""
         if self._turn is None:
-            await self._write(piece)
+            await self._write_parts(piece)
             return
         async with self._turn:
-            await self._write(piece)
+            await self._write_parts(piece)
+
+    async def _write_parts(self, piece: AnswerPiece) -> None:
+        """Sends a piece, or the log-probabilities of a long prompt in parts."""
+        for number, part in enumerate(piece.parts(SCORED_AT_ONCE)):
+            if number:
+                await self._heading.turn()
+            await self._write(part)
 
     async def _write(self, piece: AnswerPiece) -> None:
         self.is_open = False
@@ -255,7 +263,7 @@ class _ChunkEncoder:
         if self._call.num_top is None or (self._dialect.is_chat and not piece.entries):
             return _UNSCORED
         scores = self._logprobs[piece.choice].shape(piece.entries)
-        return b',"logprobs":' + _encode(scores)
+        return b',"logprobs":' + encode_lazy(scores)
 
     def _counted(self, choice: int, num_tokens: int) -> bytes:
         """The end of a chunk, with its choice's usage so far if the client wants that."""

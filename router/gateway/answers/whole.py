@@ -1,14 +1,17 @@
-"""Sends an answer as one JSON body when it is complete."""
+"""Sends an answer as one JSON body when it is complete.
 
-import asyncio
+A long answer is written in parts, each when it is its tenant's turn: see `router.inbox.loop_turns`.
+"""
+
+from array import array
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
-import msgspec
 from starlette.types import Send
 
-from router.edge.responses import send_data
-from router.gateway.answers.choice import AnswerPiece
+from router.edge.responses import send_data, send_parts
+from router.gateway.answers.choice import AnswerPiece, CallDelta
 from router.gateway.answers.embedded import EmbeddingAnswer
 from router.gateway.answers.writing import (
     AnswerWriter,
@@ -16,6 +19,7 @@ from router.gateway.answers.writing import (
     Heading,
     send_failure,
 )
+from router.inbox.json_parts import encode_lazy, json_parts
 from router.machine.requests import (
     Finished,
 )
@@ -24,9 +28,8 @@ from router.text.logprobs import (
     prompt_logprobs,
 )
 
-LONG_PROMPT_TOKENS = 256  # with twenty alternatives each, more take milliseconds to encode
-
-_encode = msgspec.json.Encoder().encode
+SHORT_ENTRIES = 16  # with twenty alternatives each, they take about a millisecond to encode
+SHORT_TOKENS = 8192  # the same of token ids and text
 
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
@@ -37,13 +40,48 @@ def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
     return WholeAnswer(heading, send)
 
 
+class KeptChoice:
+    """What came of one choice so far."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.token_ids = array("I")
+        self.calls: list[CallDelta] = []
+        self.last: AnswerPiece | None = None
+        self._text = StringIO()  # takes less room than its pieces
+        self._reasoning = StringIO()
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return self._text.getvalue()
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return self._reasoning.getvalue()
+
+    def add(self, piece: AnswerPiece) -> None:
+        """Takes the next piece."""
+        self.last = piece
+        self._text.write(piece.text)
+        self._reasoning.write(piece.reasoning)
+        self.entries += piece.entries
+        self.token_ids.extend(piece.token_ids)
+        self.calls += piece.calls
+
+    def add_text(self, text: str) -> None:
+        """Takes more text."""
+        self._text.write(text)
+
+
 class WholeAnswer:
     """Sends an answer when it is complete."""
 
     def __init__(self, heading: Heading, send: Send) -> None:
         self._heading = heading
         self._send = send
-        self._pieces: list[list[AnswerPiece]] = [[] for _ in range(heading.num_choices)]
+        self._kept = [KeptChoice() for _ in range(heading.num_choices)]
 
     @property
     def is_ready(self) -> bool:
@@ -57,26 +95,39 @@ class WholeAnswer:
 
     def write_at_once(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self._pieces[piece.choice].append(piece)
+        self._kept[piece.choice].add(piece)
 
     def write_text(self, choice: int, text: str) -> None:
         """Keeps the text."""
-        self._pieces[choice].append(AnswerPiece(choice, text, 0))
+        self._kept[choice].add_text(text)
 
     async def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self._pieces[piece.choice].append(piece)
+        self._kept[piece.choice].add(piece)
 
     async def end(self, ending: Ending) -> None:
         """Sends everything, or the error."""
         if not isinstance(ending.outcome, Finished):
             await send_failure(self._send, ending.outcome)
             return
-        long = sum(map(len, ending.prompt_entries)) > LONG_PROMPT_TOKENS
-        data = await asyncio.to_thread(self._body, ending) if long else self._body(ending)
-        await send_data(self._send, 200, data, self._heading.headers)
+        heading = self._heading
+        if self._is_short(ending):
+            data = encode_lazy(self._body(ending))
+            await send_data(self._send, 200, data, heading.headers)
+            return
+        await heading.turn()
+        parts = json_parts(self._body(ending))
+        await send_parts(self._send, parts, heading.headers, heading.turn)
 
-    def _body(self, ending: Ending) -> bytes:
+    def _is_short(self, ending: Ending) -> bool:
+        num_entries = sum([len(kept.entries) for kept in self._kept])
+        num_entries += sum(map(len, ending.prompt_entries))
+        num_tokens = ending.completion_tokens
+        if self._heading.call.return_token_ids:
+            num_tokens += ending.prompt_tokens
+        return num_entries <= SHORT_ENTRIES and num_tokens <= SHORT_TOKENS
+
+    def _body(self, ending: Ending) -> dict[str, Any]:
         heading = self._heading
         body = heading.fields(heading.dialect.object_name)
         choices = [self._choice(index) for index in ending.shown]
@@ -85,27 +136,23 @@ class WholeAnswer:
         self._add_prompts(body, ending.prompt_entries)
         if heading.call.timeline:
             body["baton_timeline"] = ending.timeline
-        return _encode(body)
+        return body
 
     def _choice(self, index: int) -> dict[str, Any]:
-        pieces, call, dialect = self._pieces[index], self._heading.call, self._heading.dialect
-        finish = pieces[-1].finish
-        assert finish is not None
+        kept, call, dialect = self._kept[index], self._heading.call, self._heading.dialect
+        last = kept.last
+        assert last is not None
+        assert last.finish is not None
         logprobs = None
         if call.num_top is not None:
-            entries = [entry for piece in pieces for entry in piece.entries]
             bytes_of = call.served.text.bytes_of
             writer = dialect.logprobs_writer(
                 bytes_of, call.num_top, ids_for_names=call.ids_for_names
             )
-            logprobs = writer.shape(entries)
-        text = "".join(piece.text for piece in pieces)
-        deltas = [delta for piece in pieces for delta in piece.calls]
-        reasoning = "".join(piece.reasoning for piece in pieces)
-        choice = dialect.whole_choice(text, deltas, finish, logprobs, reasoning)
-        token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
-        choice["stop_reason"] = pieces[-1].stop_reason
-        choice["token_ids"] = token_ids if call.return_token_ids else None
+            logprobs = writer.shape(kept.entries)
+        choice = dialect.whole_choice(kept.text, kept.calls, last.finish, logprobs, kept.reasoning)
+        choice["stop_reason"] = last.stop_reason
+        choice["token_ids"] = kept.token_ids.tolist() if call.return_token_ids else None
         return choice
 
     def _add_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]]) -> None:

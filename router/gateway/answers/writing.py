@@ -16,6 +16,7 @@ from router.gateway.answers.choice import AnswerChoice, AnswerPiece
 from router.gateway.answers.dialects import Dialect
 from router.gateway.requests.calls import CheckedCall
 from router.inbox.api_errors import error_body
+from router.inbox.loop_turns import Turn
 from router.machine.requests import UNFIT, Failed, Finished, Outcome, Rejected, Timeline
 from router.policies.base import Decision
 from router.text.logprobs import Entry
@@ -37,6 +38,7 @@ class Heading(msgspec.Struct, frozen=True):
     decision: Callable[[], Decision | None]  # known with the first token
     limit_headers: Callable[[], Mapping[str, str]]  # what remains of the key's limits
     trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
+    turn: Turn  # for each piece of long work
 
     @property
     def num_choices(self) -> int:

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from router.gateway.answers.choice import AnswerPiece
+from router.gateway.answers.whole import KeptChoice
 from router.gateway.answers.writing import Ending, Heading
 from router.gateway.inference import inference_pb2 as pb
-from router.gateway.inference.calls import OUTPUTS, TEXT_OUTPUT, AnswerForm
+from router.gateway.inference.calls import OUTPUTS, SCORES_OUTPUT, TEXT_OUTPUT, AnswerForm
 from router.gateway.inference.tensors import Tensor, parameter, write_tensors
+from router.inbox.json_parts import LazyItems, encode_in_turns, encode_lazy
 from router.machine.requests import Finished, Outcome
-from router.text.logprobs import SMALLEST_LOGPROB, BytesOf, Entry
+from router.text.logprobs import Entry, prompt_logprobs
 
 FINAL = "triton_final_response"
 IGNORED = "baton_ignored"  # names of fields that mean nothing here
@@ -36,7 +38,7 @@ class WholeInference:
         self._form = form
         self._send = send
         self._fail = fail
-        self._pieces: list[list[AnswerPiece]] = [[] for _ in range(heading.num_choices)]
+        self._kept = [KeptChoice() for _ in range(heading.num_choices)]
 
     @property
     def is_ready(self) -> bool:
@@ -50,38 +52,43 @@ class WholeInference:
 
     def write_at_once(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self._pieces[piece.choice].append(piece)
+        self._kept[piece.choice].add(piece)
 
     def write_text(self, choice: int, text: str) -> None:
         """Keeps the text."""
-        self._pieces[choice].append(AnswerPiece(choice, text, 0))
+        self._kept[choice].add_text(text)
 
     async def write(self, piece: AnswerPiece) -> None:
         """Keeps the piece."""
-        self._pieces[piece.choice].append(piece)
+        self._kept[piece.choice].add(piece)
 
     async def end(self, ending: Ending) -> None:
         """Sends everything, or the failure."""
         if not isinstance(ending.outcome, Finished):
             await self._fail(ending.outcome)
             return
-        prompts = self._prompts() if self._form.has_prompt else None
-        num_each = len(ending.shown) // self._heading.call.num_prompts
-        choices = []
+        heading = self._heading
+        prompts = await self._prompts() if self._form.has_prompt else None
+        num_each = len(ending.shown) // heading.call.num_prompts
+        choices, scores = [], []
         for place, index in enumerate(ending.shown):
-            choice = _joined(self._pieces[index])
-            if prompts is not None:
-                text = prompts[place // num_each] + choice.text
-                choice = msgspec.structs.replace(choice, text=text)
-            choices.append(choice)
-        sums = [_sum_of(choice.entries) for choice in choices]
-        await self._send(_response(self._heading, self._form, choices, sums))
+            kept = self._kept[index]
+            begin = "" if prompts is None else prompts[place // num_each]
+            assert kept.last is not None
+            choices.append(msgspec.structs.replace(kept.last, text=begin + kept.text))
+            if self._form.has_scores:
+                scores.append(
+                    await encode_in_turns(_scores_of(heading, kept.entries), heading.turn)
+                )
+        sums = [_sum_of(self._kept[index].entries) for index in ending.shown]
+        await self._send(_response(heading, self._form, choices, sums, scores))
 
-    def _prompts(self) -> Sequence[str]:
+    async def _prompts(self) -> Sequence[str]:
         if self._form.prompts is not None:
             return self._form.prompts
         call = self._heading.call
-        return [call.served.text.decode_text(leader.token_ids) for leader in call.leaders]
+        decode = call.served.text.decode_text
+        return [await asyncio.to_thread(decode, leader.token_ids) for leader in call.leaders]
 
 
 class StreamedInference:
@@ -143,34 +150,32 @@ class StreamedInference:
         self._counted[piece.choice] = piece.num_tokens
         self._sums[piece.choice] += _sum_of(piece.entries)
         choices[piece.choice] = msgspec.structs.replace(piece, num_tokens=news)
-        return _response(self._heading, self._form, choices, self._sums)
+        scores = [self._scores(each) for each in choices]
+        return _response(self._heading, self._form, choices, self._sums, scores)
 
-
-def _joined(pieces: Sequence[AnswerPiece]) -> AnswerPiece:
-    """All pieces of a choice as one."""
-    return msgspec.structs.replace(
-        pieces[-1],
-        text="".join(piece.text for piece in pieces),
-        entries=tuple(entry for piece in pieces for entry in piece.entries),
-    )
+    def _scores(self, piece: AnswerPiece) -> bytes:
+        if not self._form.has_scores:
+            return b""
+        return encode_lazy(_scores_of(self._heading, piece.entries))
 
 
 def _response(
-    heading: Heading, form: AnswerForm, choices: Sequence[AnswerPiece], sums: Sequence[float]
+    heading: Heading,
+    form: AnswerForm,
+    choices: Sequence[AnswerPiece],
+    sums: Sequence[float],
+    scores: Sequence[bytes],
 ) -> Any:
     """A ModelInferResponse with the outputs that the client wants."""
     call = heading.call
-    bytes_of = call.served.text.bytes_of
-    num_top = call.num_top or 0
     values: dict[str, Sequence[Any]] = {
         TEXT_OUTPUT: [choice.text.encode() for choice in choices],
         "finish_reason": [(choice.finish or "").encode() or _GOES_ON for choice in choices],
         "num_input_tokens": [call.prompt_len],
         "num_output_tokens": [choice.num_tokens for choice in choices],
         "cumulative_logprob": sums,
+        SCORES_OUTPUT: scores,
     }
-    if "logprobs" in form.outputs:
-        values["logprobs"] = [_scores_of(each.entries, bytes_of, num_top) for each in choices]
     tensors = {
         name: Tensor(OUTPUTS[name], (len(values[name]),), tuple(values[name]))
         for name in OUTPUTS
@@ -190,20 +195,7 @@ def _sum_of(entries: Sequence[Entry]) -> float:
     return math.fsum(scores.logprob for _, scores in entries if scores is not None)
 
 
-def _scores_of(entries: Sequence[Entry], bytes_of: BytesOf, num_top: int) -> bytes:
+def _scores_of(heading: Heading, entries: Sequence[Entry]) -> LazyItems[Entry]:
     """A JSON list with an object for each token: tokens by id, the chosen one and the likeliest."""
-    return msgspec.json.encode([_token_scores(*entry, bytes_of, num_top) for entry in entries])
-
-
-def _token_scores(token_id: int, scores: Any, bytes_of: BytesOf, num_top: int) -> dict[str, Any]:
-    ranked = [(token_id, scores.logprob, scores.rank)]
-    tops = zip(scores.top_ids[:num_top], scores.top_logprobs, strict=False)
-    ranked += [(each, logprob, rank) for rank, (each, logprob) in enumerate(tops, start=1)]
-    return {
-        str(each): {
-            "logprob": max(logprob, SMALLEST_LOGPROB),
-            "rank": rank,
-            "decoded_token": bytes_of(each).decode(errors="replace"),
-        }
-        for each, logprob, rank in ranked
-    }
+    call = heading.call
+    return prompt_logprobs(entries, call.served.text.bytes_of, call.num_top or 0)

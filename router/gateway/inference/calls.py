@@ -30,16 +30,17 @@ from router.gateway.versions import VERSION_HEADER
 from router.inbox.api_errors import ApiError, invalid_value
 
 TEXT_OUTPUT = "text_output"
+SCORES_OUTPUT = "logprobs"
 # Outputs and their types. Each but the text has an input `return_…` of its own.
 OUTPUTS = {
     TEXT_OUTPUT: "BYTES",
     "finish_reason": "BYTES",
     "cumulative_logprob": "FP32",
-    "logprobs": "BYTES",
+    SCORES_OUTPUT: "BYTES",
     "num_input_tokens": "UINT32",
     "num_output_tokens": "UINT32",
 }
-_SCORES = ("cumulative_logprob", "logprobs")
+_SCORES = ("cumulative_logprob", SCORES_OUTPUT)
 _SWITCHES = (
     "stream",
     "exclude_input_in_output",
@@ -77,6 +78,11 @@ class AnswerForm:
     streams: bool
     has_prompt: bool  # the text begins with the prompt
     prompts: tuple[str, ...] | None  # None: the client gave token ids
+
+    @property
+    def has_scores(self) -> bool:
+        """True if the log-probabilities of each token are wanted."""
+        return SCORES_OUTPUT in self.outputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from router.gateway.requests.parameters import (
     sampling_of,
     token_grammar,
 )
+from router.gateway.requests.scores import check_answer_scores, check_prompt_scores
 from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import ServedVersion, Versions
 from router.inbox.api_errors import ApiError, invalid_value
@@ -216,8 +217,10 @@ def parse(
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
     check_num_choices(body, settings.max_choices)
     check_batch(body, settings.max_batch_choices)
+    check_answer_scores(body)
     beams = _beams(body, structure, text)
     prompts = _prompts(body.singles(), served, structure, settings)
+    check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
     if beams is not None:
         _check_steps(beams, prompts)
     reader = body.reader(text, structure.calling, prompts[0].token_ids)

@@ -194,6 +194,11 @@ class Body(msgspec.Struct, kw_only=True):
         """The number of likeliest tokens to report per token of the prompt, or None."""
         return self.prompt_logprobs
 
+    @property
+    def times_of_prompt(self) -> int:
+        """How often an answer has the log-probabilities of a prompt that `prompt_logprobs` asks."""
+        return 1
+
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
         """The prompt's text if each choice begins with it."""
         return None
@@ -468,6 +473,11 @@ class CompletionBody(Body, kw_only=True):
         """The larger of `prompt_logprobs` and, with `echo`, of `logprobs`."""
         wanted = (self.prompt_logprobs, self.num_top_logprobs if self.echoes_scores else None)
         return max((count for count in wanted if count is not None), default=None)
+
+    @property
+    def times_of_prompt(self) -> int:
+        """Once in each choice, as with vLLM."""
+        return self.num_choices
 
     @property
     def num_candidates(self) -> int:

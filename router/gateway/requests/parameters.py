@@ -13,6 +13,7 @@ from router.gateway.requests.openai_schema import (
     Body,
     check_in_vocabulary,
 )
+from router.gateway.requests.scores import most_scored_tokens
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
 from router.text.forms.chosen import AnswerParsing
 from router.text.forms.thinking import BEGIN, END
@@ -168,8 +169,8 @@ def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: i
     if room < 1:
         raise no_room(context_len, prompt_len, body.prompt_field)
     if wanted is None:
-        default = body.default_tokens or default
-        return room if default is None else min(default, room)
+        bounds = (room, body.default_tokens or default, most_scored_tokens(body))
+        return min(bound for bound in bounds if bound is not None)
     if wanted > room:
         message = (
             f"This model's maximum context length is {context_len} tokens. However, you requested "

@@ -11,8 +11,12 @@ from router.gateway.requests.calls import CheckedCall
 from router.gateway.responses.items import NewId
 from router.gateway.responses.output import Event, OutputItems
 from router.gateway.responses.tools.offer import ToolOrigin
+from router.inbox.json_parts import encode_in_turns
+from router.inbox.loop_turns import Turn
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected
 from router.text.logprobs import ChatLogprobs, Entry
+
+_END = b"\n\n"  # of a server-sent event
 
 _encode = msgspec.json.Encoder().encode
 
@@ -133,17 +137,23 @@ class ResponseDraft:
             self._num_events += 1
         return events
 
-    def _scores(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
-        content: list[dict[str, Any]] = self._writer.shape(entries)["content"]
-        return content
+    def _scores(self, entries: Sequence[Entry]) -> list[object]:
+        return [*self._writer.shape(entries)["content"]]
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
     """The events as server-sent ones."""
-    return b"".join(
-        b"event: " + event["type"].encode() + b"\ndata: " + _encode(event) + b"\n\n"
-        for event in events
-    )
+    return b"".join([_begin(event) + _encode(event) + _END for event in events])
+
+
+async def encode_event_in_turns(event: Event, turn: Turn) -> bytes:
+    """An event as a server-sent one. Those at the end of an answer may be long."""
+    return _begin(event) + await encode_in_turns(event, turn) + _END
+
+
+def _begin(event: Event) -> bytes:
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: "
 
 
 def error_of(outcome: Outcome) -> dict[str, Any] | None:

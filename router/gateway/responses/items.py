@@ -162,7 +162,7 @@ def new_message(id: str, status: Status = "in_progress") -> Item:
     return {"id": id, "type": "message", "status": status, "role": "assistant", "content": []}
 
 
-def text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+def text_part(text: str, logprobs: list[object]) -> dict[str, Any]:
     """A part of the assistant's message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 

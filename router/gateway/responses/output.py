@@ -29,7 +29,7 @@ from router.text.forms.deltas import CallBegun
 from router.text.logprobs import Entry
 
 Event = dict[str, Any]
-Scores = Callable[[Sequence[Entry]], list[dict[str, Any]]]
+Scores = Callable[[Sequence[Entry]], list[object]]  # JSON already
 
 
 class OutputItems:
@@ -46,7 +46,7 @@ class OutputItems:
         self._custom: CustomInput | None = None  # of the open item
         self._is_open = False  # the last item
         self._texts: list[str] = []  # of the open item
-        self._logprobs: list[dict[str, Any]] = []  # of the open item
+        self._logprobs: list[object] = []  # of the open item
 
     def take(self, piece: AnswerPiece) -> list[Event]:
         """Adds a piece of the answer."""
@@ -75,7 +75,7 @@ class OutputItems:
         events = [] if self.items or status != "completed" else self._open_message()
         return events + self._close(status)
 
-    def _text(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def _text(self, text: str, logprobs: list[object]) -> list[Event]:
         events = [] if self._is_in("message") else self._open_message()
         self._texts.append(text)
         self._logprobs += logprobs

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -14,7 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
 from router.edge.extension import pipe_of
-from router.edge.responses import EVENT_STREAM, send_head, send_invalid, send_json
+from router.edge.responses import (
+    EVENT_STREAM,
+    send_head,
+    send_invalid,
+    send_json,
+    send_parts,
+)
 from router.gateway.answering import ID_HEADER, GatewayParts
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.replies import json_reply
@@ -25,6 +32,7 @@ from router.gateway.responses.service import ResponseService
 from router.gateway.responses.writers import STREAM_HEADERS
 from router.gateway.shell import CallShell, until_client_leaves
 from router.inbox.api_errors import ApiError, invalid_value
+from router.inbox.json_parts import json_parts
 
 PATH = "/v1/responses"
 MAX_PAGE = 100  # items
@@ -107,7 +115,7 @@ class ResponsePages:
         if not stream:
             if "starting_after" in query:
                 raise invalid_value("starting_after needs stream=true", "starting_after")
-            await send_json(send, 200, kept.body())
+            await self._send(scope, send, kept.body())
             return
         if not kept.has_events:
             message = "only responses made with background: true and stream: true can be streamed"
@@ -127,7 +135,7 @@ class ResponsePages:
         kept = await self._store.cancel(id, tenant_of(scope).owner)
         if kept.status == "cancelled":
             self._service.runs.tell(id)
-        await send_json(send, 200, kept.body())
+        await self._send(scope, send, kept.body())
 
     async def _input_tokens(self, request: HttpRequest) -> Response:
         """POST /v1/responses/input_tokens. Counts as a request of its key."""
@@ -151,7 +159,12 @@ class ResponsePages:
         items = await self._store.input_items(_id(scope), owner, max_bytes)
         if order == "desc":
             items.reverse()
-        await send_json(send, 200, _page(items, query.get("after"), limit))
+        await self._send(scope, send, _page(items, query.get("after"), limit))
+
+    async def _send(self, scope: Scope, send: Send, body: object) -> None:
+        """Answers with what may be long."""
+        turn = partial(self._parts.turns.take, tenant_of(scope).turn)
+        await send_parts(send, json_parts(body), {}, turn)
 
 
 def _page(items: list[Item], after: str | None, limit: int) -> dict[str, Any]:

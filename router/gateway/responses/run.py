@@ -7,10 +7,15 @@ from engine.clock import unix_time_s
 from engine.errors import InvalidRequest
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import Ending, Heading
-from router.gateway.responses.draft import ResponseDraft, encode_events
+from router.gateway.responses.draft import (
+    ResponseDraft,
+    encode_event_in_turns,
+    encode_events,
+)
 from router.gateway.responses.output import Event
 from router.gateway.responses.table import KeptEvent, NewResponse
 from router.gateway.responses.writers import ResponseKeeper
+from router.inbox.loop_turns import Turn, no_turn
 
 
 class BackgroundRun:
@@ -39,6 +44,7 @@ class BackgroundRun:
         self.draft: ResponseDraft | None = None
         self.headers: dict[str, str] = {}
         self._new_draft = new_draft
+        self._turn: Turn = no_turn  # the call's, once it is open
         self._has_begun = False
 
     @property
@@ -66,6 +72,12 @@ class BackgroundRun:
                 KeptEvent(event["sequence_number"], encode_events([event])) for event in events
             ]
 
+    async def note_long(self, events: list[Event]) -> None:
+        """Keeps events that may be long, in turns."""
+        for event in events if self.has_events else ():
+            data = await encode_event_in_turns(event, self._turn)
+            self.events.append(KeptEvent(event["sequence_number"], data))
+
     async def refuse(self, error: InvalidRequest) -> None:
         """Tells the caller."""
         if not self.checked.done():
@@ -75,6 +87,7 @@ class BackgroundRun:
         """Tells the caller that the call runs."""
         self.draft = self._new_draft(heading)
         self.headers = heading.headers
+        self._turn = heading.turn
         self.note(self.draft.queue())
         if not self.checked.done():
             self.checked.set_result(self._keeper.record(self.draft))
@@ -105,7 +118,7 @@ class BackgroundRun:
     async def end(self, ending: Ending) -> None:
         """Keeps the end."""
         assert self.draft is not None
-        self.note(self.draft.end(ending, unix_time_s()))
+        await self.note_long(self.draft.end(ending, unix_time_s()))
 
     def _begun(self) -> ResponseDraft:
         assert self.draft is not None

@@ -147,7 +147,7 @@ class BackgroundRuns:
 
     async def _finish(self, run: BackgroundRun, draft: ResponseDraft) -> None:
         await run.is_kept.wait()
-        run.note(draft.last())
+        await run.note_long(draft.last())
         for attempt in range(FINISH_ATTEMPTS):
             try:
                 async with self._turn:

@@ -16,12 +16,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Raw
 
 from router.gateway.responses.items import Item
 from router.gateway.responses.limits import ResponseLimits
 from router.inbox.api_errors import ApiError
 
 MAX_TURNS = 4096  # of a conversation
+LONG_ITEM_BYTES = 65_536
 LOST = "the gateway process that made this response has ended"
 
 TABLES = """
@@ -265,7 +267,7 @@ def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[s
             (id, owner),
         ).fetchone()
         if row is not None:
-            found[id] = msgspec.json.decode(row[0])
+            found[id] = _item_of(row[0])
     return found
 
 
@@ -393,7 +395,22 @@ def _items(db: sqlite3.Connection, number: int, condition: str = "") -> list[Ite
         " ORDER BY is_output, position",
         (number,),
     )
-    return [msgspec.json.decode(item) for (item,) in rows]
+    return [_item_of(item) for (item,) in rows]
+
+
+def _item_of(data: bytes) -> Item:
+    """A kept item. Long log-probabilities stay JSON, as their objects would take seconds."""
+    if len(data) < LONG_ITEM_BYTES:
+        item: Item = msgspec.json.decode(data)
+        return item
+    fields = msgspec.json.decode(data, type=dict[str, Raw])
+    parts = fields.pop("content", Raw(b"[]"))
+    item = {name: msgspec.json.decode(value) for name, value in fields.items()}
+    item["content"] = [
+        {n: v if n == "logprobs" else msgspec.json.decode(v) for n, v in part.items()}
+        for part in msgspec.json.decode(parts, type=list[dict[str, Raw]])
+    ]
+    return item
 
 
 _Row = tuple[int, int, str, bytes]

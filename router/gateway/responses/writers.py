@@ -12,15 +12,20 @@ from starlette.types import Send
 
 from engine.clock import unix_time_s
 from router.edge.extension import BodyPipe
-from router.edge.responses import EVENT_STREAM, send_head, send_json
+from router.edge.responses import EVENT_STREAM, send_head, send_parts
 from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import Ending, Heading, send_failure
-from router.gateway.responses.draft import ResponseDraft, encode_events
+from router.gateway.responses.draft import (
+    ResponseDraft,
+    encode_event_in_turns,
+    encode_events,
+)
 from router.gateway.responses.items import Item
 from router.gateway.responses.output import Event
 from router.gateway.responses.store import ResponseStore
 from router.gateway.responses.table import NewResponse
 from router.inbox.api_errors import ApiError
+from router.inbox.json_parts import json_parts
 from router.machine.requests import Finished
 
 log = logging.getLogger(__name__)
@@ -98,7 +103,8 @@ class WholeResponse:
             return
         self._draft.end(ending, unix_time_s())
         await self._keeper.keep(self._draft)
-        await send_json(self._send, 200, self._draft.body(), self._heading.headers)
+        parts = json_parts(self._draft.body())
+        await send_parts(self._send, parts, self._heading.headers, self._heading.turn)
 
 
 class StreamedResponse:
@@ -144,7 +150,8 @@ class StreamedResponse:
         async with self._turn:
             self._is_open = False
             events = await self._open()
-            await self._send_events([*events, *self._draft.take(piece)], more_body=True)
+            events = [*events, *self._draft.take(piece)]
+            await self._send_body(encode_events(events), more_body=True)
             self._is_open = True
 
     async def end(self, ending: Ending) -> None:
@@ -155,7 +162,10 @@ class StreamedResponse:
         self._is_open = False
         events = [*await self._open(), *self._draft.end(ending, unix_time_s())]
         await self._keeper.keep(self._draft)
-        await self._send_events([*events, *self._draft.last()], more_body=False)
+        for event in (*events, *self._draft.last()):
+            data = await encode_event_in_turns(event, self._heading.turn)
+            await self._send_body(data, more_body=True)
+        await self._send_body(b"", more_body=False)
 
     async def _open(self) -> list[Event]:
         """Sends the head unless it is sent; returns the first events."""
@@ -170,10 +180,9 @@ class StreamedResponse:
         if events:
             self._pipe.write(encode_events(events))
 
-    async def _send_events(self, events: Sequence[Event], *, more_body: bool) -> None:
+    async def _send_body(self, data: bytes, *, more_body: bool) -> None:
         if self._pipe is not None:
             self._pipe.flush()
-        data = encode_events(events)
         if data or not more_body:
             body = {"type": "http.response.body", "body": data, "more_body": more_body}
             await self._send(body)

@@ -1,10 +1,15 @@
 """Entries of tokens stay with the text that these tokens begin, however both are cut."""
 
+import math
+
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Limits, Logprobs
-from router.text.logprobs import ScoredText
+from router.inbox.json_parts import encode_lazy, json_parts
+from router.text.logprobs import ChatLogprobs, CompletionLogprobs, ScoredText, prompt_logprobs
 from router.text.token_bytes import TokenBytes
 from tests.kits.tokenizers import (
     BYTE_FALLBACK,
@@ -100,3 +105,103 @@ def test_fallback_tokens_are_bytes_and_words_begin_with_a_space():
 
 def test_special_tokens_are_their_names_and_unknown_ids_are_nothing():
     assert [LEVEL_BYTES(0), LEVEL_BYTES(10**6)] == [b"<s>", b""]
+
+
+# ---------------------------------------------------------------- shapes, made of objects
+
+BYTES = [b"a", b"b", b"\xe2", 'é"'.encode(), b"\x00\n", b"", b"<|x|>", b"a"]  # two are alike
+logprobs = st.floats(-50, 0) | st.just(-math.inf)
+scores_of = st.lists(st.tuples(st.integers(0, 7), logprobs), max_size=6).map(
+    lambda top: (tuple(i for i, _ in top), tuple(p for _, p in top))
+)
+entries = st.lists(
+    st.tuples(
+        st.integers(0, 7),
+        st.builds(lambda p, top: Logprobs(p, 3, *top), logprobs, scores_of),
+    ),
+    max_size=6,
+)
+
+
+def name(i: int) -> str:
+    try:
+        return BYTES[i].decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in BYTES[i])
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, -9999.0)
+
+
+def top_of(scores: Logprobs, num: int) -> list[tuple[int, float]]:
+    return list(zip(scores.top_ids, scores.top_logprobs, strict=True))[:num]
+
+
+def chat_shape(entries, num, named):
+    def token(i, logprob):
+        text = f"token_id:{i}" if named else BYTES[i].decode(errors="replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(BYTES[i])}
+
+    items = [
+        token(i, s.logprob) | {"top_logprobs": [token(*pair) for pair in top_of(s, num)]}
+        for i, s in entries
+    ]
+    return {"content": items, "refusal": None}
+
+
+def completion_shape(entries, num, named):
+    def named_token(i):
+        return f"token_id:{i}" if named else name(i)
+
+    offsets = [
+        len(b"".join(BYTES[i] for i, _ in entries[:at]).decode(errors="replace"))
+        for at in range(len(entries))
+    ]
+    return {
+        "tokens": [named_token(i) for i, _ in entries],
+        "token_logprobs": [finite(s.logprob) for _, s in entries],
+        "top_logprobs": [
+            {named_token(j): finite(p) for j, p in [*top_of(s, num), (i, s.logprob)]}
+            for i, s in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def prompt_shape(entries, num):
+    found = []
+    for i, s in entries:
+        ranked = [(i, s.logprob, s.rank)]
+        ranked += [(j, p, rank) for rank, (j, p) in enumerate(top_of(s, num), start=1)]
+        found.append(
+            {
+                str(j): {
+                    "logprob": finite(p),
+                    "rank": rank,
+                    "decoded_token": BYTES[j].decode(errors="replace"),
+                }
+                for j, p, rank in ranked
+            }
+        )
+    return found
+
+
+@given(entries, st.integers(0, 5), st.booleans())
+def test_the_json_of_a_chats_entries_is_that_of_their_objects(entries, num, named):
+    shape = ChatLogprobs(BYTES.__getitem__, num, ids_for_names=named).shape(entries)
+    assert encode_lazy(shape) == msgspec.json.encode(chat_shape(entries, num, named))
+
+
+@given(entries.filter(lambda some: all(i not in (2, 3) for i, _ in some)), st.booleans())
+@pytest.mark.parametrize("num", [0, 2, 5])
+def test_the_json_of_a_completions_entries_is_that_of_their_objects(num, entries, named):
+    shape = CompletionLogprobs(BYTES.__getitem__, num, ids_for_names=named).shape(entries)
+    assert encode_lazy(shape) == msgspec.json.encode(completion_shape(entries, num, named))
+
+
+@given(entries, st.integers(0, 5))
+def test_the_json_of_a_prompts_entries_is_that_of_their_objects(entries, num):
+    items = prompt_logprobs([(1, None), *entries], BYTES.__getitem__, num)
+    plain = msgspec.json.encode([None, *prompt_shape(entries, num)])
+    assert b"".join(json_parts(items)) == plain

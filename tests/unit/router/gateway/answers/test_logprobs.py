@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine.messages import Logprobs
-from router.gateway.answers.whole import LONG_PROMPT_TOKENS
+from router.gateway.answers.whole import SHORT_ENTRIES
 from router.machine.requests import Update
 from tests.kits.router.gateway import (
     EOS,
@@ -251,7 +251,7 @@ def test_a_chat_has_the_prompts_log_probabilities_once():
 
 
 def test_a_long_prompt_has_the_same_log_probabilities_as_a_short_one():
-    num_tokens = LONG_PROMPT_TOKENS + 2
+    num_tokens = 20 * SHORT_ENTRIES
     app = make_app(prompt_scored(*[YO] * (num_tokens - 1)), context_len=2 * num_tokens)
     fields = {"prompt": [5] * num_tokens, "prompt_logprobs": 2}
     [choice] = post(app, "/v1/completions", fields).json()["choices"]

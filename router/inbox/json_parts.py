@@ -1,0 +1,96 @@
+"""JSON in parts, for values that would take long to make and to encode at once.
+
+Encoding holds the interpreter lock, and making objects for it takes longer still. Here a value is
+encoded in short parts, each when it is asked for. Lists whose items are
+made when they are encoded are `LazyItems`. Between two parts, other work can be done.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from router.inbox.loop_turns import Turn
+
+PART_BYTES = 2**14  # of a part, about: one to three milliseconds of log-probabilities
+NUM_AT_ONCE = 64  # items of a plain list that are encoded in one call
+
+ValueT = TypeVar("ValueT")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class LazyItems(Generic[ValueT]):
+    """A JSON list: what `make` returns for each of the values, when it is asked for."""
+
+    def __init__(self, values: Sequence[ValueT], make: Callable[[ValueT], object]) -> None:
+        self._values = values
+        self._make = make
+
+    def __iter__(self) -> Iterator[object]:
+        return map(self._make, self._values)
+
+
+encode_lazy = msgspec.json.Encoder(enc_hook=list).encode  # all at once, for short ones
+
+
+def json_parts(value: object) -> Iterator[bytes]:
+    """Yields the JSON of a value in parts of about `PART_BYTES`, at least one."""
+    part = bytearray()
+    for piece in _pieces(value):
+        part += piece
+        if len(part) >= PART_BYTES:
+            yield bytes(part)
+            part.clear()
+    yield bytes(part)
+
+
+async def encode_in_turns(value: object, turn: Turn) -> bytes:
+    """The JSON of a value, each part of which is made when it is its turn."""
+    data = bytearray()
+    for part in json_parts(value):
+        data += part
+        if len(part) >= PART_BYTES:
+            await turn()
+    return bytes(data)
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        mark = b"{"
+        for key, each in value.items():
+            yield mark + _encode(key) + b":"
+            yield from _pieces(each)
+            mark = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, LazyItems):
+        yield from _listed(map(_encode, value))
+    elif isinstance(value, list | tuple) and value:
+        is_nested = isinstance(value[0], dict | list | tuple | LazyItems)
+        yield from _nested(value) if is_nested else _listed(_slices(value))
+    else:
+        yield _encode(value)
+
+
+def _listed(items: Iterator[bytes]) -> Iterator[bytes]:
+    """A list of items that are JSON already."""
+    mark = b"["
+    for item in items:
+        yield mark + item
+        mark = b","
+    yield b"]" if mark == b"," else b"[]"
+
+
+def _nested(values: Sequence[object]) -> Iterator[bytes]:
+    mark = b"["
+    for value in values:
+        yield mark
+        yield from _pieces(value)
+        mark = b","
+    yield b"]"
+
+
+def _slices(values: Sequence[object]) -> Iterator[bytes]:
+    """The items of a list without nested ones, as many at once as take little time."""
+    for begin in range(0, len(values), NUM_AT_ONCE):
+        yield _encode(values[begin : begin + NUM_AT_ONCE])[1:-1]

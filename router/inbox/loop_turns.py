@@ -1,0 +1,47 @@
+"""Turns on the event loop, for work that is too long to be done in one go.
+
+Long work is cut into pieces of a few milliseconds. Each pass of the loop does one piece, of all
+that wait. So the loop looks after all connections between two pieces, however many answers are
+being made. Tenants take turns (`router.inbox.turns`).
+
+Threads would not help: such work holds the interpreter lock, for which the loop would have to wait
+longer than a piece lasts.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from router.inbox.turns import TenantTurns
+
+Turn = Callable[[], Awaitable[None]]  # returns when a piece of work may be done
+
+
+async def no_turn() -> None:
+    """The `Turn` of work that is short."""
+
+
+class LoopTurns:
+    """The pieces of work that wait. Belongs to one event loop; building it needs none."""
+
+    def __init__(self) -> None:
+        self._waiting: TenantTurns[str, asyncio.Future[None]] = TenantTurns()
+        self._is_going = False
+
+    async def take(self, tenant: str) -> None:
+        """Returns when a tenant may do one piece of work, within the call."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.put(tenant, turn)
+        if not self._is_going:
+            self._is_going = True
+            loop.call_soon(self._give)
+        await turn
+
+    def _give(self) -> None:
+        """Gives the next turn; the one after it comes in the next pass of the loop."""
+        while (turn := self._waiting.take()) is not None:
+            if not turn.done():  # else its client has left
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._give)
+                return
+        self._is_going = False
