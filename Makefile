@@ -6,7 +6,7 @@ INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 CPP := $(wildcard */native/src/*.cpp */native/src/*.h router/text/native/src/*.cpp router/text/native/src/*.h engine/model/native/src/*.cpp engine/model/native/src/*.h bench/engine/src/*.cpp)
 
-.PHONY: install develop environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-long fuzz clean
+.PHONY: install develop environments serve test check format test-core test-models test-parts test-services test-api test-ray test-chaos test-busy test-long fuzz clean
 
 # What serving needs.
 install: .venv/.compiled
@@ -78,6 +78,10 @@ test-parts: develop
 # The unit tests in an environment without torch and Ray: the core needs neither.
 test-core: .venv-core/.installed
 	nice .venv-core/bin/python -m pytest -q tests/unit
+
+# All tests while another program uses every core, as on a machine that is shared.
+test-busy: develop .venv-core/.installed
+	$(BIN)/python -m tests.busy $(MAKE) test
 
 # The longest tests: GPU code interpreted or compiled on a CPU, networks that are cut, some benchmarks.
 test-long: develop
