@@ -57,7 +57,7 @@ WORD_BITS = 32
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _JSON = "%json"
 # Each alternative matches to its own end or the end of the line, so one pass reads a source.
-_LARK_TOKEN = re.compile(
+LARK_TOKEN = re.compile(
     r"""//[^\n]*+|"(?:\\.|[^"\\\n])*+"?+|/(?:\\.|[^/\\\n])*+/?+|[\w-]++|\s++|.""", re.DOTALL
 )
 _REFUSED_OPTIONS = {"max_tokens", "stop", "stop_capture", "temperature"}
@@ -352,7 +352,7 @@ def _from_lark(source: str) -> str:
 def _rule_options(source: str) -> Iterator[str]:
     """The words between brackets before a colon: the place of a rule's options."""
     words, depth, ended = list[str](), 0, False
-    for found in _LARK_TOKEN.finditer(source):
+    for found in LARK_TOKEN.finditer(source):
         token = found[0]
         if token == "[":
             words, depth = [] if depth == 0 else words, depth + 1

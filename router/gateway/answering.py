@@ -44,7 +44,13 @@ from router.gateway.dashboard.recent import EndedChoice, RecentRequests, Running
 from router.gateway.hints.claims import claim_of
 from router.gateway.hints.uses import SessionNotes
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
-from router.gateway.requests.calls import ApiCall, CheckedCall, GatewaySettings, parse
+from router.gateway.requests.calls import (
+    ApiCall,
+    CheckedCall,
+    GatewaySettings,
+    parse,
+    with_structure,
+)
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
 from router.gateway.requests.headers import seconds_in
 from router.gateway.requests.openai_schema import Body
@@ -279,7 +285,10 @@ class AnswerService:
         if checked.structure.grammar is not None:
             vocabulary = _vocabulary_of(checked.served.text)
             asker = Asker(call.tenant.turn, checked.first.salt)
-            await check_structure(parts.grammars, checked.structure, vocabulary, asker)
+            grammars, asked = parts.grammars, checked.structure
+            structure = await check_structure(grammars, asked, vocabulary, asker)
+            if structure is not asked:
+                return with_structure(checked, structure)
         return checked
 
 

@@ -2,11 +2,11 @@
 
 Pure: fields of a body in, a `Structure` or an InvalidRequest that names the field out. A request
 may have one of these: OpenAI's `response_format`, vLLM's `structured_outputs`, its older `guided_*`
-fields, SGLang's `regex`, `ebnf` and `json_schema`, or tools that may be called.
+fields, SGLang's `regex`, `ebnf` and `json_schema`. It may have tools besides.
 
-Tool calls have the form of the model's family (`router.text.forms`). The grammar allows no other
-form, and only arguments that fit the tool's schema. With `tool_choice` "auto" any text may come
-instead of calls, and in most forms before them; nothing follows them.
+Tool calls have the form of the model's family (`router.text.forms`). With `tool_choice` "auto" an
+answer may come instead of calls, which follows the other field if there is one. Any text may be an
+answer otherwise, and in most forms come before calls; nothing follows them.
 
 Sources: OpenAI API reference, chat completions; vLLM, structured outputs and tool calling;
 NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes, special tokens).
@@ -23,9 +23,13 @@ import msgspec
 from engine.errors import GrammarError, InvalidRequest
 from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
-from router.text.forms.calling import CallForm, Calling
-from router.text.forms.chosen import HERMES
+from router.text.composed import answer_rules
+from router.text.forms.calling import ANY_TEXT, AnswerRules, CallForm, Calling, literal
+from router.text.forms.chosen import HARMONY, HERMES
+from router.text.forms.harmony import final_grammar, missing_mark
+from router.text.forms.lenient import can_be_held
 from router.text.structural_tags import grammar_of_tag, newer_form
+from router.text.tools import GrammarPart, ToolOffer
 
 MAX_TOOLS = 128
 MAX_CHOICES = 10_000
@@ -54,14 +58,23 @@ class Structure(msgspec.Struct, frozen=True):
 
     `param` names the field of the grammar. `parts` are the fields and grammars that it is made of;
     if it cannot be followed, one of them is the reason. `tools` are for the chat template, as the
-    client wrote them. With `calling`, the answer may hold calls of them.
+    client wrote them. With `calling`, the answer may hold calls of them. `unheld` names places of
+    schemas that the grammar does not follow.
     """
 
     grammar: Grammar | None = None
     param: str | None = None
     tools: tuple[Mapping[str, Json], ...] = ()
     calling: Calling | None = None
-    parts: tuple[tuple[str, Grammar], ...] = ()
+    parts: tuple[GrammarPart, ...] = ()
+    unheld: tuple[str, ...] = ()
+    offer: ToolOffer | None = None
+
+    def loosened(self, functions: Sequence[str]) -> "Structure":
+        """The same with less held of these functions' arguments. Raises InvalidRequest."""
+        assert self.offer is not None
+        others = tuple(part for part in self.parts if not part.param.startswith("tools["))
+        return _offered(self.offer.loosened(functions), others)
 
 
 def structure_of(
@@ -80,16 +93,17 @@ def structure_of(
         return Structure()
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
-    calling = _tools_of(fields)
-    if calling is not None:
-        asked.append("tools")
+    allowed = _tools_of(fields)
     if len(asked) > 1:
         raise InvalidRequest(f"{asked[0]} and {asked[1]} cannot be combined", param=asked[1])
-    if calling is not None:
-        return _calling(calling, fields, form, token_of)
-    if not asked:
-        return Structure()
-    name = asked[0]
+    answer = _answer(asked[0], fields) if asked else Structure()
+    if allowed is not None:
+        return _calling(allowed, answer, form, token_of)
+    return _behind_channel(answer, token_of) if form is HARMONY else answer
+
+
+def _answer(name: str, fields: Fields) -> Structure:
+    """The structure of an answer that calls nothing."""
     if name == "json_schema" and fields[name] == _ANY_JSON:
         return Structure(Grammar(GrammarKind.JSON_SCHEMA, "{}"), name)
     if name == "response_format":
@@ -97,6 +111,24 @@ def structure_of(
     if name == "structured_outputs":
         return _structured_outputs(fields[name])
     return Structure(_grammar(_GUIDED[name], fields[name], name), name)
+
+
+def _behind_channel(answer: Structure, token_of: Callable[[str], int | None]) -> Structure:
+    """The same for a model that writes messages: reasoning is free, and the last one follows it."""
+    if answer.grammar is None or missing_mark(token_of) is not None:
+        return answer
+    source = final_grammar(_rules(answer), token_of)
+    parts = (GrammarPart(str(answer.param), answer.grammar),)
+    return Structure(Grammar(GrammarKind.LARK, source), answer.param, parts=parts)
+
+
+def _rules(answer: Structure) -> AnswerRules:
+    if answer.grammar is None:
+        return ANY_TEXT
+    try:
+        return answer_rules(answer.grammar)
+    except GrammarError as error:
+        raise InvalidRequest(f"{answer.param}: {error}", param=answer.param) from error
 
 
 def check_combination(structure: Structure, fields: Fields) -> None:
@@ -217,6 +249,7 @@ class _Allowed:
 
     tools: Sequence[Mapping[str, Json]]
     calling: Calling
+    strict: frozenset[str]
 
 
 def _tools_of(fields: Fields) -> _Allowed | None:
@@ -239,7 +272,14 @@ def _tools_of(fields: Fields) -> _Allowed | None:
         functions = {only: functions[only]}
     single = only is not None or fields.get("parallel_tool_calls") is False
     forced = only is not None or choice == "required"
-    return _Allowed(tools, Calling(functions, at_least_one=forced, at_most_one=single))
+    strict = frozenset(
+        tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True
+    ) & frozenset(functions)
+    held = strict
+    if forced:
+        held |= {name for name, schema in functions.items() if can_be_held(schema)}
+    calling = Calling(functions, at_least_one=forced, at_most_one=single, held=held)
+    return _Allowed(tools, calling, strict)
 
 
 def _chosen(choice: Json) -> str | None:
@@ -286,22 +326,27 @@ def _arguments(function: Mapping[str, Json], param: str) -> Json:
 
 
 def _calling(
-    allowed: _Allowed, fields: Fields, form: CallForm, token_of: Callable[[str], int | None]
+    allowed: _Allowed, answer: Structure, form: CallForm, token_of: Callable[[str], int | None]
 ) -> Structure:
-    places = {tool["function"]["name"]: i for i, tool in enumerate(allowed.tools)}
-    calling = allowed.calling
+    offer = ToolOffer(
+        allowed.tools, allowed.calling, allowed.strict, form, token_of, _rules(answer)
+    )
+    others: tuple[GrammarPart, ...] = ()
+    if answer.grammar is not None:
+        others = (GrammarPart(str(answer.param), answer.grammar),)
+    return _offered(offer, others)
+
+
+def _offered(offer: ToolOffer, others: tuple[GrammarPart, ...]) -> Structure:
+    found = offer.grammar()
     return Structure(
-        grammar=Grammar(GrammarKind.LARK, form.grammar(calling, token_of)),
+        grammar=Grammar(GrammarKind.LARK, found.source),
         param="tools",
-        tools=tuple(fields["tools"]),
-        calling=calling,
-        parts=tuple(
-            (
-                f"tools[{places[name]}].function.parameters",
-                Grammar(GrammarKind.JSON_SCHEMA, _dumped(schema)),
-            )
-            for name, schema in calling.functions.items()
-        ),
+        tools=tuple(offer.tools),
+        calling=offer.calling,
+        parts=(*others, *offer.parts(_dumped)),
+        unheld=offer.named(found.unheld),
+        offer=offer,
     )
 
 
@@ -315,12 +360,7 @@ def _object(value: Json, param: str) -> Mapping[str, Json]:
 
 
 def _any_of(choices: Sequence[str]) -> str:
-    return " | ".join(_quoted(choice) for choice in choices)
-
-
-def _quoted(text: str) -> str:
-    """A string literal of Lark, whose escapes are those of JSON; directives begin with '%'."""
-    return _dumped(text).replace("%", "\\u0025")
+    return " | ".join(map(literal, choices))
 
 
 def _dumped_json(value: Json, param: str) -> str:

@@ -4,6 +4,7 @@ This module does not know how the answer is sent.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from router.access.limits import UNLIMITED, KeyLimits
 from router.gateway.batches.settings import BatchSettings
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
+from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.json_fields import MAX_IGNORED, decode_fields, ignored_names
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
@@ -213,7 +215,7 @@ def parse(
     )
     text = served.text
     body.check_model(text)
-    structure = checked_structure(fields, text)
+    structure = checked_structure(fields, text, is_parsed=body.endpoint == CHAT)
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
     check_num_choices(body, settings.max_choices)
     check_batch(body, settings.max_batch_choices)
@@ -284,6 +286,18 @@ def parse(
         shows_reasoning=body.shows_reasoning,
         ignored=(*call.ignored, *ignored_names(call.data, fields, body_type))[:MAX_IGNORED],
         notes=_notes(call.session, served, requests[::num_candidates]),
+    )
+
+
+def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
+    """The same call with a grammar that holds less, and the places that it does not hold."""
+    grammar = behind_thinking(structure, call.served.text, call.reader)
+    requests = tuple(
+        replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests
+    )
+    ignored = (name for name in call.ignored if name not in call.structure.unheld)
+    return dataclasses.replace(
+        call, requests=requests, structure=structure, ignored=(*ignored, *structure.unheld)
     )
 
 

@@ -14,7 +14,6 @@ import os
 import socket
 import subprocess
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass
@@ -79,32 +78,49 @@ class GrammarCheck(Protocol):
 
 async def check_structure(
     checker: GrammarCheck, structure: Structure, vocabulary: Vocabulary | None, asker: Asker
-) -> None:
-    """Raises ApiError, naming the field, if the answer's grammar cannot be followed."""
-    if structure.grammar is None:
-        return
-    try:
+) -> Structure:
+    """Returns the structure, or one that holds less of what was not promised.
+
+    Raises ApiError, naming the field, if a promise cannot be followed.
+    """
+    while structure.grammar is not None:
         try:
             await checker.check(vocabulary, structure.grammar, asker)
         except GrammarError as error:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BLAME_TIMEOUT_S):
-                    for param, part in structure.parts:
-                        with _named(param):
-                            await checker.check(vocabulary, part, asker)
-            raise _refusal(structure.param, error) from error
-    except GrammarBusy as error:
-        raise ApiError(
-            str(error), param=structure.param, code="grammar_busy", status=503
-        ) from error
+            structure = await _looser(checker, structure, vocabulary, asker, error)
+        except GrammarBusy as error:
+            raise ApiError(
+                str(error), param=structure.param, code="grammar_busy", status=503
+            ) from error
+        else:
+            break
+    return structure
 
 
-@contextlib.contextmanager
-def _named(param: str) -> Iterator[None]:
-    try:
-        yield
-    except GrammarError as error:
-        raise _refusal(param, error) from error
+async def _looser(
+    checker: GrammarCheck,
+    structure: Structure,
+    vocabulary: Vocabulary | None,
+    asker: Asker,
+    error: GrammarError,
+) -> Structure:
+    """The structure without the schemas that are to blame. Raises ApiError if none is to spare."""
+    blamed = list[str]()
+    with contextlib.suppress(TimeoutError, GrammarBusy):
+        async with asyncio.timeout(BLAME_TIMEOUT_S):
+            for part in structure.parts:
+                try:
+                    await checker.check(vocabulary, part.grammar, asker)
+                except GrammarError as reason:
+                    if part.function is None:
+                        raise _refusal(part.param, reason) from reason
+                    blamed.append(part.function)
+    calling = structure.calling
+    spare = [part.function for part in structure.parts if part.function is not None]
+    loose = [name for name in blamed or spare if calling and name not in calling.free]
+    if not loose:
+        raise _refusal(structure.param, error) from error
+    return structure.loosened(loose)
 
 
 def _refusal(param: str | None, error: GrammarError) -> ApiError:

@@ -15,7 +15,7 @@ from router.gateway.requests.openai_schema import (
 )
 from router.gateway.requests.scores import most_scored_tokens
 from router.inbox.api_errors import context_exceeded, invalid_value, no_room
-from router.text.forms.chosen import AnswerParsing
+from router.text.forms.chosen import HERMES, AnswerParsing
 from router.text.forms.thinking import BEGIN, END
 from router.text.structured import Structure, check_combination, structure_of
 from router.text.tokenizer import TextModel
@@ -26,13 +26,18 @@ MAX_WRONG_SHOWN = 8  # wrong keys of a field that an error names
 NumberT = TypeVar("NumberT", int, float)
 
 
-def checked_structure(fields: dict[str, Any], text: TextModel) -> Structure:
+def checked_structure(
+    fields: dict[str, Any], text: TextModel, *, is_parsed: bool = True
+) -> Structure:
     """Returns the structure of the answer that the fields ask for. Raises ApiError.
+
+    An answer that is not parsed has none of the marks that the model's form puts around one.
 
     `router.gateway.requests.grammar_checker` decides whether its grammar can be followed.
     """
     try:
-        structure = structure_of(fields, token_of=text.added_token_id, form=text.forms.calls)
+        form = text.forms.calls if is_parsed else HERMES
+        structure = structure_of(fields, token_of=text.added_token_id, form=form)
         check_combination(structure, fields)
     except InvalidRequest as error:
         raise invalid_value(error.message, error.param) from error
@@ -91,7 +96,10 @@ def token_grammar(body: Body, text: TextModel, structure: Structure) -> Grammar 
     allowed = body.allowed_token_ids or None
     check_in_vocabulary(allowed or (), text.vocab_size, "allowed_token_ids")
     banned = {
-        tuple(token_ids) for word in body.bad_words or () for token_ids in text.spellings(word)
+        tuple(token_ids)
+        for word in body.bad_words or ()
+        for token_ids in text.spellings(word)
+        if max(token_ids) < text.vocab_size  # else the model cannot write it
     }
     single = {sequence[0] for sequence in banned if len(sequence) == 1}
     if allowed is not None and single.issuperset(allowed):

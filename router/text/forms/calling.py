@@ -1,8 +1,11 @@
 """The seam of call forms: what a form must know of tools, and what it gives.
 
 A form is the way in which a family of models writes tool calls. It gives a grammar, which allows
-only valid calls with valid arguments, and a parser of such answers. Forms whose calls begin with a
-mark allow any text before it. In others an answer that begins like a call is one.
+only calls of the tools, and a parser of such answers. Forms whose calls begin with a mark allow any
+text before it. In others an answer that begins like a call of a tool is one.
+
+Arguments of a `held` tool satisfy its schema, in the order and spelling of the compiler. Those of
+others come in any order and spelling, and are held to what `LenientSchema` can say.
 """
 
 import json
@@ -10,12 +13,15 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from router.text.forms.deltas import AnswerParser
+from router.text.forms.lenient import RULES, LenientSchema
 
 TokenOf = Callable[[str], int | None]  # the id of an added token with this text
 NAME = r"[a-zA-Z0-9_.-]+"  # of a function, in regular expressions
+MAX_ARGUMENTS_LEN = 96 * 2**10  # characters of all lenient rules; a grammar has a bound too
+_CONTROL = re.compile(r"[%\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,30 @@ class Calling:
     functions: Mapping[str, Any]
     at_least_one: bool
     at_most_one: bool
+    held: frozenset[str] = frozenset()  # whose arguments follow their schema exactly
+    free: frozenset[str] = frozenset()  # whose arguments may be any object
+
+
+class AnswerRules(NamedTuple):
+    """What an answer may be that calls nothing: an expression, and the rules that it needs."""
+
+    expression: str = "TEXT"
+    rules: tuple[str, ...] = ()
+
+    @property
+    def is_any_text(self) -> bool:
+        """True if nothing is asked of such an answer."""
+        return self.expression == "TEXT"
+
+
+class CallGrammar(NamedTuple):
+    """A grammar in llguidance's Lark, and what it does not hold: functions and places."""
+
+    source: str
+    unheld: tuple[tuple[str, str], ...] = ()
+
+
+ANY_TEXT = AnswerRules()
 
 
 class CallForm(Protocol):
@@ -35,8 +65,10 @@ class CallForm(Protocol):
         """vLLM's name of its parser."""
         ...
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
-        """The grammar of an answer, in llguidance's Lark. Raises InvalidRequest."""
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
+        """The grammar of calls, or else of an answer. Raises InvalidRequest."""
         ...
 
     def parser(self, calling: Calling, rng: random.Random) -> AnswerParser:
@@ -51,7 +83,8 @@ class CallForm(Protocol):
 
 def literal(text: str) -> str:
     """A string literal of Lark, whose escapes are those of JSON; directives begin with '%'."""
-    return json.dumps(text, ensure_ascii=False).replace("%", "\\u0025")
+    quoted = json.dumps(text, ensure_ascii=False)
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", quoted)
 
 
 def mark(text: str, token_of: TokenOf) -> str:
@@ -69,12 +102,46 @@ def text_before(text: str, token_of: TokenOf) -> tuple[str, list[str]]:
     return "lazy_head", [f"lazy_head[lazy]: /(?s:.*){escaped}/"]
 
 
-def arguments(calling: Calling) -> list[str]:
-    """A rule `arguments_I` for each function, by its schema."""
-    return [
-        f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}"
-        for i, schema in enumerate(calling.functions.values())
-    ]
+def start(calls: str, calling: Calling, answer: AnswerRules, *, begin: str, before: str) -> str:
+    """The first rule of a form whose calls follow the mark `begin`, which any text may precede."""
+    if calling.at_least_one:
+        return f"start: {begin} {calls}"
+    if answer.is_any_text:
+        return f"start: TEXT | {before} {calls}"
+    return f"start: {answer.expression} | {begin} {calls}"
+
+
+def unlike_calls(begins: str, answer: AnswerRules) -> tuple[str, list[str]]:
+    """An expression for an answer that begins unlike a call, if any text will do."""
+    if not answer.is_any_text:
+        return answer.expression, []
+    return "ANSWER", [f"ANSWER: TEXT & ~/{begins}(?s:.*)/"]
+
+
+class ArgumentRules(NamedTuple):
+    """Rules `arguments_I` for each function, and the places that they do not hold."""
+
+    rules: list[str]
+    unheld: tuple[tuple[str, str], ...]
+
+
+def arguments(calling: Calling) -> ArgumentRules:
+    """The rules of arguments that are one JSON object."""
+    rules, unheld = list(RULES), list[tuple[str, str]]()
+    left = MAX_ARGUMENTS_LEN
+    for i, (name, schema) in enumerate(calling.functions.items()):
+        if name in calling.held:
+            rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
+            continue
+        lenient = LenientSchema(schema, f"a{i}")
+        left -= sum(map(len, lenient.rules))
+        if name in calling.free or left < 0:
+            rules.append(f"arguments_{i}: any_object")
+            unheld.append((name, ""))
+            continue
+        rules += [f"arguments_{i}: {lenient.start}", *lenient.rules]
+        unheld += [(name, place) for place in lenient.unheld]
+    return ArgumentRules(rules, tuple(unheld))
 
 
 def any_call(calling: Calling) -> str:

@@ -17,8 +17,9 @@ from router.text.forms.json_calls import (
     Mistral,
     MistralArgs,
 )
+from router.text.forms.pythonic import Pythonic
+from router.text.forms.qwen_coder import QwenCoder
 from router.text.forms.thinking import BEGIN, END, PlainParser, ThinkingForm, ThinkingParser
-from router.text.forms.written_values import Pythonic, QwenCoder
 
 AUTO, NONE = "auto", "none"
 FormT = TypeVar("FormT")

@@ -104,6 +104,11 @@ class JsonEnd:
         self._in_string = False
         self._is_escaped = False
 
+    @property
+    def is_new(self) -> bool:
+        """True if nothing of the value has come."""
+        return self._depth == 0 and not self._in_string
+
     def find(self, text: str) -> int | None:
         """The length of this piece's part of the value; None if the value goes on."""
         for at, char in enumerate(text):

@@ -14,12 +14,16 @@ import re
 
 from engine.errors import InvalidRequest
 from router.text.forms.calling import (
+    ANY_TEXT,
     NAME,
+    AnswerRules,
+    CallGrammar,
     Calling,
     TokenOf,
     any_call,
     arguments,
     literal,
+    mark,
 )
 from router.text.forms.deltas import (
     CallArguments,
@@ -34,7 +38,9 @@ from router.text.forms.deltas import (
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CONSTRAIN, CALL, RETURN = "<|constrain|>", "<|call|>", "<|return|>"
 _MARKS = (CHANNEL, MESSAGE, START, END, CONSTRAIN, CALL, RETURN)
+_HEADS = (CHANNEL, START, MESSAGE, "to=functions.")
 _RECIPIENT = re.compile(rf"to=functions\.({NAME})")
+_TEXT = r"TEXT: /(?s:.*)/"
 MAX_HEAD_LEN = 1024  # characters of a message's head
 
 
@@ -44,32 +50,57 @@ class Harmony:
     name = "openai"
     marks = _MARKS
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
-        """Reasoning, then a call, or any text if none is required. Raises InvalidRequest."""
-        ids = {mark: token_of(mark) for mark in _MARKS}
-        missing = next((mark for mark, token_id in ids.items() if token_id is None), None)
-        if missing is not None:
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
+        """Reasoning, then a call, or an answer if none is required. Raises InvalidRequest."""
+        if (missing := missing_mark(token_of)) is not None:
             raise InvalidRequest(f"tools: this model has no token {missing}", param="tools")
-        channel, message, start, end, constrain = (f"<[{ids[m]}]>" for m in _MARKS[:5])
-        again = f'{start} "assistant"'
-        said = f'({channel} "analysis" {message} TEXT {end} {again})*'
-        call = f'{channel} "commentary to=functions." ({any_call(calling)})'
-        final = f'{channel} "final" {message} TEXT'
-        return "\n".join(
-            [
-                f"start: {said} {call if calling.at_least_one else f'({call} | {final})'}",
-                r"TEXT: /(?s:.*)/",
-                *(
-                    f'call_{i}: {literal(name)} " "? {constrain} "json" {message} arguments_{i}'
-                    for i, name in enumerate(calling.functions)
-                ),
-                *arguments(calling),
-            ]
-        )
+        held = arguments(calling)
+        calls = [
+            f"call_{i}: {_written_call(name, token_of)} gap arguments_{i} gap"
+            for i, name in enumerate(calling.functions)
+        ]
+        ways = any_call(calling)
+        if not calling.at_least_one:
+            ways = f"{ways} | {_final(answer, token_of)}"
+        lines = [f"start: {_said(token_of)} ({ways})", _TEXT, *calls, *answer.rules, *held.rules]
+        return CallGrammar("\n".join(dict.fromkeys(lines)), held.unheld)
 
     def parser(self, calling: Calling, rng: random.Random) -> "HarmonyParser":
         """Returns a parser of one answer."""
         return HarmonyParser(rng)
+
+
+def missing_mark(token_of: TokenOf) -> str | None:
+    """The first mark that is no token of the model; None: it can write messages."""
+    return next((mark for mark in _MARKS if token_of(mark) is None), None)
+
+
+def final_grammar(answer: AnswerRules, token_of: TokenOf) -> str:
+    """The grammar of reasoning and then an answer, also one without any mark."""
+    first = f"start: {_said(token_of)} {_final(answer, token_of)} | {answer.expression}"
+    return "\n".join([first, _TEXT, "gap: GAP?", "GAP: / /", *answer.rules])
+
+
+def _said(token_of: TokenOf) -> str:
+    """Messages before the last one: reasoning, and what is said before calls."""
+    channel, message, begin, end = (mark(m, token_of) for m in _MARKS[:4])
+    return f'({channel} ("analysis" | "commentary") {message} TEXT {end} {begin} "assistant")*'
+
+
+def _final(answer: AnswerRules, token_of: TokenOf) -> str:
+    channel, message = (mark(m, token_of) for m in _MARKS[:2])
+    head = f'{channel} "final" (gap {mark(CONSTRAIN, token_of)} "json")? {message}'
+    return f"{head} {answer.expression}"
+
+
+def _written_call(name: str, token_of: TokenOf) -> str:
+    """The head of a call: its recipient comes behind the channel, or before it."""
+    channel, message = (mark(m, token_of) for m in _MARKS[:2])
+    kind = f'(gap {mark(CONSTRAIN, token_of)}? "json")?'
+    to, where = literal(f"to=functions.{name}"), '("commentary" | "analysis")'
+    return f'(({channel} {where} " " {to} | " " {to} {channel} {where}) {kind} {message})'
 
 
 class HarmonyParser:
@@ -79,6 +110,7 @@ class HarmonyParser:
         self._rng = rng
         self._pending = ""
         self._in_head = True
+        self._is_begin = True  # no head has come
         self._channel = ""
         self._is_call = False  # the message that comes now
         self.num_calls = 0
@@ -99,16 +131,21 @@ class HarmonyParser:
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
         """Returns what was held back; a head that was cut is not shown."""
         rest, self._pending = self._pending, ""
-        return [] if self._in_head or is_cut else merged([self._delta(rest)])
+        if self._in_head and (not self._is_begin or any(mark in rest for mark in _MARKS)):
+            return []
+        return [] if is_cut else merged([self._delta(rest)])
 
     def _head(self) -> list[Delta] | None:
         head, found, rest = first_mark(self._pending, (MESSAGE,))
+        if self._is_begin and not _may_be_head(self._pending):
+            self._in_head = self._is_begin = False  # a text without marks is an answer
+            return []
         if found is None:
             if len(self._pending) > MAX_HEAD_LEN:
                 self._in_head = False  # no message of this form: all of it is an answer
                 return []
             return None
-        self._pending, self._in_head = rest, False
+        self._pending, self._in_head, self._is_begin = rest, False, False
         _, _, channel = head.rpartition(CHANNEL)
         self._channel = (channel.split() or [""])[0]
         recipient = _RECIPIENT.search(head)
@@ -130,3 +167,9 @@ class HarmonyParser:
         if self._is_call:
             return CallArguments(self.num_calls - 1, text)
         return Reasoning(text) if self._channel == "analysis" else Content(text)
+
+
+def _may_be_head(text: str) -> bool:
+    """True if a text begins like the head of a message, as far as it has come."""
+    text = text.lstrip()
+    return any(text.startswith(begin) or begin.startswith(text) for begin in _HEADS)

@@ -1,127 +1,46 @@
-"""Forms whose arguments are JSON behind a head that names the function.
+"""Forms whose arguments are JSON behind a head that names the function."""
 
-All of these share a parser, which a form describes by two regular expressions: of the head, up to
-the arguments, and of what follows them. Arguments are passed on as they come.
-"""
-
-import random
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 from router.text.forms.calling import (
+    ANY_TEXT,
     NAME,
+    AnswerRules,
+    CallGrammar,
     Calling,
     TokenOf,
     any_call,
     arguments,
     literal,
     mark,
+    start,
     text_before,
+    unlike_calls,
 )
-from router.text.forms.deltas import (
-    CallArguments,
-    Content,
-    Delta,
-    JsonEnd,
-    first_mark,
-    merged,
-    new_call,
-)
+from router.text.forms.json_parser import CallBegin, JsonCallForm
+from router.text.forms.lenient import RULES, can_be_held
 
-MAX_HEAD_LEN = 1024  # characters between calls; a grammar allows no more
-_TEXT = [r"TEXT: /(?s:.*)/", r"BLANK: /[ \n]{0,2}/"]
+MAX_WAYS = 16  # functions whose arguments are followed side by side, before the name is known
+_BLANKS = r"[ \t\r\n]{0,64}"
+_DEFINITIONS = ("$defs", "definitions")
+_OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
+_TEXT = r"TEXT: /(?s:.*)/"
 
 
-class JsonCallParser:
-    """Parses one answer of such a form."""
-
-    def __init__(self, form: "JsonCallForm", rng: random.Random) -> None:
-        self._form = form
-        self._rng = rng
-        self._pending = ""  # not reported yet
-        self._is_begin = True  # nothing but blanks has come
-        self._in_calls = False
-        self._end: JsonEnd | None = None  # of the arguments that come now
-        self._tail = False  # what follows them comes now
-        self.num_calls = 0
-        self.is_reasoning = False
-
-    def feed(self, text: str) -> list[Delta]:
-        """Takes more text of the answer and returns what it makes certain."""
-        self._pending += text
-        deltas: list[Delta] = [] if self._in_calls else self._content()
-        while self._in_calls and (more := self._step()) is not None:
-            deltas += more
-        return merged(deltas)
-
-    def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Returns the text that might have begun a mark, unless a call was cut."""
-        rest, self._pending = self._pending, ""
-        return [] if self._in_calls or is_cut else merged([Content(rest)])
-
-    def _content(self) -> list[Delta]:
-        form = self._form
-        if self._is_begin and form.bare is not None:
-            stripped = self._pending.lstrip()
-            if form.bare.startswith(stripped) and stripped != form.bare:
-                return []  # may become a call without a mark
-            if stripped.startswith(form.bare):
-                self._in_calls, self._pending = True, stripped
-                return []
-        self._is_begin = self._is_begin and not self._pending.strip()
-        if not form.opening:
-            text, self._pending = self._pending, ""
-            return [Content(text)]
-        text, found, rest = first_mark(self._pending, (form.opening,))
-        self._in_calls = found is not None
-        self._pending = (found or "") + rest
-        return [Content(text)]
-
-    def _step(self) -> list[Delta] | None:
-        """Takes the next part of a call; None if more text is needed."""
-        if self._end is not None:
-            return self._arguments(self._end)
-        pattern = self._form.tail if self._tail else self._form.head
-        found = pattern.match(self._pending)
-        if found is None:
-            if len(self._pending) > MAX_HEAD_LEN:
-                self._pending = ""  # no model's grammar allows this
-            return None
-        self._pending = self._pending[found.end() :]
-        if self._tail:
-            self._tail = False
-            return []
-        self._end = JsonEnd()
-        self.num_calls += 1
-        return [new_call(self._rng, self.num_calls - 1, found[1])]
-
-    def _arguments(self, end: JsonEnd) -> list[Delta] | None:
-        if not self._pending:
-            return None
-        length = end.find(self._pending)
-        text = self._pending[:length]
-        self._pending = self._pending[len(text) :]
-        if length is not None:
-            self._end, self._tail = None, True
-        return [CallArguments(self.num_calls - 1, text)]
+def _head(before: str, key: str) -> re.Pattern[str]:
+    """The begin of an object of a name and arguments, up to the latter."""
+    return re.compile(rf'{before}\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"{key}"\s*:\s*')
 
 
-@dataclass(frozen=True)
-class JsonCallForm:
-    """What the parser knows of a form. `bare` begins a call at the begin of an answer."""
+def _unnamed_head(before: str, key: str) -> re.Pattern[str]:
+    return re.compile(rf'{before}\{{\s*"{key}"\s*:\s*')
 
-    name: ClassVar[str]
-    head: ClassVar[re.Pattern[str]]
-    tail: ClassVar[re.Pattern[str]]
-    opening: ClassVar[str] = ""
-    bare: ClassVar[str | None] = None
-    marks: ClassVar[Sequence[str]] = ()
 
-    def parser(self, calling: Calling, rng: random.Random) -> JsonCallParser:
-        """Returns a parser of one answer."""
-        return JsonCallParser(self, rng)
+def _named_tail(after: str) -> re.Pattern[str]:
+    return re.compile(rf'\s*,\s*"name"\s*:\s*"({NAME})"\s*\}}{after}')
 
 
 class Hermes(JsonCallForm):
@@ -133,18 +52,22 @@ class Hermes(JsonCallForm):
     name = "hermes"
     opening = "<tool_call>"
     marks = ("<tool_call>", "</tool_call>")
-    head = re.compile(rf'\s*<tool_call>\s*\{{"name": "({NAME})", "arguments": ')
-    tail = re.compile(r"\}\s*</tool_call>")
+    _before, _after = r"\s*<tool_call>\s*", r"\s*</tool_call>"
+    head, unnamed_head = _head(_before, "arguments"), _unnamed_head(_before, "arguments")
+    tail, named_tail = re.compile(r"\s*\}" + _after), _named_tail(_after)
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
         """Text, then calls, which nothing follows."""
         begin, end = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.opening, token_of)
-        more = "" if calling.at_most_one else f" (BLANK {begin} body)*"
-        return _lines(
-            f"{begin} body{more}" if calling.at_least_one else f"TEXT | {before} body{more}",
-            [*rules, f"body: BLANK ({any_call(calling)}) BLANK {end}"],
-            _objects(calling, "arguments"),
+        more = "" if calling.at_most_one else f" (gap {begin} body)*"
+        return _grammar(
+            start(f"body{more}", calling, answer, begin=begin, before=before),
+            [*rules, *answer.rules, f"body: gap ({any_call(calling)}) gap {end}"],
+            calling,
+            "arguments",
         )
 
 
@@ -156,21 +79,34 @@ class Llama(JsonCallForm):
 
     name = "llama3_json"
     opening = "<|python_tag|>"
-    bare = '{"name": "'
     marks = ("<|python_tag|>",)
-    head = re.compile(rf'\s*(?:<\|python_tag\|>)?\s*;?\s*\{{"name": "({NAME})", "parameters": ')
-    tail = re.compile(r"\}")
+    _before = r"\s*(?:<\|python_tag\|>)?\s*;?\s*"
+    head, unnamed_head = _head(_before, "parameters"), _unnamed_head(_before, "parameters")
+    tail, named_tail = re.compile(r"\s*\}"), _named_tail("")
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
+    def begin_of(self, functions: Collection[str]) -> CallBegin:
+        """An object whose name is that of a function, or that begins with parameters."""
+        names = "|".join(map(re.escape, functions))
+        return CallBegin(
+            re.compile(rf'\s*\{{\s*("name"\s*:\s*"({names})"|"parameters"\s*:)'),
+            ['{"parameters":', *(f'{{"name":"{name}"' for name in functions)],
+        )
+
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
         """Calls, or text that does not begin like one."""
         tag = mark(self.opening, token_of)
-        more = "" if calling.at_most_one else f' ("; " ({any_call(calling)}))*'
+        more = "" if calling.at_most_one else f' (gap ";" gap ({any_call(calling)}))*'
         calls = f"{tag}? ({any_call(calling)}){more}"
-        return _lines(
-            calls if calling.at_least_one else f"ANSWER | {calls}",
-            [r"ANSWER: /([^\s{<](?s:.*))?/"],
-            _objects(calling, "parameters"),
-        )
+        begins = self.begin_of(calling.functions).pattern.pattern
+        if token_of(self.opening) is None:
+            begins = rf"((?s:.*)<\|python_tag\|>|{begins})"
+        text, rules = unlike_calls(begins, answer)
+        first = f"start: {calls}" if calling.at_least_one else f"start: {text} | {calls}"
+        if not answer.is_any_text:
+            return _beside_json(first, answer.rules, calling)
+        return _grammar(first, rules, calling, "parameters")
 
 
 class Mistral(JsonCallForm):
@@ -182,19 +118,23 @@ class Mistral(JsonCallForm):
     name = "mistral"
     opening = "[TOOL_CALLS]"
     marks = ("[TOOL_CALLS]",)
-    head = re.compile(rf'\s*(?:\[TOOL_CALLS\]\s*\[|,)\s*\{{"name": "({NAME})", "arguments": ')
-    tail = re.compile(r"\}")
+    _before = r"\s*(?:\[TOOL_CALLS\]\s*\[|,)\s*"
+    head, unnamed_head = _head(_before, "arguments"), _unnamed_head(_before, "arguments")
+    tail, named_tail = re.compile(r"\s*\}"), _named_tail("")
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
         """Text, then a list of calls."""
         before, rules = text_before(self.opening, token_of)
-        more = "" if calling.at_most_one else f' ("," BLANK ({any_call(calling)}))*'
-        calls = f'BLANK "[" ({any_call(calling)}){more} "]"'
+        more = "" if calling.at_most_one else f' (gap "," gap ({any_call(calling)}))*'
+        calls = f'gap "[" gap ({any_call(calling)}){more} gap "]"'
         begin = mark(self.opening, token_of)
-        return _lines(
-            f"{begin} {calls}" if calling.at_least_one else f"TEXT | {before} {calls}",
-            rules,
-            _objects(calling, "arguments"),
+        return _grammar(
+            start(calls, calling, answer, begin=begin, before=before),
+            [*rules, *answer.rules],
+            calling,
+            "arguments",
         )
 
 
@@ -207,23 +147,25 @@ class MistralArgs(JsonCallForm):
     name = "mistral_args"
     opening = "[TOOL_CALLS]"
     marks = ("[TOOL_CALLS]", "[ARGS]")
-    head = re.compile(rf"\s*\[TOOL_CALLS\]({NAME})\[ARGS\]")
+    head = re.compile(rf"\s*\[TOOL_CALLS\]\s*({NAME})\s*\[ARGS\]\s*")
     tail = re.compile(r"")
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
         """Text, then calls."""
         begin, args = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.opening, token_of)
         more = "" if calling.at_most_one else f" ({begin} ({any_call(calling)}))*"
         calls = f"({any_call(calling)}){more}"
         heads = [
-            f"call_{i}: {literal(name)} {args} arguments_{i}"
+            f"call_{i}: gap {literal(name)} gap {args} gap arguments_{i}"
             for i, name in enumerate(calling.functions)
         ]
-        return _lines(
-            f"{begin} {calls}" if calling.at_least_one else f"TEXT | {before} {calls}",
-            rules,
-            [*heads, *arguments(calling)],
+        return _grammar(
+            start(calls, calling, answer, begin=begin, before=before),
+            [*rules, *answer.rules, *heads],
+            calling,
         )
 
 
@@ -243,21 +185,21 @@ class DeepSeek(JsonCallForm):
         "<｜tool▁calls▁end｜>",
     )
     head = re.compile(
-        rf"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>({NAME})<｜tool▁sep｜>"
+        rf"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>({NAME})<｜tool▁sep｜>\s*"
     )
     tail = re.compile(r"\s*<｜tool▁call▁end｜>")
     before_name: ClassVar[str] = ""
     before_arguments: ClassVar[str] = ""
     after_arguments: ClassVar[str] = ""
-    between: ClassVar[str] = ""
 
-    def grammar(self, calling: Calling, token_of: TokenOf) -> str:
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
         """Text, then calls between their marks."""
         begin, call, part, end, last = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.opening, token_of)
-        join = literal(self.between) if self.between else ""
-        more = "" if calling.at_most_one else f" ({join} ({any_call(calling)}))*"
-        calls = f"({any_call(calling)}){more} {last}"
+        more = "" if calling.at_most_one else f" (gap ({any_call(calling)}))*"
+        calls = f"gap ({any_call(calling)}){more} gap {last}"
         heads = [
             " ".join(
                 (
@@ -265,17 +207,17 @@ class DeepSeek(JsonCallForm):
                     *([literal(self.before_name), part] if self.before_name else ()),
                     literal(name + self.before_arguments),
                     *(() if self.before_name else (part,)),
-                    f"arguments_{i}",
-                    *([literal(self.after_arguments)] if self.after_arguments else ()),
+                    f"gap arguments_{i}",
+                    *([literal(self.after_arguments)] if self.after_arguments else ("gap",)),
                     end,
                 )
             )
             for i, name in enumerate(calling.functions)
         ]
-        return _lines(
-            f"{begin} {calls}" if calling.at_least_one else f"TEXT | {before} {calls}",
-            rules,
-            [*heads, *arguments(calling)],
+        return _grammar(
+            start(calls, calling, answer, begin=begin, before=before),
+            [*rules, *answer.rules, *heads],
+            calling,
         )
 
 
@@ -288,27 +230,67 @@ class DeepSeekFenced(DeepSeek):
     name = "deepseek_v3"
     head = re.compile(
         r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
-        rf"({NAME})\n```json\n"
+        rf"({NAME})\n```json\n\s*"
     )
     tail = re.compile(r"\n```<｜tool▁call▁end｜>")
     before_name = "function"
     before_arguments = "\n```json\n"
     after_arguments = "\n```"
-    between = "\n"
+
+
+def _grammar(
+    first: str, rules: Sequence[str], calling: Calling, key: str | None = None
+) -> CallGrammar:
+    """The grammar of a form; with a key, its calls are objects of a name and arguments."""
+    objects = [] if key is None else _objects(calling, key)
+    held = arguments(calling)
+    lines = dict.fromkeys([first, _TEXT, *rules, *objects, *held.rules])
+    return CallGrammar("\n".join(lines), held.unheld)
+
+
+def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGrammar:
+    """Calls beside an answer that may begin like one: both are JSON, of the compiler's lexemes."""
+    lines, unheld = list[str](), list[tuple[str, str]]()
+    for i, (name, schema) in enumerate(calling.functions.items()):
+        definitions = {word: schema[word] for word in _DEFINITIONS if word in schema}
+        call: dict[str, Any] = {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": schema},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        text = json.dumps({**call, **definitions}, ensure_ascii=False)
+        is_known = not _OTHER_REFERENCE.search(text) and can_be_held({**call, **definitions})
+        if name not in calling.held and (name in calling.free or not is_known):
+            call["properties"]["parameters"] = {"type": "object"}
+            text = json.dumps(call, ensure_ascii=False)
+            unheld.append((name, ""))
+        lines.append(f"call_{i}: %json {text}")
+    return CallGrammar("\n".join([first, *RULES[:2], *rules, *lines]), tuple(unheld))
 
 
 def _objects(calling: Calling, key: str) -> list[str]:
-    """Rules of calls that are a JSON object with two keys."""
-    heads = [
-        f"call_{i}: {literal(_head(name, key))} arguments_{i} {literal('}')}"
-        for i, name in enumerate(calling.functions)
-    ]
-    return [*heads, *arguments(calling)]
+    """Rules of calls that are an object. If the arguments come first, they are of any function.
+
+    The begin of an object is one lexeme. So it ends where text that may come instead is ruled out:
+    the longest lexeme wins, and text could be longer than a brace.
+    """
+    names = [name for name in calling.functions if name not in calling.held]
+    lines = [f"KEYED: /{_head_of(key)}/"]
+    for i, name in enumerate(calling.functions):
+        begin = f'/{_head_of("name")}{_BLANKS}"{re.escape(name)}"/'
+        ways = [f'{begin} gap "," gap {_quoted(key)} gap ":" gap arguments_{i} gap "}}"']
+        if name in names:
+            value = f"arguments_{i}" if len(names) <= MAX_WAYS else "any_object"
+            named = f'{_quoted("name")} gap ":" gap {_quoted(name)}'
+            ways.append(f'KEYED gap {value} gap "," gap {named} gap "}}"')
+        lines.append(f"call_{i}: " + "\n  | ".join(ways))
+    return lines
 
 
-def _head(name: str, key: str) -> str:
-    return f'{{"name": "{name}", "{key}": '
+def _head_of(key: str) -> str:
+    return rf'\{{{_BLANKS}"{key}"{_BLANKS}:'
 
 
-def _lines(start: str, *rules: list[str]) -> str:
-    return "\n".join([f"start: {start}", *_TEXT, *(line for group in rules for line in group)])
+def _quoted(name: str) -> str:
+    return literal(f'"{name}"')

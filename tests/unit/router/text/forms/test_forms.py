@@ -192,7 +192,7 @@ def test_channels_part_reasoning_calls_and_answer(pieces):
 
 
 def guide_of(name, **options):
-    source = CALL_FORMS[name].grammar(calling(**options), token_of)
+    source = CALL_FORMS[name].grammar(calling(**options), token_of).source
     guides = LlGuides(TOKENIZER, vocab_size=len(MARKS) + 257, eos_token_ids=[256])
     return guides, Grammar(GrammarKind.LARK, source)
 
@@ -238,7 +238,8 @@ def test_forced_calls_are_calls(name):
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 @pytest.mark.parametrize(("old", "new"), [("2", "12"), ("2", '"x"'), ("weather", "whether")])
 def test_the_grammar_refuses_wrong_calls(name, old, new):
-    assert not allows(name, TRANSCRIPTS[name].replace(old, new, 1))
+    is_text = name in BARE and old == "weather"  # what calls no tool is no call
+    assert allows(name, TRANSCRIPTS[name].replace(old, new, 1)) is is_text
 
 
 def test_harmonys_grammar_allows_reasoning_and_then_a_call_or_an_answer():
@@ -253,7 +254,7 @@ def test_harmonys_grammar_allows_reasoning_and_then_a_call_or_an_answer():
 
 def test_what_a_form_cannot_hold_to_is_refused():
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
-    asked = Calling({"f": schema}, at_least_one=True, at_most_one=True)
+    asked = Calling({"f": schema}, at_least_one=True, at_most_one=True, held=frozenset({"f"}))
     with pytest.raises(InvalidRequest, match="pattern"):
         CALL_FORMS["qwen3_coder"].grammar(asked, token_of)
 

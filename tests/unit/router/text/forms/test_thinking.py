@@ -8,6 +8,7 @@ import pytest
 from engine.grammar.thinking import ThinkingGuide
 from engine.grammar.tokens import TokenGuide, TokenRules
 from engine.messages import ThinkingMarks
+from router.text.forms.calling import Calling
 from router.text.forms.chosen import CALL_FORMS
 from router.text.forms.deltas import CallBegun, Content, Reasoning
 from router.text.forms.thinking import PlainParser, ThinkingForm, ThinkingParser
@@ -63,7 +64,9 @@ def test_the_end_of_the_prompt_decides_where_reasoning_begins(form, prompt_end, 
 
 
 def test_calls_behind_reasoning_are_read():
-    calls = CALL_FORMS["hermes"].parser(None, random.Random(0))
+    calls = CALL_FORMS["hermes"].parser(
+        Calling({}, at_least_one=False, at_most_one=False), random.Random(0)
+    )
     parser = ThinkingParser(calls, is_thinking=True)
     text = '<tool_call> not yet</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     deltas = [d for char in text for d in parser.feed(char)]

@@ -1,0 +1,164 @@
+"""The parser that forms share whose arguments are JSON behind a head that names the function.
+
+A form describes it by regular expressions: of the head, up to the arguments, and of what follows
+them. Arguments are passed on as they come, unless the name follows them: some models write the keys
+of a call in that order.
+"""
+
+import random
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from router.text.forms.calling import Calling
+from router.text.forms.deltas import (
+    CallArguments,
+    Content,
+    Delta,
+    JsonEnd,
+    first_mark,
+    merged,
+    new_call,
+)
+
+MAX_HEAD_LEN = 1024  # characters between calls; a grammar allows no more
+
+
+class JsonCallParser:
+    """Parses one answer of such a form."""
+
+    def __init__(
+        self, form: "JsonCallForm", rng: random.Random, functions: Collection[str] = ()
+    ) -> None:
+        self._form = form
+        self._rng = rng
+        self._begin = form.begin_of(functions)
+        self._pending = ""  # not reported yet
+        self._is_begin = True  # nothing but blanks has come
+        self._in_calls = False
+        self._end: JsonEnd | None = None  # of the arguments that come now
+        self._tail = False  # what follows them comes now
+        self._unnamed: list[str] | None = None  # arguments of a call whose name follows them
+        self.num_calls = 0
+        self.is_reasoning = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes more text of the answer and returns what it makes certain."""
+        self._pending += text
+        deltas: list[Delta] = [] if self._in_calls else self._content()
+        while self._in_calls and (more := self._step()) is not None:
+            deltas += more
+        return merged(deltas)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Returns the text that might have begun a mark, unless a call was cut."""
+        rest, self._pending = self._pending, ""
+        return [] if self._in_calls or is_cut else merged([Content(rest)])
+
+    def _content(self) -> list[Delta]:
+        form = self._form
+        if self._is_begin and self._begin is not None:
+            is_call = self._begin.is_call(self._pending)
+            if is_call is None:
+                return []  # may become a call without a mark
+            if is_call:
+                self._in_calls, self._pending = True, self._pending.lstrip()
+                return []
+        self._is_begin = self._is_begin and not self._pending.strip()
+        if not form.opening:
+            text, self._pending = self._pending, ""
+            return [Content(text)]
+        text, found, rest = first_mark(self._pending, (form.opening,))
+        self._in_calls = found is not None
+        self._pending = (found or "") + rest
+        return [Content(text)]
+
+    def _step(self) -> list[Delta] | None:
+        """Takes the next part of a call; None if more text is needed."""
+        if self._end is not None:
+            return self._arguments(self._end)
+        if self._unnamed is not None:
+            return self._name(self._unnamed)
+        pattern = self._form.tail if self._tail else self._form.head
+        found = pattern.match(self._pending)
+        if found is None and not self._tail and self._form.unnamed_head is not None:
+            found = self._form.unnamed_head.match(self._pending)
+            self._unnamed = None if found is None else []
+        if found is None:
+            self._bound_wait()
+            return None
+        self._pending = self._pending[found.end() :]
+        if self._tail:
+            self._tail = False
+            return []
+        self._end = JsonEnd()
+        return [] if self._unnamed is not None else [self._begun(found[1])]
+
+    def _bound_wait(self) -> None:
+        if len(self._pending) > MAX_HEAD_LEN:
+            self._pending = ""  # no model's grammar allows this
+
+    def _begun(self, name: str) -> Delta:
+        self.num_calls += 1
+        return new_call(self._rng, self.num_calls - 1, name)
+
+    def _arguments(self, end: JsonEnd) -> list[Delta] | None:
+        if end.is_new:
+            self._pending = self._pending.lstrip()
+        if not self._pending:
+            return None
+        length = end.find(self._pending)
+        text = self._pending[:length]
+        self._pending = self._pending[len(text) :]
+        if self._unnamed is not None:
+            self._unnamed.append(text)
+        if length is not None:
+            self._end, self._tail = None, self._unnamed is None
+        return [] if self._unnamed is not None else [CallArguments(self.num_calls - 1, text)]
+
+    def _name(self, unnamed: Sequence[str]) -> list[Delta] | None:
+        """Takes the name that follows arguments, and what ends the call."""
+        assert self._form.named_tail is not None
+        found = self._form.named_tail.match(self._pending)
+        if found is None:
+            self._bound_wait()
+            return None
+        self._pending, self._unnamed = self._pending[found.end() :], None
+        return [self._begun(found[1]), CallArguments(self.num_calls - 1, "".join(unnamed))]
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """Tells the begin of a call without a mark from other text."""
+
+    pattern: re.Pattern[str]
+    compact: Sequence[str]  # what may be a begin, without blanks
+
+    def is_call(self, text: str) -> bool | None:
+        """True if an answer with this begin is a call, None if it may become one."""
+        if self.pattern.match(text):
+            return True
+        compact = "".join(text.split())
+        return None if any(each.startswith(compact) for each in self.compact) else False
+
+
+@dataclass(frozen=True)
+class JsonCallForm:
+    """What the parser knows of a form. A call without a mark may only begin an answer."""
+
+    name: ClassVar[str]
+    head: ClassVar[re.Pattern[str]]
+    tail: ClassVar[re.Pattern[str]]
+    unnamed_head: ClassVar[re.Pattern[str] | None] = None
+    named_tail: ClassVar[re.Pattern[str] | None] = None
+    opening: ClassVar[str] = ""
+    marks: ClassVar[Sequence[str]] = ()
+
+    def begin_of(self, functions: Collection[str]) -> CallBegin | None:
+        """The begin of calls without a mark; None: they always have one."""
+        return None
+
+    def parser(self, calling: Calling, rng: random.Random) -> JsonCallParser:
+        """Returns a parser of one answer."""
+        return JsonCallParser(self, rng, calling.functions)

@@ -1,0 +1,213 @@
+"""Calls as a list of calls in Python. The parser turns values into JSON, one by one."""
+
+import ast
+import json
+import random
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from engine.grammar.disjoint import names_in
+from router.text.forms.calling import (
+    ANY_TEXT,
+    NAME,
+    AnswerRules,
+    CallGrammar,
+    Calling,
+    TokenOf,
+    any_call,
+    literal,
+    unlike_calls,
+)
+from router.text.forms.deltas import CallArguments, Content, Delta, merged, new_call
+from router.text.forms.json_parser import CallBegin
+from router.text.forms.lenient import RULES, LenientSchema
+from router.text.forms.written_values import (
+    MAX_HEAD_LEN,
+    OF_WHOLE,
+    WrittenArguments,
+    as_json,
+    properties_of,
+    resolved,
+    with_definitions,
+)
+
+_BLANKS = r"[ \t\r\n]{0,64}"
+_PYTHON_RULES = [r"PYTHON_STRING: /'([^'\\\n]|\\.)*'/"]
+
+
+class Pythonic:
+    """[f(a=1, b="x"), g()]
+
+    Source: Meta, Llama 3.2 and 4 prompt formats; the same in several small models.
+    """
+
+    name = "pythonic"
+    marks: Sequence[str] = ()
+
+    def begin_of(self, functions: Collection[str]) -> CallBegin:
+        """A list that begins with the name of a function and a parenthesis."""
+        names = "|".join(map(re.escape, functions))
+        compact = [f"[{name}(" for name in functions]
+        return CallBegin(re.compile(rf"\s*\[\s*({names})\s*\("), compact)
+
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
+        """A list of calls, or text that does not begin like one."""
+        more = "" if calling.at_most_one else f' (gap "," gap ({any_call(calling)}))*'
+        first_call = " | ".join(f"FIRST_{i} rest_{i}" for i in range(len(calling.functions)))
+        calls = f'({first_call}){more} gap "]"'
+        text, rules = unlike_calls(self.begin_of(calling.functions).pattern.pattern, answer)
+        first = f"start: {calls}" if calling.at_least_one else f"start: {text} | {calls}"
+        lines = [first, r"TEXT: /(?s:.*)/", *RULES, *_PYTHON_RULES, *rules, *answer.rules]
+        unheld = list[tuple[str, str]]()
+        for i, name in enumerate(calling.functions):
+            found = _python_arguments(calling, name, f"{i}")
+            unheld += [(name, place) for place in found.unheld]
+            members = found.begin(f"members_{i}")
+            # One lexeme, which ends where other text is ruled out: the longest lexeme wins.
+            lines.append(rf"FIRST_{i}: /\[{_BLANKS}{re.escape(name)}{_BLANKS}\(/")
+            lines.append(f'call_{i}: {literal(name)} gap "(" rest_{i}')
+            lines.append(f'rest_{i}: gap {members} gap ")"')
+            lines += found.members(f"members_{i}", between='gap "," gap')
+        return CallGrammar("\n".join(dict.fromkeys(lines)), tuple(unheld))
+
+    def parser(self, calling: Calling, rng: random.Random) -> "PythonicParser":
+        """Returns a parser of one answer."""
+        return PythonicParser(rng, self.begin_of(calling.functions))
+
+
+def _python_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
+    schema, is_held = calling.functions[name], name in calling.held
+    keys, rules, unheld = dict[str, str](), list[str](), list[str]()
+    for j, (key, one) in enumerate(properties_of(schema, name, is_held=is_held).items()):
+        where = f"{place}_{j}"
+        keys[key] = f"argument_{where}"
+        if is_held:
+            value = f"value_{where}"
+            rules += _held_python(where, one, schema)
+        else:
+            found = LenientSchema(with_definitions(one, schema), f"x{where}", is_python=True)
+            value = found.start
+            rules += found.rules
+            unheld += [f".properties.{key}{each}" for each in found.unheld]
+        rules.append(f'argument_{where}: {literal(key)} gap "=" gap ({value})')
+    unheld += [f".{word}" for word in OF_WHOLE if schema.get(word) and not is_held]
+    return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")))
+
+
+def _held_python(place: str, schema: Any, root: Mapping[str, Any]) -> list[str]:
+    names = {"boolean": '"True" | "False"', "null": '"None"'}
+    value = names.get(str(resolved(schema, root).get("type"))) or as_json(schema, root)
+    return [f"value_{place}: {value}"]
+
+
+_PY_HEAD = re.compile(rf"\s*[\[,]\s*({NAME})\s*\(")
+_PY_NEXT = re.compile(r"\s*,?\s*(?:([A-Za-z_][\w.-]*)\s*=\s*|(\)))")
+
+
+class PythonicParser:
+    """Parses one answer of that form."""
+
+    def __init__(self, rng: random.Random, begin: CallBegin) -> None:
+        self._rng = rng
+        self._begin = begin
+        self._pending = ""
+        self._is_begin = True  # it is not known whether calls come
+        self._in_calls = False
+        self._in_call = False
+        self._num_values = 0
+        self._end: _PythonEnd | None = None  # of the value that comes now
+        self._value = ""
+        self.num_calls = 0
+        self.is_reasoning = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes more text of the answer and returns what it makes certain."""
+        self._pending += text
+        if self._is_begin:
+            is_call = self._begin.is_call(self._pending)
+            if is_call is None:
+                return []
+            self._is_begin, self._in_calls = False, is_call
+        if not self._in_calls:
+            shown, self._pending = self._pending, ""
+            return merged([Content(shown)])
+        deltas: list[Delta] = []
+        while (more := self._step()) is not None:
+            deltas += more
+        return merged(deltas)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Returns the text that might have begun a mark, unless a call was cut."""
+        rest, self._pending = self._pending, ""
+        return [] if self._in_calls or is_cut else merged([Content(rest)])
+
+    def _step(self) -> list[Delta] | None:
+        if self._end is not None:
+            return self._argument(self._end)
+        found = (_PY_NEXT if self._in_call else _PY_HEAD).match(self._pending)
+        if found is None:
+            if len(self._pending) > MAX_HEAD_LEN:
+                self._pending = ""  # no model's grammar allows this
+            return None
+        self._pending = self._pending[found.end() :]
+        if not self._in_call:
+            self._in_call, self._num_values = True, 0
+            self.num_calls += 1
+            return [new_call(self._rng, self.num_calls - 1, found[1])]
+        if found[2] is not None:
+            self._in_call = False
+            return [CallArguments(self.num_calls - 1, "}" if self._num_values else "{}")]
+        head = ("{" if self._num_values == 0 else ", ") + json.dumps(found[1]) + ": "
+        self._num_values += 1
+        self._end, self._value = _PythonEnd(), ""
+        return [CallArguments(self.num_calls - 1, head)]
+
+    def _argument(self, end: "_PythonEnd") -> list[Delta] | None:
+        length = end.find(self._pending)
+        self._value += self._pending[:length]
+        self._pending = "" if length is None else self._pending[length:]
+        if length is None:
+            return None
+        self._end = None
+        return [CallArguments(self.num_calls - 1, _json_of_python(self._value))]
+
+
+class _PythonEnd:
+    """Finds the comma or parenthesis behind a value that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+
+    def find(self, text: str) -> int | None:
+        for at, char in enumerate(text):
+            if self._quote:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in "\"'":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif self._depth == 0 and char in ",)":
+                return at
+            elif char in ")]}":
+                self._depth -= 1
+        return None
+
+
+def _json_of_python(text: str) -> str:
+    """A value as JSON; what is neither JSON nor a Python literal stays a text."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return json.dumps(read(text.strip()), ensure_ascii=False)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,246 @@
+"""Qwen3-Coder's form of calls: XML, with texts as they are. The parser turns them into JSON."""
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import InvalidRequest
+from engine.grammar.disjoint import names_in, type_of
+from router.text.forms.calling import (
+    ANY_TEXT,
+    NAME,
+    AnswerRules,
+    CallGrammar,
+    Calling,
+    TokenOf,
+    any_call,
+    literal,
+    mark,
+    start,
+    text_before,
+)
+from router.text.forms.deltas import CallArguments, Content, Delta, first_mark, merged, new_call
+from router.text.forms.lenient import RULES, LenientSchema
+from router.text.forms.written_values import (
+    MAX_HEAD_LEN,
+    OF_WHOLE,
+    WrittenArguments,
+    as_json,
+    kinds_of,
+    properties_of,
+    resolved,
+    with_definitions,
+)
+
+_KEY = r"[^>\s]+"
+_XML_KEY = re.compile(_KEY)
+# Of a text that has no quotes around it.
+_HELD_KEYWORDS = {"format", "pattern", "contentEncoding", "contentMediaType", "allOf", "not"}
+
+
+class QwenCoder:
+    """Calls in XML, with values as they are: text without quotes, other values as JSON.
+
+    <tool_call>
+    <function=f>
+    <parameter=a>
+    value
+    </parameter>
+    </function>
+    </tool_call>
+
+    Source: the chat template of Qwen3-Coder.
+    """
+
+    name = "qwen3_coder"
+    marks = ("<tool_call>", "</tool_call>")
+
+    def grammar(
+        self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
+    ) -> CallGrammar:
+        """Text, then calls, whose arguments come in any order."""
+        begin, end = (mark(each, token_of) for each in self.marks)
+        before, rules = text_before(self.marks[0], token_of)
+        body = f"gap ({any_call(calling)}) gap {end}"
+        more = "" if calling.at_most_one else f" (gap {begin} {body})*"
+        first = start(f"{body}{more}", calling, answer, begin=begin, before=before)
+        lines = [first, r"TEXT: /(?s:.*)/", *RULES, *rules, *answer.rules]
+        unheld = list[tuple[str, str]]()
+        for i, name in enumerate(calling.functions):
+            found = _xml_arguments(calling, name, f"{i}")
+            unheld += [(name, place) for place in found.unheld]
+            members = found.begin(f"members_{i}")
+            head, end_of = literal(f"<function={name}>"), literal("</function>")
+            lines.append(f"call_{i}: {head} gap {members} {end_of}")
+            lines += found.members(f"members_{i}")
+        return CallGrammar("\n".join(lines), tuple(unheld))
+
+    def parser(self, calling: Calling, rng: random.Random) -> "QwenCoderParser":
+        """Returns a parser of one answer."""
+        return QwenCoderParser(calling, rng)
+
+
+def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
+    """The arguments of one function. Raises InvalidRequest for what was promised and is no rule."""
+    schema, is_held = calling.functions[name], name in calling.held
+    keys, rules, unheld = dict[str, str](), list[str](), list[str]()
+    for j, (key, one) in enumerate(properties_of(schema, name, is_held=is_held).items()):
+        if not _XML_KEY.fullmatch(key):
+            if is_held:
+                raise InvalidRequest(f"tools: {name}: this model's calls cannot hold {key!r}")
+            unheld.append(f".properties.{key}")
+            continue
+        value = _XmlValue(key, one, schema, f"{place}_{j}", is_held=is_held)
+        keys[key] = f"argument_{place}_{j}"
+        rules += [f"argument_{place}_{j}: {literal(f'<parameter={key}>')} {value.expression}"]
+        rules += value.rules
+        unheld += [f".properties.{key}{where}" for where in value.unheld]
+    unheld += [f".{word}" for word in OF_WHOLE if schema.get(word) and not is_held]
+    return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")))
+
+
+class _XmlValue:
+    """The rules of one value, with the end mark: a text as it is, any other value as JSON."""
+
+    def __init__(
+        self, key: str, schema: Any, root: Mapping[str, Any], place: str, *, is_held: bool
+    ) -> None:
+        self._schema, self._root, self._place, self._is_held = schema, root, place, is_held
+        self.rules: list[str] = []
+        self.unheld: list[str] = []
+        self.expression = self._expression(key)
+
+    def _expression(self, key: str) -> str:
+        known, kinds = resolved(self._schema, self._root), kinds_of(self._schema, self._root)
+        end = 'gap "</parameter>" gap'
+        if "string" not in kinds:
+            return f"gap ({self._json()}) {end}"
+        held = sorted(_HELD_KEYWORDS & known.keys()) if kinds == {"string"} else []
+        if self._is_held and held:
+            message = f"tools: {key}: this model's calls cannot be held to {held[0]!r} of a text"
+            raise InvalidRequest(message, param="tools")
+        self.unheld += [f".{word}" for word in held]
+        choices = known.get("enum") or ([known["const"]] if "const" in known else None)
+        if isinstance(choices, list):
+            ways = {each if isinstance(each, str) else json.dumps(each) for each in choices}
+            return f"/\\n/? ({' | '.join(map(literal, sorted(ways)))}) {end}"
+        least, most = known.get("minLength") or 0, known.get("maxLength") or ""
+        if kinds == {"string"} and (least or most):  # so short a text is one line
+            self.rules.append(f"TEXT_{self._place}: /[^\\n<]{{{least},{most}}}/")
+            return f"/\\n/? TEXT_{self._place} {end}"
+        self.rules.append(f"text_{self._place}[lazy]: /(?s:.*)<\\/parameter>/")
+        return f"text_{self._place} gap"
+
+    def _json(self) -> str:
+        if self._is_held:
+            return self._rule(as_json(self._schema, self._root))
+        found = LenientSchema(with_definitions(self._schema, self._root), f"x{self._place}")
+        self.rules += found.rules
+        self.unheld += found.unheld
+        return found.start
+
+    def _rule(self, body: str) -> str:
+        self.rules.append(f"value_{self._place}: {body}")
+        return f"value_{self._place}"
+
+
+_XML_HEAD = re.compile(rf"\s*(?:</tool_call>)?\s*<tool_call>\s*<function=({NAME})>")
+_XML_NEXT = re.compile(rf"\s*(?:<parameter=({_KEY})>|(</function>))")
+_XML_ENDS = ("\n</parameter>", "</parameter>")
+
+
+class QwenCoderParser:
+    """Parses one answer of that form."""
+
+    def __init__(self, calling: Calling, rng: random.Random) -> None:
+        self._functions = calling.functions
+        self._rng = rng
+        self._pending = ""
+        self._in_calls = False
+        self._schema: Mapping[str, Any] | None = None  # of the call that comes now
+        self._num_values = 0  # of this call
+        self._kinds: frozenset[str] | None = None  # of the value that comes now; None: none does
+        self._is_first = False  # nothing of this value has come
+        self.num_calls = 0
+        self.is_reasoning = False
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes more text of the answer and returns what it makes certain."""
+        self._pending += text
+        deltas: list[Delta] = []
+        if not self._in_calls:
+            shown, found, rest = first_mark(self._pending, ("<tool_call>",))
+            self._in_calls, self._pending = found is not None, (found or "") + rest
+            deltas.append(Content(shown))
+        while self._in_calls and (more := self._step()) is not None:
+            deltas += more
+        return merged(deltas)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Returns the text that might have begun a mark, unless a call was cut."""
+        rest, self._pending = self._pending, ""
+        return [] if self._in_calls or is_cut else merged([Content(rest)])
+
+    def _step(self) -> list[Delta] | None:
+        if self._kinds is not None:
+            return self._value(self._kinds)
+        pattern = _XML_HEAD if self._schema is None else _XML_NEXT
+        found = pattern.match(self._pending)
+        if found is None:
+            if len(self._pending) > MAX_HEAD_LEN:
+                self._pending = ""  # no model's grammar allows this
+            return None
+        self._pending = self._pending[found.end() :]
+        if self._schema is None:
+            self._schema, self._num_values = self._functions.get(found[1], {}), 0
+            self.num_calls += 1
+            return [new_call(self._rng, self.num_calls - 1, found[1])]
+        if found[2] is not None:
+            text = "}" if self._num_values else "{}"
+            self._schema = None
+            return [self._arguments(text)]
+        key = found[1]
+        known = (self._schema.get("properties") or {}).get(key)
+        self._kinds, self._is_first = kinds_of(known, self._schema), True
+        head = ("{" if self._num_values == 0 else ", ") + json.dumps(key) + ": "
+        self._num_values += 1
+        return [self._arguments(head + ('"' if self._kinds == {"string"} else ""))]
+
+    def _value(self, kinds: frozenset[str]) -> list[Delta] | None:
+        """A text is passed on as it comes, any other value once it is whole.
+
+        One line break after the begin mark is not part of a value, and neither is one before the
+        end mark.
+        """
+        if self._is_first and self._pending:
+            self._pending, self._is_first = self._pending.removeprefix("\n"), False
+        shown, found, rest = first_mark(self._pending, _XML_ENDS)
+        is_text = kinds == {"string"}
+        if found is None and (not is_text or not shown):
+            return None
+        self._pending = rest
+        if found is not None:
+            self._kinds = None
+        if not is_text:
+            return [self._arguments(_json_of(shown, kinds))]
+        return [self._arguments(_escaped(shown) + ('"' if found is not None else ""))]
+
+    def _arguments(self, text: str) -> CallArguments:
+        return CallArguments(self.num_calls - 1, text)
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _json_of(text: str, kinds: frozenset[str]) -> str:
+    """A value as JSON; what is none of these types stays a text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if type_of(value) in kinds or "string" not in kinds:
+        return text.strip()
+    return json.dumps(text, ensure_ascii=False)
