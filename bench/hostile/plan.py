@@ -7,6 +7,9 @@ Beside them hostile clients come in three waves:
 2. *slow connections*: heads and bodies that come a byte at a time, or never;
 3. *disconnects*: clients that leave before, in or after their request.
 
+Then an attacker in a process of its own carries out assaults (`bench.hostile.assaults`), one after
+the other. Attacker and honest clients have keys of their own.
+
 A part of each wave comes first and is not measured. It fills caches and the allocator, so later
 growth of memory is growth that attackers can cause.
 """
@@ -19,9 +22,17 @@ from engine.errors import ConfigError
 
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 1, "--weights": "int8"}
 KV_MIB = 64  # of each worker
+CALM = "calm"  # the phase before the waves
 CALM_S = 5.0  # in which the honest streams are alone
 WARM_UP_SHARE = 0.1  # of each wave
 MAX_RSS_GROWTH = 0.05
+RECOVERY_S = 30.0  # in which the memory of an assault comes back
+MAX_KEPT = 0.1  # of memory, after that
+MAX_BEYOND_CALM_S = 0.3  # by which an assault makes the worst pause of an honest stream longer
+ATTACKER_KEY, HONEST_KEY = "attacker-key", "honest-key"
+ENVIRONMENT: Mapping[str, str] = {
+    "BATON_GATEWAY__API_KEY": f'["{ATTACKER_KEY}", "{HONEST_KEY}"]',
+}
 MAX_PAUSE_S = 0.25  # of an honest stream, on a machine that does nothing else
 
 
@@ -36,6 +47,8 @@ class HostilePlan:
     at_once: int = 16  # hostile requests under way
     seed: int = 0
     slow_s: float = 40.0  # how long slow connections last, if the server lets them
+    assaults: tuple[str, ...] = ()
+    times: int = 4  # that each assault is carried out
 
 
 def check(plan: HostilePlan) -> HostilePlan:
@@ -47,8 +60,13 @@ def check(plan: HostilePlan) -> HostilePlan:
 
 
 def quick(plan: HostilePlan) -> HostilePlan:
-    """A small part of each wave: under 50 s."""
-    return replace(plan, num_bodies=1_500, num_slow=100, num_disconnects=300, slow_s=5.0)
+    """A small part of each wave: under 50 s, and each assault once."""
+    return replace(plan, num_bodies=1_500, num_slow=100, num_disconnects=300, slow_s=5.0, times=1)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a request with a key."""
+    return {"Authorization": f"Bearer {key}"}
 
 
 def config_of(plan: HostilePlan) -> dict[str, Scalar]:
@@ -59,4 +77,6 @@ def config_of(plan: HostilePlan) -> dict[str, Scalar]:
         "disconnects": plan.num_disconnects,
         "streams": plan.num_streams,
         "at_once": plan.at_once,
+        "assaults": " ".join(plan.assaults),
+        "times": plan.times,
     }

@@ -8,17 +8,21 @@
 | slow/probe_p50, _max   | ms   | an honest request beside them                                  |
 | disconnects/<stage>    |      | clients that left, by what they had sent                       |
 | pause/<phase>          | ms   | the longest gap of an honest stream; under 20 ms: told as 0    |
+| first_token/<phase>    | ms   | the same of an honest client's wait for a first token          |
+| assault/<name>/<status> |     | how the requests of an assault ended                           |
+| assault/<name>/pause   | ms   | the longest gap beyond that of the calm                        |
+| assault/<name>/kept    | %    | of the gateway's memory, 30 s later at most                    |
 | honest/broken          |      | honest answers that did not end correctly                      |
 | memory/<kind>_growth   | %    | of private memory, from after the warm-up                      |
 | left/blocks, leases    |      | that idle workers still hold                                   |
 | left/ended             |      | services that ended in the storm                               |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
-from bench.hostile.plan import MAX_PAUSE_S, MAX_RSS_GROWTH
+from bench.hostile.plan import CALM, MAX_BEYOND_CALM_S, MAX_KEPT, MAX_PAUSE_S, MAX_RSS_GROWTH
 from bench.hostile.run import HostileRun
 
 MIB = 2**20
@@ -42,7 +46,14 @@ def results(run: HostileRun) -> tuple[Result, ...]:
     for stage, count in sorted(run.disconnects.items()):
         figures[f"disconnects/{stage.replace(' ', '_')}"] = Figure(count, "")
     for phase in run.phases:
-        figures[f"pause/{phase.name}"] = Figure(1e3 * max(0.0, run.heard.longest_s(phase)), "ms")
+        figures[f"pause/{phase.name}"] = Figure(1e3 * run.heard.longest_s(phase), "ms")
+        figures[f"first_token/{phase.name}"] = Figure(1e3 * run.heard.longest_first_s(phase), "ms")
+    for assault in run.assaults:
+        for status, count in sorted(assault.ends.items()):
+            figures[f"assault/{assault.name}/{status}"] = Figure(count, "")
+        beyond_s = beyond_calm_s(run, assault.name)
+        figures[f"assault/{assault.name}/pause"] = Figure(1e3 * beyond_s, "ms")
+        figures[f"assault/{assault.name}/kept"] = Figure(100 * assault.kept, "%")
     figures["honest/broken"] = Figure(len(run.heard.broken), "")
     for kind, before in run.memory.before.items():
         figures[f"memory/{kind}"] = Figure(before / MIB, "MiB")
@@ -58,6 +69,20 @@ def growth(run: HostileRun, kind: str) -> float:
     return run.memory.after[kind] / run.memory.before[kind] - 1
 
 
+def beyond_calm_s(run: HostileRun, name: str) -> float:
+    """Returns by how much a phase made the longest pause longer; negative if it was shorter."""
+    longest_s = {phase.name: run.heard.longest_s(phase) for phase in run.phases}
+    return longest_s[name] - longest_s[CALM]
+
+
+def _complaints_of_assaults(run: HostileRun) -> Iterator[str]:
+    for assault in run.assaults:
+        if (beyond_s := beyond_calm_s(run, assault.name)) > MAX_BEYOND_CALM_S:
+            yield f"{assault.name}: an honest stream paused {beyond_s:.2f} s beyond the calm"
+        if assault.kept > MAX_KEPT:
+            yield f"{assault.name}: the gateway keeps {100 * assault.kept:.1f} % more memory"
+
+
 def complaints(run: HostileRun) -> list[str]:
     """Violations; the command fails if there are any."""
     found = [f"server error: {example}" for example in run.bodies.examples]
@@ -65,6 +90,7 @@ def complaints(run: HostileRun) -> list[str]:
     for kind in run.memory.before:
         if (grown := growth(run, kind)) > MAX_RSS_GROWTH:
             found.append(f"memory of {kind}s grew by {100 * grown:.1f} %")
+    found += _complaints_of_assaults(run)
     if run.blocks_left or run.leases_left:
         found.append(f"left behind: {run.blocks_left} blocks, {run.leases_left} leases")
     if run.num_ended:

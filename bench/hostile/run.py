@@ -1,8 +1,8 @@
-"""Runs `bench hostile`: a real deployment, honest streams, and three hostile waves."""
+"""Runs `bench hostile`: a real deployment, honest streams, three hostile waves and assaults."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,13 +13,22 @@ import uvloop
 from bench.chaos.run import MODEL
 from bench.common.progress import Say, say_nothing
 from bench.common.waiting import pause
+from bench.hostile.assaulting import AssaultRun, Attacker
 from bench.hostile.bodies import shots
 from bench.hostile.memory import private_bytes
-from bench.hostile.plan import CALM_S, KV_MIB, OPTIONS, WARM_UP_SHARE, HostilePlan
+from bench.hostile.plan import (
+    CALM,
+    CALM_S,
+    ENVIRONMENT,
+    KV_MIB,
+    OPTIONS,
+    WARM_UP_SHARE,
+    HostilePlan,
+)
 from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
 from bench.processes.child import ChildProcess
 from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
-from bench.processes.serving import ServedDeployment
+from bench.processes.serving import ServedDeployment, free_port
 from engine.clock import Clock, MonotonicClock
 
 HONEST = "bench.hostile.honest"
@@ -42,14 +51,21 @@ class Heard:
     """Reports of the honest clients: gaps of their streams, and broken answers."""
 
     gaps: list[tuple[float, float]] = field(default_factory=list)
+    firsts: list[tuple[float, float]] = field(default_factory=list)  # waits for first tokens
     broken: list[str] = field(default_factory=list)
 
     def longest_s(self, phase: Phase) -> float:
         """The longest part of a gap that lay in a phase; 0 without any reported gap."""
-        return max(
-            (min(end, phase.end_s) - max(begin, phase.begin_s) for begin, end in self.gaps),
-            default=0.0,
-        )
+        return _longest_s(self.gaps, phase)
+
+    def longest_first_s(self, phase: Phase) -> float:
+        """The same of the waits for first tokens."""
+        return _longest_s(self.firsts, phase)
+
+
+def _longest_s(waits: Sequence[tuple[float, float]], phase: Phase) -> float:
+    parts = (min(end, phase.end_s) - max(begin, phase.begin_s) for begin, end in waits)
+    return max(0.0, max(parts, default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +89,22 @@ class HostileRun:
     blocks_left: int
     leases_left: int
     num_ended: int  # services that are not the ones that were started
+    assaults: tuple[AssaultRun, ...] = ()
 
 
 def measure(plan: HostilePlan, say: Say = say_nothing) -> HostileRun:
     """Carries out the plan. Raises ServerFailed."""
-    options = {**OPTIONS, "--kv-mib": KV_MIB}
+    grpc_port = free_port()
+    options = {**OPTIONS, "--kv-mib": KV_MIB, "--grpc-port": grpc_port}
     say("starting 1 + 1 workers")
-    with operated(MODEL, options) as deployment:
-        run: HostileRun = uvloop.run(_measure(plan, deployment, say))
+    with operated(MODEL, options, ENVIRONMENT) as deployment:
+        run: HostileRun = uvloop.run(_measure(plan, deployment, grpc_port, say))
     return run
 
 
-async def _measure(plan: HostilePlan, deployment: OperatedDeployment, say: Say) -> HostileRun:
+async def _measure(
+    plan: HostilePlan, deployment: OperatedDeployment, grpc_port: int, say: Say
+) -> HostileRun:
     clock, heard, served = MonotonicClock(), Heard(), deployment.served
 
     def is_whole(seen: SeenPools) -> bool:
@@ -101,6 +121,10 @@ async def _measure(plan: HostilePlan, deployment: OperatedDeployment, say: Say) 
             await storm.run()
         await settle(deployment, is_whole, clock, steady_s=STEADY_S)
         after = _memory(served)
+        with _honest(served.url, plan.num_streams, heard):
+            for name in plan.assaults:
+                await storm.assault(Attacker(name, plan.times, served, grpc_port))
+        await settle(deployment, is_whole, clock, steady_s=STEADY_S)
         seen = await deployment.look()
     blocks, leases = seen.leaked
     return HostileRun(
@@ -113,6 +137,7 @@ async def _measure(plan: HostilePlan, deployment: OperatedDeployment, say: Say) 
         blocks_left=blocks,
         leases_left=leases,
         num_ended=len(set(services) - set(served.sessions())),
+        assaults=tuple(storm.assaults),
     )
 
 
@@ -136,6 +161,7 @@ class _Storm:
         self.bodies = Outcomes()
         self.slow = Slow()
         self.disconnects: dict[str, int] = {}
+        self.assaults: list[AssaultRun] = []
 
     async def warm_up(self) -> None:
         """A share of each wave, of another seed."""
@@ -153,7 +179,7 @@ class _Storm:
         """Sends all waves and keeps their outcomes."""
         plan = self._plan
         os.nice(LOW_PRIORITY)
-        with self._phase("calm"):
+        with self._phase(CALM):
             await pause(CALM_S)
         with self._phase("bodies"):
             hostile = shots(plan.num_bodies, seed=plan.seed)
@@ -165,6 +191,13 @@ class _Storm:
                 self._url, plan.num_disconnects, at_once=plan.at_once, seed=plan.seed
             )
             self.disconnects = dict(left)
+
+    async def assault(self, attacker: Attacker) -> None:
+        """Carries out one assault and keeps how it went. Raises DrivenFailed."""
+        await attacker.open()
+        with self._phase(attacker.name):
+            ends = await attacker.attack()
+        self.assaults.append(await attacker.recovered(ends, self._clock))
 
     async def _drip(self, num: int) -> Slow:
         lasting_s = self._plan.slow_s
@@ -199,7 +232,8 @@ def _hear(line: str | None, heard: Heard) -> None:
     if isinstance(told, str):
         heard.broken.append(told)
     else:
-        heard.gaps.append((told[0], told[1]))
+        begin_s, end_s, is_first = told
+        (heard.firsts if is_first else heard.gaps).append((begin_s, end_s))
 
 
 def _memory(served: ServedDeployment) -> dict[str, int]:

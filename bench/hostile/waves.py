@@ -12,6 +12,7 @@ import aiohttp
 
 from bench.common.waiting import pause
 from bench.hostile.bodies import COMPLETIONS, Shot
+from bench.hostile.plan import ATTACKER_KEY, HONEST_KEY, bearer
 from engine.clock import Clock
 
 # Then a hostile client leaves: what it changed may have made its answer long.
@@ -22,6 +23,10 @@ PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 30.0
 MAX_EXAMPLES = 5
 REFUSED_CONNECTION = "no connection"
+HEAD = (
+    f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ATTACKER_KEY}\r\n"
+    "Content-Type: application/json\r\n"
+).encode()  # begins a head
 
 Status = int | str  # of HTTP, or why there is none
 T = TypeVar("T")
@@ -60,7 +65,7 @@ async def send_bodies(
     outcomes = Outcomes()
 
     async def one(shot: Shot) -> None:
-        headers = {"Content-Type": shot.content_type}
+        headers = {"Content-Type": shot.content_type, **bearer(ATTACKER_KEY)}
         try:
             async with (
                 asyncio.timeout(ANSWER_TIMEOUT_S),
@@ -139,13 +144,13 @@ async def drip(
             connection[1].transport.abort()
 
     async def probe() -> None:
-        body = {"prompt": "def f(", "max_tokens": 4}
+        body, headers = {"prompt": "def f(", "max_tokens": 4}, bearer(HONEST_KEY)
         while clock.now_s() < end_s:
             begin_s = clock.now_s()
             try:
                 async with (
                     asyncio.timeout(PROBE_TIMEOUT_S),
-                    session.post(f"{url}{COMPLETIONS}", json=body) as response,
+                    session.post(f"{url}{COMPLETIONS}", json=body, headers=headers) as response,
                 ):
                     await response.read()
                     response.raise_for_status()
@@ -171,7 +176,7 @@ async def _drip_until(
     """Sends nothing, a head or a body a byte at a time. True if the server closed."""
     drips = [b"", b"x", b" "][mode]
     if mode:
-        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n".encode())
+        writer.write(HEAD)
     if mode == 2:
         writer.write(b"Content-Length: 100000\r\n\r\n{")
     elif mode == 1:
@@ -191,8 +196,7 @@ async def _drip_until(
 def _request(rng: random.Random) -> bytes:
     length = rng.choice((4, 200))
     body = b'{"prompt":"def f(","stream":true,"ignore_eos":true,"max_tokens":%d}' % length
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from bench.hostile.assaulting import AssaultRun
+from bench.hostile.assaults import ASSAULTS
 from bench.hostile.bodies import CHAT, COMPLETIONS, Shot, shots
 from bench.hostile.memory import private_bytes
 from bench.hostile.plan import HostilePlan, check, config_of, quick
@@ -44,6 +46,34 @@ def test_a_calm_run_has_nothing_to_complain_of():
     assert values["pause/bodies"] == pytest.approx(200)
     assert values["memory/gateway_growth"] == pytest.approx(4)
     assert growth(CALM, "worker") == pytest.approx(-0.05)
+
+
+def test_an_assault_may_neither_stall_honest_streams_nor_fill_the_gateway():
+    run = replace(
+        CALM,
+        phases=(*CALM.phases, Phase("chunks", 9.0, 12.0)),
+        heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.4)], firsts=[(10.0, 11.0)]),
+        assaults=(AssaultRun("chunks", {"400": 2}, before_bytes=100, after_bytes=109),),
+    )
+    assert complaints(run) == []
+    values = {result.name: result.value for result in results(run)}
+    assert values["assault/chunks/400"] == 2
+    assert values["assault/chunks/pause"] == pytest.approx(200)
+    assert values["assault/chunks/kept"] == pytest.approx(9)
+    assert values["first_token/chunks"] == pytest.approx(1000)
+    stalled = replace(run, heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.6)]))
+    filled = replace(run, assaults=(replace(run.assaults[0], after_bytes=112),))
+    assert [len(complaints(each)) for each in (stalled, filled)] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ASSAULTS)
+def test_an_assault_is_the_same_bytes_as_often_as_asked(name):
+    once, twice = ASSAULTS[name](1), ASSAULTS[name](2)
+    assert once.requests + once.requests == twice.requests
+    assert once.messages + once.messages == twice.messages
+    assert all(request.startswith(b"POST /v1/") for request in once.requests)
+    longest = max(map(len, (*once.requests, *(each.data for each in once.messages))))
+    assert longest < 10 * 2**20
 
 
 def test_a_long_pause_is_a_warning():

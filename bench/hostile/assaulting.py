@@ -1,0 +1,68 @@
+"""Runs the assaults of `bench hostile`: an attacker's process, and the memory after each."""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bench.common.waiting import holds_within
+from bench.hostile.memory import private_bytes
+from bench.hostile.plan import MAX_KEPT, RECOVERY_S
+from bench.processes.driven import Driven
+from bench.processes.serving import ServedDeployment
+from engine.clock import Clock
+
+ATTACKER = "bench.hostile.attacker"
+READY_TIMEOUT_S = 60.0
+ASSAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class AssaultRun:
+    """One assault, and private memory of gateways before it and at most 30 s after it."""
+
+    name: str
+    ends: Mapping[str, int]  # requests by status
+    before_bytes: int
+    after_bytes: int
+
+    @property
+    def kept(self) -> float:
+        """The share by which memory is larger; negative if it shrank."""
+        return self.after_bytes / self.before_bytes - 1
+
+
+class Attacker:
+    """The process of one assault, which is ready when `open` returns."""
+
+    def __init__(self, name: str, times: int, served: ServedDeployment, grpc_port: int) -> None:
+        self.name = name
+        self._served = served
+        address = f"127.0.0.1:{grpc_port}"
+        command = [sys.executable, "-m", ATTACKER, name, str(times), served.url, address]
+        self._process = Driven(name, command)
+
+    async def open(self) -> None:
+        """Starts the process and waits until its bytes are ready. Raises DrivenFailed."""
+        self._process.start()
+        await asyncio.to_thread(self._process.ready, READY_TIMEOUT_S)
+        self._before_bytes = self._memory()
+
+    async def attack(self) -> Mapping[str, int]:
+        """Carries the assault out. Returns its requests by status. Raises DrivenFailed."""
+        answer = await asyncio.to_thread(self._process.ask, "attack", timeout_s=ASSAULT_TIMEOUT_S)
+        ends: Mapping[str, int] = answer["ends"]
+        return ends
+
+    async def recovered(self, ends: Mapping[str, int], clock: Clock) -> AssaultRun:
+        """Ends the process and waits, up to a bound, until the memory has come back."""
+        await asyncio.to_thread(self._process.close)
+
+        async def is_back() -> bool:
+            return self._memory() <= (1 + MAX_KEPT) * self._before_bytes
+
+        await holds_within(is_back, RECOVERY_S, clock)
+        return AssaultRun(self.name, ends, self._before_bytes, self._memory())
+
+    def _memory(self) -> int:
+        return private_bytes(self._served.services("gateway"))

@@ -1,0 +1,96 @@
+"""What one attacker sends at once to stall or to fill a gateway: requests as bytes. Pure.
+
+The attacker (`bench.hostile.attacker`) makes them ready before the measurement begins, so that it
+takes no CPU from the server for that. To add an assault, add a function to `ASSAULTS`.
+
+| assault   |                                                                                   |
+|-----------|-----------------------------------------------------------------------------------|
+| `chunks`  | bodies in chunks of one byte, in full and never to be ended; tiny trailers        |
+| `grpc`    | gRPC messages of millions of empty fields, with a key and without one             |
+| `refused` | long bodies that break off, with a key and without one                            |
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from bench.hostile.bodies import CHAT, COMPLETIONS
+from bench.hostile.plan import ATTACKER_KEY
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+MIB = 2**20
+BODY_BYTES = 8 * MIB - 1024  # a little less than a gateway takes
+NUM_EMPTY_FIELDS = 4_000_000
+TENSOR, PARAMETER = b"\x2a\x00", b"\x22\x00"  # empty ones, as protobuf writes them
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcMessage:
+    """A message of a call, and the key of its metadata."""
+
+    data: bytes
+    key: str | None = ATTACKER_KEY
+    path: str = INFER
+
+
+@dataclass(frozen=True, slots=True)
+class Assault:
+    """Requests over HTTP, each on a connection of its own, and messages over gRPC."""
+
+    requests: tuple[bytes, ...] = ()
+    messages: tuple[GrpcMessage, ...] = ()
+    at_once: int = 4  # of each
+
+
+def http_request(path: str, body: bytes, *, key: str | None = ATTACKER_KEY) -> bytes:
+    """A request with a JSON body, the last of its connection."""
+    return _head(path, key, f"Content-Length: {len(body)}") + body
+
+
+def _head(path: str, key: str | None, framing: str) -> bytes:
+    authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{authorization}"
+        f"Content-Type: application/json\r\n{framing}\r\n\r\n"
+    ).encode()
+
+
+def chunks(times: int) -> Assault:
+    """Bodies and trailers in the smallest parts that HTTP allows, up to 9 MB on the wire."""
+    head = _head(COMPLETIONS, ATTACKER_KEY, "Transfer-Encoding: chunked")
+    chunk, end = b"1\r\n \r\n", b"0\r\n"
+    half = head + chunk * (BODY_BYTES // 10)
+    return Assault(
+        (
+            half + end + b"\r\n",
+            head + chunk * (3 * MIB // 2),
+            half,
+            head + end + b"a:b\r\n" * 1_000_000,
+            head + b"1;" + b"a" * 30_000 + b"\r\n \r\n",
+        )
+        * times
+    )
+
+
+def grpc(times: int) -> Assault:
+    """Messages that take 180 times their length when they are parsed."""
+    many = (TENSOR * NUM_EMPTY_FIELDS, PARAMETER * NUM_EMPTY_FIELDS)
+    messages = [GrpcMessage(data, key) for data in many for key in (ATTACKER_KEY, None, "wrong")]
+    return Assault(messages=tuple(messages) * times)
+
+
+def refused(times: int) -> Assault:
+    """Bodies that are read, decoded and refused."""
+    broken = (b'{"prompt":"' + b"x" * BODY_BYTES, b'{"messages":[' + b" " * BODY_BYTES)
+    requests = tuple(
+        http_request(path, body, key=key)
+        for path, body in zip((COMPLETIONS, CHAT), broken, strict=True)
+        for key in (ATTACKER_KEY, None)
+    )
+    return Assault(requests * 5 * times, at_once=8)
+
+
+ASSAULTS: Mapping[str, Callable[[int], Assault]] = {
+    "chunks": chunks,
+    "grpc": grpc,
+    "refused": refused,
+}
