@@ -95,13 +95,21 @@ class NodePlacement:
         return sum(_how_many(node.has, self.needs(role)) for node in nodes)
 
     def scarce(self, nodes: Iterable[Node]) -> str:
-        """Returns what limits the number of workers, for an operator."""
-        usable = self.usable(nodes)
+        """Returns what limits the number of workers, for an operator: on all nodes, used or not.
+
+        Cores count on nodes where a worker may start, and are not told if there is no such node.
+        """
+        there = list(nodes)
+        usable = self.usable(there)
         names = {name for role in SERVING_ROLES for name in self.needs(role)}
-        names |= set() if self.num_gpus else {"CPU"}
-        there = ", ".join(f"{_total(usable, name):g} {name}" for name in sorted(names))
+        totals = {name: _total(there, name) for name in names - {"CPU"}}
+        if usable and not self.num_gpus:
+            totals["CPU"] = _total(usable, "CPU")
+        if not totals:
+            return "there is no node"
+        listed = ", ".join(f"{totals[name]:g} {name}" for name in sorted(totals))
         each = f", of which a worker takes {self.num_gpus:g} GPU" if self.num_gpus else ""
-        return f"nodes have {there}{each}"
+        return f"nodes have {listed}{each}"
 
     def choose(self, role: Role, nodes: Iterable[Node], places: Sequence[Place]) -> str | None:
         """Returns the node for one more worker; None if no node has room.
@@ -163,6 +171,7 @@ def nodes_to_start_on(
     `max_workers` may count on nodes that come later: then one worker of each role must fit.
     """
     placement = NodePlacement.of(config, num_gpus)
+    there = list(there)
     usable = placement.usable(there)
     for role in SERVING_ROLES:
         num_wanted = wanted.of(role) if config.max_workers is None else min(wanted.of(role), 1)
@@ -171,7 +180,7 @@ def nodes_to_start_on(
             needs = " and ".join(f"{each:g} {name}" for name, each in placement.needs(role).items())
             raise ConfigError(
                 f"{num_wanted} {role} workers need {needs} each, there is room for {room}: "
-                f"{placement.scarce(usable)}"
+                f"{placement.scarce(there)}"
             )
     return usable
 

@@ -80,6 +80,24 @@ def test_limit_of_workers_is_explained():
         "nodes have 4 GPU, 2 decode_node, 2 prefill_node, of which a worker takes 1 GPU"
     )
     assert NodePlacement().scarce(nodes(HEAD)) == "nodes have 4 CPU"
+    assert NodePlacement().scarce([]) == "there is no node"
+
+
+@pytest.mark.parametrize(
+    ("has", "said"),
+    [
+        ([HEAD], "there is room for 0: nodes have 0 decode_node, 0 prefill_node$"),
+        (
+            [HEAD, {"CPU": 2.0, "prefill_node": 2.0}],
+            "room for 0: nodes have 2 CPU, 0 decode_node, 2 prefill_node$",
+        ),
+        ([{"CPU": 4.0, "GPU": 1.0}], "there is room for 0: nodes have 1 GPU, 0 decode_node, 0 pre"),
+    ],
+)
+def test_nodes_that_lack_a_resource_are_not_said_to_have_no_cores(has, said):
+    config = PoolsConfig(prefill_resource="prefill_node", decode_resource="decode_node")
+    with pytest.raises(ConfigError, match=said):
+        nodes_to_start_on(nodes(*has), config, Pools(), 1 if "GPU" in has[0] else 0)
 
 
 def test_pack_prefers_the_node_with_most_workers():
