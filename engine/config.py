@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from engine.config_hints import hint_of
+from engine.config_hints import faults_of, hint_of
 from engine.errors import ConfigError
 from engine.layout import KVFormat
 
@@ -302,8 +302,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000  # of HTTP; 0: the system chooses
     # The Open Inference Protocol over gRPC, on this port of the same host. None: not served.
     grpc_port: int | None = None
-    # Of gateways; they share the ports. None: 2 for `baton serve` with at least 4 cores and without
-    # limits of keys, which each process counts by itself; else 1.
+    # Of gateways; they share the ports. None: 2 for `baton serve` with at least 4 cores, else 1.
     processes: int | None = None
     model_name: str | None = None  # in the API; None: the name of the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
@@ -317,8 +316,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Keys of the operator's own, instead of a keys file: a key or a list. `load_config` puts hashes
     # in their place, "sha256:" and 64 hex digits, which an operator may write too.
     api_key: tuple[str, ...] = ()
-    # Requests of each key without limits of its own, in each process. Without keys, this holds for
-    # all clients together. None: no limit.
+    # Requests of each key without limits of its own, over all processes of a port. Without keys,
+    # this holds for all clients together. None: no limit.
     requests_per_s: float | None = None
     tokens_per_min: int | None = None  # the same, of prompts and answers
     max_streams: int | None = None  # the same, of requests in flight
@@ -678,20 +677,28 @@ def load_config(
 
 
 def config_of(tree: dict[str, Any], *, source: str, is_text: bool = False) -> Config:
-    """Checks a tree that was read from a source. Raises ConfigError, which names the source.
+    """Checks a tree that was read from a source. Raises ConfigError, a line for each error.
 
-    `is_text`: values may be texts that are still to be parsed.
+    Each line names the source. `is_text`: values may be texts that are still to be parsed.
     """
     section = tree.get("gateway")
     if isinstance(section, dict) and "api_key" in section:
         tree = {**tree, "gateway": {**section, "api_key": _hashed(section["api_key"])}}
-    if isinstance(models := tree.get("models"), dict):
-        worker = tree.get("worker", {})
-        tree = {**tree, "models": {name: _with_worker(own, worker) for name, own in models.items()}}
+
+    def check(part: dict[str, Any]) -> Config:
+        if isinstance(models := part.get("models"), dict):
+            worker = part.get("worker", {})
+            # Models get the workers' settings, whose errors are to be found before.
+            check({name: section for name, section in part.items() if name != "models"})
+            merged = {name: _with_worker(own, worker) for name, own in models.items()}
+            part = {**part, "models": merged}
+        return msgspec.convert(_unset(part, Config), Config, strict=not is_text)
+
     try:
-        return msgspec.convert(_unset(tree, Config), Config, strict=not is_text)
+        return check(tree)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}{hint_of(error, Config)}") from error
+        found = [f"{source}: {each}{hint_of(each, Config)}" for each in faults_of(tree, check)]
+        raise ConfigError("\n".join(dict.fromkeys(found))) from error
 
 
 def _unset(tree: Any, kind: Any) -> Any:

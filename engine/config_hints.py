@@ -1,7 +1,11 @@
-"""Names what the operator may have meant by a key or a value that the configuration lacks. Pure."""
+"""All errors of a configuration, and what the operator may have meant. Pure.
+
+msgspec stops at the first error. So what an error names is left out of the tree, and the rest is
+checked again. An error about a key that is left out already follows from that, and is not shown.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, get_args, get_origin, get_type_hints
@@ -9,8 +13,73 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 _UNKNOWN_KEY = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([\w.\[\]]*)`)?")
+MAX_FAULTS = 32
+_PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_NAMED = re.compile(r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b")  # a key, as our own checks write it
+_PART = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _ANY = "[...]"  # a key that the operator chooses, as msgspec writes it
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '([^']*)' - at `\$\.?([\w.\[\]]*)`")
+
+
+KeyPath = tuple[str, ...]
+
+
+def faults_of(
+    tree: dict[str, Any], check: Callable[[dict[str, Any]], object]
+) -> list[msgspec.ValidationError]:
+    """Returns the errors that `check` raises for a tree and for what is left of it."""
+    faults: list[msgspec.ValidationError] = []
+    left_out: set[str] = set()
+    for _ in range(MAX_FAULTS):
+        try:
+            check(tree)
+            break
+        except msgspec.ValidationError as error:
+            if not left_out.intersection(_NAMED.findall(str(error))):
+                faults.append(error)
+            path = next(_culprits(tree, str(error)), ())
+            if not path:
+                break
+            left_out.add(".".join(path))
+            tree = _without(tree, path)
+    return faults
+
+
+def _culprits(tree: dict[str, Any], text: str) -> Iterator[KeyPath]:
+    """Yields what an error may be about, if the tree has it: the most exact place first."""
+    found = _PLACE.search(text)
+    place = tuple(_PART.findall(found[1])) if found else ()
+    if unknown := _UNKNOWN.search(text):
+        yield from _present(tree, (*place, unknown[1]))
+        return
+    for named in _NAMED.findall(text[: found.start()] if found else text):
+        yield from _present(tree, tuple(named.split(".")))
+    while place and place[-1].startswith("[") and place[-1] != _ANY:  # an item of a list
+        place = place[:-1]
+    if place:
+        yield from _present(tree, place)
+
+
+def _present(tree: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yields the paths of the tree that fit, each key for one that the operator chooses."""
+    if not path:
+        yield ()
+        return
+    if not isinstance(tree, dict):
+        return
+    first, rest = path[0], path[1:]
+    for name in list(tree) if first == _ANY else [first]:
+        if name in tree:
+            for behind in _present(tree[name], rest):
+                yield (name, *behind)
+
+
+def _without(tree: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    name, rest = path[0], path[1:]
+    if rest:
+        return {**tree, name: _without(tree[name], rest)}
+    return {key: value for key, value in tree.items() if key != name}
 
 
 def hint_of(error: msgspec.ValidationError, root: type[msgspec.Struct]) -> str:

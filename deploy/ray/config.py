@@ -39,13 +39,20 @@ def load_up_config(path: Path) -> UpConfig:
     """Reads the file. Raises ConfigError."""
     tree = read_yaml(path)
     own = {key: tree.pop(key) for key in _Own.__struct_fields__ if key in tree}
+    wrong: list[str] = []
+    config, given = Config(), _Own()
+    try:
+        config = config_of(tree, source=str(path))
+    except ConfigError as error:
+        wrong.append(str(error))
     try:
         given = msgspec.convert(own, _Own)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    config = config_of(tree, source=str(path))
-    if (given.cluster is None) == (given.address is None):
-        raise ConfigError(f"{path}: give one of `cluster` and `address`")
+        wrong.append(f"{path}: {error}")
+    if ("cluster" in own) == ("address" in own):
+        wrong.append(f"{path}: give one of `cluster` and `address`")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     pools_of(config.pools)  # raises if these pools cannot serve
     cluster = None if given.cluster is None else (path.parent / given.cluster).expanduser()
     return UpConfig(cluster, given.address, given.model, config)

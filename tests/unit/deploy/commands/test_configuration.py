@@ -49,6 +49,42 @@ def test_check_accepts_a_good_file(toml):
     assert "1 settings differ" in done.output
 
 
+FOUR = """
+[worker]
+kv_mb = 64
+block_size = 0
+[router]
+policy = "sol"
+[models.small]
+model = "m"
+idle = 3
+[models.large]
+model = "m"
+prefill = -1
+[store]
+memory_mib = "many"
+disk = "/d"
+[gatway]
+port = 1
+"""
+
+
+def test_check_names_every_error_once(toml):
+    done = invoke("check", "-c", toml(FOUR))
+    lines = str(done.exception).splitlines()
+    for said in (
+        "`kv_mb` - at `$.worker`; did you mean worker.kv_mib",
+        "worker.block_size must be positive",
+        "'sol' - at `$.router.policy`; did you mean slo",
+        "`idle` - at `$.models[...]`; did you mean models.NAME.idle_s",
+        "models.prefill must not be negative",
+        "Expected `int`, got `str` - at `$.store.memory_mib`",
+        "`gatway`; did you mean gateway",
+    ):
+        assert len([line for line in lines if said in line]) == 1, (said, lines)
+    assert len(lines) == 7, "what follows from another error is not told"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
