@@ -104,6 +104,7 @@ LIMITS = EdgeLimits(
 
 _NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0, 0, 0)
 _SILENT = GatewayReport("it does not report", 0, 0, 0, 0, 0.0)
+_STARTING = msgspec.structs.replace(_SILENT, missing=None)  # its state says so
 
 Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 T = TypeVar("T")
@@ -475,7 +476,7 @@ class _Pages:
             ready = self._controller.gateways.get(name)
             link = self._controller.sessions.gateway_links.get(name)
             heard = None if link is None else link.report
-            report = heard or _SILENT
+            report = heard or (_SILENT if link is not None and link.is_late else _STARTING)
             found.append(
                 GatewayInfo(
                     name=name,

@@ -63,11 +63,15 @@ HANDSHAKE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
 REPORT_STALE_S = 5.0  # gateways report once a second
-SILENCE_S = 5.0  # a peer that sends nothing for this long counts as lost
+SILENCE_S = 5.0  # a worker or store that sends nothing for this long counts as lost
+GATEWAY_SILENCE_S = 2.5  # the same of gateways: clients wait at one, and nothing moves by its loss
+FIRST_REPORT_S = 3.0  # from a gateway's start to its first report, at most
 
 
 class _Session(Protocol):
     """The conversation with one kind of peer."""
+
+    silence_s: float = SILENCE_S
 
     async def shake_hands(self, client: SessionClient) -> None:
         """Exchanges the first messages. Raises ProtocolError, ConnectionError."""
@@ -86,7 +90,7 @@ class _Session(Protocol):
 
 async def talk(address: str, secret: Secret, session: _Session) -> None:
     """Dials a peer and runs one session, until it ends or the peer cannot be reached."""
-    client = SessionClient(address, secret, silence_s=SILENCE_S)
+    client = SessionClient(address, secret, silence_s=session.silence_s)
     try:
         await client.open()
         await _run(client, session)
@@ -110,7 +114,7 @@ async def _run(client: SessionClient, session: _Session) -> None:
         session.lost(reason)
 
 
-class WorkerLink:
+class WorkerLink(_Session):
     """Turns a worker's messages into events."""
 
     def __init__(
@@ -167,7 +171,7 @@ class WorkerLink:
         self._on_event(Disconnected(self._worker_id, self._address, reason))
 
 
-class StoreLink:
+class StoreLink(_Session):
     """Sends a store the members and orders, and keeps its latest report."""
 
     def __init__(self, name: str, *, clock: Clock, members: Callable[[], Members | None]) -> None:
@@ -227,8 +231,10 @@ class StoreLink:
         self.report = None
 
 
-class GatewayLink:
+class GatewayLink(_Session):
     """Sends a gateway the members, and keeps its latest report."""
+
+    silence_s = GATEWAY_SILENCE_S
 
     def __init__(
         self,
@@ -249,6 +255,12 @@ class GatewayLink:
         self.heard: GatewayWelcome | None = None  # from the latest handshake
         self.report: GatewayReport | None = None
         self._reported_s = 0.0
+        self._due_s = clock.now_s() + FIRST_REPORT_S  # when a report must be there
+
+    @property
+    def is_late(self) -> bool:
+        """True if there should be a report by now."""
+        return self.report is None and self._clock.now_s() >= self._due_s
 
     @property
     def is_open(self) -> bool:
@@ -319,6 +331,7 @@ class GatewayLink:
         log.info("the session with a gateway is over: %s", reason)
         self._client = None
         self.report = None
+        self._due_s = self._clock.now_s()
         self._on_event(GatewaySeen(self._name, None))
         self._on_event(GatewayUnheard(self._name, reason))
 

@@ -16,7 +16,7 @@ from bench.chaos.checker import (
 )
 from bench.chaos.plan import LONG_SILENCE_S, FaultKind
 from bench.chaos.streams import ReceivedPiece, ReceivedStream, ReceivedUsage
-from deploy.controller.links import SILENCE_S
+from deploy.controller.links import GATEWAY_SILENCE_S
 from deploy.pools.gateways import GATEWAY_UNREACHABLE_S
 
 USAGE = ReceivedUsage(prompt_tokens=7, completion_tokens=4)
@@ -145,7 +145,7 @@ def test_a_gateway_that_stands_still_breaks_connections_only_if_it_is_replaced(
 
 
 def test_a_gateway_is_replaced_when_the_controller_says_so():
-    assert REPLACED_AFTER_S == SILENCE_S + GATEWAY_UNREACHABLE_S < LONG_SILENCE_S
+    assert REPLACED_AFTER_S == GATEWAY_SILENCE_S + GATEWAY_UNREACHABLE_S < LONG_SILENCE_S
 
 
 def test_request_without_an_answer_is_lost():
