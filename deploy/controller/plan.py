@@ -20,15 +20,10 @@ STORE = "store.sqlite"  # beside the directory of siblings
 
 
 def gateway_processes(gateway: GatewayConfig, cores: int) -> int:
-    """Returns how many gateways a machine runs: as configured, or as its cores allow.
-
-    One where keys have limits: each gateway counts by itself, so two would allow twice as much.
-    """
+    """Returns how many gateways a machine runs: as configured, or as its cores allow."""
     if gateway.processes is not None:
         return gateway.processes
-    limits = (gateway.requests_per_s, gateway.tokens_per_min, gateway.max_streams)
-    is_limited = gateway.keys_file is not None or any(each is not None for each in limits)
-    return 1 if is_limited or cores < CORES_FOR_TWO_GATEWAYS else 2
+    return 1 if cores < CORES_FOR_TWO_GATEWAYS else 2
 
 
 class ControllerPlan(msgspec.Struct, frozen=True):

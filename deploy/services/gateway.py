@@ -22,6 +22,7 @@ from router.access.file import KeyFile
 from router.access.fixed import FixedKeys
 from router.access.guard import KeyFinder
 from router.access.limits import KeyLimits
+from router.access.shared_accounts import SharedAccounts
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener
 from router.edge.tls import TlsFiles
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OTHER_DESCRIPTORS = 1024  # open files of a gateway beside its clients' connections
+ACCOUNTS = "accounts"  # of keys, beside the directory of siblings
 LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts anyway, and answers 503
 
 
@@ -62,6 +64,7 @@ class GatewayService(LoopService[GatewayReady]):
         self._spec = spec
         self.drain_timeout_s = spec.gateway.drain_timeout_s
         self._siblings: Siblings | None = None
+        self._accounts: SharedAccounts | None = None
         self._listener: Listener | None = None
         self._inference: InferenceServer | None = None
         self._folder: int | None = None
@@ -131,6 +134,9 @@ class GatewayService(LoopService[GatewayReady]):
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
             self._siblings = Siblings(Path(spec.siblings), str(spec.process))
+            file = Path(spec.siblings).with_name(ACCOUNTS)
+            self._accounts = SharedAccounts(file, spec.process, config.processes or 1)
+            await asyncio.to_thread(self._accounts.open)
         tls = _open_tls(config)
         book = Book(_limits_of(config))
         self._grammars = GrammarChecker(clock)
@@ -145,6 +151,7 @@ class GatewayService(LoopService[GatewayReady]):
             rng=rng,
             grammars=self._grammars,
             siblings=self._siblings,
+            shared=self._accounts,
             storage=self._storage,
             tracing=self._tracing,
             has_native_text=has_native_text,
@@ -263,6 +270,8 @@ class GatewayService(LoopService[GatewayReady]):
         await self._grammars.close()
         if self._siblings is not None:
             await self._siblings.close()
+        if self._accounts is not None:
+            self._accounts.close()
         await self._routers.close()
         await self._storage.close()
         await self._process.close()

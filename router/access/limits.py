@@ -7,12 +7,17 @@ that a key may use at once: the tokens of a minute, and the requests of a second
 request takes its prompt and its longest answer, and at its end gives back what it did not use. A
 request larger than the bucket takes a full bucket. Each prompt of a batch counts as a request.
 
-Each gateway process counts by itself.
+Gateway processes of one port share the accounts (`router.access.shared_accounts`). Those of several
+machines count each by itself.
 """
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -68,7 +73,7 @@ class Bucket:
         """Fills the bucket up to `now_s`."""
         gained = max(now_s - self.at_s, 0.0) * self.rate
         self.level = min(self.level + gained, self.size)
-        self.at_s = now_s
+        self.at_s = max(now_s, self.at_s)  # another process may have been later
 
     def wait_s(self, amount: float) -> float:
         """Seconds until this amount may be taken; 0.0 if it may be taken now."""
@@ -86,12 +91,19 @@ class Bucket:
 
 @dataclass(slots=True)
 class Account:
-    """The use of one key."""
+    """The use of one key. It is read and changed within `held`."""
 
     limits: KeyLimits
     requests: Bucket | None
     tokens: Bucket | None
     num_streams: int = 0
+    num_others: int = 0  # requests in flight in other processes
+    held: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def has_room(self, num_more: int) -> bool:
+        """True if the key may have so many more requests in flight."""
+        most = self.limits.max_streams
+        return most is None or self.num_streams + self.num_others + num_more <= most
 
     def headers(self, now_s: float) -> dict[str, str]:
         """The headers of all limits that the key has."""
@@ -115,11 +127,13 @@ class KeyUse:
 
     def hold_prompts(self, num_prompts: int, now_s: float) -> None:
         """Counts each prompt of a batch as a request. Raises LimitExceeded."""
-        account, more = self.account, num_prompts - 1
-        if account is None or not more:
-            return
-        most = account.limits.max_streams
-        if most is not None and account.num_streams + more > most:
+        if self.account is not None and num_prompts > 1:
+            with self.account.held():
+                self._hold_more(self.account, num_prompts - 1, now_s)
+
+    def _hold_more(self, account: Account, more: int, now_s: float) -> None:
+        if not account.has_room(more):
+            most = account.limits.max_streams
             message = f"this key may have {most} requests in flight; each prompt counts as one"
             raise LimitExceeded(message, BUSY_RETRY_S, account.headers(now_s))
         bucket = account.requests
@@ -139,14 +153,15 @@ class KeyUse:
         account = self.account
         if account is None or account.tokens is None:
             return
-        bucket = account.tokens
-        bucket.fill(now_s)
-        wait_s = bucket.wait_s(num_tokens)
-        if wait_s > 0.0:
-            message = f"this key may use {account.limits.tokens_per_min} tokens a minute"
-            raise LimitExceeded(message, wait_s, account.headers(now_s))
-        self.held_tokens = min(num_tokens, bucket.size)
-        bucket.level -= self.held_tokens
+        with account.held():
+            bucket = account.tokens
+            bucket.fill(now_s)
+            wait_s = bucket.wait_s(num_tokens)
+            if wait_s > 0.0:
+                message = f"this key may use {account.limits.tokens_per_min} tokens a minute"
+                raise LimitExceeded(message, wait_s, account.headers(now_s))
+            self.held_tokens = min(num_tokens, bucket.size)
+            bucket.level -= self.held_tokens
 
     def end(self, now_s: float) -> None:
         """Gives back unused tokens and ends the request."""
@@ -155,22 +170,42 @@ class KeyUse:
             return
         assert not self._is_over
         self._is_over = True
-        account.num_streams -= self._num_streams
-        if account.tokens is not None:
-            account.tokens.fill(now_s)
-            left = max(self.held_tokens - self.num_used, 0.0)
-            account.tokens.level = min(account.tokens.level + left, account.tokens.size)
+        with account.held():
+            account.num_streams -= self._num_streams
+            if account.tokens is not None:
+                account.tokens.fill(now_s)
+                left = max(self.held_tokens - self.num_used, 0.0)
+                account.tokens.level = min(account.tokens.level + left, account.tokens.size)
 
     def headers(self, now_s: float) -> dict[str, str]:
         """The headers of the key's limits, if it has any."""
-        return {} if self.account is None else self.account.headers(now_s)
+        if self.account is None:
+            return {}
+        with self.account.held():
+            return self.account.headers(now_s)
+
+
+class Sharing(Protocol):
+    """Shares accounts with other processes."""
+
+    def held(self, key: str, account: Account) -> AbstractContextManager[None]:
+        """Brings an account up to date, and keeps what is changed inside."""
+        ...
 
 
 class KeyAccounts:
     """The accounts of all keys."""
 
-    def __init__(self, defaults: KeyLimits, *, max_accounts: int = MAX_ACCOUNTS) -> None:
+    def __init__(
+        self,
+        defaults: KeyLimits,
+        *,
+        max_accounts: int = MAX_ACCOUNTS,
+        shared: Sharing | None = None,
+    ) -> None:
+        """Without `shared` this process counts by itself."""
         self._defaults = defaults
+        self._shared = shared
         self._max_accounts = max_accounts
         self._accounts: OrderedDict[str, Account] = OrderedDict()
 
@@ -183,7 +218,13 @@ class KeyAccounts:
         if limits == UNLIMITED:
             return KeyUse(None)
         account = self._account(name, limits, now_s)
-        if limits.max_streams is not None and account.num_streams >= limits.max_streams:
+        with account.held():
+            self._begin(account, now_s)
+        return KeyUse(account)
+
+    def _begin(self, account: Account, now_s: float) -> None:
+        limits = account.limits
+        if not account.has_room(1):
             message = f"this key may have {limits.max_streams} requests in flight"
             raise LimitExceeded(message, BUSY_RETRY_S, account.headers(now_s))
         bucket = account.requests
@@ -195,7 +236,6 @@ class KeyAccounts:
                 raise LimitExceeded(message, wait_s, account.headers(now_s))
             bucket.level -= 1.0
         account.num_streams += 1
-        return KeyUse(account)
 
     def _account(self, name: str, limits: KeyLimits, now_s: float) -> Account:
         account = self._accounts.get(name)
@@ -204,6 +244,8 @@ class KeyAccounts:
             if account is None:
                 self._forget_one()
                 self._accounts[name] = account = fresh
+                if self._shared is not None:
+                    account.held = partial(self._shared.held, name, account)
             else:  # the key's limits have changed; what is in flight stays there
                 account.limits, account.requests, account.tokens = (
                     limits,

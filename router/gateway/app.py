@@ -20,6 +20,7 @@ from engine.config import DashboardMode
 from engine.errors import InvalidRequest
 from router.access.guard import KeyFinder, KeyGuard
 from router.access.limits import KeyAccounts
+from router.access.shared_accounts import SharedAccounts
 from router.edge.content_types import check_content
 from router.edge.limits import Book
 from router.edge.responses import send_invalid, send_json
@@ -131,6 +132,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
     rng: random.Random,
     grammars: GrammarCheck,
     siblings: Siblings | None = None,
+    shared: SharedAccounts | None = None,
     storage: Storage | None = None,
     tracing: Tracing | None = None,
     has_native_text: bool = False,
@@ -148,7 +150,7 @@ def parts_of(  # noqa: PLR0913 - all that they are
         rng=rng,
         metrics=metrics,
         grammars=grammars,
-        accounts=KeyAccounts(settings.key_limits),
+        accounts=KeyAccounts(settings.key_limits, shared=shared),
         lanes=Lanes(),
         turns=LoopTurns(),
         storage=storage or Storage(None),

@@ -33,11 +33,13 @@ from tests.kits.services.null_workers import NullWorkers
 from tests.kits.services.served import matching, metrics, poll_until
 
 NUM_REQUESTS = 18
+MAX_STREAMS = 2  # of each key, where there are keys
 
 
 def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
     keys = None if keys_file is None else str(keys_file)
-    gateway = GatewayConfig(port=port, grpc_port=0, processes=2, keys_file=keys)
+    most = None if keys is None else MAX_STREAMS
+    gateway = GatewayConfig(port=port, grpc_port=0, processes=2, keys_file=keys, max_streams=most)
     config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
     return Deployment(NullWorkers(NURSERY), model=BUNDLED_MODEL, config=config)
 
@@ -244,6 +246,24 @@ def bearer(key: bytes) -> bytes:
     return b"authorization: Bearer " + key + b"\r\n"
 
 
+def finished_streams(url: str, key: str, num_running: int = MAX_STREAMS) -> list[bool]:
+    """Tells which short requests are answered, each over its own connection, beside long ones."""
+    headers = {"authorization": f"Bearer {key}"}
+    long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    short = {"prompt": "a", "max_tokens": 1}
+    with ExitStack() as streams:
+        for _ in range(num_running):
+            client = streams.enter_context(httpx.Client(timeout=30))
+            asked = client.stream("POST", f"{url}/v1/completions", json=long, headers=headers)
+            assert streams.enter_context(asked).status_code == 200
+        answers = [
+            httpx.post(f"{url}/v1/completions", json=short, headers=headers, timeout=30)
+            for _ in range(NUM_REQUESTS // 2)
+        ]
+    assert {answer.status_code for answer in answers} <= {200, 429}
+    return [answer.status_code == 200 for answer in answers]
+
+
 def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
     path = tmp_path / "keys.json"
@@ -254,6 +274,8 @@ def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypa
         url = running.gateways[0].url
         pids = [gateway.pid for gateway in running.gateways]
         assert statuses(url, bearer(b"first")) == {200}
+        assert not any(finished_streams(url, "first")), "two streams use up the limit everywhere"
+        poll_until(lambda: all(finished_streams(url, "first", 0)), "the streams ended", 10)
         assert statuses(url) == statuses(url, bearer("clé-🔑".encode())) == {401}
         assert statuses(url, bearer(b"\xff\xfe")) == {401}
         change_keys(path, lambda records: with_key(records, record("second", "bob")))

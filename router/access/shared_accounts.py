@@ -1,0 +1,157 @@
+"""The accounts of keys that all gateway processes of one port share, so that limits are exact.
+
+A file of fixed records, which each process maps. Whoever looks at an account holds the file's lock
+for some microseconds. All processes have the same monotonic clock.
+
+    record   hash of the key's name; size, level and time of each bucket; for each process the
+             requests in flight. A process that starts clears its own, which a dead one left
+
+A record is found within a few slots behind its hash. If these are taken, the one that was idle for
+longest goes: its key begins anew. If all of them are busy, each process counts that key by itself.
+"""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+from router.access.limits import Account, Bucket
+
+log = logging.getLogger(__name__)
+
+NUM_SLOTS = 2**14
+NUM_PROBES = 16
+KEY_BYTES = 16
+MAX_LOCK_TRIES = 10_000  # some milliseconds: a process may have been stopped while it had the lock
+
+
+class _Level(NamedTuple):
+    """A bucket as it is shared."""
+
+    size: float
+    level: float
+    at_s: float
+
+
+NO_BUCKET = _Level(0.0, 0.0, 0.0)  # there is no such limit
+
+
+class _Record(NamedTuple):
+    """The account of a key, as it is shared."""
+
+    name: bytes  # its hash; zeros: the slot is free
+    requests: _Level
+    tokens: _Level
+    streams: list[int]  # of each process
+
+
+class SharedAccounts:
+    """One process's view of the file."""
+
+    def __init__(self, path: Path, process: int, num_processes: int) -> None:
+        self._path = path
+        self._process = process
+        self._record = Struct(f"={KEY_BYTES}s6d{num_processes}I")
+        self.num_unlocked = 0  # changes that were made although another process kept the lock
+
+    def open(self) -> None:
+        """Maps the file and clears what a process of this number left. Raises OSError."""
+        num_bytes = NUM_SLOTS * self._record.size
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._fd, num_bytes)
+        self._map = mmap.mmap(self._fd, num_bytes)
+        with self._locked():
+            for slot in range(NUM_SLOTS):
+                record = self._read(slot)
+                if record.streams[self._process]:
+                    record.streams[self._process] = 0
+                    self._write(slot, record)
+
+    def close(self) -> None:
+        """Leaves the file to the others."""
+        self._map.close()
+        os.close(self._fd)
+
+    @contextlib.contextmanager
+    def held(self, key: str, account: Account) -> Iterator[None]:
+        """Brings an account up to date, and keeps what is changed inside."""
+        name = blake2b(key.encode(), digest_size=KEY_BYTES).digest()
+        with self._locked():
+            slot = self._slot_of(name)
+            if slot is None:
+                yield
+                return
+            record = self._read(slot)
+            if record.name != name:
+                record = _Record(name, NO_BUCKET, NO_BUCKET, [0] * len(record.streams))
+            record.streams[self._process] = account.num_streams
+            account.num_others = sum(record.streams) - account.num_streams
+            _take(account.requests, record.requests)
+            _take(account.tokens, record.tokens)
+            try:
+                yield
+            finally:
+                record.streams[self._process] = account.num_streams
+                requests, tokens = _given(account.requests), _given(account.tokens)
+                self._write(slot, _Record(name, requests, tokens, record.streams))
+
+    def _slot_of(self, name: bytes) -> int | None:
+        """Returns the slot of a key's record, or the one where it may begin; None if all are busy.
+
+        A record may stand behind one that has gone since, so all places are looked at.
+        """
+        first = int.from_bytes(name[:8], "little")
+        idle: list[tuple[float, int]] = []  # time of the last change, slot
+        for probe in range(NUM_PROBES):
+            slot = (first + probe) % NUM_SLOTS
+            record = self._read(slot)
+            if record.name == name:
+                return slot
+            if not any(record.streams):
+                idle.append((max(record.requests.at_s, record.tokens.at_s), slot))
+        return min(idle)[1] if idle else None
+
+    def _read(self, slot: int) -> "_Record":
+        name, *values = self._record.unpack_from(self._map, slot * self._record.size)
+        return _Record(name, _Level(*values[:3]), _Level(*values[3:6]), values[6:])
+
+    def _write(self, slot: int, record: "_Record") -> None:
+        values = (*record.requests, *record.tokens, *record.streams)
+        self._record.pack_into(self._map, slot * self._record.size, record.name, *values)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock. Goes on without it if a process that has it does not let it go."""
+        has_lock = False
+        for _ in range(MAX_LOCK_TRIES):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.sched_yield()
+            else:
+                has_lock = True
+                break
+        if not has_lock:
+            self.num_unlocked += 1
+            log.warning("another gateway process keeps the lock of the keys' limits")
+        try:
+            yield
+        finally:
+            if has_lock:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+
+def _take(bucket: Bucket | None, known: "_Level") -> None:
+    """Gives a bucket the level that all processes know, if they have the same limit."""
+    if bucket is not None and bucket.size == known.size:
+        bucket.level, bucket.at_s = known.level, known.at_s
+
+
+def _given(bucket: Bucket | None) -> "_Level":
+    return NO_BUCKET if bucket is None else _Level(bucket.size, bucket.level, bucket.at_s)
