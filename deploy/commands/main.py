@@ -24,6 +24,7 @@ from deploy.commands.operator import operator_app
 from deploy.commands.store.commands import store_app
 from deploy.commands.up import up_app
 from deploy.commands.versions import update_app
+from deploy.local.leaving import end
 from engine.errors import BatonError, ConfigError
 
 
@@ -184,6 +185,10 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as ended:
+        if sys.argv[1:2] != ["serve"]:
+            raise
+        end(ended.code if isinstance(ended.code, int) else bool(ended.code))  # soon, as asked
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.local.leaving import end
 from deploy.local.nursery import CLOSE_WORD, ChildEnded, ChildRefused, ChildStarted, News
 from engine.errors import BatonError
 
@@ -212,4 +213,4 @@ def _post(news: socket.socket, message: News, *descriptors: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -66,16 +66,18 @@ def sweep(parent: Path | None = None) -> list[Path]:
     return swept
 
 
-def end_users_of(folder: Path, *, grace_s: float = 0.0) -> None:
+def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = False) -> None:
     """Kills services and processes of Ray that hold a file of the folder open.
 
-    Each has `grace_s` to end by itself.
+    Each has `grace_s` to end by itself. `only_helpers`: those in Python that this process started.
     """
     with contextlib.ExitStack() as stack:
         found: dict[int, int] = {}  # descriptors of processes, and their ids
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended or belongs to another user
                 pid = int(process.name)
+                if only_helpers and not _is_helper(process):
+                    continue
                 if pid != os.getpid() and _uses(process, folder):
                     pidfd = os.pidfd_open(pid)
                     stack.callback(os.close, pidfd)
@@ -83,7 +85,11 @@ def end_users_of(folder: Path, *, grace_s: float = 0.0) -> None:
                         found[pidfd] = pid
         left = _left(list(found), grace_s)
         for pidfd in left:
-            log.warning("process %d of a deployment that ended is killed", found[pidfd])
+            log.log(
+                logging.INFO if only_helpers else logging.WARNING,
+                "process %d of a deployment that ended is killed",
+                found[pidfd],
+            )
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for pidfd in _left(left, KILLED_WITHIN_S):
@@ -111,11 +117,21 @@ def _held(lock: Path) -> Iterator[bool]:
 
 def _uses(process: Path, folder: Path) -> bool:
     """True if a process of Python or of Ray holds a file of the folder open. Raises OSError."""
-    program = os.readlink(process / "exe")
-    if program != os.readlink("/proc/self/exe") and RAY not in program:
+    if not _is_python(process) and RAY not in os.readlink(process / "exe"):
         return False
     files = (os.readlink(each) for each in (process / "fd").iterdir())
     return any(Path(file).is_relative_to(folder) for file in files)
+
+
+def _is_helper(process: Path) -> bool:
+    """True if this process started it, and it runs Python too. Raises OSError."""
+    parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+    return int(parent) == os.getpid() and _is_python(process)
+
+
+def _is_python(process: Path) -> bool:
+    """True if a process runs the same program as this one. Raises OSError."""
+    return os.readlink(process / "exe") == os.readlink("/proc/self/exe")
 
 
 def _left(pidfds: list[int], timeout_s: float) -> list[int]:

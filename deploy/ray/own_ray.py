@@ -117,6 +117,8 @@ class OwnRay:
             return
         if self._keeper is not None:
             self._keeper.stop()
+        if self._folder is not None:  # Ray waits up to a second for each of its monitors
+            end_users_of(self._folder.path, only_helpers=True)
         ray.shutdown()
         if self._keeper is not None:
             self._keeper.end_gcs()
