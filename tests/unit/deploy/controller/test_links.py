@@ -1,7 +1,9 @@
 """The controller's sessions: how long a gateway's report counts."""
 
-from deploy.controller.links import REPORT_STALE_S, GatewayLink
+from deploy.controller.links import FIRST_REPORT_S, REPORT_STALE_S, GatewayLink
 from engine.control import GatewayReport, encode_control
+from engine.net.sessions import BEAT_EVERY_S
+from engine.net.silence import Silence
 
 
 class SetClock:
@@ -24,3 +26,25 @@ def test_old_report_is_not_used_for_planning():
     assert link.report == report  # operators still see the last report
     link.take(encode_control([report]))
     assert link.fresh_report == report
+
+
+def test_a_gateway_has_time_for_its_first_report_and_none_after_its_session():
+    clock = SetClock()
+    link = GatewayLink("gateway", clock=clock, on_welcome=list, on_event=lambda _: None)
+    clock.at_s += FIRST_REPORT_S - 0.1
+    assert not link.is_late
+    clock.at_s += 0.2
+    assert link.is_late
+    link.take(encode_control([GatewayReport(None, 1, 2, 0, 0, 0.0)]))
+    assert not link.is_late
+    link.lost("silent")
+    assert link.is_late
+
+
+def test_a_silent_gateway_is_told_within_three_seconds():
+    silence = Silence(0.0)
+    silence.broken()
+    now_s = silence.look(0.0)
+    while silence.look(now_s) < GatewayLink.silence_s:
+        now_s += BEAT_EVERY_S
+    assert now_s + BEAT_EVERY_S <= 3.0
