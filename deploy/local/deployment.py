@@ -23,6 +23,7 @@ from deploy.pools.formats import check_version, formats_of
 from deploy.pools.orders import OrderRefused
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on
 from deploy.services.spec import GatewayReady
+from deploy.services.text import text_model
 from deploy.services.thread import ServiceThread
 from deploy.store.salts import kept_salts
 from deploy.worker.memory import available_bytes
@@ -85,6 +86,20 @@ def plan_of(
             f" keep their KV: decode workers hold {config.worker.decode_kv_dtype}, others do not"
         )
     return plan
+
+
+def check_models(plan: ControllerPlan, report: Report) -> None:
+    """Fetches the first models, where no start has a deadline, and checks their small files.
+
+    Workers and gateways would find the same errors, but later. Raises ConfigError.
+    """
+    cache = default_cache(os.environ)
+    for version in plan.first_versions:
+        folder = local_model(version.model, cache=cache, report=report)
+        check_files(folder)
+        if version.worker.draft_path is not None:
+            check_files(version.worker.draft_path)
+        text_model(folder, plan.config.gateway)
 
 
 def check_gpus(plan: ControllerPlan, found: FoundGpus) -> None:
@@ -199,11 +214,7 @@ class Deployment:
         )
         check_gpus(plan, found)
         plan = _with_gateways(plan)
-        # Fetched here, where no start has a deadline.
-        for version in plan.first_versions:
-            cache = default_cache(os.environ)
-            folder = local_model(version.model, cache=cache, report=self._tell)
-            check_files(folder)  # a worker would find the same errors, but later
+        check_models(plan, self._tell)
         for left in sweep():  # also what keeps the port
             log.warning("a deployment ended without an order: its folder %s is removed", left)
         plan = self._keep_lines(self._share_port(plan))

@@ -13,9 +13,10 @@ from deploy.fetching.cache import Parts
 from deploy.services.model import directory_of
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on, take_or_listen
 from deploy.services.spec import GatewayReady, GatewaySpec
+from deploy.services.text import text_model
 from deploy.services.thread import LoopService
 from engine.clock import Clock, MonotonicClock
-from engine.config import GatewayConfig, GenerationDefaults, is_template
+from engine.config import GatewayConfig
 from engine.errors import ConfigError
 from engine.net.trust import Secret
 from router.access.file import KeyFile
@@ -44,7 +45,6 @@ from router.membership import ControlServer
 from router.native.library import is_native as is_router_native
 from router.service import Router
 from router.text.native.library import is_native as is_text_native
-from router.text.tokenizer import load_text_model
 from router.version_routers import VersionRouters
 
 if TYPE_CHECKING:
@@ -95,12 +95,7 @@ class GatewayService(LoopService[GatewayReady]):
                 clock=clock,
                 record_dir=None if config.record_dir is None else Path(config.record_dir),
             ),
-            load_text=lambda version: load_text_model(
-                directory_of(version.model, Parts.TEXT),
-                chat_template=_template_of(config),
-                parsers=(config.tool_call_parser, config.reasoning_parser),
-                has_defaults=config.generation_config is GenerationDefaults.AUTO,
-            ),
+            load_text=lambda version: text_model(directory_of(version.model, Parts.TEXT), config),
         )
         keys = _open_keys(config, clock)
         settings = GatewaySettings(
@@ -285,17 +280,6 @@ class GatewayService(LoopService[GatewayReady]):
     def _cut(self) -> None:
         """Ends the answers that are left, each with an error."""
         log.warning("%d requests are ended before they are complete", self._routers.cut())
-
-
-def _template_of(config: GatewayConfig) -> str | None:
-    """The operator's chat template. Raises ConfigError if its file cannot be read."""
-    template = config.chat_template
-    if template is None or is_template(template):
-        return template
-    try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"gateway.chat_template: {template}: {error}") from error
 
 
 def _storage_of(config: GatewayConfig) -> Storage:

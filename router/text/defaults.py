@@ -35,4 +35,4 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     try:
         return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {error}; --generation-config none ignores it") from error

@@ -1,6 +1,6 @@
 """The text side of a checkpoint: tokenizer, chat template, tokens that end an answer.
 
-Reads `tokenizer.json` and `tokenizer_config.json`, which are needed, the files of chat templates
+Reads `tokenizer.json`, which is needed, and `tokenizer_config.json`, the files of chat templates
 (`router.text.template_files`), `generation_config.json` and `config.json`, if present. It uses only
 `tokenizers`, so the gateway needs neither torch nor transformers.
 
@@ -281,7 +281,7 @@ def load_text_model(
     `parsers` are the names of the forms of calls and of reasoning; ConfigError if unknown.
     """
     tokenizer = _load_tokenizer(directory / "tokenizer.json")
-    config = load_config(directory / "tokenizer_config.json")
+    config = _tokenizer_config(directory)
     sources = {DEFAULT: chat_template} if chat_template else template_sources(directory, config)
     specials = dict(_special_tokens(config))
     templates = ChatTemplates(sources, specials) if sources else None
@@ -308,10 +308,18 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare exceptions
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _tokenizer_config(directory: Path) -> Config:
+    """The file of that name, or what special_tokens_map.json says instead; both may be missing."""
+    names = ("tokenizer_config.json", "special_tokens_map.json")
+    found = (directory / name for name in names if (directory / name).is_file())
+    path = next(found, None)
+    return {} if path is None else load_config(path)
 
 
 def _special_tokens(config: Config) -> Iterator[tuple[str, str]]:

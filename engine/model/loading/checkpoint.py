@@ -167,7 +167,7 @@ def load(  # noqa: PLR0913 - all but three have defaults
     except CheckpointError:
         raise
     except Exception as error:  # a model's code may raise anything: refuse the model
-        raise CheckpointError(f"{_model_type(config)} fails: {_first_line(error)}") from error
+        raise CheckpointError(f"{_model_type(config)} fails: {_one_line(error)}") from error
     read_outside = names_like(model, seen.read)
     for name in read_outside:
         widen_own(model.get_submodule(name))
@@ -301,9 +301,13 @@ def _layout(section: KVSection, kv_format: KVFormat, block_size: int) -> KVLayou
 
 def _load_config(path: Path) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a config class may raise anything
-        raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(
+                f"{path / 'config.json'}: the model is code of its own (auto_map), which never runs"
+            ) from error
+        raise CheckpointError(f"{path / 'config.json'}: {_one_line(error)}") from error
 
 
 def _quant_method(config: PreTrainedConfig) -> str | None:
@@ -321,7 +325,7 @@ def _loader(path: Path, config: PreTrainedConfig) -> Callable[..., Any]:
     file = weight_files(path)[0]
     if file.suffix != ".gguf":
         kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
-        return partial(kind.from_pretrained, path, use_safetensors=True)
+        return partial(kind.from_pretrained, path, use_safetensors=True, trust_remote_code=False)
     if sees(config):
         raise CheckpointError(f"{file}: a GGUF file holds a model of text only")
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -345,7 +349,7 @@ def _load_weights(
                 **options,
             )
     except Exception as error:  # a model's code or a quantiser may raise anything: refuse the model
-        raise CheckpointError(f"{path}: {_first_line(error)}") from error
+        raise CheckpointError(f"{path}: {_one_line(error)}") from error
     missing = set(info["missing_keys"])
     if embedding_of(path) is not None:
         missing -= _names_of_head(model)  # such checkpoints have none
@@ -387,6 +391,7 @@ def _probe(
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
     has_logits = group is None or group.place.is_last_stage
     tried = Probe(where, probe.own_logits(model, where), tolerance, kv_format, has_logits)
+    _check_numbers(model, tried)
     _check_other_attention(model, tried, is_exact=dtype is torch.float32)
     calls = _recorded(model, context)
     own = _own_layers(model, group)
@@ -417,6 +422,16 @@ def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[Attention
     calls, context.calls = context.calls, []
     context.made.clear()
     return calls
+
+
+def _check_numbers(model: PreTrainedModel, tried: Probe) -> None:
+    """Raises CheckpointError, naming the weight, if the model's own logits are not numbers."""
+    if tried.expected.isfinite().all():
+        return
+    weights = model.named_parameters()
+    bad = next((name for name, weight in weights if not weight.float().isfinite().all()), None)
+    found = "its logits are not numbers" if bad is None else f"the weight {bad} has NaN or infinity"
+    raise CheckpointError(f"{_model_type(model.config)}: {found}")
 
 
 def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bool) -> None:
@@ -453,7 +468,7 @@ def try_again(loaded: LoadedModel, tolerance: float) -> torch.Tensor:
     try:
         found = _paged_logits(model, loaded.context, section, tried)
     except Exception as error:  # a model's code may raise anything: refuse the model
-        raise CheckpointError(f"{kind} fails over packed weights: {_first_line(error)}") from error
+        raise CheckpointError(f"{kind} fails over packed weights: {_one_line(error)}") from error
     off = tried.error(found)
     if not off <= max(tolerance, tried.tolerance):
         raise CheckpointError(f"{kind}: over packed weights its logits are off by {off:.2g}")
@@ -500,5 +515,9 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _one_line(error: Exception) -> str:
+    """What an error says, in one line: the first, and the next if that ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines or isinstance(error, LookupError):  # whose text is a bare name
+        return f"{type(error).__name__} {' '.join(lines)}".strip()
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -23,8 +23,12 @@ from pathlib import Path
 from engine.errors import CheckpointError
 from engine.gguf.architecture import weights_of
 from engine.gguf.container import read_gguf
+from engine.model.loading.settings import check_settings
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+TOKENIZER = "tokenizer.json"
+SLOW_TOKENIZERS = ("tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt")
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 SAMPLE_BYTES = 64
 GGUF_SAMPLES = 4096
@@ -35,13 +39,36 @@ def check_files(path: Path) -> None:
     """Raises CheckpointError, naming the file, if the directory cannot hold a model to serve."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
-    read_json(path, "config.json")
-    read_json(path, "tokenizer.json")
+    check_settings(path, read_json(path, "config.json"))
+    _check_tokenizer(path)
+    headers = {}
     for file in weight_files(path):
         if file.suffix == ".gguf":
             weights_of(read_gguf(file))
         else:
-            read_header(file)
+            headers[file.name] = read_header(file)
+    if (path / INDEX).is_file():
+        _check_index(path, headers)
+
+
+def _check_tokenizer(path: Path) -> None:
+    """Raises CheckpointError without a tokenizer.json that is JSON."""
+    slow = [name for name in SLOW_TOKENIZERS if (path / name).is_file()]
+    if slow and not (path / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{path / TOKENIZER}: missing, and {slow[0]} cannot be used; AutoTokenizer of "
+            "transformers writes it, with from_pretrained and save_pretrained"
+        )
+    read_json(path, TOKENIZER)
+
+
+def _check_index(path: Path, headers: dict[str, dict[str, dict]]) -> None:
+    """Raises CheckpointError if the index names a shard for a tensor which that lacks."""
+    for tensor, name in _weight_map(path).items():
+        if tensor not in headers[name]:
+            actual = next((file for file, header in headers.items() if tensor in header), None)
+            where = "no shard has it" if actual is None else f"it is in {actual}"
+            raise CheckpointError(f"{path / INDEX}: {tensor} is not in {name}: {where}")
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -50,19 +77,42 @@ def weight_files(path: Path) -> list[Path]:
     Raises CheckpointError if one is missing.
     """
     if (path / INDEX).is_file():
-        index = read_json(path, INDEX)
-        shards = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(shards, dict) or not shards:
-            raise CheckpointError(f"{path / INDEX}: weight_map is missing")
-        files = [path / name for name in sorted(set(shards.values()))]
+        files = [path / name for name in sorted(set(_weight_map(path).values()))]
     else:
         files = sorted(path.glob("*.safetensors")) or _gguf_file(path)
     if not files:
         raise CheckpointError(f"{path}: no *.safetensors or *.gguf file")
+    is_alone = files[0].suffix == ".gguf" or (path / INDEX).is_file()
+    if not is_alone and not (path / WHOLE).is_file():
+        raise CheckpointError(
+            f"{path}: has {files[0].name}, but neither {WHOLE} nor {INDEX}, which names shards"
+        )
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file}: missing, though {INDEX} names it")
     return files
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The shard of each tensor, by the index. Raises CheckpointError.
+
+    A shard is in the folder itself; it may be a link, as in the caches of hubs.
+    """
+    index = read_json(path, INDEX)
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{path / INDEX}: weight_map is missing")
+    for name in shards.values():
+        if not isinstance(name, str) or not _is_own_name(name):
+            raise CheckpointError(
+                f"{path / INDEX}: names {name!r:.80}, which is no file of this folder"
+            )
+    return shards
+
+
+def _is_own_name(name: str) -> bool:
+    """True if `name` can only be that of a file in the folder itself."""
+    return name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 
 def _gguf_file(path: Path) -> list[Path]:
@@ -78,7 +128,9 @@ def read_json(path: Path, name: str) -> object:
         return json.loads((path / name).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path / name}: missing") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path / name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / name}: not JSON: {error}") from None
 
 

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
@@ -17,7 +19,7 @@ from engine.model.attention.base import build_batch
 from engine.model.attention.hook import forward
 from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.model.cpu import CpuForward
-from engine.model.loading import stored
+from engine.model.loading import settings, stored
 from engine.model.loading.checkpoint import load
 from engine.model.loading.files import INDEX, check_files, fingerprint, read_header
 from engine.worker.batch import Row
@@ -120,6 +122,84 @@ def test_a_missing_shard_is_named(llama):
 def test_an_index_without_a_map_is_refused(llama):
     (llama / INDEX).write_text("{}")
     assert refusal(llama) == f"{llama / INDEX}: weight_map is missing"
+
+
+def change_map(path, **changes):
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"] |= changes
+    (path / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "./x", "", "..", "x\0", 7, None],
+)
+def test_an_index_names_files_of_its_folder_only(llama, name):
+    split_into_shards(llama)
+    change_map(llama, **{"lm_head.weight": name})
+    assert refusal(llama) == (f"{llama / INDEX}: names {name!r}, which is no file of this folder")
+
+
+def test_shards_may_be_links_as_in_the_caches_of_hubs(llama, tmp_path):
+    (tmp_path / "blobs").mkdir()
+    for name in split_into_shards(llama):
+        (llama / name).rename(tmp_path / "blobs" / name)
+        (llama / name).symlink_to(tmp_path / "blobs" / name)
+    assert load_tiny(llama).context_len == 512
+
+
+def test_an_index_that_names_the_wrong_shard_is_refused(llama):
+    first, second = split_into_shards(llama)
+    index = json.loads((llama / INDEX).read_text())["weight_map"]
+    right = index["lm_head.weight"]
+    wrong = second if right == first else first
+    change_map(llama, **{"lm_head.weight": wrong})
+    assert refusal(llama) == f"{llama / INDEX}: lm_head.weight is not in {wrong}: it is in {right}"
+    change_map(llama, **{"lm_head.weight": right, "another": first})
+    assert refusal(llama) == f"{llama / INDEX}: another is not in {first}: no shard has it"
+
+
+def test_shards_without_their_index_are_refused(llama):
+    first, _ = split_into_shards(llama)
+    (llama / INDEX).unlink()
+    assert refusal(llama) == (
+        f"{llama}: has {first}, but neither {WEIGHTS} nor {INDEX}, which names shards"
+    )
+
+
+@pytest.mark.parametrize("slow", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_a_slow_tokenizer_alone_is_refused_with_the_way_to_convert_it(llama, slow):
+    (llama / "tokenizer.json").rename(llama / slow)
+    message = refusal(llama)
+    assert message.startswith(f"{llama / 'tokenizer.json'}: missing, and {slow} cannot be used")
+    assert "AutoTokenizer" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_weight_that_is_no_number_is_named(llama, name, value):
+    weights = load_file(llama / WEIGHTS)
+    weights[name].view(-1)[3] = value
+    save_file(weights, llama / WEIGHTS, metadata={"format": "pt"})
+    assert refusal(llama) == (
+        f"config.json: model_type 'llama': the weight {name} has NaN or infinity"
+    )
+
+
+def test_code_of_a_checkpoint_never_runs_nor_asks(llama, monkeypatch):
+    edit_config(llama, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    (llama / "own.py").write_text("raise SystemExit('ran')")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert refusal(llama) == (
+        f"{llama / 'config.json'}: the model is code of its own (auto_map), which never runs"
+    )
+    edit_config(llama, model_type="llama")  # which transformers knows
+    assert load_tiny(llama).context_len == 512
+
+
+def test_known_names_are_those_of_transformers():
+    assert set(ACT2FN) == settings.ACTIVATIONS
+    assert set(ROPE_INIT_FUNCTIONS) <= settings.ROPE_TYPES
 
 
 @pytest.mark.parametrize(

@@ -103,21 +103,54 @@ def test_a_checkpoint_may_name_no_end(tmp_path):
     assert load_text_model(tmp_path).eos_token_ids == ()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_missing_or_broken_file_is_named(tmp_path, name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "config.json",
+        "special_tokens_map.json",
+    ],
+)
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_a_broken_file_is_named(tmp_path, name, content):
     checkpoint(tmp_path)
-    (tmp_path / name).write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=name):
+    if name == "special_tokens_map.json":  # which is read without the other file
+        (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
         load_text_model(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    (checkpoint(tmp_path) / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         load_text_model(tmp_path)
 
 
-def test_a_broken_optional_file_is_named(tmp_path):
-    checkpoint(tmp_path, files={"generation_config.json": "[]"})
-    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+def test_a_tokenizer_needs_no_configuration(tmp_path):
+    specials = {"bos_token": {"content": "BOS"}, "eos_token": "<|assistant|>"}
+    files = {"special_tokens_map.json": specials}
+    checkpoint(tmp_path, files=files | {"chat_template.jinja": "{{ bos_token }}|"})
+    (tmp_path / "tokenizer_config.json").unlink()
+    model = load_text_model(tmp_path)
+    assert bytes(model.encode_chat(USER, 4096)) == b"BOS|"
+    assert model.eos_token_ids == (259,)
+    (tmp_path / "special_tokens_map.json").unlink()
+    assert load_text_model(tmp_path).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 2.5), ("top_p", 0), ("top_k", -2), ("min_p", 2), ("repetition_penalty", "1")],
+)
+def test_a_default_that_no_request_may_have_is_named_with_the_way_out(tmp_path, field, value):
+    checkpoint(tmp_path, files={"generation_config.json": {field: value}})
+    with pytest.raises(CheckpointError, match=rf"`\$\.{field}`; --generation-config none ignores"):
         load_text_model(tmp_path)
+    assert load_text_model(tmp_path, has_defaults=False).defaults.temperature is None
 
 
 # ---------------------------------------------------------------- chat templates
