@@ -390,6 +390,7 @@ class Router:
                 worker.info.max_running,
                 worker.foreign.seqs + bool(worker.foreign.prompt_tokens),
                 worker.info.kernels,
+                worker.info.num_blocks,
             )
             for worker_id, worker in self.machine.view.workers.items()
         }

@@ -101,6 +101,7 @@ class Ends:
         self, flight: Flight, attempt: Attempt, now_s: float, *, tell_workers: bool
     ) -> list[RouterEffect]:
         del self._state.by_seq[attempt.seq_id]
+        flight.leave(attempt, now_s)
         effects = self.end_move(flight, attempt, tell_workers=tell_workers)
         concerned = [attempt.prefill, attempt.decode]
         if attempt.holder is not None:

@@ -12,9 +12,11 @@ from engine.worker.blocks import BlockHash
 from router.cluster.lengths import AnswerLengths
 from router.cluster.view import ClusterView, WorkerView
 from router.machine.moves.reasons import FREE
-from router.machine.requests import Request, Timeline
+from router.machine.requests import Request, Stay, Timeline
 from router.policies.base import Decision, SharedPrompt
 from router.prefixes.map import PrefixHashes
+
+MAX_STAYS = 16  # attempts of a request that are kept with their times
 
 
 class Stamps(msgspec.Struct):
@@ -58,14 +60,16 @@ class Attempt(msgspec.Struct):
     decode: WorkerId
     base_len: int  # tokens that it prefills
     reserved_len: int  # tokens that the decode worker's reservation is for
+    placed_s: float
     holder: WorkerId | None = None  # asked to offer a prefix; the offer may be open
     asked_s: float | None = None  # when it was asked, if it was computing then
     offer_due_s: float | None = None  # deadline of its offer
     started_s: float | None = None  # the first chunk
     num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
     lease: LeaseRef | None = None
-    prefilled: bool = False
-    kv_ready: bool = False
+    prefilled_s: float | None = None  # its first token, or its begin if it is moved
+    kv_ready_s: float | None = None
+    decode_started_s: float | None = None
     kept_by: WorkerId | None = None  # which of the workers keeps its KV; None: all
     is_moved: bool = False  # it continues an attempt at another decode worker
     is_lent: bool = False  # a prefill worker decodes it
@@ -73,6 +77,16 @@ class Attempt(msgspec.Struct):
     decision: Decision | None = None  # None if it is moved
     hedge_after_s: float | None = None  # from the prompt's sending; None: no second attempt
     hedge_due_s: float | None = None  # a second attempt begins then
+
+    @property
+    def prefilled(self) -> bool:
+        """True if its prompt is computed."""
+        return self.prefilled_s is not None
+
+    @property
+    def kv_ready(self) -> bool:
+        """True if nothing is to be pulled by the decode worker any more."""
+        return self.kv_ready_s is not None
 
     @property
     def is_decoding(self) -> bool:
@@ -83,6 +97,19 @@ class Attempt(msgspec.Struct):
     def hands_over(self) -> bool:
         """True if another worker than the one that prefills decodes it."""
         return self.prefill != self.decode
+
+    def stay(self, received_s: float, ended_s: float | None = None) -> Stay:
+        """Returns its times, relative to those of the HTTP request."""
+        return Stay(
+            self.prefill,
+            self.decode,
+            self.placed_s - received_s,
+            _since(self.started_s, received_s),
+            _since(self.prefilled_s, received_s),
+            _since(self.kv_ready_s, received_s),
+            _since(self.decode_started_s, received_s),
+            _since(ended_s, received_s),
+        )
 
     def validate(self, view: ClusterView) -> None:
         """Asserts that its workers live, and that its stages agree."""
@@ -116,6 +143,7 @@ class Flight:
     tokens: list[int] = field(default_factory=list)  # of the answer, all delivered
     attempt: Attempt | None = None
     hedge: Attempt | None = None  # a second one beside it
+    past: list[Stay] = field(default_factory=list)  # attempts that are over
     waits_for_s: float = 0.0  # predicted when it was queued: seconds to compute its tokens
     compute_s: float = 0.0  # the same without what was cached when it arrived
     num_ids: int = 0  # sequence ids of attempts and moves
@@ -169,6 +197,12 @@ class Flight:
     def attempts(self) -> list[Attempt]:
         """The running attempts: none, one, or two."""
         return [each for each in (self.attempt, self.hedge) if each is not None]
+
+    def leave(self, attempt: Attempt, now_s: float) -> None:
+        """Notes that an attempt is over, for those who look at it later."""
+        if len(self.past) == MAX_STAYS:
+            del self.past[0]
+        self.past.append(attempt.stay(self.request.received_s, now_s))
 
     def attempt_of(self, seq_id: SeqId) -> Attempt | None:
         """Returns the attempt with this id; None for a sequence that only holds a copy."""
@@ -298,7 +332,15 @@ def timeline(flight: Flight, now_s: float, stamps: Stamps | None = None) -> Time
         prefill_worker=flight.workers[0],
         decode_worker=flight.workers[1],
         decision=flight.decision,
+        stays=(
+            *flight.past,
+            *(each.stay(flight.request.received_s) for each in flight.attempts),
+        ),
     )
+
+
+def _since(at_s: float | None, start_s: float) -> float | None:
+    return None if at_s is None else at_s - start_s
 
 
 def _between(low_s: float, at_s: float | None, high_s: float) -> float:

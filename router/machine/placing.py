@@ -26,6 +26,7 @@ from engine.worker.blocks import BlockHash
 from router.cluster.load import PromptLoad
 from router.machine.ends import Ends
 from router.machine.events import RouterEffect, SendTo
+from router.machine.explaining import Explaining
 from router.machine.flight import Attempt, Flight
 from router.machine.requests import Failed
 from router.machine.state import RouterState
@@ -55,6 +56,7 @@ class Placing:
         self.busy: Busy | None = None  # what the head of the queue waits for
         self.locally_s = 0.0  # of prompts, as predicted, that decode workers were given
         self._load = PromptLoad()
+        self._explaining = Explaining(state, self.room_for)
         self.hedge_credit = HEDGE_BURST  # second attempts that may be begun
 
     def place_all(self, now_s: float) -> list[RouterEffect]:
@@ -206,6 +208,8 @@ class Placing:
 
     def _place(self, flight: Flight, decision: Decision, need: Need, now_s: float) -> SendTo:
         state = self._state
+        known = KnownPrefixes(state, flight)
+        decision = self._explaining.explained(decision, need, known, now_s)
         flight.attempt = attempt = self._begin(flight, decision, need, now_s)
         flight.workers, flight.decision = (attempt.prefill, attempt.decode), attempt.decision
         flight.back_off_until_s = None
@@ -232,6 +236,7 @@ class Placing:
             decision.decode_worker,
             need.num_tokens,
             need.end_len,
+            now_s,
             decision=decision,
             is_lent=self._is_lent(decision),
         )

@@ -87,6 +87,7 @@ class Progress:
                 self._release_if_computed(flight, attempt, now_s)
                 return self._moving.rule.look_at(flight, now_s)
             case DecodeStarted():
+                attempt.decode_started_s = now_s
                 if len(flight.tokens) == 1:
                     flight.stamps.decode_started_s = now_s
                 return []
@@ -143,7 +144,7 @@ class Progress:
         worker.begin_prefill(attempt.seq_id, now_s)
         effects = self._moving.on_prompt(worker, now_s)
         if message.lease is None:
-            attempt.kv_ready = True  # nothing will be pulled
+            attempt.kv_ready_s = now_s  # nothing will be pulled
             return effects
         attempt.lease = message.lease
         request = flight.request
@@ -185,7 +186,7 @@ class Progress:
         self, flight: Flight, attempt: Attempt, message: PrefillDone, now_s: float
     ) -> list[RouterEffect]:
         effects = self._hedging.settle(flight, attempt, now_s)
-        attempt.prefilled, attempt.hedge_due_s = True, None
+        attempt.prefilled_s, attempt.hedge_due_s = now_s, None
         self._state.deadlines.watch(flight)  # a prompt is given more time than an answer
         worker = self._state.view.workers[attempt.prefill]
         if attempt.started_s is not None and not _is_dragged(worker):
@@ -227,7 +228,7 @@ class Progress:
     def _on_kv_ready(
         self, flight: Flight, attempt: Attempt, message: KvReady, now_s: float
     ) -> None:
-        attempt.kv_ready = True
+        attempt.kv_ready_s = now_s
         if len(flight.tokens) <= 1:
             flight.stamps.kv_ready_s = now_s
             flight.kv_transfer_s = message.transfer_s

@@ -96,6 +96,24 @@ class Cancelled:
 Outcome = Finished | Rejected | Failed | Cancelled
 
 
+class Stay(msgspec.Struct, frozen=True):
+    """One attempt of a request at its workers.
+
+    Times are seconds from the HTTP request on, and None for stages that the attempt did not reach.
+    `ended_s` is None while it runs. An attempt that continues another one, at another decode
+    worker, is prefilled from its begin.
+    """
+
+    prefill_worker: str
+    decode_worker: str
+    placed_s: float
+    prefill_started_s: float | None = None
+    prefilled_s: float | None = None
+    kv_ready_s: float | None = None
+    decode_started_s: float | None = None
+    ended_s: float | None = None
+
+
 class Timeline(msgspec.Struct, frozen=True):
     """The stages of a request, seconds on the gateway's clock. Stages do not overlap.
 
@@ -114,7 +132,8 @@ class Timeline(msgspec.Struct, frozen=True):
     another decode worker; None if it never moved. `moves` counts the moves, and `moved_why` is the
     reason of the last one.
 
-    `decision` is the latest placement and its reasons; None before the first.
+    `decision` is the latest placement and its reasons; None before the first. `stays` are the
+    attempts with their own times, oldest first, and of many the latest.
 
     `num_drafted_tokens` counts the tokens that speculation proposed, `num_accepted_tokens` those
     that the model chose. Both are complete at the end of the request only.
@@ -140,6 +159,12 @@ class Timeline(msgspec.Struct, frozen=True):
     prefill_worker: str = ""
     decode_worker: str = ""
     decision: Decision | None = None
+    stays: tuple[Stay, ...] = ()
+
+    @property
+    def ttft_s(self) -> float:
+        """The time from the HTTP request to the first token, or so far."""
+        return self.route_s + self.queue_s + self.prefill_queue_s + self.prefill_compute_s
 
 
 class Update(msgspec.Struct, frozen=True, gc=False):

@@ -118,6 +118,15 @@ class Costs(Protocol):
         ...
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """A worker that could have computed the prompt. Unknown predictions are None."""
+
+    worker_id: WorkerId
+    wait_s: float | None  # until it is done with its other prompts
+    predicted_ttft_s: float | None
+    num_matched_tokens: int
+
+
 class Decision(msgspec.Struct, frozen=True):
     """A placement and its reasons, as clients may read them. Unknown predictions are None."""
 
@@ -134,6 +143,7 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_ttft_s: float | None = None  # from the placement on
     predicted_tpot_s: float | None = None
     drag: float = 1.0  # so many times as long its prompt takes, because of what decodes beside it
+    candidates: tuple[Candidate, ...] = ()  # the chosen one first; empty if it was not explained
 
     @property
     def placement(self) -> Placement:

@@ -55,7 +55,8 @@ class Heading(msgspec.Struct, frozen=True):
         if self.call.ignored:
             headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
         if self.call.decision and (decision := self.decision()) is not None:
-            headers[DECISION_HEADER] = _encode(decision).decode()
+            shown = msgspec.structs.replace(decision, candidates=())  # a head stays short
+            headers[DECISION_HEADER] = _encode(shown).decode()
         return headers
 
     def fields(self, object_name: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Departures:
         self._state.counters["moved", move.reason] += 1
         self._state.workers.credit(attempt.decode, flight, flight.length - 1)
         is_near = move.copy_id is not None or message.lease.num_blocks <= FEW_BLOCKS
-        self._become(flight, attempt, move, message.lease)
+        self._become(flight, attempt, move, message.lease, now_s)
         flight.last_news_s = now_s
         self._state.deadlines.watch(flight)
         token_ids = flight.token_ids
@@ -114,12 +114,15 @@ class Departures:
             *end_copy(self._state, move),  # in the same frame: it is found in the cache
         ]
 
-    def _become(self, flight: Flight, old: Attempt, move: Move, lease: LeaseRef) -> None:
+    def _become(
+        self, flight: Flight, old: Attempt, move: Move, lease: LeaseRef, now_s: float
+    ) -> None:
         """Replaces the attempt at the source by one whose prompt the source has prefilled."""
         state = self._state
         source, target = (state.view.workers[i] for i in (old.decode, move.decode))
         source.release_decode(old.seq_id)
         del state.by_seq[old.seq_id]
+        flight.leave(old, now_s)
         state.num_left_seqs += 1
         state.by_seq[move.seq_id] = flight
         flight.num_attempts += 1
@@ -134,8 +137,9 @@ class Departures:
             decode=move.decode,
             base_len=flight.length - 1,
             reserved_len=move.reserved_len,
+            placed_s=now_s,
             lease=lease,
-            prefilled=True,
+            prefilled_s=now_s,
             is_moved=True,
             is_lent=not target.info.role.decodes,
         )

@@ -33,9 +33,11 @@ from router.machine.events import (
     Tick,
     WorkerLost,
 )
+from router.machine.explaining import BURST
 from router.machine.requests import Request
 from router.native import library
 from router.native.machine import native_machine
+from router.policies.comparing import MOST_SHOWN
 from tests.kits.router.machine import LEASE, Driver, First, ends, sent
 
 # a token of a prompt takes 10 ms, a step 10 ms and one for each sequence, a pull only its overhead
@@ -98,6 +100,26 @@ def test_decision_has_reasons_and_predictions():
     assert decision.predicted_tpot_s == pytest.approx(0.011)
     assert (decision.pulled_from, decision.num_pulled_tokens) == (None, 0)
     assert driver.machine.counters["placed", "least TTFT"] == 1
+    chosen, other = decision.candidates
+    assert (chosen.worker_id, chosen.num_matched_tokens, chosen.wait_s) == ("p1", 40, 0)
+    assert chosen.predicted_ttft_s == pytest.approx(decision.predicted_ttft_s)
+    assert (other.worker_id, other.num_matched_tokens) == ("p0", 0)
+    assert other.predicted_ttft_s >= chosen.predicted_ttft_s
+
+
+def test_candidates_are_told_for_a_bounded_share_of_the_decisions():
+    driver = Predicting(*(f"{pool}{i}" for pool in "pd" for i in range(10)))
+    for number in range(20):
+        driver.request(f"r{number}")
+    flights = driver.machine.state.flights.values()
+    decisions = [flight.decision for flight in flights if flight.decision is not None]
+    told = [decision for decision in decisions if decision.candidates]
+    assert len(decisions) > len(told) == BURST
+    for decision in told:
+        first, *others = decision.candidates
+        assert first.worker_id == decision.prefill_worker
+        assert 0 < len(others) < MOST_SHOWN
+        assert all(first.predicted_ttft_s <= each.predicted_ttft_s for each in others)
 
 
 def test_pulled_prefix_is_among_the_reasons():

@@ -16,9 +16,9 @@ from engine.messages import (
     RequestId,
     Tokens,
 )
-from router.machine.flight import running_timeline
+from router.machine.flight import MAX_STAYS, running_timeline
 from router.machine.machine import ClientGone, Deliver, End, WorkerLost
-from router.machine.requests import Timeline
+from router.machine.requests import Stay, Timeline
 from tests.kits.router.machine import LAYOUT, LEASE, Driver
 
 ROUTE_S = 0.5  # `Driver.ask` sets the time of receipt so much earlier
@@ -70,7 +70,8 @@ def test_the_timeline_comes_with_the_first_two_tokens_and_the_end():
     assert to_second(second.timeline) == 1
     third = driver.say("d0", Tokens("r.0", [6], FinishReason.STOP), after_s=1)
     assert delivered(third).timeline is None
-    assert third[-1].timeline == second.timeline
+    stays = third[-1].timeline.stays
+    assert third[-1].timeline == msgspec.structs.replace(second.timeline, stays=stays)
 
 
 def test_mixed_worker_has_no_kv_wait():
@@ -129,7 +130,40 @@ def test_an_attempt_lost_after_the_second_token_changes_nothing_before_it():
     driver.say("d0", DecodeStarted("r.1"), after_s=1)
     *_, end = driver.say("d0", Tokens("r.1", [6], FinishReason.STOP), after_s=1)
     decision = end.timeline.decision  # of the latest attempt
-    assert end.timeline == msgspec.structs.replace(second, attempts=2, decision=decision)
+    stays = end.timeline.stays
+    assert len(stays) == 2
+    assert end.timeline == msgspec.structs.replace(
+        second, attempts=2, decision=decision, stays=stays
+    )
+
+
+def test_each_attempt_is_told_with_its_workers_and_times():
+    driver = Driver("p0", "d0", "d1")
+    driver.ask(max_tokens=20)
+    driver.say("p0", PrefillStarted("r.0", 0, LEASE), after_s=1)
+    driver.say("p0", PrefillDone("r.0", 9, None), after_s=1)
+    driver.say("d0", KvReady("r.0", 2, 0, "shm"), after_s=1)
+    driver.say("d0", DecodeStarted("r.0"), after_s=1)
+    driver.now_s += 1
+    driver.handle(WorkerLost("d0", "gone"))
+    flight = driver.machine.state.flights[RequestId("r")]
+    lost, running = running_timeline(flight, driver.now_s).stays
+    assert lost == Stay("p0", "d0", ROUTE_S, 1.5, 2.5, 3.5, 4.5, 5.5)
+    assert running == Stay("p0", "d1", 5.5)
+    driver.say("p0", PrefillStarted("r.1", 4, LEASE), after_s=1)
+    driver.now_s += 1
+    *_, end = driver.handle(ClientGone(RequestId("r")))
+    assert end.timeline.stays == (lost, Stay("p0", "d1", 5.5, 6.5, ended_s=7.5))
+
+
+def test_of_many_attempts_the_latest_are_told():
+    driver = Driver("p0", "d0", max_attempts=2 * MAX_STAYS)
+    driver.ask()
+    for number in range(MAX_STAYS + 3):
+        driver.say("p0", GivenBack(f"r.{number}", "lease expired"), after_s=1)
+    *_, end = driver.handle(ClientGone(RequestId("r")))
+    assert len(end.timeline.stays) == MAX_STAYS
+    assert end.timeline.stays[-1].placed_s == ROUTE_S + MAX_STAYS + 3
 
 
 def test_a_request_that_ends_without_a_token_accounts_for_all_its_time():
