@@ -40,7 +40,8 @@ from router.gateway.answers.writing import (
     Ending,
     Heading,
 )
-from router.gateway.dashboard.recent import EndedChoice, RecentRequests, RunningChoice
+from router.gateway.dashboard.recent import RecentRequests
+from router.gateway.dashboard.records import EndedChoice, RunningChoice
 from router.gateway.hints.claims import claim_of
 from router.gateway.hints.uses import SessionNotes
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter

@@ -31,7 +31,8 @@ from router.gateway.answers.dialects import CHAT, COMPLETION, EMBEDDING
 from router.gateway.background import BackgroundWork
 from router.gateway.batches.service import Batches
 from router.gateway.dashboard.pages import WebPages
-from router.gateway.dashboard.recent import Bounds, RecentRequests
+from router.gateway.dashboard.recent import RecentRequests
+from router.gateway.dashboard.records import Bounds
 from router.gateway.dashboard.service import Dashboard
 from router.gateway.endpoint import AnswerEndpoint, Invocations
 from router.gateway.hints.pages import HintPages

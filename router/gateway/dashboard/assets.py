@@ -3,8 +3,10 @@
 They are read once. Nothing in them depends on data: scripts fetch that, and insert it as text.
 """
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.responses import Response
 
@@ -47,12 +49,16 @@ class Asset:
 
 def load_assets() -> dict[str, Asset]:
     """All files by path."""
-    folder = files(__package__).joinpath("static")
-    found = {
-        f"{ASSET_PREFIX}{each.name}": Asset(each.name, each.read_bytes())
-        for each in folder.iterdir()
-        if each.name.rpartition(".")[2] in _TYPES
-    }
+    found = dict(_assets_in(files(__package__).joinpath("static"), ASSET_PREFIX))
     for path, name in PAGES.items():
         found[path] = found.pop(f"{ASSET_PREFIX}{name}")
     return found
+
+
+def _assets_in(folder: Traversable, prefix: str) -> Iterator[tuple[str, Asset]]:
+    """The files of a folder and of those in it, by path."""
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _assets_in(each, f"{prefix}{each.name}/")
+        elif each.name.rpartition(".")[2] in _TYPES:
+            yield f"{prefix}{each.name}", Asset(each.name, each.read_bytes())

@@ -33,7 +33,7 @@ class WebPages:
         self._dashboard = dashboard
         self._takes_orders = takes_orders
         self._desk = OrderDesk()
-        files = [Route(path, self._file) for path in (*PAGES, f"{ASSET_PREFIX}{{name}}")]
+        files = [Route(path, self._file) for path in (*PAGES, f"{ASSET_PREFIX}{{name:path}}")]
         self._app = Starlette(
             routes=[
                 *files,

@@ -9,11 +9,21 @@ it. A miss is charged to the stage that took longest of the time that was missed
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
 
 import msgspec
 
 from engine.messages import RequestId
+from router.gateway.dashboard.pace import Paces
+from router.gateway.dashboard.records import (
+    Bounds,
+    EndedChoice,
+    EndedRequest,
+    Hits,
+    RunningChoice,
+    Sample,
+    Totals,
+)
+from router.gateway.dashboard.segments import Stall, segments_of, spent_of
 from router.gateway.tallies import Tallies
 from router.machine.requests import Failed, Finished, Outcome, Rejected, Request, Timeline
 
@@ -32,120 +42,6 @@ HUNG_AFTER = 10.0  # bounds on the time to first token without a token: an answe
 DEFAULT_BOUND_S = 3.0  # for this, without such a bound
 
 
-class Bounds(msgspec.Struct, frozen=True):
-    """The service level objective, in seconds. None: no bound."""
-
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-
-
-class EndedRequest(msgspec.Struct, frozen=True):
-    """One answer that is over. `missed` names the stage that broke a bound; empty if none did."""
-
-    number: int
-    id: str  # as its client knows it
-    request_id: RequestId  # the server's own, of one choice
-    version: str
-    tenant: str
-    outcome: str
-    reason: str  # of a failure, or the finish reason
-    received_s: float
-    e2e_s: float  # to its last token
-    ttft_s: float | None
-    tpot_s: float | None
-    prompt_tokens: int
-    answer_tokens: int
-    is_background: bool
-    missed: str
-    timeline: Timeline | None
-
-
-class RunningAnswer(Protocol):
-    """One answer that grows."""
-
-    @property
-    def request(self) -> Request:
-        """What was asked."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        ...
-
-    @property
-    def last_s(self) -> float:
-        """The time of its last tokens; 0 before the first."""
-        ...
-
-
-class RunningChoice(NamedTuple):
-    """One answer that is not over."""
-
-    shown_id: str
-    version: str
-    answer: RunningAnswer
-
-
-class RunningRequest(msgspec.Struct, frozen=True):
-    """One answer that is not over. Its timeline is None while no router has it."""
-
-    id: str
-    request_id: RequestId
-    version: str
-    tenant: str
-    received_s: float
-    prompt_tokens: int
-    answer_tokens: int
-    is_background: bool
-    timeline: Timeline | None
-
-
-class Hits(msgspec.Struct):
-    """Tokens of prompts, by where they came from. `infinite`: a cache that forgets nothing."""
-
-    prompt_tokens: int = 0
-    local: int = 0  # cached in the worker that prefilled
-    peer: int = 0  # pulled from another worker's cache
-    infinite: int = 0
-
-
-class Totals(msgspec.Struct):
-    """Counts since the start of the process."""
-
-    ended: int = 0
-    good: int = 0
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
-    missed: dict[str, int] = {}
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One second: what waits and runs at its end, and what ended in it."""
-
-    number: int
-    at_s: float
-    queue: int
-    in_flight: int
-    ended: int
-    good: int
-    prompt_tokens: int  # of requests that ended
-    answer_tokens: int  # sent, of all requests
-    missed: dict[str, int]
-
-
-class EndedChoice(msgspec.Struct, frozen=True):
-    """What is known of one answer at its end."""
-
-    shown_id: str
-    version: str
-    request: Request
-    outcome: Outcome | None  # None: its client left
-    timeline: Timeline | None
-    last_s: float  # when its last token came; 0 if none did
-    num_tokens: int
-
-
 class RecentRequests:
     """Keeps running requests, the latest ended ones, samples and sums."""
 
@@ -160,6 +56,7 @@ class RecentRequests:
         self.running: dict[RequestId, RunningChoice] = {}  # in order of arrival
         self.hits = Hits()
         self.totals = Totals()
+        self._paces = Paces()
         self._units: OrderedDict[int, None] = OrderedDict()
         self._sampled = Totals()
         self._sampled_tokens = 0
@@ -195,8 +92,7 @@ class RecentRequests:
         outcome, reason = _told(ended.outcome)
         ttft_s = None
         if timeline is not None and ended.num_tokens:
-            queued_s = timeline.route_s + timeline.queue_s + timeline.prefill_queue_s
-            ttft_s = queued_s + timeline.prefill_compute_s
+            ttft_s = timeline.ttft_s
         tpot_s = None
         if ttft_s is not None and ended.num_tokens > 1:
             tpot_s = max(last_s - request.received_s - ttft_s, 0.0) / (ended.num_tokens - 1)
@@ -206,6 +102,8 @@ class RecentRequests:
         elif outcome == "finished" and timeline is not None:
             missed = missed_stage(timeline, ttft_s, tpot_s, bounds_of(request, self.bounds))
         self._num_requests += 1
+        stalls = self._paces.end(request, ttft_s)
+        segments = segments_of(timeline, last_s - request.received_s, stalls, is_over=True)
         self.requests.append(
             EndedRequest(
                 number=self._num_requests,
@@ -224,10 +122,12 @@ class RecentRequests:
                 is_background=request.is_background,
                 missed=missed,
                 timeline=timeline,
+                segments=segments,
+                spent=spent_of(segments),
             )
         )
         if not request.is_background and outcome != "cancelled":
-            self._count(missed, len(request.token_ids), ended.num_tokens)
+            self._count(missed, request, ended.num_tokens)
         if not request.is_background and (outcome != "cancelled" or has_hung):
             self._tallies.note(
                 ended.version,
@@ -244,6 +144,7 @@ class RecentRequests:
         totals, before = self.totals, self._sampled
         self._num_samples += 1
         missed = {name: n - before.missed.get(name, 0) for name, n in totals.missed.items()}
+        seen = self._paces.look(self.running, now_s)
         sample = Sample(
             number=self._num_samples,
             at_s=now_s,
@@ -251,24 +152,35 @@ class RecentRequests:
             in_flight=in_flight,
             ended=totals.ended - before.ended,
             good=totals.good - before.good,
+            unbounded=totals.unbounded - before.unbounded,
             prompt_tokens=totals.prompt_tokens - before.prompt_tokens,
             answer_tokens=answer_tokens - self._sampled_tokens,
             missed={name: n for name, n in missed.items() if n},
+            ttft=seen.ttft,
+            tpot=seen.tpot,
+            waiting_s=seen.waiting_s,
+            num_stalled=seen.num_stalled,
         )
         self.samples.append(sample)
         self._sampled = msgspec.structs.replace(totals, missed=dict(totals.missed))
         self._sampled_tokens = answer_tokens
         return sample
 
-    def _count(self, missed: str, prompt_tokens: int, answer_tokens: int) -> None:
+    def _count(self, missed: str, request: Request, answer_tokens: int) -> None:
         totals = self.totals
         totals.ended += 1
-        totals.prompt_tokens += prompt_tokens
+        totals.prompt_tokens += len(request.token_ids)
         totals.answer_tokens += answer_tokens
         if missed:
             totals.missed[missed] = totals.missed.get(missed, 0) + 1
-        else:
+        elif bounds_of(request, self.bounds).is_set:
             totals.good += 1
+        else:
+            totals.unbounded += 1
+
+    def stalls_of(self, request_id: RequestId) -> list[Stall]:
+        """The times in which a running answer stood still, in seconds since its request."""
+        return self._paces.stalls_of(request_id)
 
     def _note_hits(self, request: Request, timeline: Timeline) -> None:
         if request.leader is not None:  # its prompt counts once

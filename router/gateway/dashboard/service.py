@@ -13,6 +13,7 @@ import msgspec
 from engine.clock import Clock, unix_time_s
 from engine.control import ClusterNews
 from router.gateway.dashboard.feed import Feed
+from router.gateway.dashboard.health import HealthFacts, PoolHealth, health_of
 from router.gateway.dashboard.recent import RecentRequests
 from router.gateway.dashboard.snapshot import (
     DashboardState,
@@ -68,7 +69,8 @@ class Dashboard:
         if siblings is not None:
             siblings.answers[QUESTION] = lambda: _pack(self._part())
         self._takes_orders = takes_orders
-        self._epoch_s: float | None = None
+        self._epoch_s = unix_time_s() - clock.now_s()
+        self._started_s = unix_time_s()
         self._seen = Seen()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -100,8 +102,6 @@ class Dashboard:
     ) -> DashboardState:
         """The state now; with `seen` and `others`, only what is newer in rings and news."""
         versions, now_s = self._versions, self._clock.now_s()
-        if self._epoch_s is None:
-            self._epoch_s = unix_time_s() - now_s
         seen_or_none = seen or Seen()
         requests, samples = newer(self._recent, seen_or_none)
         statuses = versions.workers().values()
@@ -112,6 +112,9 @@ class Dashboard:
             now_s=now_s,
             baton=self._baton,
             process=None if self._siblings is None else self._siblings.process,
+            started_s=self._started_s,
+            health=self._health(),
+            pools=self._board.pools,
             can_order=self._takes_orders and self.news is not None and bool(self.news.admin_url),
             has_controller=self._board.is_fresh,
             missing=versions.readiness(),
@@ -126,11 +129,24 @@ class Dashboard:
             severed=[Severed(*pair, s) for pair, s in versions.severed().items()],
             versions=served_of(versions),
             counts=counts_of(versions.counters(), loads, self.news),
-            running=running_of(self._recent, versions),
+            running=running_of(self._recent, versions, now_s),
             requests=requests,
             samples=samples,
             others=self._others.whole if others is None else list(others),
             cluster=msgspec.UNSET if is_known else self.news,
+        )
+
+    def _health(self) -> PoolHealth:
+        news, samples = self.news, self._recent.samples
+        return health_of(
+            HealthFacts(
+                missing=self._versions.readiness(),
+                pools=self._board.pools,
+                has_controller=self._board.is_fresh,
+                num_troubles=0 if news is None else len(news.troubles),
+                is_settled=news is None or news.settled,
+                num_stalled=samples[-1].num_stalled if samples else 0,
+            )
         )
 
     async def encoded(self) -> bytes:
@@ -174,6 +190,8 @@ class Dashboard:
         versions, recent = self._versions, self._recent
         return ProcessPart(
             process=self._siblings.process,
+            started_s=self._started_s,
+            health=self._health(),
             queue=versions.queue_len(),
             queue_s=versions.queued_s(),
             in_flight=versions.num_in_flight(),
@@ -182,7 +200,7 @@ class Dashboard:
             transfers=versions.transfers(),
             versions=served_of(versions),
             counts=counts_of(versions.counters(), [], None),
-            running=running_of(recent, versions),
+            running=running_of(recent, versions, self._clock.now_s()),
             requests=list(recent.requests),
             samples=list(recent.samples),
         )

@@ -14,17 +14,21 @@ import msgspec
 from engine.control import ClusterNews
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.transfers import MovedKv
-from router.gateway.dashboard.recent import (
-    MAX_RUNNING,
+from router.gateway.dashboard.health import PoolHealth
+from router.gateway.dashboard.recent import MAX_RUNNING, RecentRequests
+from router.gateway.dashboard.records import (
     Bounds,
     EndedRequest,
     Hits,
-    RecentRequests,
+    RunningChoice,
     RunningRequest,
     Sample,
     Totals,
 )
+from router.gateway.dashboard.segments import Stall, segments_of, spent_of
+from router.gateway.metrics.pools import PoolCount
 from router.gateway.versions import Versions
+from router.machine.requests import Timeline
 from router.port import WorkerStatus
 
 MAX_COUNTS = 300
@@ -51,13 +55,15 @@ _ORDINARY = {  # events of routers and pools that are no trouble, with any reaso
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """The KV blocks of a worker. They sum to its pool."""
+    """The KV blocks of a worker. `lost` is what its pool has beyond their sum: 0 if all is well."""
 
     free: int
     cached: int
     owned: int
     leased: int
     in_flight: int
+    total: int  # of the pool
+    lost: int
 
 
 class WorkerCard(msgspec.Struct, frozen=True):
@@ -119,6 +125,8 @@ class ProcessPart(msgspec.Struct, frozen=True):
     """What only one gateway process knows, of another than the one that answers."""
 
     process: str
+    started_s: float
+    health: PoolHealth
     queue: int
     queue_s: float
     in_flight: int
@@ -139,6 +147,9 @@ class DashboardState(msgspec.Struct, frozen=True):
     now_s: float
     baton: str
     process: str | None  # among those that share a port
+    started_s: float  # Unix time: nothing before it is known
+    health: PoolHealth
+    pools: list[PoolCount] | None  # None: no controller has told what is wanted
     can_order: bool
     has_controller: bool  # one reported lately
     missing: str | None
@@ -198,24 +209,34 @@ def served_of(versions: Versions) -> list[ServedCard]:
     ]
 
 
-def running_of(recent: RecentRequests, versions: Versions) -> list[RunningRequest]:
+def running_of(recent: RecentRequests, versions: Versions, now_s: float) -> list[RunningRequest]:
     """The requests that run, with their stages up to now; those that came first."""
     choices = dict(islice(recent.running.items(), MAX_RUNNING))
     timelines = versions.timelines(choices)
     return [
-        RunningRequest(
-            id=choice.shown_id,
-            request_id=request_id,
-            version=choice.version,
-            tenant=choice.answer.request.tenant,
-            received_s=choice.answer.request.received_s,
-            prompt_tokens=len(choice.answer.request.token_ids),
-            answer_tokens=choice.answer.num_tokens,
-            is_background=choice.answer.request.is_background,
-            timeline=timelines.get(request_id),
-        )
+        _running(choice, timelines.get(request_id), recent.stalls_of(request_id), now_s)
         for request_id, choice in choices.items()
     ]
+
+
+def _running(
+    choice: RunningChoice, timeline: Timeline | None, stalls: Sequence[Stall], now_s: float
+) -> RunningRequest:
+    request = choice.answer.request
+    segments = segments_of(timeline, now_s - request.received_s, stalls, is_over=False)
+    return RunningRequest(
+        id=choice.shown_id,
+        request_id=request.request_id,
+        version=choice.version,
+        tenant=request.tenant,
+        received_s=request.received_s,
+        prompt_tokens=len(request.token_ids),
+        answer_tokens=choice.answer.num_tokens,
+        is_background=request.is_background,
+        timeline=timeline,
+        segments=segments,
+        spent=spent_of(segments),
+    )
 
 
 def counts_of(
@@ -301,7 +322,7 @@ def _card(worker_id: WorkerId, version: str, status: WorkerStatus) -> WorkerCard
         worker_id=worker_id,
         version=version,
         role=status.role,
-        blocks=None if load is None else _blocks(load),
+        blocks=None if load is None else _blocks(load, status.num_blocks),
         waiting=0 if load is None else load.waiting_seqs,
         running=0 if load is None else load.running_seqs,
         max_running=status.max_running,
@@ -317,11 +338,14 @@ def _card(worker_id: WorkerId, version: str, status: WorkerStatus) -> WorkerCard
     )
 
 
-def _blocks(load: LoadReport) -> Blocks:
+def _blocks(load: LoadReport, total: int) -> Blocks:
+    held = load.owned_blocks + load.leased_blocks + load.in_flight_blocks
     return Blocks(
         free=load.free_blocks,
         cached=load.cached_blocks,
         owned=load.owned_blocks,
         leased=load.leased_blocks,
         in_flight=load.in_flight_blocks,
+        total=total,
+        lost=total - held - load.free_blocks - load.cached_blocks,
     )

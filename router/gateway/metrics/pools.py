@@ -14,12 +14,22 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from engine.clock import Clock
 from engine.control import SERVING_ROLES, ClusterNews, Members, PoolNews
+from engine.messages import Role
 from router.gateway.metrics.families import decode_metrics
 from router.gateway.versions import Versions
 
 log = logging.getLogger(__name__)
 
 STALE_S = 5.0  # news come once a second
+
+
+class PoolCount(msgspec.Struct, frozen=True):
+    """The workers of a version with a role: those wanted, and those with a session here."""
+
+    version: str
+    role: Role
+    wanted: int
+    serving: int
 
 
 class PoolBoard:
@@ -54,6 +64,21 @@ class PoolBoard:
         """The URLs of all gateways, by the latest news; empty before the first ones."""
         return () if self._news is None else self._news.gateways
 
+    @property
+    def pools(self) -> list[PoolCount] | None:
+        """All pools that are known, also empty ones. None before the first members."""
+        if self.members is None:
+            return None
+        ports = {each.name: each.port for each in self._versions.table}
+        found = []
+        for version in self.members.intent.versions:
+            port = ports.get(version.name)
+            roles = Counter(each.role for each in port.workers().values()) if port else Counter()
+            for role in SERVING_ROLES:
+                count = PoolCount(version.name, role, version.pools.of(role), roles[role])
+                found.append(count)
+        return found
+
     def families(self) -> Iterator[Metric]:
         """What is wanted, what serves, and fresh news."""
         is_fresh = self.is_fresh
@@ -73,11 +98,7 @@ class PoolBoard:
         serving = GaugeMetricFamily(
             "baton_pool_serving_workers", "Workers with a session of this gateway", labels=labels
         )
-        ports = {each.name: each.port for each in self._versions.table}
-        for version in () if self.members is None else self.members.intent.versions:
-            port = ports.get(version.name)
-            roles = Counter(each.role for each in port.workers().values()) if port else Counter()
-            for role in SERVING_ROLES:
-                wanted.add_metric([version.name, role.value], version.pools.of(role))
-                serving.add_metric([version.name, role.value], roles[role])
+        for pool in self.pools or ():
+            wanted.add_metric([pool.version, pool.role.value], pool.wanted)
+            serving.add_metric([pool.version, pool.role.value], pool.serving)
         yield from (wanted, serving)

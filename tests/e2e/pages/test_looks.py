@@ -210,5 +210,6 @@ def test_a_request_shows_data_as_text(tabs, url):
             text = await page.until("document.querySelector('dialog')?.innerText")
             assert "least TTFT <b>of all</b>" in text
             assert "missed its bound at" in text.lower()
+            assert "(chosen)\t1.50 s\t200 ms\t2" in text
 
     tabs.run(check())

@@ -17,7 +17,7 @@ from router.cluster.transfers import MovedKv
 from router.gateway.app import create_app
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
-from router.machine.requests import Finished, Request, Timeline, Update
+from router.machine.requests import Finished, Request, Stay, Timeline, Update
 from router.port import (
     OpenLane,
     TakeAtOnce,
@@ -53,6 +53,7 @@ TIMELINE = Timeline(
     kv_exposed_s=0.007,
     num_cached_tokens=3,
     prefill_worker="p0",
+    stays=(Stay("p0", "d0", 0.03, 0.06, 0.1, 0.15, 0.15),),
 )
 
 

@@ -16,7 +16,7 @@ from deploy.pools.planning import Planning
 from deploy.services.spec import WorkerReady
 from engine.clock import MonotonicClock, unix_time_s
 from engine.config import PlannerMode
-from engine.control import MAIN_LINE, ClusterNews, GatewayReport, Pools, Version
+from engine.control import MAIN_LINE, ClusterNews, GatewayReport, Members, Pools, Version
 from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome, WorkerId
@@ -25,9 +25,9 @@ from router.gateway.app import app_of, parts_of
 from router.gateway.background import BackgroundWork
 from router.gateway.metrics.pools import PoolBoard
 from router.gateway.requests.calls import GatewaySettings
-from router.machine.requests import Forecast, Timeline, Update
+from router.machine.requests import Forecast, Stay, Timeline, Update
 from router.planning.planner import PlannerRules
-from router.policies.base import Decision
+from router.policies.base import Candidate, Decision
 from router.port import WorkerStatus
 from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.pools import PoolWorld, settled
@@ -79,6 +79,10 @@ class ShownPools:
             epoch_s=unix_time_s() - world.now_s,
         )
 
+    def members(self) -> Members:
+        """What the controller would have sent to gateways."""
+        return Members(1, (), self._world.machine.intent)
+
     def _let_the_planner_flip(self) -> None:
         world = self._world
         world.feed(SetPlanner(PlannerMode.ON))
@@ -126,7 +130,15 @@ def _timeline(prefill: WorkerId, decode: WorkerId) -> Timeline:
         num_cached_tokens=2,
         prefill_worker=prefill,
         decode_worker=decode,
-        decision=Decision("slo", "least TTFT <b>of all</b>", prefill, decode, 3),
+        decision=Decision(
+            "slo",
+            "least TTFT <b>of all</b>",
+            prefill,
+            decode,
+            3,
+            candidates=(Candidate(prefill, 0.2, 1.5, 2), Candidate(decode, 0.0, None, 0)),
+        ),
+        stays=(Stay(prefill, decode, 1.7, 2.1, 4.1, 4.6, 4.8),),
     )
 
 
@@ -143,7 +155,7 @@ def _router(pools: ShownPools) -> FakeRouter:
     router.events["retried", "worker lost"] = 3
     for name, role in pools.roles.items():
         forecast = Forecast(wait_s=0.2, tpot_s=0.01)
-        router.statuses[name] = WorkerStatus(role, LOAD, 0, 0, forecast, 64)
+        router.statuses[name] = WorkerStatus(role, LOAD, 0, 0, forecast, 64, num_blocks=NUM_BLOCKS)
     return router
 
 
@@ -160,7 +172,7 @@ def shown(pools: ShownPools) -> Iterator[str]:
         grammars=CheckedAtOnce(),
     )
     board = PoolBoard(versions, router.clock)
-    board.cluster = pools.news()
+    board.cluster, board.members = pools.news(), pools.members()
     for ago in range(60, 0, -1):
         tokens = 9 * (60 - ago)
         parts.recent.sample(

@@ -7,12 +7,10 @@ from router.gateway.dashboard.recent import (
     DEFAULT_BOUND_S,
     HUNG_AFTER,
     MAX_REQUESTS,
-    Bounds,
-    EndedChoice,
     RecentRequests,
-    RunningChoice,
     missed_stage,
 )
+from router.gateway.dashboard.records import Bounds, EndedChoice, RunningChoice
 from router.gateway.tallies import Tallies
 from router.machine.requests import Cancelled, Failed, Finished, Rejected, Request, Timeline
 from router.policies.base import Decision

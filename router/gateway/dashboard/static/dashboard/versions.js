@@ -1,6 +1,7 @@
 // Versions with their shares of requests, the one that takes over, and what the planner thinks.
 
-import { byId, count, h, keyed, percent, setText, several } from "./common.js";
+import { byId, h, keyed, setText } from "../shared/common.js";
+import { count, percent, several } from "../shared/text.js";
 import { ago } from "./workers.js";
 
 const ROLES = ["prefill", "decode", "mixed"];

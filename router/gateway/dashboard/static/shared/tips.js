@@ -5,6 +5,7 @@ import { h } from "./common.js";
 const box = h("div", { id: "tip", role: "tooltip", hidden: true });
 document.body.append(box);
 let owner = null;
+let silenced; // the key of what Esc was pressed at: drawn anew, it gets the focus again and no box
 
 function open(element, read) {
   const parent = element.closest("dialog") ?? document.body; // above a dialog only if inside
@@ -29,7 +30,12 @@ export function hideTip() {
 
 // `read()` gives the text or the elements to show.
 export function withTip(element, read) {
-  const show = () => open(element, read);
+  const show = ({ type }) => {
+    const { key } = element.dataset;
+    if (type === "focus" && key !== undefined && key === silenced) return;
+    silenced = undefined;
+    open(element, read);
+  };
   const hide = () => { if (owner === element) hideTip(); };
   element.addEventListener("pointerenter", show);
   element.addEventListener("focus", show);
@@ -40,6 +46,7 @@ export function withTip(element, read) {
 
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || box.hidden) return;
+  silenced = owner?.dataset.key;
   hideTip();
   if (document.querySelector("dialog[open]")) event.preventDefault(); // it closes by the next one
 });

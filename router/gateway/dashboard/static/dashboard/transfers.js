@@ -1,6 +1,7 @@
 // KV between each pair of workers: rates, sums, and pairs that are severed.
 
-import { byId, byRole, bytes, h, several, seconds } from "./common.js";
+import { byId, h } from "../shared/common.js";
+import { byRole, bytes, several, seconds } from "../shared/text.js";
 
 const RATE_S = 10;
 const MAX_NAMES = 40; // of rows and of columns
@@ -31,7 +32,6 @@ export function drawTransfers(state) {
   const severed = byId("severed");
   severed.hidden = !told.length;
   severed.textContent = told.length ? `${several(told.length, "pair")} severed: ${told.slice(0, 8).join(", ")}${told.length > 8 ? " …" : ""}. KV goes by other workers, or is computed again.` : "";
-  if (!pairs.length) { holder.replaceChildren(h("p", { class: "dim" }, "No KV has moved between workers yet.")); return; }
   const roles = new Map(state.workers.map((each) => [each.worker_id, each.role]));
   const of = (end) => [...new Set(pairs.map((each) => each[end]))].slice(0, MAX_NAMES).map((name) => ({ worker_id: name, role: roles.get(name) })).sort(byRole);
   const [sources, sinks] = [of("source"), of("sink")];

@@ -1,6 +1,7 @@
 // Orders: each is first sent as a question; what it would do is shown, and then confirmed.
 
-import { askKeys, byId, h, headers, keyed, keys, reasonOf, say, setText, show, withRole } from "./common.js";
+import { askKeys, byId, h, headers, keyed, keys, reasonOf, say, setText, show } from "../shared/common.js";
+import { withRole } from "../shared/text.js";
 
 const ROLES = ["prefill", "decode", "mixed"];
 const sizes = (pools) => ROLES.map((role) => `${role} ${pools[role]}`).join(", ");

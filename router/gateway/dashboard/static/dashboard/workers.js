@@ -1,13 +1,15 @@
 // Workers with the conservation of their blocks, and gateways.
 
-import { byId, byRole, count, h, isStore, keyed, percent, seconds, setText, several } from "./common.js";
+import { byId, h, keyed, setText } from "../shared/common.js";
+import { byRole, isStore, seconds, several } from "../shared/text.js";
 import { workerOrders } from "./orders.js";
 
 const MOST = 200; // rows
 export const BLOCKS = { owned: "in use", leased: "leased", in_flight: "in flight", cached: "cached", free: "free" };
 export const ago = (value) => (value < 90 ? `${Math.round(value)} s` : value < 5400 ? `${Math.round(value / 60)} min` : `${Math.round(value / 3600)} h`);
 
-function rowsOf(state) {
+// Connected workers, and those that only the controller knows.
+export function rowsOf(state) {
   const news = new Map((state.cluster?.workers ?? []).map((each) => [each.worker_id, each]));
   const rows = state.workers.map((card) => ({ ...card, news: news.get(card.worker_id) ?? null }));
   const here = new Set(state.workers.map((each) => each.worker_id));
@@ -33,15 +35,12 @@ function stateOf(row, unix) {
   return [[`${news.state} ${since}`, ...notes].join(", "), kind, news.why ?? ""];
 }
 
-function blocksOf(row) {
-  if (!row.blocks) return ["no report", "no report", false];
-  const total = Object.values(row.blocks).reduce((sum, each) => sum + each, 0);
-  const pool = row.news?.num_blocks;
-  const isOff = Boolean(pool && total && pool !== total);
-  const each = Object.entries(BLOCKS).map(([name, label]) => `${row.blocks[name]} ${label}`).join(", ");
-  const held = total - row.blocks.free - row.blocks.cached;
-  const text = isOff ? `${total} of ${pool} blocks: not conserved` : `${percent(held, total)} of ${count(total)} in use`;
-  return [`${each}: ${total} blocks${isOff ? `, but the pool has ${pool}` : ""}`, text, isOff];
+// The pool as the sum of its blocks. They are conserved if none is lost.
+function sumOf(blocks) {
+  if (!blocks) return "no report";
+  const parts = Object.entries(BLOCKS).map(([name, label]) => `${blocks[name]} ${label}`).reverse().join(" + ");
+  if (!blocks.lost) return `${blocks.total} = ${parts}`;
+  return `${blocks.total} ≠ ${parts}: ${several(Math.abs(blocks.lost), "block")} ${blocks.lost > 0 ? "lost" : "too many"}`;
 }
 
 const cell = (label, ...more) => h("td", { class: "num", "data-label": label }, ...more);
@@ -50,7 +49,7 @@ function makeRow(row) {
   const bar = h("div", { class: "blocks", role: "img" }, ...Object.keys(BLOCKS).map((each) => h("i", { class: `c-${each}` })));
   const element = h("tr", {},
     h("th", { scope: "row" }, h("div"), h("div", { class: "sub" })), h("td"), h("td", { class: "wrap" }, h("div"), h("div", { class: "sub" })),
-    h("td", { class: "whole" }, bar, h("div", { class: "sub" })), ...["Running", "Waiting", "Wait", "Per token"].map((each) => cell(each)), h("td", { class: "whole" }));
+    h("td", { class: "whole" }, bar, h("div", { class: "sub sum" })), ...["Running", "Waiting", "Wait", "Per token"].map((each) => cell(each)), h("td", { class: "whole" }));
   element._row = row;
   element.lastElementChild.append(workerOrders(() => element._row), h("span", { class: "dim" }, "–"));
   return element;
@@ -68,13 +67,13 @@ function fillRow(element, row, state) {
   setText(status.firstElementChild, text);
   status.firstElementChild.className = kind;
   setText(status.lastElementChild, why);
-  const [told, short, isOff] = blocksOf(row);
   const [blocks, note] = bar.children;
-  const total = row.blocks ? Object.values(row.blocks).reduce((sum, each) => sum + each, 0) : 0;
-  Object.keys(BLOCKS).forEach((each, index) => { blocks.children[index].style.width = total ? `${(100 * row.blocks[each]) / total}%` : "0"; });
-  if (blocks.title !== told) { blocks.setAttribute("aria-label", told); blocks.title = told; }
-  setText(note, short);
-  note.className = isOff ? "sub bad" : "sub";
+  const isOff = Boolean(row.blocks?.lost);
+  const told = sumOf(row.blocks);
+  Object.keys(BLOCKS).forEach((each, index) => { blocks.children[index].style.width = row.blocks?.total ? `${(100 * row.blocks[each]) / row.blocks.total}%` : "0"; });
+  blocks.setAttribute("aria-label", told);
+  setText(note, told);
+  note.className = isOff ? "sub sum bad" : "sub sum";
   bar.classList.toggle("cut", isOff);
   setText(running, isStore(row) ? "–" : row.max_running ? `${row.running} / ${row.max_running}` : row.running);
   setText(waiting, isStore(row) ? "–" : row.waiting);

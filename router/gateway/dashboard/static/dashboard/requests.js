@@ -1,8 +1,9 @@
 // The table of requests, and the dialog of one: its timeline, its placement and the reasons.
 
-import { byId, clockTime, count, h, keyed, seconds, setText, several, show, stageName } from "./common.js";
-import { facts, placement, waterfall } from "./timeline.js";
-import { hideTip } from "./tips.js";
+import { byId, h, keyed, setText, show } from "../shared/common.js";
+import { clockTime, count, seconds, several, stageName } from "../shared/text.js";
+import { candidates, facts, placement, waterfall } from "../shared/timeline.js";
+import { hideTip } from "../shared/tips.js";
 
 const MOST = 100;
 const short = (id) => (id.length > 18 ? `${id.slice(0, 17)}…` : id);
@@ -10,7 +11,7 @@ const KIND = { finished: "", running: "good", cancelled: "dim" };
 
 function fits(each, wanted) {
   const line = each.timeline;
-  return [each.id, each.request_id, each.outcome, each.reason, each.tenant, each.version, each.missed, line?.prefill_worker, line?.decode_worker].join(" ").toLowerCase().includes(wanted);
+  return [each.id, each.request_id, each.outcome, each.reason, each.tenant, each.version, each.missed, line?.prefill_worker, line?.decode_worker, ...each.segments.map(([lane]) => lane)].join(" ").toLowerCase().includes(wanted);
 }
 
 export function drawRequests(state) {
@@ -20,11 +21,11 @@ export function drawRequests(state) {
   setText(byId("request-count"), items.length > MOST ? `The latest ${MOST} of ${items.length} are listed.` : wanted || !items.length ? `${several(items.length, "request")}${wanted ? ` of ${all.length}` : " yet"}` : "");
   keyed(byId("requests").tBodies[0], items.slice(0, MOST), (each) => each.request_id, (each) => {
     const button = h("button", { type: "button", class: "link mono", title: each.id, "data-key": each.request_id, onclick: () => openRequest(row._request) }, short(each.id));
-    const row = h("tr", {}, h("td", {}, button), h("td", { "data-label": "Ended" }), h("td"), ...["Prompt", "Answer", "First token", "Per token"].map((each) => h("td", { class: "num", "data-label": each })), h("td"), h("td", { "data-label": "Missed at" }));
+    const row = h("tr", {}, h("td", {}, button), h("td", { "data-label": "Ended" }), h("td"), ...["Prompt", "Answer", "First token", "Per token", "Queued", "Prefill", "Decode", "Stood still"].map((each) => h("td", { class: "num", "data-label": each })), h("td"), h("td", { "data-label": "Missed at" }));
     return row;
   }, (row, each) => {
     row._request = each;
-    const [, ended, outcome, prompt, answer, first, pace, place, missed] = row.children;
+    const [, ended, outcome, prompt, answer, first, pace, queued, prefill, decode, stalled, place, missed] = row.children;
     setText(ended, each.runs ? "–" : clockTime(state.epoch_s + each.received_s + each.e2e_s));
     setText(outcome, each.outcome);
     outcome.className = KIND[each.outcome] ?? "bad";
@@ -33,6 +34,9 @@ export function drawRequests(state) {
     setText(answer, count(each.answer_tokens));
     setText(first, seconds(each.ttft_s));
     setText(pace, seconds(each.tpot_s));
+    const { queued_s, prefill_s, decode_s, stalled_s } = each.spent;
+    for (const [cell, value] of [[queued, queued_s], [prefill, prefill_s], [decode, decode_s], [stalled, stalled_s]]) setText(cell, seconds(value || null));
+    stalled.className = stalled_s ? "num bad" : "num";
     setText(place, each.timeline ? `${each.timeline.prefill_worker || "–"} → ${each.timeline.decode_worker || "–"}` : "–");
     setText(missed, each.missed ? stageName(each.missed) : "–");
     missed.className = each.missed ? "bad" : "dim";
@@ -61,12 +65,18 @@ export function openRequest(request) {
   fill(request);
 }
 
+// Every segment of every attempt, with its lane.
+function rowsOf({ timeline, segments }) {
+  const rows = segments.map(([lane, stage, start, end]) => [stage, start, end, lane]);
+  return [["route", 0, timeline.route_s, "router"], ...rows].sort((a, b) => a[1] - b[1]);
+}
+
 function partsOf(request, space) {
   const line = request.timeline;
   const none = request.runs ? "No router has the request now." : "The router gave no timeline: the request ended before a worker took it.";
   const times = `${seconds(request.ttft_s)}, ${seconds(request.tpot_s)}, ${seconds(request.e2e_s)}`;
   return [
-    line ? waterfall(line, request.e2e_s, space) : h("p", {}, none),
+    line ? waterfall(rowsOf(request), request.e2e_s, space) : h("p", {}, none),
     facts([
       ["Outcome", request.reason ? `${request.outcome}: ${request.reason}` : request.outcome],
       ["Missed its bound at", request.missed ? stageName(request.missed) : request.runs ? "" : "none"],
@@ -76,6 +86,6 @@ function partsOf(request, space) {
       ["Tokens", `${request.prompt_tokens} in the prompt, ${request.answer_tokens} in the answer${request.runs ? " so far" : ""}`],
       ["First token, per token, all", times],
     ]),
-    ...(line ? [h("h3", {}, "Placement and reasons"), placement(line)] : []),
+    ...(line ? [h("h3", {}, "Placement and reasons"), placement(line), candidates(line)] : []),
   ];
 }

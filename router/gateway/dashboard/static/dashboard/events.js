@@ -1,7 +1,8 @@
 // What happened to the pools: marks on a time axis, a list, and the kinds that both show.
 
-import { byId, clockTime, h, keyed, redraw, roving, s, withRole } from "./common.js";
-import { hideTip, withTip } from "./tips.js";
+import { byId, h, keyed, redraw, roving, s } from "../shared/common.js";
+import { clockTime, withRole } from "../shared/text.js";
+import { hideTip, withTip } from "../shared/tips.js";
 
 const PATTERNS = [ // of lines of the history
   ["death", /\b(died|lost|ended|exit|killed|unreachable|cannot be reached|did not|by force|anyway|refuses|crash|is dead)/i],
@@ -79,9 +80,7 @@ function toEntry(key) {
 export function drawEvents(events) {
   const wanted = byId("event-filter").value.toLowerCase();
   const items = events.filter((each) => `${each.kind} ${each.subject} ${each.text} ${each.why}`.toLowerCase().includes(wanted)).slice(0, 150);
-  const empty = byId("no-events");
-  empty.hidden = items.length > 0;
-  empty.textContent = events.length ? "No event fits the filter." : "Nothing has happened to the pools yet.";
+  byId("no-events").hidden = items.length > 0;
   keyed(byId("events"), items, (each) => each.key, (each) => h("li", { "data-key": each.key }, h("time", { class: "dim" }, clockTime(each.at)), badgeOf(each.kind), h("span", { class: "what" }, h("strong", {}, each.subject), ` ${each.text}`, each.why ? h("span", { class: "why" }, ` — ${each.why}`) : null)), () => {});
 }
 

@@ -1,8 +1,10 @@
 // The playground: one chat, its parameters, and what each answer's tokens and time were.
 
-import { askKeys, byId, eachEvent, fillBar, h, headers, isShortcut, onKeys, reasonOf, roving, say, seconds, setText, several, turnTheme } from "./common.js";
-import { placement, waterfall } from "./timeline.js";
-import { hideTip, withTip } from "./tips.js";
+import { askKeys, byId, eachEvent, fillBar, h, headers, isShortcut, onKeys, reasonOf, roving, say, setText, turnTheme } from "../shared/common.js";
+import { seconds, several } from "../shared/text.js";
+import { candidates, placement, stagesOf, waterfall } from "../shared/timeline.js";
+import { hideTip, withTip } from "../shared/tips.js";
+import { treeOf } from "./markdown.js";
 
 const number = (name, label, attributes) => [name, label, h("input", { type: "number", name, ...attributes })];
 const FIELDS = [
@@ -76,6 +78,8 @@ function token(entry) {
   return withTip(element, () => h("table", {}, h("tbody", {}, line(entry, true), ...others.map((each) => line(each, false))), h("caption", {}, `log-probability ${entry.logprob.toFixed(3)}`)));
 }
 
+const built = (node) => (typeof node === "string" ? node : h(node[0], node[1], ...node[2].map(built)));
+
 class Answer {
   constructor(begun) {
     this.begun = begun; // when it was asked for
@@ -83,6 +87,7 @@ class Answer {
     this.content.classList.add("tokens");
     roving(this.content, ".tok");
     this.text = "";
+    this.isDrawn = true; // as far as it has come
     this.reasoning = null;
     this.calls = [];
     this.count = 0;
@@ -99,9 +104,9 @@ class Answer {
     const thought = delta.reasoning_content ?? delta.reasoning;
     if (thought) this.think(thought);
     const entries = choice.logprobs?.content ?? [];
-    if (entries.length && delta.content) this.tokens(entries);
-    else if (delta.content) this.content.append(delta.content);
     this.text += delta.content ?? "";
+    if (entries.length && delta.content) this.tokens(entries);
+    else if (delta.content) this.drawSoon();
     for (const call of delta.tool_calls ?? []) this.call(call);
     if (delta.content || thought || delta.tool_calls) {
       this.first ??= performance.now();
@@ -109,6 +114,18 @@ class Answer {
       setText(byId("pace"), `${several(this.count, "piece")}, ${(this.count / Math.max((performance.now() - this.first) / 1000, 0.001)).toFixed(1)} per second`);
     }
     toEnd();
+  }
+
+  // The text is read as Markdown anew, at most once for each picture of the screen.
+  drawSoon() {
+    if (!this.isDrawn) return;
+    this.isDrawn = false;
+    requestAnimationFrame(() => {
+      this.isDrawn = true;
+      this.content.className = "marked";
+      this.content.replaceChildren(...treeOf(this.text).map(built));
+      toEnd();
+    });
   }
 
   tokens(entries) {
@@ -149,7 +166,7 @@ class Answer {
     const holder = byId("timeline");
     if (!this.line) { holder.replaceChildren(h("p", {}, this.finish ? "The server sent no timeline. It needs a key that may debug." : "The answer did not end, so there is no timeline.")); return; }
     holder.className = "";
-    const draw = () => holder.replaceChildren(waterfall(this.line, all, holder.clientWidth), placement(this.line));
+    const draw = () => holder.replaceChildren(waterfall(stagesOf(this.line, all), all, holder.clientWidth), placement(this.line), candidates(this.line));
     draw();
     redrawTimeline = draw;
   }

@@ -1,17 +1,19 @@
 // The dashboard: one state, kept by a stream of events, and one function for each part of the page.
 
-import { askKeys, byId, clockTime, count, eachEvent, fillBar, goTo, h, headers, isShortcut, isStore, keyed, onKeys, onTheme, percent, quantile, reasonOf, say, seconds, setState, setText, several, stageName, state as badge, turnTheme } from "./common.js";
-import { Charts, spanOf } from "./charts.js";
+import { askKeys, byId, eachEvent, fillBar, goTo, h, headers, isShortcut, keyed, onKeys, onTheme, reasonOf, say, setState, setText, state as badge, turnTheme } from "../shared/common.js";
+import { clockTime, count, isStore, percent, seconds, several, stageName } from "../shared/text.js";
+import { Charts } from "./charts.js";
 import { MARKED, drawEvents, drawStrip, eventsOf, rove as roveMarks } from "./events.js";
+import { joined, spanOf, startsIn, takenUp } from "./joined.js";
 import { drawLanes, laneLegend, rove as roveLanes } from "./lanes.js";
 import { OrderForms } from "./orders.js";
 import { drawRequests, openRequest, redrawOpened } from "./requests.js";
+import { tilesOf } from "./tiles.js";
 import { drawTransfers, noteRates } from "./transfers.js";
 import { drawPlanner, drawVersions } from "./versions.js";
-import { BLOCKS, drawGateways, drawWorkers } from "./workers.js";
+import { BLOCKS, drawGateways, drawWorkers, rowsOf } from "./workers.js";
 
-const MAX_REQUESTS = 256;
-const MAX_SAMPLES = 600;
+const MAX_REQUESTS = 256; // that a gateway keeps
 const LATE_MS = 4_500; // frames come once a second, and in two while another process is stopped
 const LOST_MS = 12_000; // then another connection may reach a process that answers
 
@@ -23,65 +25,22 @@ const charts = new Charts(() => marksOf(now));
 
 // ---------------------------------------------------------------- the stream
 
-let rings = new Map(); // by gateway process: its requests and samples, latest last
+let rings = null; // by gateway process: its requests and samples, latest last
+let former = []; // samples of gateways that are gone, as this page has seen them
 let heard = performance.now(); // when the last frame came, or the last connection began
 let isLate = false;
 
 function take(event, data) {
   const next = JSON.parse(data);
   heard = performance.now();
-  if (event === "tick" && now) { if (!("cluster" in next)) next.cluster = now.cluster; } else rings = new Map();
+  if (event !== "tick" || !now) { rings = null; former = now?.samples ?? []; }
+  else if (!("cluster" in next)) next.cluster = now.cluster;
   const parts = [{ ...next, process: next.process ?? "" }, ...next.others];
-  for (const { process, requests, samples } of parts) {
-    const ring = rings.get(process) ?? { requests: [], samples: [] };
-    rings.set(process, { requests: [...ring.requests, ...requests].slice(-MAX_REQUESTS), samples: [...ring.samples, ...samples].slice(-MAX_SAMPLES) });
-  }
-  now = joined(next, parts);
+  rings = takenUp(rings, parts, next.epoch_s);
+  now = joined(next, parts, rings, former);
   noteRates(now);
   if (isLate) { isLate = false; live(); }
   if (!paused && !document.hidden) draw();
-}
-
-// The state of all gateway processes that share the port, as if they were one.
-function joined(state, parts) {
-  const known = new Set(parts.map((each) => each.process));
-  for (const process of rings.keys()) if (!known.has(process)) rings.delete(process);
-  const all = [...rings.values()];
-  const ended = (each) => each.received_s + each.e2e_s;
-  const requests = all.flatMap((each) => each.requests).sort((a, b) => ended(a) - ended(b)).slice(-MAX_REQUESTS);
-  const running = parts.flatMap((each) => each.running.map((one) => runningRow(one, state.now_s)));
-  const processes = parts.map(({ process, in_flight, queue }) => ({ process, in_flight, queue }));
-  if (parts.length === 1) return { ...state, requests, running, processes, samples: all[0].samples };
-  const sum = (read) => parts.reduce((total, each) => total + read(each), 0);
-  const add = (into, each, names) => { for (const name of names) into[name] = (into[name] ?? 0) + each[name]; return into; };
-  const group = (items, keyOf, names) => {
-    const found = new Map();
-    for (const each of items) {
-      const one = found.get(keyOf(each));
-      if (!one) { found.set(keyOf(each), structuredClone(each)); continue; }
-      add(one, each, names);
-      if (each.missed) add(one.missed, each.missed, Object.keys(each.missed));
-    }
-    return [...found.values()];
-  };
-  return {
-    ...state, requests, running, processes,
-    queue: sum((each) => each.queue), queue_s: sum((each) => each.queue_s), in_flight: sum((each) => each.in_flight),
-    hits: parts.reduce((into, each) => add(into, each.hits, Object.keys(each.hits)), {}),
-    transfers: group(parts.flatMap((each) => each.transfers), (each) => `${each.source} ${each.sink}`, ["num_transfers", "num_bytes", "timed_bytes", "seconds", "exposed_s"]),
-    versions: group(parts.flatMap((each) => each.versions), (each) => each.name, ["num_requests", "ended", "failed", "late"]),
-    counts: group(parts.flatMap((each) => each.counts), (each) => `${each.where} ${each.event} ${each.reason}`, ["number"]),
-    samples: group(all.flatMap((each) => each.samples).sort((a, b) => a.at_s - b.at_s), (each) => Math.floor(each.at_s), ["queue", "in_flight", "ended", "good", "prompt_tokens", "answer_tokens"]),
-  };
-}
-
-// A request that runs, with the fields of one that has ended.
-function runningRow(each, at) {
-  const line = each.timeline;
-  const first = line && each.answer_tokens ? line.route_s + line.queue_s + line.prefill_queue_s + line.prefill_compute_s : null;
-  const e2e = at - each.received_s;
-  const pace = first !== null && each.answer_tokens > 1 ? Math.max(e2e - first, 0) / (each.answer_tokens - 1) : null;
-  return { ...each, runs: true, outcome: "running", reason: "", missed: "", ttft_s: first, tpot_s: pace, e2e_s: e2e };
 }
 
 function live() {
@@ -139,13 +98,15 @@ const marksOf = (state) => eventsOf(state?.cluster).filter((each) => MARKED.incl
 function draw() {
   if (!now) return;
   const events = eventsOf(now.cluster);
+  const span = spanOf(now.samples, marksOf(now), now.epoch_s + now.now_s);
   drawTiles();
   drawTroubles();
-  charts.show(now.samples, now.epoch_s);
-  drawStrip(byId("strip"), events, spanOf(now.samples, now.epoch_s));
+  charts.show(now.samples, span, now.bounds);
+  drawBounds(span);
+  drawStrip(byId("strip"), events, span);
   drawStages();
   drawHits();
-  drawLanes(byId("lanes"), { requests: [...now.requests, ...now.running], workers: working(), now: now.now_s, epoch: now.epoch_s, events: marksOf(now), span: Number(byId("lane-span").value), kept: now.requests.length < MAX_REQUESTS ? null : keptFrom(), open: openRequest });
+  drawLanes(byId("lanes"), { requests: [...now.requests, ...now.running], workers: laneWorkers(), now: now.now_s, epoch: now.epoch_s, events: marksOf(now), span: Number(byId("lane-span").value), kept: now.requests.length < MAX_REQUESTS ? null : keptFrom(), open: openRequest, many: showOf });
   drawWorkers(now);
   drawGateways(now);
   drawTransfers(now);
@@ -156,46 +117,48 @@ function draw() {
   forms.show(now);
   byId("jump").lastElementChild.hidden = byId("orders").hidden;
   drawCounts();
+  foldEmpty(events);
   redrawOpened(now);
 }
 
-// The workers without the stores, which do no request.
-const working = () => now.workers.filter((each) => !isStore(each));
+// The workers that have lanes: stores do no request. Those that are not connected say what they do.
+const laneWorkers = () => rowsOf(now).filter((each) => !isStore(each)).map((each) => ({ ...each, isThere: !each.isAway, label: each.isAway ? each.news.state : each.role }));
+
+// Lists the requests of a lane that is too deep to show each of them.
+function showOf(lane) {
+  byId("request-filter").value = lane;
+  byId("request-filter").dispatchEvent(new Event("input"));
+  goTo(byId("requests-part"));
+}
+
+// A part with nothing to show is its title, and says so.
+function foldEmpty(events) {
+  const hasRequests = now.requests.length + now.running.length > 0;
+  for (const [id, isFull, told] of [
+    ["lanes-part", hasRequests, "no request yet"],
+    ["requests-part", hasRequests, "none yet"],
+    ["transfers-part", now.transfers.length + now.severed.length > 0, "no KV has moved between workers yet"],
+    ["events-part", events.length > 0, "nothing has happened to the pools yet"],
+    ["counts-part", now.counts.some((each) => each.is_trouble), "none since the start"],
+  ]) {
+    byId(id).classList.toggle("empty", !isFull);
+    byId(id).querySelector(".none").textContent = isFull ? "" : told;
+  }
+}
+
+function drawBounds(span) {
+  for (const [name, bound] of Object.entries(now.bounds)) setText(byId(`bound-${name}`), bound === null ? "no bound set" : `red line: bound ${seconds(bound)}`);
+  setText(byId("started"), startsIn(now.processes, span, clockTime));
+}
 
 // The time from which all requests are known.
 const keptFrom = () => now.requests.reduce((first, each) => Math.min(first, each.received_s + each.e2e_s), Infinity);
 
-function lastMinute() {
-  const since = now.now_s - 60;
-  return now.requests.filter((each) => each.received_s + each.e2e_s >= since && each.outcome !== "cancelled" && !each.is_background);
-}
-
 function drawTiles() {
-  const ended = lastMinute();
-  const samples = now.samples.slice(-60);
-  const [num, good] = ["ended", "good"].map((name) => samples.reduce((sum, each) => sum + each[name], 0));
-  const first = ended.map((each) => each.ttft_s).filter((each) => each !== null);
-  const pace = ended.map((each) => each.tpot_s).filter((each) => each !== null);
-  const bound = (value) => (value === null ? "no bound set" : `bound ${seconds(value)}`);
-  const late = (values, limit) => (limit !== null && values.length && quantile(values, 0.5) > limit ? "warn" : "");
-  const wanted = now.cluster ? now.cluster.versions.reduce((sum, each) => sum + each.wanted.prefill + each.wanted.decode + each.wanted.mixed, 0) : working().length;
-  const share = num ? good / num : null;
-  const troubles = now.cluster?.troubles.length ?? 0;
-  const calm = now.cluster?.settled === false ? "pools are changing" : "as wanted";
-  const noController = "no controller reports";
-  const tiles = [
-    ["State", now.missing ? "Not ready" : "Ready", now.missing ?? (!now.has_controller ? noController : troubles ? several(troubles, "trouble") : calm), now.missing ? "bad" : troubles || !now.has_controller ? "warn" : "good"],
-    ["Goodput, 1 min", share === null ? "–" : `${Math.floor(share * 100)} %`, share === null ? "no request ended" : `${count(good)} of ${count(num)} in bounds`, share === null || share >= 0.99 ? "" : share >= 0.9 ? "warn" : "bad"],
-    ["First token, p50", seconds(quantile(first, 0.5)), `p95 ${seconds(quantile(first, 0.95))}, ${bound(now.bounds.ttft_s)}`, late(first, now.bounds.ttft_s)],
-    ["Per token, p50", seconds(quantile(pace, 0.5)), `p95 ${seconds(quantile(pace, 0.95))}, ${bound(now.bounds.tpot_s)}`, late(pace, now.bounds.tpot_s)],
-    ["In flight", count(now.in_flight), `${count(now.samples.at(-1)?.answer_tokens ?? 0)} tokens/s`, ""],
-    ["Queue", count(now.queue), now.queue ? `${seconds(now.queue_s)} to compute` : "none waits for a worker", now.queue ? "warn" : ""],
-    ["Workers", `${working().length} / ${wanted}`, "connected / wanted", working().length < wanted ? "warn" : ""],
-    ["Planner", now.cluster?.planner ?? "–", now.has_controller && now.cluster ? `room for ${several(now.cluster.max_workers, "worker")}` : noController, now.has_controller ? "" : "warn"],
-  ];
-  keyed(byId("tiles"), tiles, (each) => each[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}), h("dd", { class: "note" })), (element, [, value, note, kind]) => {
+  keyed(byId("tiles"), tilesOf(now), (each) => each[0], ([name]) => h("div", {}, h("dt", {}, name), h("dd", {}), h("dd", { class: "note" })), (element, [, value, note, kind]) => {
     setText(element.children[1], value);
     element.children[1].className = kind;
+    element.dataset.kind = kind;
     setText(element.children[2], note);
   });
 }
@@ -241,7 +204,6 @@ function drawHits() {
 
 function drawCounts() {
   const trouble = now.counts.filter((each) => each.is_trouble);
-  byId("no-trouble").hidden = trouble.length > 0;
   byId("trouble-table").hidden = !trouble.length;
   for (const [id, items] of [["counts", trouble], ["ordinary", now.counts.filter((each) => !each.is_trouble)]]) {
     keyed(byId(id).tBodies[0], items, (each) => `${each.where} ${each.event} ${each.reason}`, (each) => h("tr", {}, h("td", {}, each.where), h("td", {}, each.event), h("td", {}, each.reason), h("td", { class: "num" })), (element, each) => setText(element.lastElementChild, count(each.number)));
