@@ -1,4 +1,7 @@
-"""Shows an OpenAPI document as one page of HTML, which needs no script and no other file.
+"""Shows an OpenAPI document as one page of HTML, in the dress of the pages for people.
+
+The page needs no script and no other file. If there is a landing page, a script adds the bar of the
+other pages and the colours that were chosen there.
 
 Knows the part of JSON schema that our document uses.
 """
@@ -13,6 +16,7 @@ from markupsafe import Markup, escape
 
 Json = dict[str, Any]
 
+_DRESSED = "router.gateway.dashboard"  # the package of the pages for people
 _MAX_SHOWN = 12  # values of an enumeration
 _BOUNDS = (
     ("minimum", "≥ {}"),
@@ -40,9 +44,12 @@ def page_of(document: Json, *, has_home: bool = False) -> str:
         (tag["name"], [each for each in operations if tag["name"] in each["tags"]])
         for tag in document["tags"]
     ]
-    schemas = document["components"]["schemas"]
     return environment.from_string(source).render(
-        document=document, tags=tags, schemas=schemas, has_home=has_home
+        document=document,
+        tags=tags,
+        schemas=document["components"]["schemas"],
+        has_home=has_home,
+        dress=Markup(files(_DRESSED).joinpath("static/baton.css").read_text(encoding="utf-8")),
     )
 
 

@@ -24,8 +24,11 @@ class DescriptionPages:
 
     async def docs(self, _: HttpRequest) -> Response:
         """GET /docs."""
-        policy = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-        return Response(self._page, media_type="text/html", headers=policy)
+        policy = "default-src 'none'; style-src 'unsafe-inline'"
+        if self._has_home:
+            policy += "; script-src 'self'; img-src 'self'"
+        headers = {"content-security-policy": policy}
+        return Response(self._page, media_type="text/html", headers=headers)
 
     @cached_property
     def _document(self) -> bytes:

@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import jsonschema
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
 
+from engine.config import DashboardMode
 from engine.messages import Logprobs
 from router.gateway.openapi.document import document
 from router.gateway.openapi.errors import ERRORS
@@ -221,10 +223,20 @@ def test_with_keys_the_description_is_open_and_says_what_needs_one(tmp_path):
 
 
 def test_the_page_needs_no_script_and_no_other_file():
+    alone = get(make_app(FakeRouter(), dashboard=DashboardMode.OFF), "/docs")
+    assert not re.search(r"<script|src=|@import|url\(|/assets", alone.body.decode())
+    assert "script-src" not in alone.headers["content-security-policy"]
     reply = get(make_app(FakeRouter()), "/docs")
     page = reply.body.decode()
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    assert not re.search(r"<script|src=|@import|url\(", page)
+    assert re.findall(r"src=\S+|@import|url\(", page) == ['src="/assets/shared/docs.js"></script>']
+    assert "script-src 'self'" in reply.headers["content-security-policy"]
+
+
+def test_the_page_has_the_dress_of_the_others_and_links_that_lead_somewhere():
+    page = get(make_app(FakeRouter()), "/docs").body.decode()
+    styles = files("router.gateway.dashboard").joinpath("static/baton.css").read_text()
+    assert styles in page
     found = _Links()
     found.feed(page)
     assert {link for link in found.links if not link.startswith("#")} == {"./", "openapi.json"}
