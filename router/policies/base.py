@@ -118,7 +118,7 @@ class Costs(Protocol):
         ...
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class PrefillCandidate(msgspec.Struct, frozen=True):
     """A worker that could have computed the prompt. Unknown predictions are None."""
 
     worker_id: WorkerId
@@ -143,7 +143,9 @@ class Decision(msgspec.Struct, frozen=True):
     predicted_ttft_s: float | None = None  # from the placement on
     predicted_tpot_s: float | None = None
     drag: float = 1.0  # so many times as long its prompt takes, because of what decodes beside it
-    candidates: tuple[Candidate, ...] = ()  # the chosen one first; empty if it was not explained
+    candidates: tuple[
+        PrefillCandidate, ...
+    ] = ()  # the chosen one first; empty if it was not explained
 
     @property
     def placement(self) -> Placement:

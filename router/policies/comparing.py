@@ -6,7 +6,7 @@ For people who look at a decision: no policy needs it. The numbers are those tha
 from math import inf
 
 from engine.messages import WorkerId
-from router.policies.base import Asked, Candidate
+from router.policies.base import Asked, PrefillCandidate
 from router.policies.candidates import predicted_ready_s
 from router.policies.pulling import Holders, bid
 from router.policies.slo import bound_s, drag_of
@@ -15,7 +15,7 @@ MOST_SHOWN = 8
 MOST_COMPARED = 64  # workers: a larger pool is not compared for people
 
 
-def compared(asked: Asked, chosen: WorkerId) -> tuple[Candidate, ...]:
+def compared(asked: Asked, chosen: WorkerId) -> tuple[PrefillCandidate, ...]:
     """Returns the candidates with the least predicted TTFT first, and always the chosen one."""
     workers = asked.view.workers
     items = dict(asked.candidates.prefillers)
@@ -33,7 +33,7 @@ def compared(asked: Asked, chosen: WorkerId) -> tuple[Candidate, ...]:
         ttft_s = None
         if wait_s is not None and best.seconds is not None and drag < inf:
             ttft_s = wait_s + best.seconds * drag
-        found.append(Candidate(worker_id, wait_s, ttft_s, held))
+        found.append(PrefillCandidate(worker_id, wait_s, ttft_s, held))
     found.sort(key=lambda each: (each.predicted_ttft_s is None, each.predicted_ttft_s or 0.0))
     others = [each for each in found if each.worker_id != chosen]
     own = [each for each in found if each.worker_id == chosen]

@@ -27,7 +27,7 @@ from router.gateway.metrics.pools import PoolBoard
 from router.gateway.requests.calls import GatewaySettings
 from router.machine.requests import Forecast, Stay, Timeline, Update
 from router.planning.planner import PlannerRules
-from router.policies.base import Candidate, Decision
+from router.policies.base import Decision, PrefillCandidate
 from router.port import WorkerStatus
 from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.pools import PoolWorld, settled
@@ -136,7 +136,10 @@ def _timeline(prefill: WorkerId, decode: WorkerId) -> Timeline:
             prefill,
             decode,
             3,
-            candidates=(Candidate(prefill, 0.2, 1.5, 2), Candidate(decode, 0.0, None, 0)),
+            candidates=(
+                PrefillCandidate(prefill, 0.2, 1.5, 2),
+                PrefillCandidate(decode, 0.0, None, 0),
+            ),
         ),
         stays=(Stay(prefill, decode, 1.7, 2.1, 4.1, 4.6, 4.8),),
     )
