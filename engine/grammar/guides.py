@@ -102,7 +102,6 @@ class LlGuides:
                 self.open(Grammar(grammar.kind, grammar.source), (), salt),
                 grammar.thinking,
                 vocab_size=self._vocab_size,
-                eos_token_ids=self._eos_token_ids,
             )
             for token_id in answer:
                 guide.consume(token_id)

@@ -1,10 +1,11 @@
 """A guide for answers that begin with reasoning: the grammar holds only for what follows it.
 
 Reasoning is all up to one token, the end mark. An answer that is not inside its reasoning already
-may begin one with the begin mark. No token that ends the answer is allowed inside.
+may begin one with the begin mark. An answer may end inside its reasoning: a model that wants to
+stop there would only write on up to the greatest length.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,16 +18,13 @@ WORD_BITS = 32
 class ThinkingGuide:
     """The place of one answer; implements `engine.grammar.guide.Guide`."""
 
-    def __init__(
-        self, inner: Guide, marks: ThinkingMarks, *, vocab_size: int, eos_token_ids: Collection[int]
-    ) -> None:
+    def __init__(self, inner: Guide, marks: ThinkingMarks, *, vocab_size: int) -> None:
         """`inner` is at the begin of what the grammar holds for."""
         self._inner = inner
         self._marks = marks
         self._is_thinking: bool | None = True if marks.is_inside else None  # None: it may begin
         bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=bool)
         bits[:vocab_size] = True
-        bits[list(eos_token_ids)] = False
         self._anything = np.packbits(bits, bitorder="little").view(np.uint32)
 
     @property

@@ -20,7 +20,7 @@ from router.text.forms.lenient import RULES, LenientSchema
 
 TokenOf = Callable[[str], int | None]  # the id of an added token with this text
 NAME = r"[a-zA-Z0-9_.-]+"  # of a function, in regular expressions
-MAX_ARGUMENTS_LEN = 96 * 2**10  # characters of all lenient rules; a grammar has a bound too
+MAX_ARGUMENTS_LEN = 64 * 2**10  # characters of all lenient rules; a grammar has a bound too
 _CONTROL = re.compile(r"[%\x7f-\x9f]")
 
 

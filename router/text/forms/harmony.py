@@ -64,7 +64,10 @@ class Harmony:
         ways = any_call(calling)
         if not calling.at_least_one:
             ways = f"{ways} | {_final(answer, token_of)}"
-        lines = [f"start: {_said(token_of)} ({ways})", _TEXT, *calls, *answer.rules, *held.rules]
+        first = f"start: {_said(token_of)} ({ways} | {_thought(token_of)})"
+        if not calling.at_least_one:
+            first += f" | {answer.expression}"
+        lines = [first, _TEXT, *calls, *answer.rules, *held.rules]
         return CallGrammar("\n".join(dict.fromkeys(lines)), held.unheld)
 
     def parser(self, calling: Calling, rng: random.Random) -> "HarmonyParser":
@@ -79,7 +82,8 @@ def missing_mark(token_of: TokenOf) -> str | None:
 
 def final_grammar(answer: AnswerRules, token_of: TokenOf) -> str:
     """The grammar of reasoning and then an answer, also one without any mark."""
-    first = f"start: {_said(token_of)} {_final(answer, token_of)} | {answer.expression}"
+    ways = f"{_final(answer, token_of)} | {_thought(token_of)}"
+    first = f"start: {_said(token_of)} ({ways}) | {answer.expression}"
     return "\n".join([first, _TEXT, "gap: GAP?", "GAP: / /", *answer.rules])
 
 
@@ -87,6 +91,12 @@ def _said(token_of: TokenOf) -> str:
     """Messages before the last one: reasoning, and what is said before calls."""
     channel, message, begin, end = (mark(m, token_of) for m in _MARKS[:4])
     return f'({channel} ("analysis" | "commentary") {message} TEXT {end} {begin} "assistant")*'
+
+
+def _thought(token_of: TokenOf) -> str:
+    """Reasoning in which an answer ends; if it could not, it would go on to the greatest length."""
+    channel, message = (mark(m, token_of) for m in _MARKS[:2])
+    return f'{channel} "analysis" {message} TEXT'
 
 
 def _final(answer: AnswerRules, token_of: TokenOf) -> str:

@@ -24,7 +24,7 @@ from router.text.forms.json_parser import CallBegin, JsonCallForm
 from router.text.forms.lenient import RULES, can_be_held
 
 MAX_WAYS = 16  # functions whose arguments are followed side by side, before the name is known
-_BLANKS = r"[ \t\r\n]{0,64}"
+_BLANKS = r"( |\r?\n[ \t]*)?"
 _DEFINITIONS = ("$defs", "definitions")
 _OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 _TEXT = r"TEXT: /(?s:.*)/"

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from engine.grammar.disjoint import names_in
@@ -27,13 +28,20 @@ from router.text.forms.written_values import (
     OF_WHOLE,
     WrittenArguments,
     as_json,
+    is_open,
     properties_of,
     resolved,
     with_definitions,
+    written,
 )
 
-_BLANKS = r"[ \t\r\n]{0,64}"
-_PYTHON_RULES = [r"PYTHON_STRING: /'([^'\\\n]|\\.)*'/"]
+_BLANKS = r"( |\r?\n[ \t]*)?"
+_PYTHON_RULES = [
+    r"PYTHON_STRING: /'([^'\\\n]|\\.)*'/",
+    "ANY_KEY: /[A-Za-z_][0-9A-Za-z_]*/",
+    'python_value: anything | PYTHON_STRING | "None" | "True" | "False" | python_list',
+    'python_list: "[" gap (python_value gap ("," gap python_value gap)*)? "]"',
+]
 
 
 class Pythonic:
@@ -62,8 +70,9 @@ class Pythonic:
         first = f"start: {calls}" if calling.at_least_one else f"start: {text} | {calls}"
         lines = [first, r"TEXT: /(?s:.*)/", *RULES, *_PYTHON_RULES, *rules, *answer.rules]
         unheld = list[tuple[str, str]]()
-        for i, name in enumerate(calling.functions):
-            found = _python_arguments(calling, name, f"{i}")
+        free = 'ANY_KEY gap "=" gap python_value'
+        all_found = written(calling, partial(_python_arguments, calling), free)
+        for i, (name, found) in enumerate(all_found):
             unheld += [(name, place) for place in found.unheld]
             members = found.begin(f"members_{i}")
             # One lexeme, which ends where other text is ruled out: the longest lexeme wins.
@@ -94,7 +103,12 @@ def _python_arguments(calling: Calling, name: str, place: str) -> WrittenArgumen
             unheld += [f".properties.{key}{each}" for each in found.unheld]
         rules.append(f'argument_{where}: {literal(key)} gap "=" gap ({value})')
     unheld += [f".{word}" for word in OF_WHOLE if schema.get(word) and not is_held]
-    return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")))
+    other = None
+    if is_open(schema) and not is_held:
+        taken = " | ".join(map(literal, keys))
+        rules.append(f"OTHER_{place}: ANY_KEY" + (f" & ~({taken})" if taken else ""))
+        other = f'OTHER_{place} gap "=" gap python_value'
+    return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")), other)
 
 
 def _held_python(place: str, schema: Any, root: Mapping[str, Any]) -> list[str]:

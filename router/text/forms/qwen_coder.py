@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -28,14 +29,17 @@ from router.text.forms.written_values import (
     OF_WHOLE,
     WrittenArguments,
     as_json,
+    is_open,
     kinds_of,
     properties_of,
     resolved,
     with_definitions,
+    written,
 )
 
 _KEY = r"[^>\s]+"
 _XML_KEY = re.compile(_KEY)
+_RULES = [rf"ANY_KEY: /<parameter={_KEY}>/", r"any_value[lazy]: /(?s:.*)<\/parameter>/"]
 # Of a text that has no quotes around it.
 _HELD_KEYWORDS = {"format", "pattern", "contentEncoding", "contentMediaType", "allOf", "not"}
 
@@ -66,10 +70,10 @@ class QwenCoder:
         body = f"gap ({any_call(calling)}) gap {end}"
         more = "" if calling.at_most_one else f" (gap {begin} {body})*"
         first = start(f"{body}{more}", calling, answer, begin=begin, before=before)
-        lines = [first, r"TEXT: /(?s:.*)/", *RULES, *rules, *answer.rules]
+        lines = [first, r"TEXT: /(?s:.*)/", *RULES, *_RULES, *rules, *answer.rules]
         unheld = list[tuple[str, str]]()
-        for i, name in enumerate(calling.functions):
-            found = _xml_arguments(calling, name, f"{i}")
+        all_found = written(calling, partial(_xml_arguments, calling), "ANY_KEY any_value gap")
+        for i, (name, found) in enumerate(all_found):
             unheld += [(name, place) for place in found.unheld]
             members = found.begin(f"members_{i}")
             head, end_of = literal(f"<function={name}>"), literal("</function>")
@@ -98,7 +102,12 @@ def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
         rules += value.rules
         unheld += [f".properties.{key}{where}" for where in value.unheld]
     unheld += [f".{word}" for word in OF_WHOLE if schema.get(word) and not is_held]
-    return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")))
+    other = None
+    if is_open(schema) and not is_held:
+        taken = " | ".join(literal(f"<parameter={key}>") for key in keys)
+        rules.append(f"OTHER_{place}: ANY_KEY" + (f" & ~({taken})" if taken else ""))
+        other = f"OTHER_{place} any_value gap"
+    return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")), other)
 
 
 class _XmlValue:

@@ -1,12 +1,13 @@
 """What forms share whose arguments are not one JSON object: rules for values, key by key."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.grammar.disjoint import names_in, types_of
+from router.text.forms.calling import MAX_ARGUMENTS_LEN, Calling
 
 MAX_HEAD_LEN = 1024  # characters between values
 MAX_ARGUMENTS = 62  # of one function: a rule's parameter has 64 bits
@@ -23,14 +24,15 @@ class WrittenArguments:
     rules: Sequence[str]
     unheld: Sequence[str]
     required: Sequence[str]
+    other: str | None = None  # an expression for a key that the schema does not name
 
     def begin(self, name: str) -> str:
         """An expression for all arguments by the rules of this name."""
-        return f"{name}::0x0" if self.keys else '""'
+        return f"{name}::0x0" if self.keys or self.other else '""'
 
     def members(self, name: str, between: str = "") -> list[str]:
         """Rules `NAME` for all arguments in any order, each once; required ones must come."""
-        if not self.keys:
+        if not self.keys and not self.other:
             return list(self.rules)
         keys = [*self.required, *(key for key in self.keys if key not in self.required)]
         keys = [key for key in keys if key in self.keys][:MAX_ARGUMENTS]
@@ -43,8 +45,28 @@ class WrittenArguments:
             for i, key in enumerate(keys):
                 way = f"{lead} {self.keys[key]} {following}::set_bit({i})".strip()
                 ways.append(f"{way} %if bit_clear({i})")
+            if self.other is not None:
+                ways.append(f"{lead} {self.other} {following}::_".strip())
             rules.append(f"{rule}::_: " + "\n  | ".join(ways))
         return [*rules, *self.rules]
+
+
+def written(
+    calling: Calling, arguments_of: Callable[[str, str], WrittenArguments], free: str
+) -> Iterator[tuple[str, WrittenArguments]]:
+    """The arguments of each function, by name; of those without room, whatever `free` allows."""
+    left = MAX_ARGUMENTS_LEN
+    for i, name in enumerate(calling.functions):
+        found = arguments_of(name, f"{i}")
+        left -= sum(map(len, found.members("", " ")))
+        if name not in calling.held and (name in calling.free or left < 0):
+            found = WrittenArguments({}, (), ("",), (), free)
+        yield name, found
+
+
+def is_open(schema: Mapping[str, Any]) -> bool:
+    """True if a function takes arguments that its schema does not name."""
+    return schema.get("additionalProperties", True) is not False
 
 
 def properties_of(schema: Mapping[str, Any], name: str, *, is_held: bool) -> dict[str, Any]:

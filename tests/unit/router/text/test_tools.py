@@ -236,6 +236,7 @@ def test_a_message_holds_what_a_field_asks_for(fields):
     assert allows(found, f'{final}{{"x": null}}')
     assert allows(found, '<|channel|>final <|constrain|>json<|message|>{"x": null}')
     assert allows(found, '{"x": null}')
+    assert allows(found, "<|channel|>analysis<|message|>Is {x} right?")  # it may stop there
     assert not allows(found, f'{said}{final}{{"y": null}}')
     assert not allows(found, f"{said}{final}Hello")
     assert not allows(found, said)

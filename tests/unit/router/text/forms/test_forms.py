@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from engine.errors import ConfigError, GrammarError, InvalidRequest
-from engine.grammar.guides import LlGuides
+from engine.errors import ConfigError, InvalidRequest
 from engine.messages import Grammar, GrammarKind
 from router.text.forms.calling import Calling
 from router.text.forms.chosen import CALL_FORMS, forms_of
 from router.text.forms.deltas import CallArguments, CallBegun, Content, Reasoning
-from tests.kits.router.forms import MARKS, TOKENIZER, token_of
+from tests.kits.router.forms import allows as is_allowed
+from tests.kits.router.forms import token_of
 
 WEATHER = {
     "type": "object",
@@ -188,36 +188,90 @@ def test_channels_part_reasoning_calls_and_answer(pieces):
     assert parsed("openai", final + "<|return|>") == ("Hi", "Weather, so a call.", [])
 
 
+@pytest.mark.parametrize("text", ["Hi", "to", "t", "", "Hello <b> a|b", "{}"])
+def test_text_without_channels_is_content(text):
+    assert parsed("openai", text) == (text, "", [])
+    assert parsed("openai", [text]) == (text, "", [])
+
+
+OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+UNIONS = {
+    "type": "object",
+    "properties": {
+        "x": OPTIONAL_TEXT,
+        "y": {"type": ["string", "integer"]},
+        "z": {"$ref": "#/$defs/z"},
+        "any": {},
+        "uri": {"type": "string", "format": "uri", "pattern": "^h"},
+        "list": {"type": "array", "items": {"type": "string"}},
+    },
+    "$defs": {"z": {"oneOf": [{"type": "null"}, {"enum": ["up", "down"]}]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("x", "Paris", "Paris"),
+        ("x", "null", None),
+        ("x", '"Paris"', "Paris"),
+        ("x", "5", "5"),
+        ("x", "two\nlines <b>", "two\nlines <b>"),
+        ("y", "5", 5),
+        ("y", "5 km", "5 km"),
+        ("y", "true", "true"),
+        ("z", "up", "up"),
+        ("z", "null", None),
+        ("any", "Paris", "Paris"),
+        ("any", '{"a": [1]}', {"a": [1]}),
+        ("uri", "https://x", "https://x"),
+        ("uri", "no uri", "no uri"),
+        ("uri", "5", "5"),
+        ("list", '[ "a" ]', ["a"]),
+        ("unnamed", "5", 5),
+        ("unnamed", "a b", "a b"),
+    ],
+)
+@pytest.mark.parametrize("blank", ["\n", ""])
+def test_a_value_without_quotes_is_kept_and_read_by_its_types(key, value, read, blank):
+    asked = Calling({"f": UNIONS}, at_least_one=False, at_most_one=False)
+    said = (
+        f"<tool_call>\n<function=f>\n<parameter={key}>{blank}{value}{blank}</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    form = CALL_FORMS["qwen3_coder"]
+    source = form.grammar(asked, token_of).source
+    assert is_allowed(Grammar(GrammarKind.LARK, source), said)
+    for pieces in ([said], said):
+        parser = form.parser(asked, random.Random(0))
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+        text = "".join(d.text for d in deltas if isinstance(d, CallArguments))
+        assert json.loads(text) == {key: read}
+
+
+def test_values_that_fit_no_type_are_masked():
+    asked = Calling({"f": UNIONS}, at_least_one=False, at_most_one=False)
+    grammar = Grammar(GrammarKind.LARK, CALL_FORMS["qwen3_coder"].grammar(asked, token_of).source)
+    said = "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert not is_allowed(grammar, said.format("list", "[1]"))
+    twice = said.format("x", "a").replace("</function>", "<parameter=x>b</parameter></function>")
+    assert not is_allowed(grammar, twice)
+
+
+@pytest.mark.parametrize("value", ["'Paris'", '"Paris"', "None", "'it\\'s'"])
+def test_python_writes_texts_in_both_quotes(value):
+    asked = Calling({"f": UNIONS}, at_least_one=False, at_most_one=False)
+    grammar = Grammar(GrammarKind.LARK, CALL_FORMS["pythonic"].grammar(asked, token_of).source)
+    assert is_allowed(grammar, f"[f(list=[], x={value}), f(other=[{value}, True])]")
+    assert not is_allowed(grammar, f"[f(list={value})]")
+
+
 # ---------------------------------------------------------------- grammars
 
 
-def guide_of(name, **options):
-    source = CALL_FORMS[name].grammar(calling(**options), token_of).source
-    guides = LlGuides(TOKENIZER, vocab_size=len(MARKS) + 257, eos_token_ids=[256])
-    return guides, Grammar(GrammarKind.LARK, source)
-
-
-def tokens_of(text):
-    """The text as byte tokens, with marks as one token each."""
-    ids = []
-    while text:
-        mark = next((m for m in MARKS if text.startswith(m)), None)
-        if mark is not None:
-            ids.append(token_of(mark))
-            text = text[len(mark) :]
-        else:
-            ids += text[0].encode()
-            text = text[1:]
-    return ids
-
-
 def allows(name, text, **options):
-    guides, grammar = guide_of(name, **options)
-    try:
-        guide = guides.open(grammar, tokens_of(text))
-    except GrammarError:
-        return False
-    return guide.num_allowed([256]) == 1  # it may end here
+    source = CALL_FORMS[name].grammar(calling(**options), token_of).source
+    return is_allowed(Grammar(GrammarKind.LARK, source), text)
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)

@@ -84,18 +84,18 @@ ONLY = TokenRules(allowed=(7, EOS))
 def guide(*, is_inside):
     inner = TokenGuide(ONLY, VOCAB_SIZE)
     marks = ThinkingMarks(BEGIN, END, is_inside)
-    return ThinkingGuide(inner, marks, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    return ThinkingGuide(inner, marks, vocab_size=VOCAB_SIZE)
 
 
 def ids(mask):
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-ANY = set(range(VOCAB_SIZE)) - {EOS}
+ANY = set(range(VOCAB_SIZE))
 AFTER = {7, EOS}
 
 
-def test_anything_but_an_end_may_be_thought():
+def test_anything_may_be_thought_and_an_answer_may_end_there():
     inside = guide(is_inside=True)
     assert [ids(row) for row in inside.masks([3, END, 7])] == [ANY, ANY, AFTER, AFTER]
     assert inside.num_allowed([3, END, 7, 8]) == 3
