@@ -13,6 +13,7 @@ between is here. The life of one call:
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from engine.errors import InvalidRequest
 from engine.grammar.child import Vocabulary
 from engine.log_context import REQUEST, request_ids
 from engine.messages import RequestId
+from engine.net.seldom import Seldom
 from router.access.keys import Tenant
 from router.access.limits import KeyAccounts, KeyUse
 from router.gateway.answers.batching import TextBatch
@@ -49,11 +51,13 @@ from router.gateway.requests.calls import (
     ApiCall,
     CheckedCall,
     GatewaySettings,
+    add_suggestions,
     parse,
     with_structure,
 )
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
 from router.gateway.requests.headers import seconds_in
+from router.gateway.requests.json_fields import suggestions
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing, context_of
@@ -71,6 +75,9 @@ from router.machine.requests import Failed
 from router.port import RequestPort
 from router.text.tokenizer import TextModel
 
+log = logging.getLogger(__name__)
+
+IGNORED_EVERY_S = 60.0  # between lines on fields without effect
 LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
 TIMELINE_HEADER = "x-baton-timeline"
 ID_HEADER = "x-request-id"
@@ -125,6 +132,7 @@ class AnswerService:
         self._port_of = port_of
         self._dialect = dialect
         self._body_type = body_type
+        self._with_ignored = Seldom(IGNORED_EVERY_S)
 
     def call(self, data: bytes, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
         """Returns a new call with this JSON body. Names of headers are in lower case.
@@ -287,10 +295,25 @@ class AnswerService:
             vocabulary = _vocabulary_of(checked.served.text)
             asker = Asker(call.tenant.turn, checked.first.salt)
             grammars, asked = parts.grammars, checked.structure
-            structure = await check_structure(grammars, asked, vocabulary, asker)
+            try:
+                structure = await check_structure(grammars, asked, vocabulary, asker)
+            except InvalidRequest as error:
+                add_suggestions(error, call, checked.ignored, self._body_type)
+                raise
             if structure is not asked:
-                return with_structure(checked, structure)
+                checked = with_structure(checked, structure)
+        if checked.ignored:
+            self._note_ignored(call, checked)
         return checked
+
+    def _note_ignored(self, call: ApiCall, checked: CheckedCall) -> None:
+        """Logs the fields that have no effect, of one request in a while."""
+        num_calls = self._with_ignored.due(self._parts.clock.now_s())
+        if num_calls is None:
+            return
+        names = ", ".join(checked.ignored)
+        hint = suggestions(checked.ignored, self._body_type, call.own_fields)
+        log.warning("%d more requests have fields without effect: %s%s", num_calls, names, hint)
 
 
 def _tell_stores(call: CheckedCall, notes: SessionNotes, choices: Sequence[AnswerChoice]) -> None:

@@ -1,6 +1,7 @@
-"""The sampling that a model's authors recommend: `generation_config.json` of a checkpoint.
+"""The sampling and the length that a model's authors recommend: a checkpoint's defaults.
 
-It is used where a client says nothing, as by vLLM with `--generation-config auto`.
+`generation_config.json` is used where a client says nothing, as by vLLM with
+`--generation-config auto`.
 """
 
 from pathlib import Path
@@ -22,6 +23,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 NO_DEFAULTS = SamplingDefaults()

@@ -7,7 +7,8 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -23,7 +24,12 @@ from router.gateway.batches.settings import BatchSettings
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
 from router.gateway.requests.field_table import CHAT
-from router.gateway.requests.json_fields import MAX_IGNORED, decode_fields, ignored_names
+from router.gateway.requests.json_fields import (
+    MAX_IGNORED,
+    decode_fields,
+    ignored_names,
+    suggestions,
+)
 from router.gateway.requests.openai_schema import Body, body_of, check_in_vocabulary, unsupported
 from router.gateway.requests.parameters import (
     behind_thinking,
@@ -91,7 +97,9 @@ class ApiCall(msgspec.Struct, frozen=True):
     decision: bool  # the client wants it in the head of the response
     trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
     session: SessionClaim | None = None
-    ignored: tuple[str, ...] = ()  # fields of a body of another API that mean nothing here
+    # Of a body of another API: its fields that mean nothing here, and all that it may have.
+    ignored: tuple[str, ...] = ()
+    own_fields: tuple[str, ...] = ()
 
     @property
     def shown_id(self) -> str:
@@ -207,8 +215,33 @@ def check_size(num_bytes: int, settings: GatewaySettings) -> None:
 def parse(
     call: ApiCall, body_type: type[Body], versions: Versions, settings: GatewaySettings
 ) -> CheckedCall:
-    """Checks a call, chooses its version and makes its requests. Raises InvalidRequest."""
+    """Checks a call, chooses its version and makes its requests. Raises InvalidRequest.
+
+    Errors name misspelt fields too, since such a field may be the reason.
+    """
     fields = decode_fields(call.data, body_type)
+    try:
+        return _checked(call, fields, body_type, versions, settings)
+    except InvalidRequest as error:
+        add_suggestions(error, call, ignored_names(call.data, fields, body_type), body_type)
+        raise
+
+
+def add_suggestions(
+    error: InvalidRequest, call: ApiCall, names: Sequence[str], body_type: type[Body]
+) -> None:
+    """Lets an error that may be due to misspelt fields say so; `names` are unknown ones."""
+    if error.status == HTTPStatus.BAD_REQUEST:
+        error.message += suggestions(names, body_type, call.own_fields)
+
+
+def _checked(
+    call: ApiCall,
+    fields: dict[str, Any],
+    body_type: type[Body],
+    versions: Versions,
+    settings: GatewaySettings,
+) -> CheckedCall:
     body = body_of(fields, body_type)
     served = versions.choose(
         key=call.affinity or call.request_id, model=body.model, version=call.version
@@ -369,6 +402,7 @@ def _prompt(
         prompt_len=len(token_ids),
         context_len=max_len,
         default_max_tokens=settings.default_max_tokens,
+        model_max_tokens=text.defaults.max_new_tokens,
         stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
     )
     return _Prompt(token_ids, limits, body.echoed(token_ids, text))

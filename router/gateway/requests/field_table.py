@@ -3,7 +3,7 @@
 Clients of vLLM, SGLang and OpenAI send fields that Baton does not have. What changes an answer is
 refused by name, since an answer without the asked-for penalty or schema is a wrong answer. What
 changes none passes. Names that are in no table are passed over too, and named in the header
-`x-baton-ignored` of the answer.
+`x-baton-ignored` of the answer, in the log now and then, and in errors if they are like a field's.
 
 `python -m router.gateway.requests.field_table docs/api.md` writes these tables into that page.
 
@@ -71,7 +71,10 @@ HONOURED = (
     HonouredField("use_activation", EMBEDDINGS, VLLM, "the newer name of `normalize`"),
     HonouredField("suffix", COMPLETIONS, OPENAI, "text behind the answer, for models trained so"),
     HonouredField(
-        "max_tokens", BOTH, OPENAI, "longest answer; absent: 16 (completions), the context (chat)"
+        "max_tokens",
+        BOTH,
+        OPENAI,
+        "longest answer; absent: `max_new_tokens` of the model, else 16, in chats the context",
     ),
     HonouredField("max_completion_tokens", CHAT, OPENAI, "the newer name of `max_tokens`"),
     HonouredField("min_tokens", BOTH, VLLM, "no end before this many tokens"),
@@ -239,11 +242,15 @@ def refused_by(endpoint: str) -> Mapping[str, RefusedField]:
     return refused | {each.name: each for each in REFUSED if each.endpoint in here}
 
 
+def honoured_by(endpoint: str) -> tuple[str, ...]:
+    """The names of the fields that have a meaning for an endpoint."""
+    return tuple(each.name for each in HONOURED if each.endpoint in PLACES[endpoint])
+
+
 def known_by(endpoint: str) -> frozenset[str]:
     """All names that an endpoint knows, refused ones included."""
-    names = {each.name for each in HONOURED if each.endpoint in PLACES[endpoint]}
-    names |= refused_by(endpoint).keys()
-    return frozenset(names | {each.name for each in HARMLESS})
+    harmless = (each.name for each in HARMLESS)
+    return frozenset((*honoured_by(endpoint), *refused_by(endpoint), *harmless))
 
 
 def tables() -> str:

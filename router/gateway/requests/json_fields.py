@@ -7,14 +7,15 @@ that. All other fields are decoded after a check of their size. Short bodies are
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from router.gateway.requests.field_table import CHAT, COMPLETIONS, EMBEDDINGS
+from router.gateway.requests.field_table import CHAT, COMPLETIONS, EMBEDDINGS, honoured_by
 from router.gateway.requests.messages import ChatMessage, ContentPart, Speaker
 from router.gateway.requests.openai_schema import Body, from_validation, known_fields
 from router.inbox.api_errors import invalid_value
@@ -24,6 +25,8 @@ SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
 MAX_IGNORED = 16  # names of unknown fields that an answer tells
 MAX_IGNORED_LEN = 64  # characters of one
+MAX_SUGGESTED = 4  # of them, those that get a suggestion
+LEAST_LIKENESS = 0.75  # of a suggestion, from 0 to 1
 MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
 
@@ -37,6 +40,7 @@ class _Message(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
 class _OnlyPrompts(msgspec.Struct):
@@ -103,6 +107,16 @@ def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body])
     return ()
 
 
+def suggestions(names: Sequence[str], body_type: type[Body], own_fields: Sequence[str] = ()) -> str:
+    """What unknown fields may have been meant to be, as the end of a message; mostly empty.
+
+    `own_fields` are more names that the client may have meant.
+    """
+    known = (*own_fields, *honoured_by(body_type.endpoint))
+    pairs = ((n, get_close_matches(n, known, 1, LEAST_LIKENESS)) for n in names[:MAX_SUGGESTED])
+    return "".join(f" ({n} is not a field: did you mean {near[0]}?)" for n, near in pairs if near)
+
+
 def _printable(name: str) -> str:
     """A field's name as a header may carry it."""
     return re.sub(r"[^\w.-]", "?", name[:MAX_IGNORED_LEN], flags=re.ASCII)
@@ -147,5 +161,5 @@ def _message(index: int, raw: _Message) -> ChatMessage:
         calls = decode_value(bytes(raw.tool_calls), where, list[dict[str, Any]] | None)
     except msgspec.ValidationError as error:
         raise from_validation(error, where) from error
-    thoughts = raw.reasoning_content, raw.reasoning
-    return ChatMessage(raw.role, raw.content, raw.name, calls, raw.tool_call_id, *thoughts)
+    rest = raw.reasoning_content, raw.reasoning, raw.refusal
+    return ChatMessage(raw.role, raw.content, raw.name, calls, raw.tool_call_id, *rest)

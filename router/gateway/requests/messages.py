@@ -8,15 +8,23 @@ from msgspec import Meta
 from router.inbox.api_errors import ApiError, invalid_value
 
 MAX_ROLE_LEN = 64
+# Types of parts that are text, with the name of their text. Responses have names of their own.
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
 # "system", "developer", "user", "assistant" and "tool"; a chat template may know others.
 Speaker = Annotated[str, Meta(min_length=1, max_length=MAX_ROLE_LEN)]
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message; only text is supported."""
+    """A part of a message or of an item; only text is supported."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(msgspec.Struct):
@@ -29,6 +37,7 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name
+    refusal: str | None = None  # what the assistant said instead of a content
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -46,7 +55,7 @@ def template_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage, param: str) -> str:
-    content = message.content
+    content = message.refusal if message.content is None else message.content
     if isinstance(content, str):
         return content
     if content is None:
@@ -57,9 +66,11 @@ def _content(message: ChatMessage, param: str) -> str:
 
 
 def _part_text(part: ContentPart, param: str) -> str:
-    if part.type != "text":
-        message = f"content of type {part.type!r} is not supported"
+    name = TEXT_PARTS.get(part.type)
+    if name is None:
+        message = f"content of type {part.type[:40]!r} is not supported"
         raise ApiError(message, param=param, code="unsupported_content")
-    if part.text is None:
-        raise invalid_value("a part of type 'text' needs a text", param)
-    return part.text
+    text: str | None = getattr(part, name)
+    if text is None:
+        raise invalid_value(f"a part of type {part.type!r} needs a {name}", param)
+    return text

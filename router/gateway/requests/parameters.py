@@ -9,6 +9,7 @@ from engine.errors import InvalidRequest
 from engine.grammar.tokens import TokenRules
 from engine.messages import Grammar, Limits, Sampling, ThinkingMarks
 from router.gateway.requests.openai_schema import (
+    MAX_BEAM_TOKENS,
     UINT64_MASK,
     Body,
     check_in_vocabulary,
@@ -156,10 +157,15 @@ def limits_of(
     prompt_len: int,
     context_len: int,
     default_max_tokens: int | None,
+    model_max_tokens: int | None = None,
     stop_token_ids: Sequence[int],
 ) -> Limits:
-    """The limits of the answer, with the client's and these stop tokens. Raises ApiError."""
-    max_tokens = _max_tokens(body, default_max_tokens, prompt_len, context_len)
+    """The limits of the answer, with the client's and these stop tokens. Raises ApiError.
+
+    If the client says no length, that of the model's authors counts, or else the API's.
+    """
+    default = _default_tokens(body, default_max_tokens, model_max_tokens)
+    max_tokens = _max_tokens(body, default, prompt_len, context_len)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         message = f"min_tokens is {min_tokens}, more than the {max_tokens} tokens allowed"
@@ -172,12 +178,19 @@ def limits_of(
     )
 
 
+def _default_tokens(body: Body, of_operator: int | None, of_model: int | None) -> int | None:
+    if of_model is None:
+        return body.default_tokens or of_operator
+    of_search = MAX_BEAM_TOKENS if body.use_beam_search else None
+    return min(most for most in (of_model, of_operator, of_search) if most is not None)
+
+
 def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: int) -> int:
     wanted, room = body.wanted_tokens, context_len - prompt_len
     if room < 1:
         raise no_room(context_len, prompt_len, body.prompt_field)
     if wanted is None:
-        bounds = (room, body.default_tokens or default, most_scored_tokens(body))
+        bounds = (room, default, most_scored_tokens(body))
         return min(bound for bound in bounds if bound is not None)
     if wanted > room:
         message = (

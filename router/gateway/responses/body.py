@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from router.gateway.requests.json_fields import SHORT_BODY_BYTES
+from router.gateway.requests.json_fields import SHORT_BODY_BYTES, suggestions
 from router.gateway.requests.openai_schema import (
     MAX_USER_LEN,
     ChatBody,
@@ -152,7 +152,10 @@ def decode_response_body(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
     try:
         body = msgspec.convert(own, ResponseBody)
     except msgspec.ValidationError as error:
-        raise from_validation(error) from error
+        invalid = from_validation(error)
+        unknown = [name for name in fields if name not in known_fields(ChatBody)]
+        invalid.message += suggestions(unknown, ChatBody, ResponseBody.__struct_fields__)
+        raise invalid from error
     body.input = input
     _check(body)
     return body, fields

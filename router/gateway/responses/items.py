@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw
 
+from router.gateway.requests.messages import TEXT_PARTS, ContentPart
 from router.gateway.requests.openai_schema import from_validation
 from router.inbox.api_errors import ApiError, invalid_value
 
@@ -55,23 +56,7 @@ HIDDEN = frozenset(
 )
 _AS_THEY_CAME = CLIENT_CALLS | CLIENT_OUTPUTS | HIDDEN
 _ROLES = ("user", "assistant", "system", "developer")
-# The types of parts that are text, by the name of their text.
-_TEXTS = {
-    "input_text": "text",
-    "output_text": "text",
-    "text": "text",
-    "refusal": "refusal",
-    "reasoning_text": "text",
-    "summary_text": "text",
-}
-
-
-class ItemPart(msgspec.Struct):
-    """A part of an item's content. Only text is supported."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+_TEXTS = TEXT_PARTS | {"reasoning_text": "text", "summary_text": "text"}
 
 
 class ItemBody(msgspec.Struct):
@@ -81,14 +66,14 @@ class ItemBody(msgspec.Struct):
     id: str | None = None
     status: Status | None = None
     role: str | None = None
-    content: str | list[ItemPart] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
     input: str | None = None
-    output: str | list[ItemPart] | None = None
-    summary: list[ItemPart] | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
     encrypted_content: str | None = None
 
 
@@ -284,11 +269,11 @@ def _reasoning_item(body: ItemBody, id: str, place: str) -> Item:
     )
 
 
-def _texts(parts: Sequence[ItemPart], place: str) -> list[str]:
+def _texts(parts: Sequence[ContentPart], place: str) -> list[str]:
     return [_text(part, f"{place}[{index}]") for index, part in enumerate(parts)]
 
 
-def _text(part: ItemPart, place: str) -> str:
+def _text(part: ContentPart, place: str) -> str:
     name = _TEXTS.get(part.type)
     if name is None:
         message = f"content of type {part.type[:40]!r} is not supported"

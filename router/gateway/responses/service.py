@@ -118,7 +118,8 @@ class ResponseService:
     def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
         """The call of a chat completion that makes the response. Raises ApiError."""
         call = self._answers.call(prepared.form.data, tenant, headers)
-        return msgspec.structs.replace(call, ignored=prepared.form.ignored)
+        own = ResponseBody.__struct_fields__
+        return msgspec.structs.replace(call, ignored=prepared.form.ignored, own_fields=own)
 
     async def answer(
         self,

@@ -15,8 +15,14 @@ from router.gateway.requests.field_table import (
 )
 from router.gateway.requests.json_fields import SHORT_BODY_BYTES
 from router.gateway.requests.messages import ChatMessage
-from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody, shortened
-from router.gateway.requests.parameters import sampling_of
+from router.gateway.requests.openai_schema import (
+    MAX_BEAM_TOKENS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    shortened,
+)
+from router.gateway.requests.parameters import limits_of, sampling_of
 from router.text.defaults import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
 from router.text.tokenizer import LONGEST_CUT, TextModel
@@ -244,6 +250,83 @@ def test_the_final_message_is_continued_and_may_come_first():
         events = chat(FakeRouter(), {**fields, "echo": echo, "stream": True}).events()
         deltas = [event["choices"][0]["delta"] for event in events[:-1]]
         assert "".join(delta.get("content", "") for delta in deltas) == content
+
+
+@pytest.mark.parametrize(
+    ("send", "fields", "field"),
+    [
+        (complete, {"temprature": 0.1, "max_tokens": 0}, "temperature"),
+        (complete, {"max_tokns": 5, "prompt": ""}, "max_tokens"),
+        (complete, {"maxTokens": 5, "top_p": 7}, "max_tokens"),
+        (chat, {"mesages": [], "messages": []}, "messages"),
+        (chat, {"reasoning_efort": "low", "n": 99}, "reasoning_effort"),
+        (chat, {"max_tokns": 5, "guided_regex": "("}, "max_tokens"),
+        (embed, {"dimension": 2, "dimensions": 999}, "dimensions"),
+    ],
+)
+def test_an_error_asks_whether_a_misspelt_field_was_meant(send, fields, field):
+    (wrong, *_) = fields
+    reply = send(FakeRouter(), fields)
+    assert reply.status == 400
+    message = reply.json()["error"]["message"]
+    assert message.endswith(f"({wrong} is not a field: did you mean {field}?)")
+
+
+def test_an_error_asks_nothing_of_fields_that_are_like_no_other():
+    message = complete(FakeRouter(), {"colour": 1, "prompt": ""}).json()["error"]["message"]
+    assert "did you mean" not in message
+
+
+def test_the_log_names_fields_without_effect_once_in_a_while(caplog):
+    router = FakeRouter()
+    app = make_app(router)
+    for _ in range(3):
+        post(app, "/v1/completions", {"prompt": "a", "max_tokns": 5, "colour": 1})
+    [line] = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
+    assert line.endswith("max_tokns, colour (max_tokns is not a field: did you mean max_tokens?)")
+
+
+@pytest.mark.parametrize(
+    ("body", "of_operator", "of_model", "num_tokens"),
+    [
+        (CompletionBody(), None, None, 16),
+        (CompletionBody(), None, 20, 20),
+        (CompletionBody(), 10, 20, 10),
+        (CompletionBody(max_tokens=3), None, 20, 3),
+        (CompletionBody(use_beam_search=True), None, 5000, MAX_BEAM_TOKENS),
+        (ChatBody(), None, None, 9000),
+        (ChatBody(), None, 20, 20),
+        (ChatBody(), None, 10_000, 9000),
+        (ChatBody(), 10, 20, 10),
+        (ChatBody(max_completion_tokens=3), None, 20, 3),
+    ],
+)
+def test_the_models_own_length_counts_if_the_client_says_none(
+    body, of_operator, of_model, num_tokens
+):
+    limits = limits_of(
+        body,
+        prompt_len=1,
+        context_len=9001,
+        default_max_tokens=of_operator,
+        model_max_tokens=of_model,
+        stop_token_ids=(),
+    )
+    assert limits.max_len == 1 + num_tokens
+
+
+def test_a_refusal_of_the_assistant_is_a_text_of_the_history():
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    for message in (said, {"role": "assistant", "refusal": "no"}):
+        assert prompt_of({"messages": [message]}) == "no"
+    both = [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    assert prompt_of({"messages": [{"role": "assistant", "content": both}]}) == "a\nno"
+    long = [{"role": "user", "content": "x" * 40} for _ in range(2000)]
+    body = {
+        "messages": [*long, {"role": "assistant", "refusal": "no"}],
+        "truncate_prompt_tokens": 3,
+    }
+    assert prompt_of(body) == "no"
 
 
 @pytest.mark.parametrize("final", ["def f(x):\n    ", " so", "", "  "])

@@ -264,6 +264,21 @@ CUSTOM_CALL = '<tool_call>\n{"name": "n__add", "arguments": {"input": "a\\nb"}}\
 CUSTOM_TEMPLATE = TEMPLATE.replace("arguments.a", "arguments.input")
 
 
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"instrutions": "x", "temperature": 9}, "instructions"),
+        ({"instrutions": "x", "top_k": -9}, "instructions"),
+        ({"max_output_tokns": 5, "tool_choice": "required"}, "max_output_tokens"),
+        ({"max_tokns": 5, "tool_choice": "required"}, "max_output_tokens"),
+    ],
+)
+def test_an_error_asks_whether_a_misspelt_field_was_meant(fields, meant):
+    (wrong, *_) = fields
+    message = post(app_of(FakeRouter()), PATH, {"input": "x", **fields}).json()["error"]["message"]
+    assert message.endswith(f"({wrong} is not a field: did you mean {meant}?)")
+
+
 def test_a_custom_tool_of_a_namespace_is_called_and_its_output_is_taken():
     router = FakeRouter(answer("so " + CUSTOM_CALL), answer("one"))
     tools = [SPACE, {"type": "web_search"}]
