@@ -22,6 +22,8 @@ from math import inf
 from operator import attrgetter
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from engine.clock import Clock, unix_time_s
 from engine.errors import InvalidRequest
 from engine.grammar.child import Vocabulary
@@ -57,7 +59,7 @@ from router.gateway.requests.calls import (
 )
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
 from router.gateway.requests.headers import seconds_in
-from router.gateway.requests.json_fields import suggestions
+from router.gateway.requests.json_fields import MAX_IGNORED, suggestions
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing, context_of
@@ -302,18 +304,20 @@ class AnswerService:
                 raise
             if structure is not asked:
                 checked = with_structure(checked, structure)
-        if checked.ignored:
-            self._note_ignored(call, checked)
-        return checked
+        names = call.own_ignored(checked.ignored) if call.own_ignored else checked.ignored
+        if not names:
+            return checked
+        self._note_ignored(call, names)
+        return replace(checked, ignored=tuple(names[:MAX_IGNORED]))
 
-    def _note_ignored(self, call: ApiCall, checked: CheckedCall) -> None:
+    def _note_ignored(self, call: ApiCall, names: Sequence[str]) -> None:
         """Logs the fields that have no effect, of one request in a while."""
         num_calls = self._with_ignored.due(self._parts.clock.now_s())
         if num_calls is None:
             return
-        names = ", ".join(checked.ignored)
-        hint = suggestions(checked.ignored, self._body_type, call.own_fields)
-        log.warning("%d more requests have fields without effect: %s%s", num_calls, names, hint)
+        hint = suggestions(names, self._body_type, call.own_fields)
+        shown = ", ".join(names[:MAX_IGNORED])
+        log.warning("%d more requests have fields without effect: %s%s", num_calls, shown, hint)
 
 
 def _tell_stores(call: CheckedCall, notes: SessionNotes, choices: Sequence[AnswerChoice]) -> None:

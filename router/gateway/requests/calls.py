@@ -4,8 +4,7 @@ This module does not know how the answer is sent.
 """
 
 import asyncio
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
 from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.json_fields import (
-    MAX_IGNORED,
     decode_fields,
     ignored_names,
     suggestions,
@@ -97,9 +95,10 @@ class ApiCall(msgspec.Struct, frozen=True):
     decision: bool  # the client wants it in the head of the response
     trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
     session: SessionClaim | None = None
-    # Of a body of another API: its fields that mean nothing here, and all that it may have.
-    ignored: tuple[str, ...] = ()
+    # Of a body of another API: all fields that it may have, and what gives names of fields without
+    # effect as its client knows them, with those that are only there.
     own_fields: tuple[str, ...] = ()
+    own_ignored: Callable[[Sequence[str]], Sequence[str]] | None = None
 
     @property
     def shown_id(self) -> str:
@@ -317,7 +316,7 @@ def _checked(
         embeddings=body.embedding_form(text),
         reader=reader,
         shows_reasoning=body.shows_reasoning,
-        ignored=(*call.ignored, *ignored_names(call.data, fields, body_type))[:MAX_IGNORED],
+        ignored=(*structure.unheld, *ignored_names(call.data, fields, body_type)),
         notes=_notes(call.session, served, requests[::num_candidates]),
     )
 
@@ -329,7 +328,7 @@ def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
         replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests
     )
     ignored = (name for name in call.ignored if name not in call.structure.unheld)
-    return dataclasses.replace(
+    return replace(
         call, requests=requests, structure=structure, ignored=(*ignored, *structure.unheld)
     )
 

@@ -5,6 +5,7 @@ a response that repeat the request are made here too.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -45,6 +46,10 @@ class ChatForm(msgspec.Struct, frozen=True):
             error.param = self._ours(error.param)
         error.message = self._ours(error.message)
         return error
+
+    def all_ignored(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The client's fields without effect, with those of the chat completion."""
+        return (*self.ignored, *map(self._ours, names))
 
     def _ours(self, text: str) -> str:
         text = _TOOL.sub(self._tool, _MESSAGE.sub(self._place, text))

@@ -118,8 +118,8 @@ class ResponseService:
     def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
         """The call of a chat completion that makes the response. Raises ApiError."""
         call = self._answers.call(prepared.form.data, tenant, headers)
-        own = ResponseBody.__struct_fields__
-        return msgspec.structs.replace(call, ignored=prepared.form.ignored, own_fields=own)
+        own, form = ResponseBody.__struct_fields__, prepared.form
+        return msgspec.structs.replace(call, own_fields=own, own_ignored=form.all_ignored)
 
     async def answer(
         self,

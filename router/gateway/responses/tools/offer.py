@@ -177,6 +177,7 @@ def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dic
             pass
         case {"type": "grammar", "syntax": "regex", "definition": str(definition)}:
             text["pattern"] = f"^(?:{definition})$"
+            tool["strict"] = True  # a format is a promise
         case {"type": "grammar", "syntax": "lark", "definition": str(definition)}:
             more = f"\n\nThe input follows this grammar in Lark:\n{definition}"
             left_out.append(f"{place}.format")

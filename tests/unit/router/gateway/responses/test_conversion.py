@@ -111,6 +111,7 @@ def test_the_format_of_a_custom_tool_is_followed_or_told():
     plain, matched, told = functions(made)
     assert "pattern" not in plain["parameters"]["properties"]["input"]
     assert matched["parameters"]["properties"]["input"]["pattern"] == "^(?:a|b)$"
+    assert [function.get("strict") for function in (plain, matched, told)] == [None, True, None]
     assert told["description"].endswith("grammar in Lark:\nstart: X")
     assert made.ignored == ("tools[2].format",)
 

@@ -301,6 +301,18 @@ def test_a_custom_tool_of_a_namespace_is_called_and_its_output_is_taken():
     assert prompt_of(router) == "\nadd\nso n__adda\nb\n1\n"
 
 
+def test_what_a_tools_schema_asks_in_vain_is_named_by_the_clients_field():
+    text = {"type": "string", "pattern": "^(?!x)y$"}
+    schema = {"type": "object", "properties": {"a": text}}
+    inner = {"type": "function", "name": "f", "parameters": schema}
+    space = {"type": "namespace", "name": "n", "description": "d", "tools": [inner]}
+    reply = post(app_of(FakeRouter()), PATH, {"input": "x", "tools": [{"type": "mcp"}, space]})
+    assert reply.status == 200
+    first, second = reply.headers["x-baton-ignored"].split(", ")
+    assert first == "tools[0].mcp"
+    assert second.startswith("tools[1].tools[0].parameters")
+
+
 def test_the_events_of_a_custom_call():
     async def use(client):
         stream = await client.responses.create(input="x", tools=[SPACE], stream=True)
