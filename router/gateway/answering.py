@@ -15,12 +15,12 @@ between is here. The life of one call:
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -81,11 +81,15 @@ log = logging.getLogger(__name__)
 
 IGNORED_EVERY_S = 60.0  # between lines on fields without effect
 LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
+MANY_ITEMS = 256  # of a body
+NUM_IN_TURN = 16  # choices that are begun or counted, some 0.1 ms each
 TIMELINE_HEADER = "x-baton-timeline"
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_LEN = 128  # characters
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +207,7 @@ class AnswerService:
         self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse, turn: Turn
     ) -> None:
         parts = self._parts
-        prompts = [PromptScores() for _ in range(call.num_prompts)]
-        choices = [
-            AnswerChoice(
-                index,
-                call,
-                prompts[index // call.num_candidates],
-                parser=None if call.reader is None else call.reader.parser(parts.rng),
-                meter=meter.choice(len(request.token_ids)),
-                in_cpp=parts.batch is not None and call.stream,
-            )
-            for index, request in enumerate(call.requests)
-        ]
+        choices = await self._choices(call, meter, turn)
         heading = Heading(
             dialect=self._dialect,
             call=call,
@@ -227,12 +220,12 @@ class AnswerService:
         writer = replies.open(heading)
         port, clock = self._port_of(call.served), parts.clock
         searches = None if call.beams is None else Searches(port, clock, call)
-        recent = parts.recent
         outcome, last_s = None, 0.0
+        uncounted = iter(choices)
         try:
-            for choice in choices:
+            async for choice in _by_turns(choices, turn):
                 shown_id = call.client_id or choice.request.request_id
-                recent.begin(RunningChoice(shown_id, call.served.name, choice))
+                parts.recent.begin(RunningChoice(shown_id, call.served.name, choice))
             if searches is None:
                 following = follow(port, clock, choices, writer, turn)
             else:
@@ -245,18 +238,41 @@ class AnswerService:
             if not last.is_empty or last.finish is not None:
                 await writer.write(last)
             await writer.end(Ending(outcome, call, choices))
+            async for choice in _by_turns(uncounted, turn):
+                self._count(call, choice)
         finally:  # the client has its end before it is counted
-            for choice in choices:
-                choice.measure()
+            for choice in uncounted:
+                self._count(call, choice)
             if outcome is not None:
                 meter.end(outcome, last_s)
             num_tokens = sum([choice.num_tokens for choice in choices])
             meter.num_sent_tokens = num_tokens
             use.num_used = call.prompt_len + (searches.num_tokens if searches else num_tokens)
-            for choice in choices:
-                recent.note(_ended(call, choice))
-            if call.notes is not None:
-                _tell_stores(call, call.notes, choices)
+
+    async def _choices(
+        self, call: CheckedCall, meter: RequestMeter, turn: Turn
+    ) -> list[AnswerChoice]:
+        """The choices of an answer. There may be two thousand, of as many inputs."""
+        parts = self._parts
+        prompts = [PromptScores() for _ in range(call.num_prompts)]
+        return [
+            AnswerChoice(
+                index,
+                call,
+                prompts[index // call.num_candidates],
+                parser=None if call.reader is None else call.reader.parser(parts.rng),
+                meter=meter.choice(len(request.token_ids)),
+                in_cpp=parts.batch is not None and call.stream,
+            )
+            async for index, request in _by_turns(enumerate(call.requests), turn)
+        ]
+
+    def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
+        """Counts a choice that is over, and tells stores of it."""
+        choice.measure()
+        self._parts.recent.note(_ended(call, choice))
+        if call.notes is not None and not choice.index % call.num_candidates:
+            _tell_stores(call, call.notes, choice)
 
     async def _in_time(
         self, call: CheckedCall, timeout_s: float, following: Coroutine[Any, Any, AnswerPiece]
@@ -288,7 +304,8 @@ class AnswerService:
 
     async def _parsed(self, call: ApiCall) -> CheckedCall:
         parts = self._parts
-        if len(call.data) < LONG_BODY_BYTES:
+        # A short body may have a thousand prompts.
+        if len(call.data) < LONG_BODY_BYTES and call.data.count(b",") < MANY_ITEMS:
             checked = parse(call, self._body_type, parts.versions, parts.settings)
         else:
             parsed = partial(parse, call, self._body_type, parts.versions, parts.settings)
@@ -320,13 +337,22 @@ class AnswerService:
         log.warning("%d more requests have fields without effect: %s%s", num_calls, shown, hint)
 
 
-def _tell_stores(call: CheckedCall, notes: SessionNotes, choices: Sequence[AnswerChoice]) -> None:
+async def _by_turns(many: Iterable[T], turn: Turn) -> AsyncIterator[T]:
+    """Yields all, and waits for a turn of the loop now and then."""
+    for number, one in enumerate(many, start=1):
+        if not number % NUM_IN_TURN:
+            await turn()
+        yield one
+
+
+def _tell_stores(call: CheckedCall, notes: SessionNotes, choice: AnswerChoice) -> None:
     """Tells stores which blocks a session used, of each prompt with its first answer."""
-    for index, choice in enumerate(choices[:: call.num_candidates]):
-        if choice.noted_ids:  # else its prompt may not have been computed
-            use = notes.use(index, choice.request.token_ids, choice.noted_ids)
-            if use is not None:
-                call.served.port.tell_stores(use)
+    if not choice.noted_ids:
+        return  # its prompt may not have been computed
+    index = choice.index // call.num_candidates
+    use = notes.use(index, choice.request.token_ids, choice.noted_ids)
+    if use is not None:
+        call.served.port.tell_stores(use)
 
 
 def _ended(call: CheckedCall, choice: AnswerChoice) -> EndedChoice:

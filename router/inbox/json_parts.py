@@ -45,10 +45,10 @@ def json_parts(value: object) -> Iterator[bytes]:
     yield bytes(part)
 
 
-async def encode_in_turns(value: object, turn: Turn) -> bytes:
-    """The JSON of a value, each part of which is made when it is its turn."""
+async def joined_in_turns(parts: Iterator[bytes], turn: Turn) -> bytes:
+    """All parts together, each made when it is its turn."""
     data = bytearray()
-    for part in json_parts(value):
+    for part in parts:
         data += part
         if len(part) >= PART_BYTES:
             await turn()

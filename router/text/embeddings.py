@@ -21,7 +21,7 @@ class EmbeddingForm(msgspec.Struct, frozen=True):
     dtype: str = "<f4"  # of the bytes in base64, in numpy's words
 
 
-def is_number(data: bytes, form: EmbeddingForm) -> bool:
+def are_numbers(data: bytes, form: EmbeddingForm) -> bool:
     """False if a number that the client wants is infinite, or none at all."""
     return bool(np.isfinite(np.frombuffer(data, _FP32)[: form.size]).all())
 

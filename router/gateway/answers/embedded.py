@@ -9,7 +9,7 @@ from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import Ending, Heading, send_failure, usage_of
 from router.inbox.json_parts import LazyItems, encode_lazy, json_parts
 from router.machine.requests import Failed, Finished
-from router.text.embeddings import EmbeddingForm, is_number, shaped
+from router.text.embeddings import EmbeddingForm, are_numbers, shaped
 
 SHORT_NUMBERS = 8192  # take about a millisecond to write
 
@@ -25,6 +25,7 @@ class EmbeddingAnswer:
         self._form = form
         self._send = send
         self._found = [b""] * heading.num_choices
+        self._are_numbers = True  # all that were found
 
     @property
     def is_ready(self) -> bool:
@@ -38,7 +39,9 @@ class EmbeddingAnswer:
 
     def write_at_once(self, piece: AnswerPiece) -> None:
         """Keeps the embedding that a piece brings."""
-        self._found[piece.choice] = piece.embedding or self._found[piece.choice]
+        if piece.embedding:
+            self._found[piece.choice] = piece.embedding
+            self._are_numbers = self._are_numbers and are_numbers(piece.embedding, self._form)
 
     def write_text(self, choice: int, text: str) -> None:
         """Drops the text."""
@@ -53,7 +56,7 @@ class EmbeddingAnswer:
             await send_failure(self._send, ending.outcome)
             return
         heading, form = self._heading, self._form
-        if not all(is_number(data, form) for data in self._found):
+        if not self._are_numbers:
             await send_failure(self._send, Failed("the model gave values that are no numbers"))
             return
         if len(self._found) * form.size <= SHORT_NUMBERS:

@@ -1,7 +1,7 @@
 """Follows the choices of an answer to their ends and writes what is to be shown of them."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 from engine.clock import Clock
@@ -35,37 +35,39 @@ def follow(
     request that a stop string ended is cancelled, before anything waits for the client to take the
     end of the answer.
     """
-    takers = [_UpdateTaker(choice, writer, clock, turn) for choice in choices]
-    if len(takers) == 1:
-        return takers[0].follow(port, takers[0].open_lane)
-    return _follow_all(port, takers, writer)
+    takers = (_UpdateTaker(choice, writer, clock, turn) for choice in choices)
+    if len(choices) == 1:
+        taker = next(takers)
+        return taker.follow(port, taker.open_lane)
+    return _follow_all(port, takers, len(choices), writer)
 
 
 async def _follow_all(
-    port: RequestPort, takers: Sequence["_UpdateTaker"], writer: AnswerWriter
+    port: RequestPort, takers: Iterator["_UpdateTaker"], num_open: int, writer: AnswerWriter
 ) -> AnswerPiece:
     """Returns the last piece of the choice that ends last, or of the first one that fails.
 
-    If a choice fails, the others are cancelled. A choice waits until its piece is taken, so a
-    client that reads slowly gets larger pieces.
+    Leaders come before followers, and `num_open` are followed in all. If a choice fails, the
+    others are cancelled. A choice waits until its piece is taken, so a client that reads slowly
+    gets larger pieces.
     """
-    num_open = len(takers)
-    room = asyncio.Semaphore(MAX_OPEN)  # first come, first served: leaders come before followers
     end: asyncio.Future[AnswerPiece] = asyncio.get_running_loop().create_future()
 
-    async def follow_one(taker: _UpdateTaker) -> None:
+    async def follow_some() -> None:
         nonlocal num_open
-        async with room:
+        for taker in takers:
             last = await taker.follow(port)
-        num_open -= 1
-        if num_open and last.finish is not None:
-            await writer.write(last)
-        elif not end.done():
-            end.set_result(last)
+            num_open -= 1
+            if num_open and last.finish is not None:
+                await writer.write(last)
+            elif not end.done():
+                end.set_result(last)
+            if end.done():
+                return
 
     async with LightTaskGroup() as group:
-        # The leader's task comes first.
-        tasks = [group.create_task(follow_one(taker)) for taker in takers]
+        num_tasks = min(MAX_OPEN, num_open)
+        tasks = [group.create_task(follow_some()) for _ in range(num_tasks)]
         last = await end
         if last.finish is None:
             for task in tasks:

@@ -18,7 +18,7 @@ from router.gateway.answers.writing import Ending, Heading
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.calls import OUTPUTS, SCORES_OUTPUT, TEXT_OUTPUT, AnswerForm
 from router.gateway.inference.tensors import Tensor, parameter, write_tensors
-from router.inbox.json_parts import LazyItems, encode_in_turns, encode_lazy
+from router.inbox.json_parts import LazyItems, encode_lazy, joined_in_turns, json_parts
 from router.machine.requests import Finished, Outcome
 from router.text.logprobs import Entry, prompt_logprobs
 
@@ -77,9 +77,8 @@ class WholeInference:
             assert kept.last is not None
             choices.append(msgspec.structs.replace(kept.last, text=begin + kept.text))
             if self._form.has_scores:
-                scores.append(
-                    await encode_in_turns(_scores_of(heading, kept.entries), heading.turn)
-                )
+                parts = json_parts(_scores_of(heading, kept.entries))
+                scores.append(await joined_in_turns(parts, heading.turn))
         sums = [_sum_of(self._kept[index].entries) for index in ending.shown]
         await self._send(_response(heading, self._form, choices, sums, scores))
 

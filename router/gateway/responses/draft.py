@@ -1,6 +1,7 @@
 """A response while it is made: its status, output and events, numbered in order. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -11,8 +12,7 @@ from router.gateway.requests.calls import CheckedCall
 from router.gateway.responses.items import NewId
 from router.gateway.responses.output import Event, OutputItems
 from router.gateway.responses.tools.offer import ToolOrigin
-from router.inbox.json_parts import encode_in_turns
-from router.inbox.loop_turns import Turn
+from router.inbox.json_parts import json_parts
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected
 from router.text.logprobs import ChatLogprobs, Entry
 
@@ -146,9 +146,9 @@ def encode_events(events: Sequence[Event]) -> bytes:
     return b"".join([_begin(event) + _encode(event) + _END for event in events])
 
 
-async def encode_event_in_turns(event: Event, turn: Turn) -> bytes:
-    """An event as a server-sent one. Those at the end of an answer may be long."""
-    return _begin(event) + await encode_in_turns(event, turn) + _END
+def event_parts(event: Event) -> Iterator[bytes]:
+    """An event as a server-sent one, in parts. Those at the end of an answer may be long."""
+    yield from chain((_begin(event),), json_parts(event), (_END,))
 
 
 def _begin(event: Event) -> bytes:

@@ -9,12 +9,13 @@ from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import Ending, Heading
 from router.gateway.responses.draft import (
     ResponseDraft,
-    encode_event_in_turns,
     encode_events,
+    event_parts,
 )
 from router.gateway.responses.output import Event
 from router.gateway.responses.table import KeptEvent, NewResponse
 from router.gateway.responses.writers import ResponseKeeper
+from router.inbox.json_parts import joined_in_turns
 from router.inbox.loop_turns import Turn, no_turn
 
 
@@ -75,7 +76,7 @@ class BackgroundRun:
     async def note_long(self, events: list[Event]) -> None:
         """Keeps events that may be long, in turns."""
         for event in events if self.has_events else ():
-            data = await encode_event_in_turns(event, self._turn)
+            data = await joined_in_turns(event_parts(event), self._turn)
             self.events.append(KeptEvent(event["sequence_number"], data))
 
     async def refuse(self, error: InvalidRequest) -> None:

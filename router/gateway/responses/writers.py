@@ -7,6 +7,7 @@ it cannot be kept, the client gets the answer all the same, with `store: false`.
 import asyncio
 import logging
 from collections.abc import Sequence
+from itertools import chain
 
 from starlette.types import Send
 
@@ -17,15 +18,15 @@ from router.gateway.answers.choice import AnswerPiece
 from router.gateway.answers.writing import Ending, Heading, send_failure
 from router.gateway.responses.draft import (
     ResponseDraft,
-    encode_event_in_turns,
     encode_events,
+    event_parts,
 )
 from router.gateway.responses.items import Item
 from router.gateway.responses.output import Event
 from router.gateway.responses.store import ResponseStore
 from router.gateway.responses.table import NewResponse
 from router.inbox.api_errors import ApiError
-from router.inbox.json_parts import json_parts
+from router.inbox.json_parts import PART_BYTES, json_parts
 from router.machine.requests import Finished
 
 log = logging.getLogger(__name__)
@@ -162,9 +163,11 @@ class StreamedResponse:
         self._is_open = False
         events = [*await self._open(), *self._draft.end(ending, unix_time_s())]
         await self._keeper.keep(self._draft)
-        for event in (*events, *self._draft.last()):
-            data = await encode_event_in_turns(event, self._heading.turn)
-            await self._send_body(data, more_body=True)
+        events += self._draft.last()
+        for part in chain.from_iterable(map(event_parts, events)):
+            await self._send_body(part, more_body=True)
+            if len(part) >= PART_BYTES:
+                await self._heading.turn()
         await self._send_body(b"", more_body=False)
 
     async def _open(self) -> list[Event]:
