@@ -59,6 +59,8 @@ def embedding_of(directory: Path) -> Embedding | None:
     if kinds.count(_POOLING) != 1:
         raise CheckpointError(f"{path}: {kinds.count(_POOLING)} modules of type Pooling, not 1")
     folder = str(modules[kinds.index(_POOLING)].get("path", ""))
+    if folder == ".." or Path(folder).name != folder or "\0" in folder:
+        raise CheckpointError(f"{path}: names {folder!r:.80}, which is no folder of the model")
     _check_pooling(directory / folder / "config.json")
     return _described(directory / "config.json", is_normalized="Normalize" in kinds)
 

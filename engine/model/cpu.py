@@ -35,7 +35,7 @@ from engine.model.native.attention import NativeAttention
 from engine.model.native.decoder import Decoder, NotFused, PreparedCall, build
 from engine.model.native.invariant import InvariantProducts
 from engine.model.native.library import INT8, INT8_AS_FLOAT, instructions, kernels
-from engine.model.native.linear import PackedLinear, Team, pack_linears
+from engine.model.native.linear import PackedLinear, Team, bare_bytes, pack_linears
 from engine.model.native.sampling import sample as sample_natively
 from engine.model.parallel.steps import PackedStep
 from engine.model.sampling.changes import TokenChoice
@@ -48,6 +48,7 @@ from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
+MOST_BARE = 0.2  # of a model's bytes, before it is worth a warning
 FUSED_TOLERANCE = 1e-4  # of the spread of the logits
 PACKED_TOLERANCE = {  # the same, for packed weights of each format
     WeightFormat.FP32: 1e-3,
@@ -113,6 +114,7 @@ class CpuForward:
             self.weights_bytes = pack_linears(
                 self._loaded.model, self._team, self._weights, self._loaded.read_outside
             )
+            self._warn_of_bare_weights()
             packed = self._packed_logits()
             if self._loaded.group is None:  # the kernels' decoder has no ranks
                 self._decoder = self._fused(self._team, packed)
@@ -270,6 +272,18 @@ class CpuForward:
             clock,
             drafting,
         )
+
+    def _warn_of_bare_weights(self) -> None:
+        """Says if much of the model stayed in fp32 though another format was asked for."""
+        bare = bare_bytes(self._loaded.model, self._loaded.read_outside)
+        if self._weights is not WeightFormat.FP32 and bare > MOST_BARE * self.weights_bytes:
+            log.warning(
+                "%s: %.0f%% of its weights stay in fp32 instead of %s: its own code multiplies by "
+                "them (docs/models.md)",
+                self._loaded.model.config.model_type,
+                100 * bare / self.weights_bytes,
+                self._weights,
+            )
 
     def _packed_logits(self) -> torch.Tensor:
         """Logits of the trial by the model's own code over packed weights.

@@ -69,7 +69,12 @@ def pack_linears(
         setattr(model.get_submodule(parent), last, packed)
         del packed
     widen(model)
-    return num_bytes + sum(x.nbytes for x in _bare_matrices(model, read_outside))
+    return num_bytes + bare_bytes(model, read_outside)
+
+
+def bare_bytes(model: nn.Module, read_outside: Collection[str] = ()) -> int:
+    """The bytes of the matrices of a packed model that stayed in fp32: its own code uses them."""
+    return sum(x.nbytes for x in _bare_matrices(model, read_outside))
 
 
 def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:

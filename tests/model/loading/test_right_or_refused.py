@@ -274,6 +274,43 @@ def test_layers_that_share_kv_are_served_and_store_it_once(sharing, num_shared, 
         assert model.runner.layout.sections[0].num_layers == 6 - num_shared
 
 
+NEMOTRON = COMMON | {
+    "model_type": "nemotron_h",
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize("other", ["mlp", "moe"])
+def test_layers_without_attention_need_no_kv(other, tmp_path):
+    layers = [other, "full_attention", "mlp", "full_attention"]
+    save_checkpoint(tmp_path, NEMOTRON | {"layers_block_type": layers})
+    check_equals_generate(tmp_path)
+    with Served(tmp_path) as model:
+        assert model.runner.layout.sections[0].num_layers == 2
+
+
+def test_layers_with_a_state_are_refused_beside_attention(tmp_path):
+    layers = ["mlp", "full_attention", "linear_attention", "full_attention"]
+    save_checkpoint(tmp_path, NEMOTRON | {"layers_block_type": layers})
+    assert refusal(tmp_path).startswith("config.json: layers with a recurrent state cannot be")
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("jetmoe", True), ("qwen2_moe", False)])
+def test_experts_that_stay_in_fp32_are_said(kind, is_said, tmp_path, caplog):
+    save_checkpoint(tmp_path, OWN_CODE[kind])
+    Served(tmp_path, weights=WeightFormat.INT8).runner.close()
+    said = [r for r in caplog.records if "of its weights stay in fp32" in r.message]
+    assert [r.levelname for r in said] == ["WARNING"] * is_said
+
+
 def test_layers_of_two_head_sizes_are_refused(tmp_path):
     save_checkpoint(tmp_path, GEMMA4 | {"global_head_dim": 16})
     assert "layers with KV of different sizes cannot be served" in refusal(tmp_path)

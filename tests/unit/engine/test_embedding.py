@@ -67,3 +67,10 @@ def test_a_part_is_an_embedding_only_where_the_model_says_so(saved):
     listed = embedding_of(saved(config={"hidden_size": 8, "matryoshka_dimensions": [2, 4]}))
     taken = [[size for size in range(10) if each.takes(size)] for each in (plain, nested, listed)]
     assert taken == [[8], [1, 2, 3, 4, 5, 6, 7, 8], [2, 4, 8]]
+
+
+@pytest.mark.parametrize("folder", ["../1_Pooling", "/etc", "..", "a/b", "x\0"])
+def test_a_module_is_a_folder_of_the_model(saved, folder):
+    modules = [MODULES[0], MODULES[1] | {"path": folder}]
+    with pytest.raises(CheckpointError, match="which is no folder of the model"):
+        embedding_of(saved(modules=modules))
