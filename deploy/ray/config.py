@@ -2,7 +2,7 @@
 
     cluster: onprem.yaml       a file for `ray up`, relative to this one; or
     address: auto              a running Ray cluster, in Ray's notation
-    model: hf://org/name       in the forms of `model_source`; default: the bundled model
+    model: hf://org/name       in the forms of `model_source`; default: bundled, a toy
     pools: {prefill: 2, decode: 2, prefill_resource: prefill_node, decode_resource: decode_node}
     gateway: {host: 0.0.0.0}   and the other tables of Baton's TOML file
 
@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from deploy.commands.defaults import BUNDLED_MODEL, pools_of
+from deploy.commands.defaults import pools_of
+from deploy.fetching.names import BUNDLED
 from engine.config import Config, config_of
 from engine.errors import ConfigError
 
@@ -32,7 +33,7 @@ class UpConfig(msgspec.Struct, frozen=True):
 class _Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str | None = None
     address: str | None = None
-    model: str = str(BUNDLED_MODEL)
+    model: str = BUNDLED
 
 
 def load_up_config(path: Path) -> UpConfig:

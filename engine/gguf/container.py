@@ -48,6 +48,7 @@ _NUMBERS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _LEAST_BYTES = {_STRING: 8, **{kind: struct.calcsize(code) for kind, code in _NUMBERS.items()}}
 
 BLOCKS = {  # types that are read: values and bytes of a block
@@ -141,15 +142,17 @@ class _Reading:
         least = _LEAST_BYTES.get(kind, 1) * length
         if length > MAX_ARRAY_LEN or least > self._end - self._at:
             raise self._corrupted(f"{key!r:.80} claims {length} values")
-        if kind in _NUMBERS:
-            return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", self._take(least, key)))
-        return [self._scalar(kind, key) for _ in range(length)]
+        if kind == _STRING:
+            return cast("list[Scalar]", self._strings(length, key))
+        if kind not in _NUMBERS:
+            raise self._unknown(kind, key)
+        return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", self._take(least, key)))
 
     def _scalar(self, kind: int, key: str) -> Scalar:
         if kind == _STRING:
             return self._string(key)
         if kind not in _NUMBERS:
-            raise self._corrupted(f"{key!r:.80} has a value of unknown type {kind}")
+            raise self._unknown(kind, key)
         return cast("Scalar", self._number(_NUMBERS[kind], key))
 
     def _described(self, num_tensors: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
@@ -196,9 +199,19 @@ class _Reading:
         return TensorPlace(type_name, shape, start + offset, num_bytes)
 
     def _string(self, what: str) -> str:
-        length = int(self._number("Q", what))
+        return self._strings(1, what)[0]
+
+    def _strings(self, number: int, what: str) -> list[str]:
+        """Reads strings that follow each other: a vocabulary has a hundred thousand."""
+        found, at, end, data = [], self._at, self._end, self._data
+        for _ in range(number):
+            begin = at + _LENGTH.size
+            if begin > end or (at := begin + _LENGTH.unpack_from(data, at)[0]) > end:
+                raise self._corrupted(f"it ends within {what!r:.80}")
+            found.append(data[begin:at])
+        self._at = at
         try:
-            return self._take(length, what).decode()
+            return [each.decode() for each in found]
         except UnicodeDecodeError:
             raise self._corrupted(f"{what!r:.80} is not UTF-8") from None
 
@@ -210,6 +223,9 @@ class _Reading:
             raise self._corrupted(f"it ends within {what!r:.80}")
         self._at += num_bytes
         return self._data[self._at - num_bytes : self._at]
+
+    def _unknown(self, kind: int, key: str) -> CheckpointError:
+        return self._corrupted(f"{key!r:.80} has a value of unknown type {kind}")
 
     def _corrupted(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: corrupted: {why}")

@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(checkpoint):
-    with serve(str(checkpoint), "--launcher", "process") as running:
+    with serve("--launcher", "process", model=str(checkpoint)) as running:
         yield running
 
 

@@ -128,7 +128,7 @@ def test_a_model_directory_that_lacks_a_file_names_the_file(tmp_path):
 
 
 def test_kv_formats_that_cannot_be_exchanged_are_one_clear_line():
-    result = run_command("serve", "--launcher", "process", "--decode-kv-dtype", "int8")
+    result = run_command("serve", "bundled", "--launcher", "process", "--decode-kv-dtype", "int8")
     assert result.returncode == 1
     assert result.stderr.strip().splitlines() == [
         "error: --kv-dtype fp32 and --decode-kv-dtype int8 cannot be combined without "
@@ -139,7 +139,16 @@ def test_kv_formats_that_cannot_be_exchanged_are_one_clear_line():
 def test_nixl_where_it_is_not_installed_is_one_clear_line(tmp_path):
     for package in PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise ImportError('not [here]')")
-    arguments = ("serve", "--launcher", "process", "--kv-transport", "nixl", "--port", "0")
+    arguments = (
+        "serve",
+        "bundled",
+        "--launcher",
+        "process",
+        "--kv-transport",
+        "nixl",
+        "--port",
+        "0",
+    )
     folder = {"PYTHONPATH": str(tmp_path), "BATON_RUN_DIR": str(tmp_path)}
     for _ in range(2):  # a start that fails leaves no orders for the next one
         result = run_command(*arguments, BATON_ADMIN__NAME="fails", **folder)

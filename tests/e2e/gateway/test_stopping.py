@@ -166,7 +166,7 @@ def test_when_the_command_is_killed_answers_end_at_once():
 )
 def test_a_signal_before_it_serves_leaves_nothing(num_processes):
     with started(
-        "deploy.commands.main", "serve", "--launcher", "process", "--port", "0"
+        "deploy.commands.main", "serve", "bundled", "--launcher", "process", "--port", "0"
     ) as running:
         poll_until(
             lambda: len(marked_processes(running.mark)) >= num_processes, "it starts some", 30

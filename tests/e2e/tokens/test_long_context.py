@@ -33,7 +33,7 @@ def max_model_len(url: str) -> int:
 
 
 def test_with_default_flags_a_request_without_max_tokens_is_answered(model):
-    with serve(model, "--launcher", "process", kv_mib=None) as served:
+    with serve("--launcher", "process", model=model, kv_mib=None) as served:
         longest = max_model_len(served.url)
         # Default KV memory is at least 256 MiB; more depends on the machine.
         assert longest >= 256 // BLOCK_MIB * 16
@@ -49,7 +49,7 @@ def test_with_default_flags_a_request_without_max_tokens_is_answered(model):
 def small(model):
     """Workers that draft, with KV memory for `MAX_LEN` tokens."""
     options = ("--launcher", "process", "--speculate", "ngram")
-    with serve(model, *options, kv_mib=NUM_BLOCKS * BLOCK_MIB) as running:
+    with serve(*options, model=model, kv_mib=NUM_BLOCKS * BLOCK_MIB) as running:
         assert max_model_len(running.url) == MAX_LEN
         yield running
 

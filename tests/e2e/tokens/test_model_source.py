@@ -226,9 +226,9 @@ def test_unknown_schemes_and_missing_packages_are_reported(tmp_path, monkeypatch
 @pytest.mark.torch
 def test_baton_serves_a_model_of_a_hub_under_its_name(hub, tmp_path):
     hub.commit(contents(BUNDLED_MODEL))
-    with serve(
-        f"hf://{fake.NAME}", "--launcher", "process", BATON_CACHE=str(tmp_path / "cache")
-    ) as running:
+    cache = str(tmp_path / "cache")
+    model = f"hf://{fake.NAME}"
+    with serve("--launcher", "process", model=model, BATON_CACHE=cache) as running:
         response = httpx.post(
             f"{running.url}/v1/completions",
             json={"model": fake.NAME, "prompt": "def f(", "max_tokens": 8},

@@ -112,6 +112,7 @@ def conserved(served: Served) -> None:
 @contextmanager
 def serve(
     *arguments: str,
+    model: str = "bundled",
     kv_mib: int | None = KV_MIB,
     command: Sequence[str] = BATON,
     **environment: str,
@@ -123,7 +124,7 @@ def serve(
     mark = uuid.uuid4().hex
     options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]
     process = subprocess.Popen(
-        [*command, "serve", *options, *arguments],
+        [*command, "serve", model, *options, *arguments],
         stderr=subprocess.PIPE,
         env={**os.environ, MARK: mark, "COLUMNS": "200", **environment},
         start_new_session=True,

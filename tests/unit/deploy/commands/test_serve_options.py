@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.commands import serve
+from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.commands.main import app
 from deploy.commands.serve import parse_tokens, start_again, without_keys
 from engine.config import StoreConfig, load_config
@@ -77,3 +78,11 @@ def test_short_options_give_the_settings_of_the_store(monkeypatch, tmp_path):
 def test_a_disk_without_memory_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"need store\.memory_mib"):
         settings_of(monkeypatch, "--store-disk", str(tmp_path))
+
+
+def test_only_the_toy_has_a_draft_model_by_default(monkeypatch):
+    speculate = ("--speculate", "auto")
+    assert settings_of(monkeypatch, *speculate).worker.draft_model is None
+    for toy in ("bundled", str(BUNDLED_MODEL)):
+        found = settings_of(monkeypatch, toy, *speculate)
+        assert found.worker.draft_model == str(BUNDLED_DRAFT)

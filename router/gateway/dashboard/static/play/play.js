@@ -276,7 +276,7 @@ byId("knobs").append(
 byId("knobs").addEventListener("submit", (event) => event.preventDefault());
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = byId("prompt").value;
+  const text = byId("prompt").value || byId("prompt").placeholder; // the first time, an example
   if (running || !text.trim()) return;
   if (messages.at(-1)?.role === "user") { // it got no answer
     messages.pop();
@@ -285,7 +285,7 @@ byId("ask").addEventListener("submit", (event) => {
   for (const old of byId("messages").querySelectorAll(".results")) old.remove();
   messages.push({ role: "user", content: text });
   bubble("user", text);
-  byId("prompt").value = "";
+  byId("prompt").value = byId("prompt").placeholder = "";
   ask();
 });
 byId("prompt").addEventListener("keydown", (event) => {
