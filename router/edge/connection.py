@@ -24,61 +24,38 @@ last. Input after it is discarded for a moment, so that the client can read the 
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import httptools
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import is_ssl
 
 from router.edge.extension import EXTENSION, NO_SOCKET, Caller
+from router.edge.feeding import FIELD_WORK, PART_WORK, Feeder
 from router.edge.limits import Book, ConnectionPace, EdgeLimits, Overdue
-from router.inbox.api_errors import error_body
+from router.edge.refusals import (
+    LONG_HEAD,
+    NO_ROOM,
+    NOT_HTTP,
+    SLOW_BODY,
+    SLOW_HEAD,
+    SMALL_PARTS,
+    TOO_MANY,
+    TWICE,
+    EdgeRefusal,
+)
 
 log = logging.getLogger(__name__)
 
 
-CRLF = "\r\n"
+FREE_PARTS = 4096  # of a body, in chunks or as the network delivers it
+MIN_PART_BYTES = 32  # of the parts beyond these, on average
+_ONCE = frozenset({b"host", b"authorization"})  # else two programs may read two of them
 
 
 class _NotParsed(Exception):
     """Raised inside a callback of the parser, which swallows it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EdgeRefusal:
-    """The answer to input that is not an acceptable request."""
-
-    status: int
-    phrase: str
-    code: str
-    message: str
-
-    def response(self) -> bytes:
-        """A complete response, the connection's last."""
-        is_ours = self.status == 503
-        kind = "server_error" if is_ours else "invalid_request_error"
-        body = msgspec.json.encode(error_body(self.message, kind=kind, code=self.code))
-        head = (
-            f"HTTP/1.1 {self.status} {self.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n{'retry-after: 1' + CRLF if is_ours else ''}"
-            "connection: close\r\n\r\n"
-        )
-        return head.encode() + body
-
-
-NOT_HTTP = EdgeRefusal(400, "Bad Request", "bad_request", "this is not an HTTP/1.1 request")
-LONG_HEAD = EdgeRefusal(
-    431, "Request Header Fields Too Large", "head_too_large", "the head of the request is too long"
-)
-SLOW_HEAD = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.HEAD)
-SLOW_BODY = EdgeRefusal(408, "Request Timeout", "request_timeout", Overdue.BODY)
-TOO_MANY = EdgeRefusal(
-    400, "Bad Request", "too_many_requests", "too many requests wait on this connection"
-)
-NO_ROOM = EdgeRefusal(503, "Service Unavailable", "overloaded", "no room for more request bodies")
 
 
 class Connection(HttpToolsProtocol):
@@ -97,6 +74,8 @@ class Connection(HttpToolsProtocol):
         self._is_draining = False
         self._num_fed = 0  # bytes since the parser last completed a part or a piece of a body
         self._num_body = 0  # bytes of an incomplete body
+        self._has_head = False  # of the present request
+        self._num_parts = self._num_parts_bytes = 0  # of its body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
 
     def data_received(self, data: bytes) -> None:
@@ -104,6 +83,10 @@ class Connection(HttpToolsProtocol):
         if self._is_last:
             return
         self._unset_keepalive_if_required()
+        self._feeder.take(self, data)
+
+    def parse(self, data: bytes | memoryview) -> bool:
+        """Parses a slice of input; implements `FedConnection`."""
         pace = self._pace
         if pace.head_s is None and pace.body_s is None:
             pace.await_head(self.loop.time())
@@ -113,11 +96,33 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # no other protocol is offered
             self.cycle.keep_alive = False
+            self._is_last = True
         except httptools.HttpParserError:
             self._refuse(self._refusal or NOT_HTTP)
         else:
             if self._num_fed > self._limits.max_head_bytes:
                 self._refuse(LONG_HEAD)
+        return not self._is_last and not self.transport.is_closing()
+
+    def hold(self) -> None:
+        """Stops reading until the input is parsed; implements `FedConnection`."""
+        self.transport.pause_reading()
+
+    def let_go(self) -> None:
+        """Reads again unless uvicorn does not want to; implements `FedConnection`."""
+        if not (self.flow.read_paused or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    def on_message_begin(self) -> None:
+        """Begins a head."""
+        self._has_head = False
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a field of the head. Fields behind a body are dropped: they would count as its."""
+        self._feeder.spend(FIELD_WORK)
+        if not self._has_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begins a request; its task has not run yet."""
@@ -128,7 +133,10 @@ class Connection(HttpToolsProtocol):
             self._raise(LONG_HEAD)
         if len(self.pipeline) >= limits.max_pipelined:
             self._raise(TOO_MANY)
-        self._num_fed = 0
+        if _has_twice(self.headers):
+            self._raise(TWICE)
+        self._has_head = True
+        self._num_fed = self._num_parts = self._num_parts_bytes = 0
         self._pace.begin_body(self.loop.time())
         super().on_headers_complete()
         cycle = self.cycle
@@ -138,12 +146,22 @@ class Connection(HttpToolsProtocol):
             cycle.transport = _LastOrNot(self, cycle)  # type: ignore[assignment]
             caller = Caller(cycle)
             self._callers.append(caller)
-            self.scope["extensions"] = {EXTENSION: {"pipe": self, "caller": caller}}
+            offered: dict[object, object] = {"pipe": self, "caller": caller}
+            if self.scope["http_version"] != "1.1":  # its clients know no chunks
+                del offered["pipe"]
+                cycle.chunked_encoding = False
+                cycle.expected_content_length = _UntilClosed()
+            self.scope["extensions"] = {EXTENSION: offered}
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of a body."""
         book = self._book
         self._num_fed = 0
+        self._feeder.spend(PART_WORK)
+        self._num_parts += 1
+        self._num_parts_bytes += len(body)
+        if self._num_parts > FREE_PARTS + self._num_parts_bytes // MIN_PART_BYTES:
+            self._raise(SMALL_PARTS)
         if self._callers and self._callers[-1].streams_body:
             self._forget_body()  # the application has it, but for what uvicorn buffers
             self._pace.begin_body(self.loop.time())
@@ -166,6 +184,7 @@ class Connection(HttpToolsProtocol):
         """Admits the connection of a client, or refuses it."""
         super().connection_made(transport)
         self._outbox = _outboxes.setdefault(self.loop, _Outbox())
+        self._feeder = _feeders.setdefault(self.loop, Feeder())
         self._callers: list[Caller] = []  # of requests that are not answered yet
         self._descriptor = _descriptor_of(transport)
         self._pace = ConnectionPace(self.loop.time())
@@ -186,6 +205,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Notes that the client has left."""
         self.is_ready = False
+        self._feeder.forget(self)
         self._forget_body()
         self.uncount()
         super().connection_lost(exc)
@@ -250,6 +270,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._is_last = True
+        self._feeder.forget(self)
         self._forget_body()
         self._pace.last_s = self.loop.time()
         self.flow.resume_reading()
@@ -271,10 +292,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()  # an answer has begun, so no other one can be sent
             return
         self._answer_last(refusal)
-        if self._callers:
-            cycle.disconnected = True
-            cycle.message_event.set()
-            self._leave_callers()
+        self._leave_callers()
 
     def _answer_last(self, refusal: EdgeRefusal) -> None:
         if not self.transport.is_closing():
@@ -285,6 +303,7 @@ class Connection(HttpToolsProtocol):
         for caller in self._callers:
             caller.leave()
         self._callers.clear()
+        self.pipeline.clear()
 
     def _forget_body(self) -> None:
         self._book.bodies_bytes -= self._num_body
@@ -409,4 +428,26 @@ def _cut(transport: asyncio.Transport) -> None:
     transport.abort()
 
 
+def _has_twice(headers: list[tuple[bytes, bytes]]) -> bool:
+    """True if a field that must be unambiguous is given more than once."""
+    once = [name for name, _ in headers if name in _ONCE]
+    return len(once) > len(set(once))
+
+
+class _UntilClosed(int):
+    """The length, in uvicorn's count, of a body that ends with its connection: any."""
+
+    def __lt__(self, _: int) -> bool:
+        return False
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+    def __sub__(self, _: int) -> "_UntilClosed":
+        return self
+
+    __hash__ = int.__hash__
+
+
 _outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
+_feeders: WeakKeyDictionary[asyncio.AbstractEventLoop, Feeder] = WeakKeyDictionary()

@@ -79,8 +79,10 @@ class Caller:
         return not self._is_gone
 
     def leave(self) -> None:
-        """Notes that the client has left."""
+        """Notes that the client has left, also for uvicorn, which notes the last request alone."""
         self._is_gone = True
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
         if self._on_gone is not None:
             self._on_gone()
 

@@ -10,8 +10,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from router.edge.connection import Connection, _outboxes
+from router.edge.connection import FREE_PARTS, MIN_PART_BYTES, Connection, _outboxes
 from router.edge.extension import NO_SOCKET, caller_of
+from router.edge.feeding import PART_WORK, SLICE_BYTES, WORK_PER_TURN
 from router.inbox.lanes import WIDE_BODY_BYTES
 from tests.kits.router.frames import no_frames_in_cycles
 from tests.kits.router.gateway import (
@@ -57,11 +58,11 @@ async def nothing(scope, receive, send):
     raise AssertionError("no request is made here")
 
 
-def connect(name, written, app=nothing, facts=None):
+def connect(name, written, app=nothing, facts=None, kind=Connection):
     config = uvicorn.Config(app, lifespan="off", log_config=None)
     config.load()
     loop = asyncio.get_running_loop()
-    connection = Connection(config, server_state=ServerState(), app_state={}, _loop=loop)
+    connection = kind(config, server_state=ServerState(), app_state={}, _loop=loop)
     transport = Transport(name, written, facts)
     connection.connection_made(transport)
     return connection, transport
@@ -369,3 +370,154 @@ async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_
     assert book.bodies_bytes == 0
     assert b"".join(received) == body
     book.validate()
+
+
+CHUNKED = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+
+
+async def answered(app, *inputs):
+    """What a connection sends for input that comes in a few reads."""
+    written = []
+    connection, transport = connect("a", written, app)
+    for data in inputs:
+        if not transport.closing:
+            connection.data_received(data)
+    await until(lambda: written and not connection.tasks and not connection._feeder._waiting)
+    return b"".join(data for _, data in written)
+
+
+async def read_all(scope, receive, send):
+    """Answers with the length of the body."""
+    num_bytes, more_body = 0, True
+    while more_body:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        num_bytes += len(message["body"])
+        more_body = message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d bytes" % num_bytes})
+
+
+@pytest.mark.parametrize("reads", ["one", "many", "one-byte"])
+async def test_a_body_in_tiny_parts_is_refused(reads):
+    data = CHUNKED + b"1\r\nx\r\n" * (3 * FREE_PARTS)
+    if reads == "one-byte":
+        head = request(b"x" * (3 * FREE_PARTS))
+        start = head.index(b"\r\n\r\n") + 4
+        inputs = [head[:start], *(head[i : i + 1] for i in range(start, len(head)))]
+    else:
+        size = len(data) if reads == "one" else 5000
+        inputs = [data[i : i + size] for i in range(0, len(data), size)]
+    said = await answered(read_all, *inputs)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"too many small parts" in said
+    assert b"connection: close" in said
+
+
+@pytest.mark.parametrize(
+    ("size", "num"), [(1, FREE_PARTS), (MIN_PART_BYTES, 4 * FREE_PARTS), (70_000, 20)]
+)
+async def test_a_body_in_sensible_parts_is_read(size, num):
+    data = CHUNKED + (b"%x\r\n" % size + b"x" * size + b"\r\n") * num + b"0\r\n\r\n"
+    said = await answered(read_all, data)
+    assert b"%d bytes" % (size * num) in said
+
+
+async def test_tiny_parts_of_many_connections_take_little_of_each_turn():
+    data = CHUNKED + b"1\r\nx\r\n" * FREE_PARTS
+    calls = 0
+
+    class Counting(Connection):
+        def on_body(self, body):
+            nonlocal calls
+            calls += 1
+            super().on_body(body)
+
+    written, made = [], []
+    for index in range(4):
+        connection, _ = connect(str(index), written, read_all, kind=Counting)
+        made.append(connection)
+        connection.data_received(data)
+    worst, before = calls, calls
+    while any(connection._feeder._waiting for connection in made):
+        await asyncio.sleep(0)
+        worst, before = max(worst, calls - before), calls
+    assert calls == 4 * FREE_PARTS
+    assert worst * PART_WORK < WORK_PER_TURN + PART_WORK * SLICE_BYTES
+    for connection in made:
+        connection.connection_lost(None)
+    await until(lambda: not any(connection.tasks for connection in made))
+
+
+async def test_endless_trailers_are_refused_early():
+    said = await answered(read_all, CHUNKED + b"0\r\n" + b"a:b\r\n" * 100_000)
+    assert b" 431 " in said.partition(b"\r\n")[0]
+
+
+async def test_fields_behind_a_body_are_no_header():
+    seen = []
+
+    async def app(scope, receive, send):
+        await asyncio.sleep(0)
+        seen.append([name for name, _ in scope["headers"]])
+        await read_all(scope, receive, send)
+
+    await answered(app, CHUNKED + b"0\r\nauthorization: Bearer k\r\nhost: y\r\n\r\n")
+    assert seen == [[b"host", b"content-type", b"transfer-encoding"]]
+
+
+@pytest.mark.parametrize("field", [b"Host: x", b"AUTHORIZATION: Bearer k"])
+async def test_a_field_that_is_given_twice_is_refused(field):
+    said = await answered(nothing, request(b"", b"authorization: Bearer a", field))
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert b"is given twice" in said
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_of_http_1_0_gets_no_chunks(streams):
+    body = msgspec.json.encode({"prompt": "yo", "stream": streams})
+    data = request(body).replace(b"HTTP/1.1", b"HTTP/1.0")
+    said = await answered(make_app(FakeRouter(answer("abc"))), data)
+    head, _, rest = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    assert rest.endswith(b"data: [DONE]\n\n") if streams else msgspec.json.decode(rest)
+    if streams:
+        assert rest.startswith(b"data: {")
+
+
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+SECOND = (GET, request(b"{}"), request(b"{}")[:-1])
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 5, 20])
+@pytest.mark.parametrize("second", SECOND, ids=["get", "post", "part"])
+@pytest.mark.parametrize("first", [GET, asked(), request(b"{")], ids=["get", "stream", "refused"])
+async def test_a_client_that_leaves_pipelined_requests_leaves_no_trace(
+    first, second, num_turns, caplog
+):
+    router = FakeRouter([tokens("a"), Never()])
+    connection, transport = connect("a", [], make_app(router))
+    connection.data_received(first + second)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    transport.closing = True
+    connection.connection_lost(None)
+    await until(lambda: not connection.tasks)
+    assert router.live == 0
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_frames_of_another_protocol_end_the_connection():
+    upgrade = GET.replace(b"host: x", b"host: x\r\nconnection: upgrade\r\nupgrade: websocket")
+    written = []
+    connection, transport = connect("a", written, make_app(FakeRouter()))
+    connection.data_received(upgrade + b"\x81\x01a" * 100_000)
+    connection.data_received(b"\x81\x01a" * 100_000)
+    await until(lambda: not connection.tasks and transport.closing)
+    assert written[0][1].startswith(b"HTTP/1.1 200 ")
+    assert connection._feeder._waiting == {}

@@ -1,0 +1,90 @@
+"""Shares the parsing of HTTP between the connections of a loop: bounded work in each turn.
+
+A body may come in chunks of one byte. Then the parser calls Python once for six bytes, and a buffer
+of 256 KiB takes 0.2 s in one piece. So input is parsed in slices. When the work of a turn is spent,
+connections wait for the next turns, and take turns with each other. Such a connection is not read
+from. Usual requests and long bodies never get there.
+"""
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+SLICE_BYTES = 2048
+WORK_PER_TURN = 4000  # 2 to 4 ms
+PART_WORK, FIELD_WORK = 4, 1  # of one call for a part of a body, and for a header field
+
+
+class FedConnection(Protocol):
+    """A connection that is given its input."""
+
+    def parse(self, data: bytes | memoryview) -> bool:
+        """Parses a slice. False: the rest is to be thrown away."""
+        ...
+
+    def hold(self) -> None:
+        """Stops reading."""
+        ...
+
+    def let_go(self) -> None:
+        """Reads again, unless there are other reasons not to."""
+        ...
+
+
+class Feeder:
+    """Gives input to the connections of one loop."""
+
+    def __init__(self) -> None:
+        self._work_left = WORK_PER_TURN
+        self._is_due = False  # a turn is scheduled
+        self._waiting: dict[FedConnection, deque[memoryview]] = {}  # the next one comes first
+
+    def spend(self, work: int) -> None:
+        """Notes work that was done for the parser."""
+        self._work_left -= work
+
+    def take(self, connection: FedConnection, data: bytes) -> None:
+        """Gives input to a connection, at once or in later turns."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+        if (inputs := self._waiting.get(connection)) is not None:
+            inputs.append(memoryview(data))
+            connection.hold()  # something else let it go
+        elif len(data) <= SLICE_BYTES and self._work_left > 0:
+            connection.parse(data)
+        else:
+            self._begin(connection, memoryview(data))
+
+    def forget(self, connection: FedConnection) -> None:
+        """Throws away what waits for a connection."""
+        if self._waiting.pop(connection, None) is not None:
+            connection.let_go()
+
+    def _begin(self, connection: FedConnection, data: memoryview) -> None:
+        while data and self._work_left > 0:
+            if not connection.parse(data[:SLICE_BYTES]):
+                return
+            data = data[SLICE_BYTES:]
+        if data:
+            self._waiting[connection] = deque((data,))
+            connection.hold()
+
+    def _turn(self) -> None:
+        self._work_left = WORK_PER_TURN
+        self._is_due = bool(self._waiting)
+        if self._is_due:
+            asyncio.get_running_loop().call_soon(self._turn)
+        while self._waiting and self._work_left > 0:
+            connection = next(iter(self._waiting))
+            inputs = self._waiting[connection]
+            data = inputs.popleft()
+            if not connection.parse(data[:SLICE_BYTES]):
+                self.forget(connection)
+                continue
+            if len(data) > SLICE_BYTES:
+                inputs.appendleft(data[SLICE_BYTES:])
+            if not inputs:
+                self.forget(connection)
+            elif self._waiting.pop(connection, None) is not None:  # else it ended meanwhile
+                self._waiting[connection] = inputs
