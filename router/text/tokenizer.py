@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from engine.embedding import Embedding, embedding_of
@@ -334,11 +335,21 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, eos: str | None) -> tu
     """All end-of-text ids in the checkpoint's files, in the order found."""
     ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        value = load_config(path).get("eos_token_id") if path.is_file() else None
+        value = _ends(directory / name)
         ids += value if isinstance(value, list) else [value]
     ids.append(None if eos is None else tokenizer.token_to_id(eos))
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+
+
+def _ends(path: Path) -> int | list[int] | None:
+    """The ids that a file names; None without it. Raises CheckpointError if they are none."""
+    if not path.is_file():
+        return None
+    value = load_config(path).get("eos_token_id")
+    try:
+        return msgspec.convert(value, int | list[int] | None)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: eos_token_id: {error}") from error
 
 
 def _vocab_size(directory: Path) -> int | None:

@@ -27,6 +27,7 @@ For a CPU, which computes in fp32, weights stay in the dtype of their file until
 """
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.model.attention.hook import PAGED, RECORDING, AttentionCall, ForwardContext, attach
 from engine.model.loading import probe
-from engine.model.loading.features import PAGE, check_config, names_of, unserved
+from engine.model.loading.features import check_config, names_of, refused, unserved
 from engine.model.loading.files import check_files, fingerprint, read_json, weight_files
 from engine.model.loading.gguf import lazy_weights
 from engine.model.loading.layers import (
@@ -60,7 +61,7 @@ from engine.model.loading.layers import (
     section_of,
 )
 from engine.model.loading.placing import one_device_maps
-from engine.model.loading.positions import context_length, stretch
+from engine.model.loading.positions import ContextLength, context_length, stretch
 from engine.model.loading.probe import Probe
 from engine.model.loading.purpose import check_left_over, check_purpose, sees
 from engine.model.loading.quantised import quant_method, require_packages
@@ -133,11 +134,7 @@ def load(  # noqa: PLR0913 - all but three have defaults
     config = _load_config(path)
     check_purpose(path, config)
     check_config(config)
-    length = context_length(config.get_text_config(decoder=True), max_len)
-    if length.limit is not None:
-        log.warning("%s: %s", path, length.limit)
-    if length.is_stretched:
-        stretch(config.get_text_config(decoder=True))
+    length = _settle_length(path, config, max_len)
     method = _quant_method(config)
     context = ForwardContext()
     if group is not None:
@@ -156,6 +153,7 @@ def load(  # noqa: PLR0913 - all but three have defaults
     else:
         model = _load_weights(path, config, dtype, device)
         computed_in = model.dtype
+    _check_numbers(path, model)
     embedding = embedding_of(path)
     if embedding is not None:
         _give_hidden_states(model)
@@ -310,6 +308,17 @@ def _load_config(path: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{path / 'config.json'}: {_one_line(error)}") from error
 
 
+def _settle_length(path: Path, config: PreTrainedConfig, max_len: int | None) -> ContextLength:
+    """Returns the context that is served, and makes rotary embeddings constant if it needs that."""
+    text = config.get_text_config(decoder=True)
+    length = context_length(text, max_len)
+    if length.limit is not None:
+        log.warning("%s: %s", path, length.limit)
+    if length.is_stretched:
+        stretch(text)
+    return length
+
+
 def _quant_method(config: PreTrainedConfig) -> str | None:
     """Returns how the weights are quantised. Raises CheckpointError if packages to load them are
     missing.
@@ -391,7 +400,6 @@ def _probe(
     kv_format = KVFormat.BF16 if dtype == torch.bfloat16 else KVFormat.FP32
     has_logits = group is None or group.place.is_last_stage
     tried = Probe(where, probe.own_logits(model, where), tolerance, kv_format, has_logits)
-    _check_numbers(model, tried)
     _check_other_attention(model, tried, is_exact=dtype is torch.float32)
     calls = _recorded(model, context)
     own = _own_layers(model, group)
@@ -402,8 +410,7 @@ def _probe(
     check_windows(calls, cached_windows(model.config), context_len)
     off = tried.error(_paged_logits(model, context, section, tried))
     if not off <= tolerance:
-        kind = _model_type(model.config)
-        raise CheckpointError(f"{kind}: over paged KV its logits differ: {_why(calls)}")
+        raise _refusal(_model_type(model.config), calls, off)
     return section, tried
 
 
@@ -424,14 +431,16 @@ def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[Attention
     return calls
 
 
-def _check_numbers(model: PreTrainedModel, tried: Probe) -> None:
-    """Raises CheckpointError, naming the weight, if the model's own logits are not numbers."""
-    if tried.expected.isfinite().all():
-        return
-    weights = model.named_parameters()
-    bad = next((name for name, weight in weights if not weight.float().isfinite().all()), None)
-    found = "its logits are not numbers" if bad is None else f"the weight {bad} has NaN or infinity"
-    raise CheckpointError(f"{_model_type(model.config)}: {found}")
+def _check_numbers(path: Path, model: PreTrainedModel) -> None:
+    """Raises CheckpointError for a weight that has NaN or infinity.
+
+    The trial would not meet all of them: an expert, a token.
+    """
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.numel():
+            ends = torch.stack(torch.aminmax(weight if weight.itemsize > 1 else weight.float()))
+            if not ends.isfinite().all():
+                raise CheckpointError(f"{path}: the weight {name} has NaN or infinity")
 
 
 def _check_other_attention(model: PreTrainedModel, tried: Probe, *, is_exact: bool) -> None:
@@ -494,12 +503,19 @@ def _drop_what_never_ran(model: PreTrainedModel, seen: Watched) -> None:
                 setattr(parent, name, None)
 
 
-def _why(calls: list[AttentionCall]) -> str:
-    """Possible reasons why a model's attention differs from ours."""
+def _refusal(kind: str, calls: list[AttentionCall], off: float) -> CheckpointError:
+    """The refusal of a model whose logits over paged KV are `off`, with possible reasons."""
+    if math.isnan(off):
+        return CheckpointError(f"{kind}: its logits are not numbers")
+    found = "over paged KV its logits differ"
     terms = frozenset().union(*(call.terms for call in calls))
     if terms:
-        return f"its attention has terms that ours has not: {names_of(terms)}; {PAGE}"
-    return "its attention or its positions are not like ours, or it keeps a state besides K and V"
+        return unserved(kind, names_of(terms), found)
+    return refused(
+        kind,
+        f"{found}: its attention or its positions are not like ours, or it keeps a state besides "
+        "K and V",
+    )
 
 
 def _model_type(config: PreTrainedConfig) -> str:

@@ -3,6 +3,8 @@
 Every refusal by such a name points to the page that lists what is served.
 """
 
+from collections.abc import Iterable
+
 from transformers import PreTrainedConfig
 
 from engine.errors import CheckpointError
@@ -29,10 +31,14 @@ TERMS = {  # tensors that a model's code gives its attention besides Q, K and V
 PAGE = "docs/models.md lists what is served"
 
 
-def unserved(where: str, feature: str, details: str = "") -> CheckpointError:
+def refused(where: str, why: str) -> CheckpointError:
+    """The refusal of a model as it is."""
+    return CheckpointError(f"{where}: {why}; {PAGE}")
+
+
+def unserved(where: str, feature: str, details: str) -> CheckpointError:
     """The refusal of a feature. `details` says how it was found."""
-    found = f" ({details})" if details else ""
-    return CheckpointError(f"{where}: {feature} cannot be served{found}; {PAGE}")
+    return refused(where, f"{feature} cannot be served ({details})")
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -53,6 +59,6 @@ def check_config(config: PreTrainedConfig) -> None:
         raise unserved("config.json", "attention in chunks", "attention_chunk_size is set")
 
 
-def names_of(terms: frozenset[str]) -> str:
+def names_of(terms: Iterable[str]) -> str:
     """The terms of an attention that ours has not, in words."""
     return ", ".join(sorted({TERMS.get(term, term) for term in terms}))

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from transformers import DynamicCache, PreTrainedConfig
 
-from engine.errors import CheckpointError
 from engine.layout import KVSection
 from engine.model.attention.hook import AttentionCall
-from engine.model.loading.features import unserved
+from engine.model.loading.features import refused, unserved
 
 
 def places_of(calls: Sequence[AttentionCall]) -> dict[int, int]:
@@ -27,20 +26,21 @@ def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_who
     Layers without attention, such as an MLP, are fine if this rank has all layers (`is_whole`).
     """
     if not calls:
-        raise CheckpointError(
-            f"{kind}: its attention cannot be replaced by one over paged KV: its code in "
-            "transformers does not use the attention interface"
+        raise refused(
+            kind,
+            "its attention cannot be replaced by one over paged KV: its code in transformers "
+            "does not use the attention interface",
         )
     attending = [call.layer for call in calls]
     is_right = set(attending) <= set(own) and len(set(attending)) == len(attending)
     if not is_right or not (is_whole or len(attending) == len(own)):
-        raise CheckpointError(
-            f"{kind}: {len(calls)} calls to attention, though num_hidden_layers is {len(own)}"
+        raise refused(
+            kind, f"{len(calls)} calls to attention, though num_hidden_layers is {len(own)}"
         )
     if any(call.has_own_mask for call in calls):
-        raise CheckpointError(f"{kind}: its attention builds its own mask")
+        raise refused(kind, "its attention builds its own mask")
     if not is_whole and any(call.source != call.layer for call in calls):
-        raise CheckpointError(f"{kind}: layers that share KV cannot be split into stages")
+        raise refused(kind, "layers that share KV cannot be split into stages")
 
 
 def section_of(config: PreTrainedConfig, calls: Sequence[AttentionCall]) -> KVSection:
@@ -76,12 +76,14 @@ def check_windows(
         windows = call.window, call.mask_window, cached.get(call.source)
         said, masked, kept = (min(n or context_len, context_len) for n in windows)
         if said != masked:
-            raise CheckpointError(
-                f"config.json: the mask of layer {call.layer} shows {masked} tokens, but its "
-                f"attention is told {said}"
+            raise refused(
+                "config.json",
+                f"the mask of layer {call.layer} shows {masked} tokens, but its attention is told "
+                f"{said}",
             )
         if said != kept:
-            raise CheckpointError(
-                f"config.json: the cache of layer {call.layer} keeps {kept} tokens, but its "
-                f"attention is told {said}"
+            raise refused(
+                "config.json",
+                f"the cache of layer {call.layer} keeps {kept} tokens, but its attention is told "
+                f"{said}",
             )

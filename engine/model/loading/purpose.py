@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
 
 from engine.embedding import MODULES, embedding_of
 from engine.errors import CheckpointError
+from engine.model.loading.features import refused
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +49,13 @@ def check_purpose(path: Path, config: PreTrainedConfig) -> None:
     if (path / EMBEDS).exists() and embedding is None:
         raise CheckpointError(f"{path / EMBEDS}: a model of embeddings, and {MODULES} is missing")
     if not is_known(config) or config.is_encoder_decoder:
-        raise CheckpointError(
-            f"config.json: model_type {config.model_type!r} is not a decoder of text"
-        )
+        raise refused("config.json", f"model_type {config.model_type!r} is not a decoder of text")
     named = config.architectures or ()
     if embedding is not None:
         _check_embeds(named)
     elif named and not any(_answers_with_text(name, config.model_type) for name in named):
-        raise CheckpointError(
-            f"config.json: architectures has {named[0]}, which is not a decoder of text"
+        raise refused(
+            "config.json", f"architectures has {named[0]}, which is not a decoder of text"
         )
 
 

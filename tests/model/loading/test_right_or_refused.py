@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
+from engine.model.loading.features import PAGE
 from tests.kits.checkpoints import COMMON, KINDS, OWN_CODE, save_checkpoint, tiny_checkpoint
 from tests.kits.models.served import (
     WEIGHTS,
@@ -151,7 +152,7 @@ def llama(tmp_path, tmp_path_factory):
 def test_a_model_that_does_not_answer_with_text_is_refused(llama, architecture):
     edit_config(llama, architectures=[architecture], tie_word_embeddings=True)
     assert refusal(llama) == (
-        f"config.json: architectures has {architecture}, which is not a decoder of text"
+        f"config.json: architectures has {architecture}, which is not a decoder of text; {PAGE}"
     )
 
 
@@ -247,7 +248,7 @@ def test_a_model_that_attends_to_its_whole_prompt_is_refused(kind, tmp_path):
     save_checkpoint(tmp_path, BOTH_WAYS[kind])
     assert refusal(tmp_path) == (
         "config.json: bidirectional attention cannot be served (use_bidirectional_attention is "
-        "set); docs/models.md lists what is served"
+        f"set); {PAGE}"
     )
 
 

@@ -124,6 +124,14 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["</s>", [2, "x"], [None], {"id": 2}, 2.5, True])
+def test_ends_that_are_no_ids_are_named(tmp_path, name, value):
+    checkpoint(tmp_path, files={name: {"eos_token_id": value}})
+    with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id: Expected `int"):
+        load_text_model(tmp_path)
+
+
 def test_a_missing_tokenizer_is_named(tmp_path):
     (checkpoint(tmp_path) / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
