@@ -36,6 +36,7 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.cpu import CpuForward
 from engine.model.cuda import MAX_CHOSEN, CudaForward
 from engine.model.loading.checkpoint import LoadedModel, load, load_draft
+from engine.model.memory import return_freed_memory
 from engine.model.overlap import OverlappedStep, TokenMemory
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.shared import SharedForward
@@ -249,6 +250,7 @@ class TorchRunner:
         self.buffer = memoryview(buffer.view(-1).numpy()) if buffer.is_cpu else None
         self.kv_address = buffer.data_ptr()
         self._open_forwards(models, buffer)
+        return_freed_memory()
 
     def _describe(self, models: Sequence[LoadedModel]) -> None:
         """Sets the public facts of the target and, if there is one, of its draft."""

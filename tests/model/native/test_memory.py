@@ -1,8 +1,11 @@
 """Memory of packed weights."""
 
-import pytest
+from pathlib import Path
 
-from engine.model.memory import ALIGNMENT, CHUNK, Pieces
+import pytest
+import torch
+
+from engine.model.memory import ALIGNMENT, CHUNK, Pieces, return_freed_memory
 
 pytestmark = pytest.mark.torch
 
@@ -24,3 +27,18 @@ def test_pieces_are_zeros_on_a_cache_line(num_bytes):
     assert len(piece) == num_bytes
     assert piece.data_ptr() % ALIGNMENT == 0
     assert not piece[-ALIGNMENT:].any()
+
+
+def anonymous_kib():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def test_freed_memory_goes_back_to_the_system():
+    held = [torch.ones(10_000) for _ in range(4000)]  # 160 MB in pieces
+    last = held.pop()  # at the heap's end, so that the heap cannot shrink
+    before = anonymous_kib()
+    held.clear()
+    return_freed_memory()
+    assert anonymous_kib() < before - 100_000
+    assert last.all()
