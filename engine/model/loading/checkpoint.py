@@ -64,7 +64,7 @@ from engine.model.loading.placing import one_device_maps
 from engine.model.loading.positions import ContextLength, context_length, stretch
 from engine.model.loading.probe import Probe
 from engine.model.loading.purpose import check_left_over, check_purpose, sees
-from engine.model.loading.quantised import quant_method, require_packages
+from engine.model.loading.quantised import check_plain, quant_method, require_packages
 from engine.model.loading.stored import as_stored, widen_in_use, widen_own
 from engine.model.loading.watch import Watched, names_like, watching
 from engine.model.parallel.group import RankGroup
@@ -359,6 +359,8 @@ def _load_weights(
             )
     except Exception as error:  # a model's code or a quantiser may raise anything: refuse the model
         raise CheckpointError(f"{path}: {_one_line(error)}") from error
+    if quant_method(config) is None:
+        check_plain(path, info["unexpected_keys"])
     missing = set(info["missing_keys"])
     if embedding_of(path) is not None:
         missing -= _names_of_head(model)  # such checkpoints have none

@@ -6,6 +6,9 @@ read.
 """
 
 import importlib.util
+import re
+from collections.abc import Iterable
+from pathlib import Path
 
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoHfQuantizer
@@ -21,6 +24,11 @@ PACKAGES = {  # by quant_method; for other methods transformers names missing pa
     "mxfp4": ("accelerate",),
     "torchao": ("torchao",),
 }
+
+PARTS = re.compile(  # of quantised weights, which have no place in a plain model
+    r"\.(weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point"
+    r"|qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|(\w+_)?(blocks|scales))$"
+)
 
 
 def quant_method(config: PreTrainedConfig) -> str | None:
@@ -52,4 +60,14 @@ def require_packages(method: str) -> None:
     if absent:
         raise CheckpointError(
             f"weights quantised with {method} cannot be loaded: not installed: {', '.join(absent)}"
+        )
+
+
+def check_plain(path: Path, left_over: Iterable[str]) -> None:
+    """Raises CheckpointError if weights that a plain model has no place for show quantisation."""
+    part = min((name for name in left_over if PARTS.search(name)), default=None)
+    if part is not None:
+        raise CheckpointError(
+            f"{path}: its weights are quantised ({part}), but config.json does not say how in a "
+            "quantization_config"
         )

@@ -626,6 +626,23 @@ def test_a_quantisation_that_transformers_would_ignore_is_refused(llama):
     assert refusal(llama) == "config.json: quantization_config has no quant_method"
 
 
+@pytest.mark.parametrize(
+    "part", ["weight_scale", "weight_scale_inv", "weight_packed", "qweight", "weight.absmax"]
+)
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_quantised_weights_without_a_method_are_named_so(llama, part, is_beside):
+    weights = load_file(llama / WEIGHTS)
+    name = "model.layers.0.mlp.up_proj"
+    if not is_beside:
+        del weights[f"{name}.weight"]
+    weights[f"{name}.{part}"] = torch.ones(2)
+    save_file(weights, llama / WEIGHTS, metadata={"format": "pt"})
+    assert refusal(llama) == (
+        f"{llama}: its weights are quantised ({name}.{part}), but config.json does not say how in "
+        "a quantization_config"
+    )
+
+
 def test_unquantised_weights_have_no_method(llama):
     assert load_tiny(llama).quant_method is None
 
