@@ -82,13 +82,13 @@ def anonymous_at(address: str) -> Tenant:
     return msgspec.structs.replace(ANONYMOUS, address=address)
 
 
-def identify(keys: KeyFinder | None, authorization: bytes | None) -> Tenant:
-    """The holder of the key in an `authorization` field; without `keys`, the anonymous tenant.
+def identify(keys: KeyFinder | None, authorization: bytes | None, address: str = "") -> Tenant:
+    """The holder of the key in an `authorization` field; without `keys`, the client at an address.
 
     Raises ApiError if the key is missing or wrong, and counts that.
     """
     if keys is None:
-        return ANONYMOUS
+        return anonymous_at(address)
     scheme, _, key = (authorization or b"").partition(b" ")
     tenant = keys.find(key.strip()) if scheme.lower() == b"bearer" else None
     if tenant is None:

@@ -58,10 +58,11 @@ class Dialect:
 
 def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
     calls = [delta for delta in deltas if isinstance(delta, CallBegun)]
-    arguments = [""] * len(calls)
+    pieces: list[list[str]] = [[] for _ in calls]
     for delta in deltas:
         if isinstance(delta, CallArguments):
-            arguments[delta.index] += delta.text
+            pieces[delta.index].append(delta.text)
+    arguments = map("".join, pieces)
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
         for call, text in zip(calls, arguments, strict=True)

@@ -16,6 +16,7 @@ from router.machine.requests import Update
 from router.port import OpenLane, RequestPort, StepTaker, open_no_lane
 from router.text.native.step import BatchedText
 
+LONG_PROMPT_TOKENS = 2048  # take some 0.3 ms on the way to a worker
 MAX_OPEN = 128  # requests of one call that the router has at once
 
 
@@ -56,6 +57,8 @@ async def _follow_all(
     async def follow_some() -> None:
         nonlocal num_open
         for taker in takers:
+            if len(taker.choice.request.token_ids) > LONG_PROMPT_TOKENS:
+                await taker.turn()  # the router hashes its blocks and encodes it
             last = await taker.follow(port)
             num_open -= 1
             if num_open and last.finish is not None:
@@ -81,8 +84,8 @@ class _UpdateTaker:
     def __init__(
         self, choice: AnswerChoice, writer: AnswerWriter, clock: Clock, turn: Turn
     ) -> None:
-        self._choice = choice
-        self._turn = turn
+        self.choice = choice
+        self.turn = turn
         self._writer = writer
         self._clock = clock
         self._is_plain = choice.is_plain and writer.shows_text_alone
@@ -93,12 +96,12 @@ class _UpdateTaker:
 
     async def follow(self, port: RequestPort, open_lane: OpenLane = open_no_lane) -> AnswerPiece:
         """Submits the request, writes its pieces and returns the last one."""
-        request = self._choice.request
+        request = self.choice.request
         updates = port.submit(request, self._take_at_once, self._take_tokens, open_lane)
         try:
             async for update in updates:
-                if self._choice.waits_for_prompt:
-                    await self._choice.prompt.wait()
+                if self.choice.waits_for_prompt:
+                    await self.choice.prompt.wait()
                 last = await self._take(update)
                 if last is not None:
                     return last
@@ -110,12 +113,12 @@ class _UpdateTaker:
         """Writes an update. Returns the last piece of the choice instead of writing it."""
         if self._last is not None:
             return self._last
-        num_at_once = self._choice.num_at_once
+        num_at_once = self.choice.num_at_once
         is_long = len(update.token_ids) > num_at_once
         for part in update.parts(num_at_once):
             if is_long:
-                await self._turn()
-            piece = self._choice.take(part, self._clock.now_s())
+                await self.turn()
+            piece = self.choice.take(part, self._clock.now_s())
             if piece.outcome is not None:
                 return piece
             if part.token_ids:
@@ -132,7 +135,7 @@ class _UpdateTaker:
     def _take_at_once(self, update: Update) -> bool:
         """Writes this update without waiting; returns False if that is not possible."""
         writer = self._writer
-        choice = self._choice
+        choice = self.choice
         if update.outcome is not None or not writer.is_ready or choice.begins_with_scores:
             return False
         if len(update.token_ids) > choice.num_at_once:
@@ -157,7 +160,7 @@ class _UpdateTaker:
                 return False
             batch.add(batched, token_ids, now_s)
             return True
-        choice, writer = self._choice, self._writer
+        choice, writer = self.choice, self._writer
         if not (self._is_plain and writer.is_ready):
             return False
         if self._join_batch():
@@ -168,7 +171,7 @@ class _UpdateTaker:
 
     def _join_batch(self) -> bool:
         """Prepares the choice for `TextBatch`; returns False if it cannot be."""
-        batch, stream, choice = self._batch, self._stream, self._choice
+        batch, stream, choice = self._batch, self._stream, self.choice
         if batch is None or not choice.num_tokens:
             return False
         assert stream is not None

@@ -314,7 +314,7 @@ class InferenceService:
         read = partial(_read, message, replies, may_stream=may_stream)
         if len(message) < LONG_REQUEST_BYTES:
             return read()
-        return await self._parts.lanes.run(tenant.name, len(message), read)
+        return await self._parts.lanes.run(tenant.turn, len(message), read)
 
     async def _answer(
         self, take: _Take, context: Any, replies: _Replies, *, may_stream: bool
@@ -329,7 +329,7 @@ class InferenceService:
             with self._parts.metrics.request() as meter:
                 seen = meter
                 try:
-                    tenant = identify(self._keys, _authorization(context))
+                    tenant = identify(self._keys, _authorization(context), _client(context))
                     key = tenant.name
                     call = await self._read(await take(), tenant, replies, may_stream=may_stream)
                     replies.form = call.form

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs
+from router.gateway.answers.following import MAX_OPEN
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.gateway import (
     EOS,
@@ -52,6 +53,23 @@ async def until_quiet(connection: Connection) -> None:
 
 
 # ---------------------------------------------------------------- what the router is asked
+
+
+async def test_of_many_prompts_only_some_are_open_at_once_and_in_order():
+    router = FakeRouter([tokens("h"), Never()])
+    app = make_app(router, max_batch_choices=2 * MAX_OPEN, max_choices=2)
+    connection = Connection(app, "POST", "/v1/completions", {"content-type": "application/json"})
+    connection.put_body(msgspec.json.encode({"prompt": ["a"] * MAX_OPEN, "n": 2}))
+    task = asyncio.create_task(connection.run())
+    async with asyncio.timeout(10):
+        await router.waiting.wait()
+    await until_quiet(connection)
+    assert router.live == MAX_OPEN
+    names = [request.request_id for request in router.requests]
+    assert [request.leader for request in router.requests[1::2]] == names[::2]
+    connection.leave()
+    await task
+    assert router.live == 0
 
 
 def test_each_choice_is_a_request_that_follows_the_first_and_has_the_next_seed():
