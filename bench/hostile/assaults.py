@@ -8,13 +8,19 @@ takes no CPU from the server for that. To add an assault, add a function to `ASS
 | `chunks`  | bodies in chunks of one byte, in full and never to be ended; tiny trailers        |
 | `grpc`    | gRPC messages of millions of empty fields, with a key and without one             |
 | `refused` | long bodies that break off, with a key and without one                            |
+| `answers` | whole answers of many choices with twenty log-probabilities a token, also by gRPC |
+| `readers` | streams with log-probabilities whose clients read nothing for seconds             |
+| `parsing` | a flood of texts to be tokenised, of 60 kB and of a mebibyte                      |
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bench.hostile.bodies import CHAT, COMPLETIONS
 from bench.hostile.plan import ATTACKER_KEY
+from router.gateway.inference import inference_pb2 as pb
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 MIB = 2**20
@@ -39,6 +45,7 @@ class Assault:
     requests: tuple[bytes, ...] = ()
     messages: tuple[GrpcMessage, ...] = ()
     at_once: int = 4  # of each
+    reads_after_s: float = 0.0  # over HTTP
 
 
 def http_request(path: str, body: bytes, *, key: str | None = ATTACKER_KEY) -> bytes:
@@ -89,8 +96,52 @@ def refused(times: int) -> Assault:
     return Assault(requests * 5 * times, at_once=8)
 
 
+def answers(times: int) -> Assault:
+    """Answers of as many log-probabilities as one may hold, and some of too many."""
+    scored = {"n": 16, "max_tokens": 600, "ignore_eos": True, "logprobs": 20}
+    chat = {**scored, "messages": [{"role": "user", "content": "x"}], "logprobs": True}
+    request = pb.ModelInferRequest(model_name="")
+    for name, text in (("text_input", "x"), ("sampling_parameters", json.dumps(scored))):
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(text.encode())
+    request.outputs.add(name="logprobs")
+    bodies = (
+        (COMPLETIONS, {**scored, "prompt": "x"}),
+        (COMPLETIONS, {**scored, "prompt": ["x"] * 8, "max_tokens": 300}),
+        (COMPLETIONS, {"prompt": [7] * 700, "n": 16, "prompt_logprobs": 20, "max_tokens": 1}),
+        (CHAT, {**chat, "top_logprobs": 20}),
+    )
+    requests = tuple(http_request(path, _json(fields)) for path, fields in bodies)
+    return Assault(requests * times, (GrpcMessage(request.SerializeToString()),) * times)
+
+
+def readers(times: int) -> Assault:
+    """Clients that take their streams late, and then all at once."""
+    fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "stream": True}
+    request = http_request(COMPLETIONS, _json(fields))
+    return Assault((request,) * 50 * times, at_once=150, reads_after_s=5.0)
+
+
+def parsing(times: int) -> Assault:
+    """Texts that take a thread of the gateway from a tenth of a second to seconds."""
+    text, page = "the quick brown fox ", "/tokenize"
+    short, long = (text * (size // len(text)) for size in (60_000, MIB))
+    cut = {"prompt": long, "truncate_prompt_tokens": 8, "max_tokens": 1}
+    bodies: list[tuple[str, dict[str, Any]]] = [(page, {"prompt": short})] * 60
+    bodies += [(page, {"prompt": long}), (COMPLETIONS, cut), (page, {"prompt": long * 7})] * 2
+    return Assault(tuple(http_request(path, _json(f)) for path, f in bodies) * times, at_once=40)
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+LOADING = frozenset({"answers", "readers"})  # assaults that workers compute
 ASSAULTS: Mapping[str, Callable[[int], Assault]] = {
     "chunks": chunks,
     "grpc": grpc,
     "refused": refused,
+    "answers": answers,
+    "readers": readers,
+    "parsing": parsing,
 }

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from bench.common.waiting import pause
 from bench.hostile.assaults import ASSAULTS, Assault, GrpcMessage
 from bench.processes.driven import tell_parent
 from engine.net.grpc_library import grpc
@@ -23,7 +24,7 @@ TIMEOUT_S = 60.0
 OPTIONS = (("grpc.max_send_message_length", -1),)
 
 
-async def _send(url: str, request: bytes) -> str:
+async def _send(url: str, request: bytes, reads_after_s: float) -> str:
     """Sends one request on a connection of its own. Returns its status, or why it has none."""
     parts = urlsplit(url)
     try:
@@ -31,6 +32,7 @@ async def _send(url: str, request: bytes) -> str:
             reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
             with closing(writer):
                 writer.write(request)
+                await pause(reads_after_s)  # what comes meanwhile fills buffers
                 line = (await reader.readline()).split()
                 await reader.read()
         return line[1].decode() if len(line) > 1 else "closed"
@@ -55,7 +57,7 @@ async def _assault(assault: Assault, url: str, address: str) -> Counter[str]:
 
     async def send(waiting: Iterable[bytes]) -> None:
         for request in waiting:
-            ends[await _send(url, request)] += 1
+            ends[await _send(url, request, assault.reads_after_s)] += 1
 
     async def call(waiting: Iterable[GrpcMessage]) -> None:
         for message in waiting:

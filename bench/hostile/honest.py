@@ -3,9 +3,9 @@
 Each client streams one long answer after the other, and one more client short answers. For each
 gap between two chunks of `TOLD_S` or longer, standard output gets a line of JSON
 `[begin_s, end_s, is_first]`, in seconds of the machine's monotonic clock. `is_first` says that the
-gap was the wait for the first chunk of a short answer. An answer that ends wrongly gives a line
-`"broken: …"`. The process runs until its standard input ends. Hostile clients that are short of CPU
-cannot delay these measurements.
+gap was the wait for the first chunk of a short answer, whose body is parsed in a thread. An answer
+that ends wrongly gives a line `"broken: …"`. The process runs until its standard input ends.
+Hostile clients that are short of CPU cannot delay these measurements.
 """
 
 import asyncio
@@ -22,7 +22,6 @@ from engine.clock import MonotonicClock
 TOLD_S = 0.02
 TIMEOUT_S = 120.0
 RETRY_S = 1.0
-SHORT_TOKENS = 8
 BODY = {
     "prompt": "def f(x):",
     "max_tokens": 1500,
@@ -30,13 +29,14 @@ BODY = {
     "stream": True,
     "temperature": 0.7,
 }
+SHORT = {"prompt": "def f(x): # fox\n" * 320, "max_tokens": 8}  # 5 kB
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, *, is_short: bool) -> None:
     """Streams one answer and tells of its gaps. Raises ClientError."""
     clock = MonotonicClock()
     tail = b""
-    body = BODY | {"max_tokens": SHORT_TOKENS} if is_short else BODY
+    body = BODY | SHORT if is_short else BODY
     last_s = clock.now_s() if is_short else None
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()

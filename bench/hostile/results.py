@@ -11,6 +11,7 @@
 | first_token/<phase>    | ms   | the same of an honest client's wait for a first token          |
 | assault/<name>/<status> |     | how the requests of an assault ended                           |
 | assault/<name>/pause   | ms   | the longest gap beyond that of the calm                        |
+| assault/<name>/first_token | ms | the same of the waits for a first token                       |
 | assault/<name>/kept    | %    | of the gateway's memory, 30 s later at most                    |
 | honest/broken          |      | honest answers that did not end correctly                      |
 | memory/<kind>_growth   | %    | of private memory, from after the warm-up                      |
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
+from bench.hostile.assaults import LOADING
 from bench.hostile.plan import CALM, MAX_BEYOND_CALM_S, MAX_KEPT, MAX_PAUSE_S, MAX_RSS_GROWTH
 from bench.hostile.run import HostileRun
 
@@ -53,6 +55,8 @@ def results(run: HostileRun) -> tuple[Result, ...]:
             figures[f"assault/{assault.name}/{status}"] = Figure(count, "")
         beyond_s = beyond_calm_s(run, assault.name)
         figures[f"assault/{assault.name}/pause"] = Figure(1e3 * beyond_s, "ms")
+        first_s = first_beyond_calm_s(run, assault.name)
+        figures[f"assault/{assault.name}/first_token"] = Figure(1e3 * first_s, "ms")
         figures[f"assault/{assault.name}/kept"] = Figure(100 * assault.kept, "%")
     figures["honest/broken"] = Figure(len(run.heard.broken), "")
     for kind, before in run.memory.before.items():
@@ -75,12 +79,22 @@ def beyond_calm_s(run: HostileRun, name: str) -> float:
     return longest_s[name] - longest_s[CALM]
 
 
+def first_beyond_calm_s(run: HostileRun, name: str) -> float:
+    """Returns the same of the longest wait for a first token."""
+    longest_s = {phase.name: run.heard.longest_first_s(phase) for phase in run.phases}
+    return longest_s[name] - longest_s[CALM]
+
+
 def _complaints_of_assaults(run: HostileRun) -> Iterator[str]:
     for assault in run.assaults:
-        if (beyond_s := beyond_calm_s(run, assault.name)) > MAX_BEYOND_CALM_S:
-            yield f"{assault.name}: an honest stream paused {beyond_s:.2f} s beyond the calm"
+        name = assault.name
+        if (beyond_s := beyond_calm_s(run, name)) > MAX_BEYOND_CALM_S:
+            yield f"{name}: an honest stream paused {beyond_s:.2f} s beyond the calm"
+        beyond_s = first_beyond_calm_s(run, name)
+        if name not in LOADING and beyond_s > MAX_BEYOND_CALM_S:
+            yield f"{name}: an honest client's first token came {beyond_s:.2f} s beyond the calm"
         if assault.kept > MAX_KEPT:
-            yield f"{assault.name}: the gateway keeps {100 * assault.kept:.1f} % more memory"
+            yield f"{name}: the gateway keeps {100 * assault.kept:.1f} % more memory"
 
 
 def complaints(run: HostileRun) -> list[str]:

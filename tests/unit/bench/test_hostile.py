@@ -52,7 +52,7 @@ def test_an_assault_may_neither_stall_honest_streams_nor_fill_the_gateway():
     run = replace(
         CALM,
         phases=(*CALM.phases, Phase("chunks", 9.0, 12.0)),
-        heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.4)], firsts=[(10.0, 11.0)]),
+        heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.4)], firsts=[(2.0, 2.9), (10.0, 11.0)]),
         assaults=(AssaultRun("chunks", {"400": 2}, before_bytes=100, after_bytes=109),),
     )
     assert complaints(run) == []
@@ -61,9 +61,21 @@ def test_an_assault_may_neither_stall_honest_streams_nor_fill_the_gateway():
     assert values["assault/chunks/pause"] == pytest.approx(200)
     assert values["assault/chunks/kept"] == pytest.approx(9)
     assert values["first_token/chunks"] == pytest.approx(1000)
+    assert values["assault/chunks/first_token"] == pytest.approx(100)
     stalled = replace(run, heard=Heard(gaps=[(1.0, 1.2), (9.0, 9.6)]))
+    waited = replace(run, heard=Heard(firsts=[(2.0, 2.1), (9.0, 9.6)]))
     filled = replace(run, assaults=(replace(run.assaults[0], after_bytes=112),))
-    assert [len(complaints(each)) for each in (stalled, filled)] == [1, 1]
+    assert [len(complaints(each)) for each in (stalled, waited, filled)] == [1, 1, 1]
+
+
+def test_workers_that_an_assault_loads_are_slower_for_all():
+    run = replace(
+        CALM,
+        phases=(*CALM.phases, Phase("answers", 9.0, 12.0)),
+        heard=Heard(firsts=[(9.0, 11.0)]),
+        assaults=(AssaultRun("answers", {"200": 2}, before_bytes=100, after_bytes=100),),
+    )
+    assert complaints(run) == []
 
 
 @pytest.mark.parametrize("name", ASSAULTS)
@@ -71,7 +83,7 @@ def test_an_assault_is_the_same_bytes_as_often_as_asked(name):
     once, twice = ASSAULTS[name](1), ASSAULTS[name](2)
     assert once.requests + once.requests == twice.requests
     assert once.messages + once.messages == twice.messages
-    assert all(request.startswith(b"POST /v1/") for request in once.requests)
+    assert all(request.startswith(b"POST /") for request in once.requests)
     longest = max(map(len, (*once.requests, *(each.data for each in once.messages))))
     assert longest < 10 * 2**20
 
