@@ -12,6 +12,7 @@ import msgspec
 
 from router.machine.requests import Stay, Timeline
 
+LOOK_S = 1.0  # stalls are known to that
 ROUTER = "router"
 STALLED = "stalled"
 
@@ -104,10 +105,14 @@ def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segm
 
 
 def _steps(lane: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """Decode steps, and between them the times without a token."""
+    """Decode steps, and between them the times without a token.
+
+    A stall that was last seen just before the end of an attempt lasted until then.
+    """
     at_s = begun_s
-    for start_s, stop_s in stalls:
-        start_s, stop_s = max(start_s, at_s), min(stop_s, over_s)
+    for start_s, seen_s in stalls:
+        stop_s = over_s if over_s - seen_s < LOOK_S else seen_s
+        start_s = max(start_s, at_s)
         if stop_s > start_s:
             yield Segment(lane, "decode_steps", at_s, start_s)
             yield Segment(lane, STALLED, start_s, stop_s)

@@ -205,5 +205,10 @@ def test_playground_is_used_by_the_keyboard_alone(tabs, url):
             await page.until("document.querySelector('.msg.assistant')")
             await page.until("document.querySelector('#timeline svg')")
             assert await page.run("document.querySelector('.msg.fault')") is None
+            told = "document.querySelector('.msg.assistant .marked')"
+            assert await page.run(f"{told}.innerText") == "an answer <b>of</b> code"
+            assert await page.run(f"{told}.querySelector('em').innerText") == "answer"
+            fonts = await page.run(f"getComputedStyle({told}.querySelector('code')).fontFamily")
+            assert "mono" in fonts
 
     tabs.run(check())

@@ -149,7 +149,7 @@ def _router(pools: ShownPools) -> FakeRouter:
     prefill, other = [name for name, role in pools.roles.items() if role is Role.PREFILL][:2]
     decode = next(name for name, role in pools.roles.items() if role is Role.DECODE)
     line = _timeline(prefill, decode)
-    updates = [Update(token_ids=(byte,), timeline=line) for byte in b"an answer"]
+    updates = [Update(token_ids=(byte,), timeline=line) for byte in b"an *answer* <b>of</b> `code`"]
     ends = [*updates, Update(token_ids=(EOS,), outcome=STOP, timeline=line)]
     router = FakeRouter([*updates, Never()], *[ends] * 12)  # the first one never ends
     router.clock = MonotonicClock()

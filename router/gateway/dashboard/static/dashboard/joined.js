@@ -85,7 +85,7 @@ export function withBreaks(samples) {
 
 // The time that charts and marks show, in Unix seconds: all that is known of the last ten minutes.
 export function spanOf(samples, events, now) {
-  const end = samples.at(-1)?.unix ?? now;
+  const end = Math.max(samples.at(-1)?.unix ?? now, now);
   const known = [end - 60, ...samples.slice(0, 1).map((each) => each.unix), ...events.map((each) => each.at - 5)];
   return { start: Math.max(end - MAX_SAMPLES, Math.min(...known)), end };
 }

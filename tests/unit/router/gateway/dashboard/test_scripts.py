@@ -202,8 +202,8 @@ def test_no_line_is_drawn_where_samples_are_missing(node):
 def test_the_time_axis_reaches_back_to_marks_from_before_the_gateway(node):
     samples = [{**SAMPLE, "unix": float(unix)} for unix in range(1000, 1100)]
     span = node("dashboard/joined.js", "spanOf", samples, [], 1100.0)
-    assert span == {"start": 1000, "end": 1099}
+    assert span == {"start": 1000, "end": 1100}
     mark = [{"at": 700.0, "kind": "death"}]
     assert node("dashboard/joined.js", "spanOf", samples, mark, 1100.0)["start"] == 695
     old = [{"at": 100.0, "kind": "death"}]
-    assert node("dashboard/joined.js", "spanOf", samples, old, 1100.0)["start"] == 499
+    assert node("dashboard/joined.js", "spanOf", samples, old, 1100.0)["start"] == 500

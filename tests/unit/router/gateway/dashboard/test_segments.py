@@ -87,6 +87,12 @@ def test_a_stall_is_a_gap_in_the_steps():
     ]
 
 
+def test_a_stall_that_was_seen_just_before_a_death_lasted_until_then():
+    segments = segments_of(line(FIRST, SECOND), 25.0, [(6.0, 9.3)], is_over=False)
+    assert in_lane(segments, "d0")[-1] == ("stalled", 6.0, 10.0)
+    assert in_lane(segments, "d1")[-1] == ("decode_steps", 19.5, 25.0)
+
+
 def test_a_request_that_was_never_placed_was_in_the_queue():
     assert segments_of(line(), 9.0, is_over=True) == [Segment("router", "queue", 0.5, 1.0)]
     assert segments_of(None, 9.0, is_over=True) == []
