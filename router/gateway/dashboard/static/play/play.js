@@ -2,7 +2,8 @@
 
 import { askKeys, byId, eachEvent, fillBar, h, headers, isShortcut, onKeys, reasonOf, roving, say, setText, turnTheme } from "../shared/common.js";
 import { seconds, several } from "../shared/text.js";
-import { candidates, placement, stagesOf, waterfall } from "../shared/timeline.js";
+import { stagesOf } from "../shared/stages.js";
+import { candidates, placement, waterfall } from "../shared/timeline.js";
 import { hideTip, withTip } from "../shared/tips.js";
 import { treeOf } from "./markdown.js";
 

@@ -3,25 +3,6 @@
 import { h, s } from "./common.js";
 import { seconds, stageName } from "./text.js";
 
-// The stages of a request in order, as [name, start, end, row] in seconds from its arrival.
-export function stagesOf(timeline, e2e) {
-  const found = [];
-  let at = 0;
-  for (const name of ["route", "queue", "prefill_queue", "prefill_compute"]) {
-    const length = timeline[`${name}_s`] ?? 0;
-    found.push([name, at, at + length]);
-    at += length;
-  }
-  const first = at;
-  const transfer = timeline.kv_transfer_s ?? 0;
-  const exposed = Math.min(timeline.kv_exposed_s ?? 0, transfer);
-  if (transfer > exposed) found.push(["kv_hidden", Math.max(0, first - (transfer - exposed)), first]);
-  if (timeline.kv_wait_s) found.push(["kv_wait", at, (at += timeline.kv_wait_s)]);
-  if (timeline.decode_queue_s) found.push(["decode_queue", at, (at += timeline.decode_queue_s)]);
-  if (e2e > at && timeline.prefill_worker) found.push(["decode_steps", at, e2e]);
-  return found;
-}
-
 // Rows are [stage, start, end], with the lane where it was if that is known.
 export function waterfall(stages, e2e, space = 860) {
   const total = Math.max(e2e, ...stages.map((each) => each[2]), 1e-6);

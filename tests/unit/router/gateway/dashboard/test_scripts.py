@@ -148,6 +148,34 @@ def test_a_depth_has_the_stages_and_the_gaps_between_them(node):
     assert depth["decode_queue"] == [0] * 9 + [1]
 
 
+LINE = {
+    "route_s": 0.1,
+    "queue_s": 0.2,
+    "prefill_queue_s": 0.0,
+    "prefill_compute_s": 0.7,
+    "prefill_worker": "p0",
+    "decode_queue_s": 0.5,
+    "stays": [],
+}
+
+
+def test_an_answer_of_one_attempt_has_its_stages(node):
+    rows = node("shared/stages.js", "stagesOf", LINE, 9.0)
+    assert rows[0] == ["route", 0, 0.1]
+    assert rows[-2:] == [["decode_queue", 1.0, 1.5], ["decode_steps", 1.5, 9.0]]
+
+
+def test_an_answer_of_several_attempts_has_a_row_for_each_and_gaps(node):
+    lost = {"prefill_worker": "p0", "decode_worker": "d0", "placed_s": 0.3, "ended_s": 4.0}
+    last = {"prefill_worker": "d1", "decode_worker": "d1", "placed_s": 11.7, "ended_s": None}
+    rows = node("shared/stages.js", "stagesOf", {**LINE, "stays": [lost, last]}, 20.0)
+    assert rows[1:] == [
+        ["queue", 0.1, 0.3],
+        ["attempt", 0.3, 4.0, "p0 → d0"],
+        ["attempt", 11.7, 20.0, "d1"],
+    ]
+
+
 def part(process, *, samples=(), level="good", **fields):
     health = {"level": level, "word": level, "reasons": []}
     counts = {"in_flight": 1, "queue": 2, "queue_s": 0.5, "running": [], "requests": []}
