@@ -505,12 +505,16 @@ class StoreWelcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """A tier of a store. `fault` says why it has stepped back, if it has."""
+    """A tier of a store. `fault` says why it has stepped back, if it has.
+
+    `shortage` says why it can hold `max_blocks` only and no more, if its disk is full.
+    """
 
     medium: str
     num_blocks: int
     max_blocks: int
     fault: str | None = None
+    shortage: str | None = None
 
 
 class PrefixUse(msgspec.Struct, frozen=True):

@@ -310,7 +310,7 @@ class BlockEventsAnswer(msgspec.Struct, frozen=True):
 
 
 class StoreTier(msgspec.Struct, frozen=True):
-    """A tier of a store. `fault` says why it is not used, if it is not."""
+    """A tier of a store. `fault` says why it is not used, `shortage` why it is too small, if so."""
 
     medium: str
     num_blocks: int  # that can be found
@@ -319,6 +319,7 @@ class StoreTier(msgspec.Struct, frozen=True):
     max_bytes: int
     offered_blocks: int  # of prompts, that were found here first: hits
     fault: str | None
+    shortage: str | None = None
 
 
 class StoreInfo(msgspec.Struct, frozen=True):

@@ -93,6 +93,7 @@ def _tiers(tiers: Sequence[TierReport], report: StoreReport) -> list[StoreTier]:
             max_bytes=tier.max_blocks * report.block_bytes,
             offered_blocks=int(report.counters.get(f"offered_blocks:{tier.medium}", 0)),
             fault=tier.fault,
+            shortage=tier.shortage,
         )
         for tier in tiers
     ]

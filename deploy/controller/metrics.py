@@ -150,6 +150,7 @@ def _tiers(reports: Mapping[str, StoreReport]) -> Iterator[Metric]:
             ("bytes", "Bytes of the blocks that can be found in the tier"),
             ("capacity_bytes", "Bytes of the blocks that the tier may hold"),
             ("tier_up", "1 if the tier is used, 0 if it could not be opened or has stepped back"),
+            ("tier_short", "1 if the tier holds less than it may, because its disk is full"),
         )
     }
     for store, report in reports.items():
@@ -159,6 +160,7 @@ def _tiers(reports: Mapping[str, StoreReport]) -> Iterator[Metric]:
                 tier.num_blocks * report.block_bytes,
                 tier.max_blocks * report.block_bytes,
                 tier.fault is None,
+                tier.shortage is not None,
             )
             for family, value in zip(families.values(), values, strict=True):
                 family.add_metric([store, tier.medium], value)

@@ -20,7 +20,15 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
 from deploy.services.spec import GatewayReady, StoreReady
 from engine.clock import Clock
-from engine.control import ClusterNews, GatewayReport, Members, PoolNews, RequestInfo, StoreReport
+from engine.control import (
+    ClusterNews,
+    GatewayReport,
+    Members,
+    PoolNews,
+    RequestInfo,
+    StoreReport,
+    TierReport,
+)
 from engine.messages import GatewayId, Role, Welcome, WorkerId
 from engine.net.curve import Channel, client_keys, server_keys
 from engine.net.trust import Secret
@@ -140,6 +148,14 @@ class PoolSessions:
         links = (self.gateway_links.get(name) for name in names)
         return [None if link is None else link.fresh_report for link in links]
 
+    def store_troubles(self) -> dict[str, tuple[str, ...]]:
+        """Returns what is wrong with the tiers of each store that reports."""
+        return {
+            name: tuple(_trouble(tier) for tier in report.tiers if tier.fault or tier.shortage)
+            for name, report in self.store_reports().items()
+            if report is not None
+        }
+
     def store_reports(self) -> dict[str, StoreReport | None]:
         """Returns the fresh report of each store; None if it has none."""
         return {name: link.fresh_report for name, link in self.store_links.items()}
@@ -215,3 +231,9 @@ class PoolSessions:
             except Exception as error:
                 self._tasks.note_bug(error)
             await pause(RETRY_EVERY_S)
+
+
+def _trouble(tier: TierReport) -> str:
+    if tier.fault is not None:
+        return f"its {tier.medium} tier is not used: {tier.fault}"
+    return f"its {tier.medium} tier is too small: {tier.shortage}"

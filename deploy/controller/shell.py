@@ -44,6 +44,7 @@ from deploy.pools.events import (
     PoolEvent,
     PoolTick,
     RoomSeen,
+    StoresSeen,
 )
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, SetPlanner
@@ -368,6 +369,7 @@ class PoolController:
             try:
                 self._health = await self._tasks.in_thread(self._launcher.health)
                 self._handle(PartsSeen(self._health))
+                self._handle(StoresSeen(self.sessions.store_troubles()))
                 urls = tuple(ready.url for ready in self.gateways.values())
                 news = PoolNews(encode_metrics(self.metrics()), urls)
                 self.sessions.tell_news(news, self._cluster_news())

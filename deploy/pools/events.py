@@ -215,6 +215,13 @@ class PartsSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class StoresSeen:
+    """What is wrong with the tiers of each store that reports: sentences without the store."""
+
+    troubles: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class OrdersStored:
     """The latest orders are stored; or else, `trouble` says why not."""
 
@@ -240,6 +247,7 @@ PoolEvent = (
     | Overtaken
     | RoomSeen
     | PartsSeen
+    | StoresSeen
     | OrdersStored
     | StoreStarted
     | StoreFailed

@@ -11,12 +11,12 @@ sleeps keeps its stores. KV never crosses versions, so neither does a store: whe
 its stores stop, and their space is free.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from deploy.pools.effects import PoolEffect, StartStore, StopStore
-from deploy.pools.events import Died, StoreFailed, StoreStarted, StoreStopped
+from deploy.pools.events import Died, StoreFailed, StoresSeen, StoreStarted, StoreStopped
 from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
 from engine.control import Member, Version
@@ -57,6 +57,7 @@ class Stores:
         """`restarts` and `history` are shared with other services."""
         self.by_name: dict[str, PoolStore] = {}
         self.nodes: Sequence[str] | None = None  # None: not seen yet
+        self._seen: Mapping[str, tuple[str, ...]] = {}  # troubles that stores tell of themselves
         self._is_on = is_on
         self._restarts = restarts
         self._history = history
@@ -70,10 +71,17 @@ class Stores:
         )
 
     def troubles(self) -> Iterator[str]:
-        """Yields a sentence for each store that does not run."""
+        """Yields a sentence for each store that does not run, and for each tier with a trouble."""
         for name in self.by_name:
             if why := self._restarts.why(name):
                 yield f"{name} {why.removeprefix(f'{name} ')}"
+            for seen in self._seen.get(name, ()):
+                yield f"{name}: {seen}"
+
+    def on_seen(self, event: StoresSeen, _: float) -> Iterator[PoolEffect]:
+        """Keeps what stores tell of their tiers."""
+        self._seen = event.troubles
+        yield from ()
 
     def reconcile(self, versions: Iterable[Version], now_s: float) -> Iterator[PoolEffect]:
         """Starts stores that are missing, and stops those that are not wanted."""

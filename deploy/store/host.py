@@ -339,8 +339,11 @@ class StoreHost:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_crash(error)
 
-    def _shelf(self, num_slots: int, found: RecoveredBlocks | None = None) -> Shelf:
-        shelf = Shelf(num_slots, _eviction(self._config, num_slots))
+    def _shelf(
+        self, num_slots: int, found: RecoveredBlocks | None = None, *, max_slots: int | None = None
+    ) -> Shelf:
+        """Returns a shelf with what was found. It may grow to `max_slots`."""
+        shelf = Shelf(num_slots, _eviction(self._config, max_slots or num_slots))
         if found is not None and len(found):
             slots = cast("dict[BlockHash, BlockId]", found.slot_by_hash())
             parents = cast("dict[BlockHash, BlockHash | None]", found.parent_by_hash())
@@ -357,7 +360,8 @@ class StoreHost:
 
         def opened() -> tuple[DiskTier, Shelf]:
             tier = DiskTier(folder, identity=identity, block_bytes=block_bytes, max_bytes=max_bytes)
-            return tier, self._shelf(tier.max_slots, tier.open(self._clock.now_s()))
+            found = tier.open(self._clock.now_s())
+            return tier, self._shelf(tier.num_slots, found, max_slots=tier.max_slots)
 
         while True:
             try:
@@ -534,7 +538,7 @@ class StoreHost:
             )
         holdings = run.machine.holdings
         tiers = [
-            TierReport(medium, len(shelf), shelf.num_slots, holdings.off.get(medium))
+            _tier_report(medium, shelf, holdings.off.get(medium), run.tiers.get(medium))
             for medium, shelf in holdings.shelves.items()
         ]
         tiers += [TierReport(medium, 0, 0, why) for medium, why in self._faults.items()]
@@ -568,6 +572,15 @@ class _StoreListener:
 
     def close(self) -> None:
         pass
+
+
+def _tier_report(
+    medium: Medium, shelf: Shelf, fault: str | None, tier: LowerTier | None
+) -> TierReport:
+    """Returns how full a tier is. It counts as large as it may be, unless its disk is full."""
+    shortage = None if tier is None else tier.shortage()
+    most = 0 if tier is None or shortage is not None else tier.most_blocks
+    return TierReport(medium, len(shelf), max(shelf.num_slots, most), fault, shortage)
 
 
 def _eviction(config: StoreConfig, num_slots: int) -> Eviction:

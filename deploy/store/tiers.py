@@ -22,6 +22,7 @@ from kvtransfer.store.events import (
     EraseBlock,
     LoadBlock,
     StoreEvent,
+    TierGrown,
     TierListed,
     TierTurned,
     WriteBlock,
@@ -77,6 +78,7 @@ class LowerTier(Protocol):
 
     medium: Medium
     pace: LoadPace
+    most_blocks: int = 0  # that it may hold, if it can grow beyond its present slots
 
     def load(self, effect: LoadBlock) -> None:
         """Begins a load, now or when there is room."""
@@ -94,6 +96,10 @@ class LowerTier(Protocol):
         """Counts since the start, by name or by name:reason."""
         ...
 
+    def shortage(self) -> str | None:
+        """Returns why the tier holds less than it is meant to, or None."""
+        return None
+
     def erase_all(self) -> None:
         """Forgets all blocks."""
         ...
@@ -103,7 +109,7 @@ class LowerTier(Protocol):
         ...
 
 
-class DiskShelf:
+class DiskShelf(LowerTier):
     """Blocks on a local disk."""
 
     def __init__(
@@ -116,6 +122,7 @@ class DiskShelf:
     ) -> None:
         """`memory` are the slots of memory. The tier is open."""
         self.medium = Medium.DISK
+        self.most_blocks = tier.max_slots
         self.pace = LoadPace()
         self._tier = tier
         self._memory = memory
@@ -127,6 +134,7 @@ class DiskShelf:
         self._under_way: dict[int, tuple[DiskRead | DiskWrite, LoadBlock | WriteBlock]] = {}
         self._num_loads = 0
         self._is_off = False
+        self._num_slots = tier.num_slots  # that the machine knows of
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(tier.fd, self._poll)
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
@@ -150,6 +158,14 @@ class DiskShelf:
     def counters(self) -> Mapping[str, float]:
         """Counts since the start."""
         return self._tier.counters
+
+    def shortage(self) -> str | None:
+        """Returns why there is less room than wanted, and how much there is."""
+        tier, block_bytes = self._tier, self._memory.shape[1]
+        if tier.shortage is None:
+            return None
+        there, wanted = (num * block_bytes / 2**20 for num in (tier.num_slots, tier.max_slots))
+        return f"only {there:,.0f} of {wanted:,.0f} MiB can be used: {tier.shortage}"
 
     def erase_all(self) -> None:
         """Forgets all blocks, once requests under way have ended."""
@@ -205,9 +221,12 @@ class DiskShelf:
         if self._tier.is_off != self._is_off:
             self._is_off = self._tier.is_off
             self._on_event(TierTurned(self.medium, self._tier.off_reason))
+        if self._tier.num_slots != self._num_slots:
+            self._num_slots = self._tier.num_slots
+            self._on_event(TierGrown(self.medium, self._num_slots))
 
 
-class ObjectShelf:
+class ObjectShelf(LowerTier):
     """Blocks in an object store. Writes gather until they fill a segment, or wait for a moment."""
 
     def __init__(

@@ -173,7 +173,7 @@ def _stores(seen: TopSeen) -> Iterator[TopRow]:
         for tier in s.tiers:
             full = f"{tier.num_blocks / tier.max_blocks:.0%}" if tier.max_blocks else ""
             counts = (str(tier.num_blocks), full, str(tier.offered_blocks))
-            cells = (*own, tier.medium, *counts, *lag, tier.fault or "")
+            cells = (*own, tier.medium, *counts, *lag, tier.fault or tier.shortage or "")
             yield TopRow(f"{s.name} {tier.medium}", cells, s)
         if not s.tiers:
             yield TopRow(s.name, (*own, "", "", "", "", *lag, s.why), s)

@@ -83,6 +83,14 @@ class TierTurned:
 
 
 @dataclass(frozen=True, slots=True)
+class TierGrown:
+    """A lower tier has this many slots now, which are more than before."""
+
+    medium: Medium
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierListed:
     """All blocks of a lower tier that other stores write to as well."""
 
@@ -113,6 +121,7 @@ StoreEvent = (
     | BlockLoaded
     | BlockWritten
     | TierTurned
+    | TierGrown
     | TierListed
     | DropAll
     | StoreTick

@@ -54,6 +54,7 @@ from kvtransfer.store.events import (
     StoreEffect,
     StoreEvent,
     StoreTick,
+    TierGrown,
     TierListed,
     TierTurned,
 )
@@ -200,6 +201,8 @@ class StoreMachine:
                 return [*down.on_written(block, fault, now_s)]
             case TierTurned(medium, fault):
                 self.holdings.turn(medium, fault)
+            case TierGrown(medium, num_slots):
+                self.holdings.shelves[medium].grow(num_slots)
             case TierListed(medium, links):
                 self.holdings.list_all(medium, links, now_s)
             case DropAll():

@@ -54,6 +54,11 @@ class Shelf:
         """Returns all blocks with their parents, in the order in which they came."""
         return list(self._parents.items())
 
+    def grow(self, num_slots: int) -> None:
+        """Adds slots behind the others."""
+        assert num_slots >= self.num_slots
+        self.num_slots = num_slots
+
     # ------------------------------------------------------------ blocks come and go
 
     def take(self, num: int) -> tuple[list[BlockId], list[BlockHash]]:

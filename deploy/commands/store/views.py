@@ -68,6 +68,8 @@ def _lines(store: StoreInfo) -> Iterator[str]:
     for tier in store.tiers:
         if tier.fault is not None:
             yield f"{store.name}: [red]{tier.medium} is not used: {escape(tier.fault)}[/red]"
+        elif tier.shortage is not None:
+            yield f"{store.name}: [red]{tier.medium}: {escape(tier.shortage)}[/red]"
     totals = totals_of(store.counters)
     done = [
         f"{totals[name]:.0f} {name.removesuffix('_blocks')}" for name in _COUNTS if name in totals

@@ -5,11 +5,11 @@ import threading
 
 from kvtransfer.store.disk.engine import reason_of
 from kvtransfer.store.disk.health import DiskHealth
-from kvtransfer.store.disk.slabs import SlabFiles
+from kvtransfer.store.disk.slabs import NewSlots, SlabFiles
 
 
 class SlabGrowth:
-    """Allocates one slab at a time. After a failure it waits for a growing pause.
+    """Allocates one slab at a time, or a part of one. After a failure it pauses, ever longer.
 
     `done_fd` is an eventfd that is signalled when `finish` has something to do.
     """
@@ -19,7 +19,8 @@ class SlabGrowth:
         self._done_fd = done_fd
         self._health = health
         self._thread: threading.Thread | None = None
-        self._found: int | OSError | None = None  # the new slab's descriptor
+        self._found: NewSlots | OSError | None = None
+        self.fault: str | None = None  # why the last try failed
 
     def start(self, now_s: float) -> None:
         """Starts to allocate the next slab, if there is one to come and it is time to try."""
@@ -29,7 +30,7 @@ class SlabGrowth:
             self._thread.start()
 
     def finish(self, now_s: float) -> str | None:
-        """Takes a slab that has been allocated into use, or returns why that failed."""
+        """Takes slots that have been allocated into use, or returns why that failed."""
         if self._thread is None or self._found is None:
             return None
         self._thread.join()
@@ -47,25 +48,26 @@ class SlabGrowth:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
-        if isinstance(self._found, int):
-            os.close(self._found)
+        if isinstance(self._found, NewSlots) and self._found.is_new_slab:
+            os.close(self._found.slab_fd)
         return True
 
     def _run(self) -> None:
         self._found = self._allocated()
         os.eventfd_write(self._done_fd, 1)
 
-    def _allocated(self) -> int | OSError:
+    def _allocated(self) -> NewSlots | OSError:
         try:
-            return self._files.allocate_slab()
+            return self._files.allocate()
         except OSError as error:
             return error
 
-    def _take(self, found: int | OSError, now_s: float) -> str | None:
+    def _take(self, found: NewSlots | OSError, now_s: float) -> str | None:
         if isinstance(found, OSError):
-            reason = reason_of(found.errno or 0)
-            self._health.failed(reason, now_s)
-            return reason
-        self._files.slab_fds.append(found)
+            self.fault = reason_of(found.errno or 0)
+            self._health.failed(self.fault, now_s)
+            return self.fault
+        self._files.add(found)
         self._health.succeeded()
+        self.fault = None
         return None

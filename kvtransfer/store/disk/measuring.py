@@ -61,7 +61,7 @@ def _write_files(directory: Path, geometry: DiskGeometry, rng: np.random.Generat
     files.open()
     try:
         while not files.is_whole:
-            files.slab_fds.append(files.allocate_slab())
+            files.add(files.allocate())
         os.pwrite(files.table_fd, _headers(geometry, rng).tobytes(), 0)
     finally:
         files.close()

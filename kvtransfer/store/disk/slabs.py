@@ -4,7 +4,8 @@
     directory/slab-00000 …       `slab_slots` slots each; the last may hold fewer
 
 Files are allocated before they are used, slab by slab, so a full disk is met here and not in the
-middle of a write. Everything is opened below a descriptor of the directory, which is also locked
+middle of a write. Where a slab does not fit, a part of it is allocated, and more of it later, when
+there is room. Everything is opened below a descriptor of the directory, which is also locked
 (flock). So two processes never use one directory, and a removed one is not filled again.
 """
 
@@ -16,6 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,8 @@ from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.format import HEADER, HEADER_BYTES, DiskGeometry, Headers
 
 SLAB_BYTES = 1 << 30  # at most, unless a block is larger
+LEAVES_BYTES = 16 << 20  # of a full disk, for others
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also for a quota, and for a limit on files
 TABLE_NAME = "headers"
 _SLAB_NAME = re.compile(r"slab-(\d{5})")
 _IDENTITY_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
@@ -85,6 +89,14 @@ def remove_directory(directory: Path) -> None:
         os.close(directory_fd)
 
 
+class NewSlots(NamedTuple):
+    """Slots that have been allocated, of a slab that may have some already."""
+
+    slab_fd: int
+    slots: int  # of the slab in all
+    is_new_slab: bool = False
+
+
 class SlabFiles:
     """The open files of one identity. The table is `table_fd`; slab i is `slab_fds[i]`.
 
@@ -99,6 +111,7 @@ class SlabFiles:
         self._directory = directory
         self._geometry = geometry
         self._directory_fd = -1
+        self._last_slots = 0  # of the last slab
 
     def open(self) -> None:
         """Locks the directory and opens the table; makes them if they are absent.
@@ -119,12 +132,13 @@ class SlabFiles:
             if fd >= 0:
                 os.close(fd)
         self.table_fd = self._directory_fd = -1
-        self.slab_fds = []
+        self.slab_fds, self._last_slots = [], 0
 
     @property
     def num_slots(self) -> int:
         """Slots that are allocated."""
-        return min(len(self.slab_fds) * self._geometry.slab_slots, self._geometry.max_slots)
+        num_full = max(len(self.slab_fds) - 1, 0)
+        return num_full * self._geometry.slab_slots + self._last_slots
 
     @property
     def is_whole(self) -> bool:
@@ -145,24 +159,64 @@ class SlabFiles:
         if os.fstat(self.table_fd).st_size > geometry.max_slots * HEADER_BYTES:
             os.ftruncate(self.table_fd, geometry.max_slots * HEADER_BYTES)
 
-    def allocate_slab(self) -> int:
-        """Opens the next slab, and allocates it with its part of the table. Returns its descriptor.
+    def allocate(self) -> NewSlots:
+        """Allocates the next slab with its part of the table, or as much of it as there is room.
 
-        It counts once it is appended to `slab_fds`: another thread may call this. Raises OSError.
+        If the last slab has only a part of its slots, it goes on there. The slots count once they
+        are given to `add`: another thread may call this. Raises OSError.
         """
-        index, geometry = len(self.slab_fds), self._geometry
-        first = index * geometry.slab_slots
-        slots = min(geometry.slab_slots, geometry.max_slots - first)
+        geometry = self._geometry
+        index, have = divmod(self.num_slots, geometry.slab_slots)
+        most = min(geometry.slab_slots, geometry.max_slots - index * geometry.slab_slots)
+        if have:
+            fd = self.slab_fds[index]
+            return NewSlots(fd, self._allocate_some(fd, index, have, most))
         fd = self._open_slab(_slab_name(index))
-        before_bytes = os.fstat(fd).st_size
+        there = min(os.fstat(fd).st_size // geometry.stride_bytes, most)
         try:
-            _allocate(fd, slots * geometry.stride_bytes)
-            _allocate(self.table_fd, (first + slots) * HEADER_BYTES)
+            try:
+                slots = self._allocate_some(fd, index, there, most)
+            except OSError as error:
+                if not there or error.errno not in NO_ROOM:
+                    raise
+                slots = there  # of an earlier process
+                _allocate(self.table_fd, self._table_bytes(index, slots))
         except OSError:
-            os.ftruncate(fd, before_bytes)  # give back what was allocated until the disk was full
             os.close(fd)
             raise
-        return fd
+        return NewSlots(fd, slots, is_new_slab=True)
+
+    def add(self, new: NewSlots) -> None:
+        """Takes slots into use that have been allocated."""
+        if new.is_new_slab:
+            self.slab_fds.append(new.slab_fd)
+        self._last_slots = new.slots
+
+    def _allocate_some(self, fd: int, index: int, have: int, most: int) -> int:
+        """Gives a slab more slots than it has. Returns how many it has then. Raises OSError."""
+        slots = most
+        while True:
+            before_bytes = os.fstat(fd).st_size
+            try:
+                _allocate(fd, slots * self._geometry.stride_bytes)
+                _allocate(self.table_fd, self._table_bytes(index, slots))
+            except OSError as error:
+                os.ftruncate(fd, before_bytes)  # what was allocated until the disk was full
+                slots = have + self._fewer(slots - have)
+                if error.errno not in NO_ROOM or slots == have:
+                    raise
+            else:
+                return slots
+
+    def _fewer(self, num_slots: int) -> int:
+        """Returns how many slots to try where so many do not fit; 0 if none is to be had."""
+        found = os.fstatvfs(self._directory_fd)
+        free_bytes = found.f_bavail * found.f_frsize - LEAVES_BYTES
+        fitting = max(free_bytes, 0) // (self._geometry.stride_bytes + HEADER_BYTES)
+        return fitting if fitting < num_slots else num_slots // 2  # a quota is not seen here
+
+    def _table_bytes(self, index: int, slots: int) -> int:
+        return (index * self._geometry.slab_slots + slots) * HEADER_BYTES
 
     def slab_place(self, slot: int) -> tuple[int, int]:
         """Returns the descriptor of the slot's slab, and the slot's offset there in bytes."""

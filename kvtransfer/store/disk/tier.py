@@ -221,6 +221,11 @@ class DiskTier:
         return max(0, self._depth - len(self._flights) - len(self._done))
 
     @property
+    def shortage(self) -> str | None:
+        """The reason why there are fewer slots than wanted, or None if there is none."""
+        return None if self._files.is_whole else self._growth.fault
+
+    @property
     def off_reason(self) -> str | None:
         """The reason of the last failure while the disk is left alone, or None."""
         return self._health.off_reason
@@ -454,7 +459,13 @@ class DiskTier:
     def _count_growth(self, reason: str | None) -> None:
         if reason is not None:
             self._counters[f"growth_errors:{reason}"] += 1
-            log.warning("%s stays at %d slots: %s", self._directory, self.num_slots, reason)
+            log.warning(
+                "%s stays at %d of %d slots: %s",
+                self._directory,
+                self.num_slots,
+                self.max_slots,
+                reason,
+            )
 
     def _empty_if_idle(self) -> None:
         if not self._is_clearing or self._flights:

@@ -31,6 +31,7 @@ from tests.transfer.store.tiers import (
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 NEW = b"a new block's ha"
+MIB = 2**20
 
 
 @contextmanager
@@ -128,11 +129,13 @@ def test_growth_that_fails_is_tried_again_after_a_pause(tmp_path):
     with opened(tmp_path) as (tier, _):
         with files_no_longer_than(4096):
             assert write(tier, 0, NEW, now_s=5.0) is None
+            settle(tier, lambda: tier.num_slots == 3, now_s=5.0)  # such a file has one
+            assert write(tier, 2, hash_of(2), now_s=5.0) is None
             settle(tier, lambda: tier.counters.get("growth_errors:EFBIG") == 1, now_s=5.0)
             tier.poll(5.9)
             tier.poll(6.0)
             settle(tier, lambda: tier.counters["growth_errors:EFBIG"] == 2, now_s=6.0)
-        assert tier.num_slots == 2
+        assert tier.num_slots == 3
         settle(tier, lambda: tier.num_slots == 4, now_s=8.0)
 
 
@@ -154,6 +157,35 @@ def test_a_file_system_that_is_full_from_the_start_leaves_no_slots(tmp_path):
         assert tier.num_slots == 0
         assert tier.counters["growth_errors:ENOSPC"] == 1
         assert write(tier, 0, NEW) == "no_slot"
+
+
+def test_a_slab_that_does_not_fit_is_allocated_in_part_and_grows_with_the_room(tmp_path):
+    large = {"block_bytes": MIB, "num_slots": 64, "slab_bytes": 32 * MIB}
+    with mounted(tmp_path / "small", "size=28m") as root:
+        with opened(root / "d", **large) as (tier, _):
+            num_slots = tier.num_slots
+            assert 10 <= num_slots <= 12, "what is free, but 16 MiB"
+            for slot in range(num_slots):
+                assert write(tier, slot, hash_of(slot), block_bytes=MIB) is None
+            settle(tier, lambda: tier.shortage == "ENOSPC")
+            assert not tier.is_off
+        with opened(root / "d", **large) as (tier, blocks):  # on the disk that is full now
+            assert (tier.num_slots, len(blocks)) == (num_slots, num_slots)
+            settle(tier, lambda: tier.shortage == "ENOSPC")
+            subprocess.run(["mount", "-o", "remount,size=100m", root], check=True)
+            settle(tier, lambda: tier.num_slots == 64, now_s=60.0)
+            assert tier.shortage is None
+            assert len(check_all(tier, blocks, block_bytes=MIB)) == num_slots
+            assert write(tier, 40, NEW, block_bytes=MIB) is None
+
+
+def test_a_limit_that_the_file_system_does_not_tell_leaves_a_part_of_a_slab(tmp_path):
+    large = {"block_bytes": MIB, "num_slots": 64, "slab_bytes": 64 * MIB}
+    with files_no_longer_than(9 * MIB), opened(tmp_path, **large) as (tier, _):
+        settle(tier, lambda: tier.num_slots == 9, now_s=0.0)
+        settle(tier, lambda: tier.shortage == "EFBIG")
+        assert write(tier, 8, NEW, block_bytes=MIB) is None
+        assert write(tier, 9, NEW, block_bytes=MIB) == "no_slot"
 
 
 def test_a_read_only_file_system_is_a_typed_error(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from deploy.admin.schema import DropAnswer, StoresAnswer
 from deploy.pools.effects import StartStore
-from deploy.pools.events import NodesSeen, PoolTick, StoreFailed, StoreStarted
+from deploy.pools.events import NodesSeen, PoolTick, StoreFailed, StoresSeen, StoreStarted
 from deploy.pools.machine import PoolMachine
 from deploy.pools.wanted import PoolLimits
 from deploy.services.spec import StoreReady
@@ -158,3 +158,22 @@ def test_a_drop_is_in_the_audit_log(caplog, query, told):
     lines = [each.getMessage() for each in caplog.records if each.name == "baton.audit"]
     assert len(lines) == bool(told)
     assert all(word in lines[0] for word in told)
+
+
+def test_troubles_of_tiers_are_troubles_of_the_pools():
+    controller = WithStores()
+    short = TierReport("disk", 8, 40, None, "only 4 of 64 MiB can be used: ENOSPC")
+    full = msgspec.structs.replace(REPORT, tiers=[TierReport("host", 3, 10), short])
+    controller.links["store-v2"].fresh_report = full
+    controller.machine.handle(StoresSeen(controller.sessions.store_troubles()), 2.0)
+    told = controller.machine.troubles()
+    assert "store-v1: its disk tier is not used: EIO" in told
+    assert any(
+        line == "store-v2: its disk tier is too small: only 4 of 64 MiB can be used: ENOSPC"
+        for line in told
+    )
+    healed = msgspec.structs.replace(REPORT, tiers=[TierReport("disk", 8, 40)])
+    for link in controller.links.values():
+        link.fresh_report = healed
+    controller.machine.handle(StoresSeen(controller.sessions.store_troubles()), 3.0)
+    assert not any("tier" in line for line in controller.machine.troubles())
