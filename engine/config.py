@@ -33,6 +33,7 @@ MAX_PRIORITY = 1000  # of a request; the least is -MAX_PRIORITY
 _KEY = re.compile(rf"[!-~]{{1,{MAX_KEY_BYTES}}}")  # of characters that a header may have
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:_\[\]-]+")  # as browsers write it
 
 
@@ -351,6 +352,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     open_to_all: bool = False  # needed to listen beyond this machine without keys
     # Origins, as https://chat.example.com, of pages whose scripts may use the API. "*": all.
     cors_origins: tuple[str, ...] = ()
+    # Names that clients may use without keys, beside localhost, addresses and `host`. "*.NAME": all
+    # below a name. "*": any, also one that a page of the web lets point here.
+    allowed_hosts: tuple[str, ...] = ()
     tls_cert: str | None = None  # PEM; with `tls_key` the gateway serves HTTPS, and no HTTP
     tls_key: str | None = None  # PEM; new files are read without a restart
     tls_client_ca: str | None = None  # PEM; clients need a certificate that one of these signed
@@ -441,6 +445,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 origin == "*" or _ORIGIN.fullmatch(origin) is not None,
                 f"gateway.cors_origins has {origin!r}; an origin is SCHEME://HOST in lower case,"
                 " with a port if it is not the scheme's own, and no path",
+            )
+        for host in self.allowed_hosts:
+            _require(
+                host == "*" or _HOST.fullmatch(host) is not None,
+                f"gateway.allowed_hosts has {host!r}; a host is a name in lower case, without a"
+                ' port, "*.NAME" or "*"',
             )
         for name in ("keys_file", "store", "tls_cert", "tls_key", "tls_client_ca"):
             value = getattr(self, name)

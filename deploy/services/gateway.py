@@ -105,6 +105,7 @@ class GatewayService(LoopService[GatewayReady]):
             max_choices=config.max_choices,
             max_batch_choices=config.max_batch_choices,
             min_priority=config.min_priority,
+            allowed_hosts=(config.host.lower(), *config.allowed_hosts),
             cors_origins=config.cors_origins,
             slo_ttft_s=spec.router.slo_ttft_s,
             slo_tpot_s=spec.router.slo_tpot_s,

@@ -19,6 +19,7 @@ from engine.clock import Clock
 from engine.config import DashboardMode
 from engine.errors import InvalidRequest
 from router.access.guard import KeyFinder, KeyGuard
+from router.access.hosts import HostGuard
 from router.access.limits import KeyAccounts
 from router.access.shared_accounts import SharedAccounts
 from router.edge.content_types import check_content
@@ -250,6 +251,8 @@ def app_of(  # noqa: PLR0913 - all that it shows
         app = KeyGuard(app, keys)
     if parts.settings.cors_origins:
         app = _with_cors(app, parts.settings.cors_origins)
+    if keys is None:
+        app = HostGuard(app, parts.settings.allowed_hosts)
     if logs_requests:
         app = AccessLog(app, parts.clock)
     return app

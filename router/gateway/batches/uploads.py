@@ -6,7 +6,7 @@ Pure: no socket, no store.
 
 from collections.abc import Callable, Mapping
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from router.inbox.api_errors import ApiError, invalid_value
@@ -37,25 +37,28 @@ class UploadForm:
         self._is_file = False
         self._value = bytearray()
         self._num_parts = 0
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin_part,
-                "on_part_data": self._take,
-                "on_part_end": self._end_part,
-                "on_header_field": self._take_header_name,
-                "on_header_value": self._take_header_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_end": self._end,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_part_data": self._take,
+                    "on_part_end": self._end_part,
+                    "on_header_field": self._take_header_name,
+                    "on_header_value": self._take_header_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:  # of the boundary
+            raise _malformed(str(error)) from error
 
     def feed(self, data: bytes) -> None:
         """Parses more of the body. Raises ApiError."""
         try:
             self._parser.write(data)
-        except MultipartParseError as error:
+        except FormParserError as error:
             raise _malformed(str(error)) from error
 
     def finish(self) -> tuple[str, Mapping[str, str]]:

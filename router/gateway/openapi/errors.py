@@ -20,7 +20,7 @@ ERRORS = (
     KnownError(
         400,
         ("bad_request", "too_many_requests"),
-        "not HTTP/1.1; too many pipelined requests",
+        "not HTTP/1.1; an ambiguous header; a body in tiny parts; too many pipelined requests",
     ),
     KnownError(400, ("item_not_found",), "an item that the input refers to is not kept"),
     KnownError(
@@ -31,6 +31,7 @@ ERRORS = (
     KnownError(400, ("file_quota_exceeded",), "there is no room for more files"),
     KnownError(401, ("invalid_api_key",), "no key, or an unknown or expired one"),
     KnownError(403, ("permission_denied",), "the key may not debug"),
+    KnownError(403, ("host_not_allowed",), "no key is needed, and the `host` is no known name"),
     KnownError(
         404,
         (

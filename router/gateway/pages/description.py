@@ -9,6 +9,8 @@ from starlette.responses import Response
 from router.gateway.openapi.document import document
 from router.gateway.openapi.page import page_of
 
+NOT_GUESSED = {"x-content-type-options": "nosniff"}  # the type is as declared
+
 
 class DescriptionPages:
     """Their handlers. Both pages are made at the first request and kept."""
@@ -20,14 +22,17 @@ class DescriptionPages:
 
     async def openapi(self, _: HttpRequest) -> Response:
         """GET /openapi.json."""
-        return Response(self._document, media_type="application/json")
+        return Response(self._document, media_type="application/json", headers=NOT_GUESSED)
 
     async def docs(self, _: HttpRequest) -> Response:
         """GET /docs."""
-        policy = "default-src 'none'; style-src 'unsafe-inline'"
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none';"
+            " frame-ancestors 'none'"
+        )
         if self._has_home:
             policy += "; script-src 'self'; img-src 'self'"
-        headers = {"content-security-policy": policy}
+        headers = {"content-security-policy": policy, **NOT_GUESSED}
         return Response(self._page, media_type="text/html", headers=headers)
 
     @cached_property

@@ -66,6 +66,7 @@ class GatewaySettings:
     max_choices: int = 16  # of one prompt, including those that `best_of` leaves out
     max_batch_choices: int = 128  # of all prompts of one request
     min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
+    allowed_hosts: tuple[str, ...] = ()  # that requests may name without keys
     cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
     slo_ttft_s: float | None = None  # for the dashboard; None: no bound
     slo_tpot_s: float | None = None

@@ -170,7 +170,7 @@ def request(body, *extra_headers):
     headers = b"".join(header + b"\r\n" for header in extra_headers)
     length = str(len(body)).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: " + length + b"\r\n" + headers + b"\r\n" + body
     )
 
@@ -488,7 +488,7 @@ async def test_a_client_of_http_1_0_gets_no_chunks(streams):
         assert rest.startswith(b"data: {")
 
 
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 SECOND = (GET, request(b"{}"), request(b"{}")[:-1])
@@ -513,7 +513,9 @@ async def test_a_client_that_leaves_pipelined_requests_leaves_no_trace(
 
 
 async def test_frames_of_another_protocol_end_the_connection():
-    upgrade = GET.replace(b"host: x", b"host: x\r\nconnection: upgrade\r\nupgrade: websocket")
+    upgrade = GET.replace(
+        b"host: localhost", b"host: localhost\r\nconnection: upgrade\r\nupgrade: websocket"
+    )
     written = []
     connection, transport = connect("a", written, make_app(FakeRouter()))
     connection.data_received(upgrade + b"\x81\x01a" * 100_000)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from python_multipart.multipart import MAX_BOUNDARY_LENGTH
 
 from router.gateway.batches.uploads import MAX_FIELD_BYTES, UploadForm
 from router.inbox.api_errors import ApiError
@@ -32,6 +33,31 @@ def test_all_fields_are_read() -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     _, found, _ = read(*form_of(b"x", **fields))
     assert found == {"purpose": "batch", **fields}
+
+
+@pytest.mark.parametrize("length", [1, 70, MAX_BOUNDARY_LENGTH])
+def test_long_boundaries_are_read(length: int) -> None:
+    body, headers = form_of(b"x")
+    long = "b" * length
+    body = body.replace(b"--limit", b"--" + long.encode())
+    kind = headers["content-type"].replace("limit", long)
+    assert read(body, {"content-type": kind}) == ("in.jsonl", {"purpose": "batch"}, b"x")
+
+
+@pytest.mark.parametrize("length", [MAX_BOUNDARY_LENGTH + 1, 5000])
+def test_a_boundary_that_is_too_long_is_refused(length: int) -> None:
+    with pytest.raises(ApiError, match="multipart form cannot be read") as refused:
+        UploadForm(f"multipart/form-data; boundary={'b' * length}", bytearray().extend)
+    assert refused.value.status == 400
+
+
+@given(st.text(st.characters(codec="latin-1"), max_size=300))
+def test_any_content_type_is_read_or_refused(said: str) -> None:
+    for kind in (said, f"multipart/form-data; boundary={said}"):
+        try:
+            UploadForm(kind, bytearray().extend)
+        except ApiError:
+            continue
 
 
 @pytest.mark.parametrize("kind", ["", "application/json", "multipart/form-data"])

@@ -28,7 +28,7 @@ SCORES = Logprobs(-0.5, 1, (104, 105), (-0.5, -1.5))
 
 def routes_of(app):
     """The method and path of each route, as the document writes them."""
-    for route in app._others.routes:  # the front has no other use for them
+    for route in app._app._others.routes:  # the front has no other use for them
         path = re.sub(r":\w+}", "}", route.path)
         for method in route.methods - {"HEAD"}:
             yield method.lower(), path
@@ -243,6 +243,20 @@ def test_the_page_has_the_dress_of_the_others_and_links_that_lead_somewhere():
     assert {link[1:] for link in found.links if link.startswith("#")} <= found.ids
     for method, path in routes_of(make_app(FakeRouter())):
         assert f'<b class="{method}">{method.upper()}</b><span class="path">{path}</span>' in page
+
+
+@pytest.mark.parametrize("mode", [DashboardMode.ON, DashboardMode.OFF])
+def test_no_page_can_be_framed_or_taken_for_another_type(mode):
+    app = make_app(FakeRouter(), dashboard=mode)
+    kinds = set()
+    for path in ("/", "/dashboard", "/play", "/docs", "/openapi.json"):
+        reply = get(app, path)
+        if reply.status == 200:
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            kinds.add(kind := reply.headers["content-type"].partition(";")[0])
+            if kind == "text/html":
+                assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
+    assert kinds == {"text/html", "application/json"}
 
 
 class _Links(HTMLParser):
