@@ -4,6 +4,7 @@ The trial's few tokens do not reach the end of a window, so windows are compared
 them: to the attention, in the mask and in transformers' own cache.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from transformers import DynamicCache, PreTrainedConfig
@@ -31,11 +32,13 @@ def check_calls(kind: str, calls: Sequence[AttentionCall], own: range, *, is_who
             "its attention cannot be replaced by one over paged KV: its code in transformers "
             "does not use the attention interface",
         )
-    attending = [call.layer for call in calls]
-    is_right = set(attending) <= set(own) and len(set(attending)) == len(attending)
-    if not is_right or not (is_whole or len(attending) == len(own)):
+    counts = Counter(call.layer for call in calls)
+    layer, most = counts.most_common(1)[0]
+    if most > 1:
+        raise refused(kind, f"layer {layer} calls attention {most} times")
+    if not counts.keys() <= set(own) or not (is_whole or len(counts) == len(own)):
         raise refused(
-            kind, f"{len(calls)} calls to attention, though num_hidden_layers is {len(own)}"
+            kind, f"{len(calls)} layers call attention, though num_hidden_layers is {len(own)}"
         )
     if any(call.has_own_mask for call in calls):
         raise refused(kind, "its attention builds its own mask")

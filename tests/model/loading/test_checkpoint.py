@@ -291,7 +291,7 @@ REFUSED = {
         {"layer_types": ["conv", "full_attention", "conv"]},
         "convolution layers with a state cannot be served (layer_types has 'conv')",
     ),
-    "diffllama": ({}, "6 calls to attention, though num_hidden_layers is 3"),
+    "diffllama": ({}, "layer 0 calls attention 2 times"),
 }
 
 
