@@ -58,7 +58,7 @@ class Harmony:
             raise InvalidRequest(f"tools: this model has no token {missing}", param="tools")
         held = arguments(calling)
         calls = [
-            f"call_{i}: {_written_call(name, token_of)} gap arguments_{i} gap"
+            f"call_{i}: {_written_call(name, token_of)} edge arguments_{i} edge"
             for i, name in enumerate(calling.functions)
         ]
         ways = any_call(calling)
@@ -84,7 +84,7 @@ def final_grammar(answer: AnswerRules, token_of: TokenOf) -> str:
     """The grammar of reasoning and then an answer, also one without any mark."""
     ways = f"{_final(answer, token_of)} | {_thought(token_of)}"
     first = f"start: {_said(token_of)} ({ways}) | {answer.expression}"
-    return "\n".join([first, _TEXT, "gap: GAP?", "GAP: / /", *answer.rules])
+    return "\n".join([first, _TEXT, "edge: / /?", *answer.rules])
 
 
 def _said(token_of: TokenOf) -> str:
@@ -101,14 +101,14 @@ def _thought(token_of: TokenOf) -> str:
 
 def _final(answer: AnswerRules, token_of: TokenOf) -> str:
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
-    head = f'{channel} "final" (gap {mark(CONSTRAIN, token_of)} "json")? {message}'
+    head = f'{channel} "final" (edge {mark(CONSTRAIN, token_of)} "json")? {message}'
     return f"{head} {answer.expression}"
 
 
 def _written_call(name: str, token_of: TokenOf) -> str:
     """The head of a call: its recipient comes behind the channel, or before it."""
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
-    kind = f'(gap {mark(CONSTRAIN, token_of)}? "json")?'
+    kind = f'(edge {mark(CONSTRAIN, token_of)}? "json")?'
     to, where = literal(f"to=functions.{name}"), '("commentary" | "analysis")'
     return f'(({channel} {where} " " {to} | " " {to} {channel} {where}) {kind} {message})'
 

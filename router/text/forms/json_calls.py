@@ -21,10 +21,9 @@ from router.text.forms.calling import (
     unlike_calls,
 )
 from router.text.forms.json_parser import CallBegin, JsonCallForm
-from router.text.forms.lenient import RULES, can_be_held
+from router.text.forms.lenient import BLANKS, RULES, can_be_held
 
 MAX_WAYS = 16  # functions whose arguments are followed side by side, before the name is known
-_BLANKS = r"( |\r?\n[ \t]*)?"
 _DEFINITIONS = ("$defs", "definitions")
 _OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 _TEXT = r"TEXT: /(?s:.*)/"
@@ -62,10 +61,10 @@ class Hermes(JsonCallForm):
         """Text, then calls, which nothing follows."""
         begin, end = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.opening, token_of)
-        more = "" if calling.at_most_one else f" (gap {begin} body)*"
+        more = "" if calling.at_most_one else f" (edge {begin} body)*"
         return _grammar(
             start(f"body{more}", calling, answer, begin=begin, before=before),
-            [*rules, *answer.rules, f"body: gap ({any_call(calling)}) gap {end}"],
+            [*rules, *answer.rules, f"body: edge ({any_call(calling)}) edge {end}"],
             calling,
             "arguments",
         )
@@ -97,7 +96,7 @@ class Llama(JsonCallForm):
     ) -> CallGrammar:
         """Calls, or text that does not begin like one."""
         tag = mark(self.opening, token_of)
-        more = "" if calling.at_most_one else f' (gap ";" gap ({any_call(calling)}))*'
+        more = "" if calling.at_most_one else f' (edge ";" edge ({any_call(calling)}))*'
         calls = f"{tag}? ({any_call(calling)}){more}"
         begins = self.begin_of(calling.functions).pattern.pattern
         if token_of(self.opening) is None:
@@ -127,8 +126,8 @@ class Mistral(JsonCallForm):
     ) -> CallGrammar:
         """Text, then a list of calls."""
         before, rules = text_before(self.opening, token_of)
-        more = "" if calling.at_most_one else f' (gap "," gap ({any_call(calling)}))*'
-        calls = f'gap "[" gap ({any_call(calling)}){more} gap "]"'
+        more = "" if calling.at_most_one else f' (edge "," edge ({any_call(calling)}))*'
+        calls = f'edge "[" edge ({any_call(calling)}){more} edge "]"'
         begin = mark(self.opening, token_of)
         return _grammar(
             start(calls, calling, answer, begin=begin, before=before),
@@ -159,7 +158,7 @@ class MistralArgs(JsonCallForm):
         more = "" if calling.at_most_one else f" ({begin} ({any_call(calling)}))*"
         calls = f"({any_call(calling)}){more}"
         heads = [
-            f"call_{i}: gap {literal(name)} gap {args} gap arguments_{i}"
+            f"call_{i}: edge {literal(name)} edge {args} edge arguments_{i}"
             for i, name in enumerate(calling.functions)
         ]
         return _grammar(
@@ -198,8 +197,8 @@ class DeepSeek(JsonCallForm):
         """Text, then calls between their marks."""
         begin, call, part, end, last = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.opening, token_of)
-        more = "" if calling.at_most_one else f" (gap ({any_call(calling)}))*"
-        calls = f"gap ({any_call(calling)}){more} gap {last}"
+        more = "" if calling.at_most_one else f" (edge ({any_call(calling)}))*"
+        calls = f"edge ({any_call(calling)}){more} edge {last}"
         heads = [
             " ".join(
                 (
@@ -207,8 +206,8 @@ class DeepSeek(JsonCallForm):
                     *([literal(self.before_name), part] if self.before_name else ()),
                     literal(name + self.before_arguments),
                     *(() if self.before_name else (part,)),
-                    f"gap arguments_{i}",
-                    *([literal(self.after_arguments)] if self.after_arguments else ("gap",)),
+                    f"edge arguments_{i}",
+                    *([literal(self.after_arguments)] if self.after_arguments else ("edge",)),
                     end,
                 )
             )
@@ -266,7 +265,7 @@ def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGram
             text = json.dumps(call, ensure_ascii=False)
             unheld.append((name, ""))
         lines.append(f"call_{i}: %json {text}")
-    return CallGrammar("\n".join([first, *RULES[:2], *rules, *lines]), tuple(unheld))
+    return CallGrammar("\n".join([first, *RULES, *rules, *lines]), tuple(unheld))
 
 
 def _objects(calling: Calling, key: str) -> list[str]:
@@ -278,18 +277,18 @@ def _objects(calling: Calling, key: str) -> list[str]:
     names = [name for name in calling.functions if name not in calling.held]
     lines = [f"KEYED: /{_head_of(key)}/"]
     for i, name in enumerate(calling.functions):
-        begin = f'/{_head_of("name")}{_BLANKS}"{re.escape(name)}"/'
-        ways = [f'{begin} gap "," gap {_quoted(key)} gap ":" gap arguments_{i} gap "}}"']
+        begin = f'/{_head_of("name")}{BLANKS}?"{re.escape(name)}"/'
+        ways = [f'{begin} edge "," edge {_quoted(key)} edge ":" edge arguments_{i} edge "}}"']
         if name in names:
             value = f"arguments_{i}" if len(names) <= MAX_WAYS else "any_object"
-            named = f'{_quoted("name")} gap ":" gap {_quoted(name)}'
-            ways.append(f'KEYED gap {value} gap "," gap {named} gap "}}"')
+            named = f'{_quoted("name")} edge ":" edge {_quoted(name)}'
+            ways.append(f'KEYED edge {value} edge "," edge {named} edge "}}"')
         lines.append(f"call_{i}: " + "\n  | ".join(ways))
     return lines
 
 
 def _head_of(key: str) -> str:
-    return rf'\{{{_BLANKS}"{key}"{_BLANKS}:'
+    return rf'\{{{BLANKS}?"{key}"{BLANKS}?:'
 
 
 def _quoted(name: str) -> str:

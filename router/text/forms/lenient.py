@@ -44,9 +44,12 @@ _KEY_CHAR = (
     rf"[1-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}})|{_PAIR}"
 )
 _INTEGER = "-?(0|[1-9][0-9]*)"
+BLANKS = r"( |\r?\n( {0,8}|\t{0,2}))"
 RULES = [  # that all schemas of one grammar share
     "gap: GAP?",
-    r"GAP: / {1,4}|\r?\n[ \t]{0,40}/",  # compact or indented: endless blanks would be no progress
+    r"GAP: / |\r?\n( {0,40}|\t{0,10})/",  # compact or indented: endless blanks are no progress
+    "edge: EDGE?",
+    f"EDGE: /{BLANKS}/",  # around the parts of a call
     f'STRING: /"({_CHAR})*"/',
     f'KEY: /"({_KEY_CHAR})*"/',
     rf"INTEGER: /{_INTEGER}(\.0)?/",

@@ -22,7 +22,7 @@ from router.text.forms.calling import (
 )
 from router.text.forms.deltas import CallArguments, Content, Delta, merged, new_call
 from router.text.forms.json_parser import CallBegin
-from router.text.forms.lenient import RULES, LenientSchema
+from router.text.forms.lenient import BLANKS, RULES, LenientSchema
 from router.text.forms.written_values import (
     MAX_HEAD_LEN,
     OF_WHOLE,
@@ -35,7 +35,6 @@ from router.text.forms.written_values import (
     written,
 )
 
-_BLANKS = r"( |\r?\n[ \t]*)?"
 _PYTHON_RULES = [
     r"PYTHON_STRING: /'([^'\\\n]|\\.)*'/",
     "ANY_KEY: /[A-Za-z_][0-9A-Za-z_]*/",
@@ -63,23 +62,23 @@ class Pythonic:
         self, calling: Calling, token_of: TokenOf, answer: AnswerRules = ANY_TEXT
     ) -> CallGrammar:
         """A list of calls, or text that does not begin like one."""
-        more = "" if calling.at_most_one else f' (gap "," gap ({any_call(calling)}))*'
+        more = "" if calling.at_most_one else f' (edge "," edge ({any_call(calling)}))*'
         first_call = " | ".join(f"FIRST_{i} rest_{i}" for i in range(len(calling.functions)))
-        calls = f'({first_call}){more} gap "]"'
+        calls = f'({first_call}){more} edge "]"'
         text, rules = unlike_calls(self.begin_of(calling.functions).pattern.pattern, answer)
         first = f"start: {calls}" if calling.at_least_one else f"start: {text} | {calls}"
         lines = [first, r"TEXT: /(?s:.*)/", *RULES, *_PYTHON_RULES, *rules, *answer.rules]
         unheld = list[tuple[str, str]]()
-        free = 'ANY_KEY gap "=" gap python_value'
+        free = 'ANY_KEY edge "=" edge python_value'
         all_found = written(calling, partial(_python_arguments, calling), free)
         for i, (name, found) in enumerate(all_found):
             unheld += [(name, place) for place in found.unheld]
             members = found.begin(f"members_{i}")
             # One lexeme, which ends where other text is ruled out: the longest lexeme wins.
-            lines.append(rf"FIRST_{i}: /\[{_BLANKS}{re.escape(name)}{_BLANKS}\(/")
-            lines.append(f'call_{i}: {literal(name)} gap "(" rest_{i}')
-            lines.append(f'rest_{i}: gap {members} gap ")"')
-            lines += found.members(f"members_{i}", between='gap "," gap')
+            lines.append(rf"FIRST_{i}: /\[{BLANKS}?{re.escape(name)}{BLANKS}?\(/")
+            lines.append(f'call_{i}: {literal(name)} edge "(" rest_{i}')
+            lines.append(f'rest_{i}: edge {members} edge ")"')
+            lines += found.members(f"members_{i}", between='edge "," edge')
         return CallGrammar("\n".join(dict.fromkeys(lines)), tuple(unheld))
 
     def parser(self, calling: Calling, rng: random.Random) -> "PythonicParser":
@@ -101,13 +100,13 @@ def _python_arguments(calling: Calling, name: str, place: str) -> WrittenArgumen
             value = found.start
             rules += found.rules
             unheld += [f".properties.{key}{each}" for each in found.unheld]
-        rules.append(f'argument_{where}: {literal(key)} gap "=" gap ({value})')
+        rules.append(f'argument_{where}: {literal(key)} edge "=" edge ({value})')
     unheld += [f".{word}" for word in OF_WHOLE if schema.get(word) and not is_held]
     other = None
     if is_open(schema) and not is_held:
         taken = " | ".join(map(literal, keys))
         rules.append(f"OTHER_{place}: ANY_KEY" + (f" & ~({taken})" if taken else ""))
-        other = f'OTHER_{place} gap "=" gap python_value'
+        other = f'OTHER_{place} edge "=" edge python_value'
     return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")), other)
 
 

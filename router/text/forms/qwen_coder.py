@@ -67,17 +67,17 @@ class QwenCoder:
         """Text, then calls, whose arguments come in any order."""
         begin, end = (mark(each, token_of) for each in self.marks)
         before, rules = text_before(self.marks[0], token_of)
-        body = f"gap ({any_call(calling)}) gap {end}"
-        more = "" if calling.at_most_one else f" (gap {begin} {body})*"
+        body = f"edge ({any_call(calling)}) edge {end}"
+        more = "" if calling.at_most_one else f" (edge {begin} {body})*"
         first = start(f"{body}{more}", calling, answer, begin=begin, before=before)
         lines = [first, r"TEXT: /(?s:.*)/", *RULES, *_RULES, *rules, *answer.rules]
         unheld = list[tuple[str, str]]()
-        all_found = written(calling, partial(_xml_arguments, calling), "ANY_KEY any_value gap")
+        all_found = written(calling, partial(_xml_arguments, calling), "ANY_KEY any_value edge")
         for i, (name, found) in enumerate(all_found):
             unheld += [(name, place) for place in found.unheld]
             members = found.begin(f"members_{i}")
             head, end_of = literal(f"<function={name}>"), literal("</function>")
-            lines.append(f"call_{i}: {head} gap {members} {end_of}")
+            lines.append(f"call_{i}: {head} edge {members} {end_of}")
             lines += found.members(f"members_{i}")
         return CallGrammar("\n".join(lines), tuple(unheld))
 
@@ -106,7 +106,7 @@ def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
     if is_open(schema) and not is_held:
         taken = " | ".join(literal(f"<parameter={key}>") for key in keys)
         rules.append(f"OTHER_{place}: ANY_KEY" + (f" & ~({taken})" if taken else ""))
-        other = f"OTHER_{place} any_value gap"
+        other = f"OTHER_{place} any_value edge"
     return WrittenArguments(keys, rules, unheld, names_in(schema.get("required")), other)
 
 
@@ -123,9 +123,9 @@ class _XmlValue:
 
     def _expression(self, key: str) -> str:
         known, kinds = resolved(self._schema, self._root), kinds_of(self._schema, self._root)
-        end = 'gap "</parameter>" gap'
+        end = 'edge "</parameter>" edge'
         if "string" not in kinds:
-            return f"gap ({self._json()}) {end}"
+            return f"edge ({self._json()}) {end}"
         held = sorted(_HELD_KEYWORDS & known.keys()) if kinds == {"string"} else []
         if self._is_held and held:
             message = f"tools: {key}: this model's calls cannot be held to {held[0]!r} of a text"
@@ -140,7 +140,7 @@ class _XmlValue:
             self.rules.append(f"TEXT_{self._place}: /[^\\n<]{{{least},{most}}}/")
             return f"/\\n/? TEXT_{self._place} {end}"
         self.rules.append(f"text_{self._place}[lazy]: /(?s:.*)<\\/parameter>/")
-        return f"text_{self._place} gap"
+        return f"text_{self._place} edge"
 
     def _json(self) -> str:
         if self._is_held:
