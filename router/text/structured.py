@@ -27,12 +27,13 @@ from router.text.composed import answer_rules
 from router.text.forms.calling import ANY_TEXT, AnswerRules, CallForm, Calling, literal
 from router.text.forms.chosen import HARMONY, HERMES
 from router.text.forms.harmony import final_grammar, missing_mark
-from router.text.forms.lenient import can_be_held
+from router.text.forms.lenient import can_be_held, lenient_grammar
 from router.text.structural_tags import grammar_of_tag, newer_form
-from router.text.tools import GrammarPart, ToolOffer
+from router.text.tools import GrammarPart, ToolOffer, named_places
 
 MAX_TOOLS = 128
 MAX_CHOICES = 10_000
+MAX_LOOSENED_LEN = 32 * 2**10  # characters of an answer's schema that is held as far as it goes
 
 Json = Any
 Fields = Mapping[str, Json]
@@ -74,7 +75,8 @@ class Structure(msgspec.Struct, frozen=True):
         """The same with less held of these functions' arguments. Raises InvalidRequest."""
         assert self.offer is not None
         others = tuple(part for part in self.parts if not part.param.startswith("tools["))
-        return _offered(self.offer.loosened(functions), others)
+        unheld = tuple(name for name in self.unheld if not name.startswith("tools["))
+        return _offered(self.offer.loosened(functions), others, unheld)
 
 
 def structure_of(
@@ -119,7 +121,8 @@ def _behind_channel(answer: Structure, token_of: Callable[[str], int | None]) ->
         return answer
     source = final_grammar(_rules(answer), token_of)
     parts = (GrammarPart(str(answer.param), answer.grammar),)
-    return Structure(Grammar(GrammarKind.LARK, source), answer.param, parts=parts)
+    grammar = Grammar(GrammarKind.LARK, source)
+    return Structure(grammar, answer.param, parts=parts, unheld=answer.unheld)
 
 
 def _rules(answer: Structure) -> AnswerRules:
@@ -159,8 +162,13 @@ def _response_format(value: Json) -> Structure:
     if not isinstance(strict, bool | None):
         where = f"{param}.json_schema.strict"
         raise InvalidRequest(f"{where} must be true or false", param=where)
-    where = f"{param}.json_schema.schema"
-    return Structure(_grammar("json", named.get("schema"), where, strict=bool(strict)), where)
+    where, schema = f"{param}.json_schema.schema", named.get("schema")
+    asked = Structure(_grammar("json", schema, where, strict=bool(strict)), where)
+    is_long = asked.grammar is None or len(asked.grammar.source) > MAX_LOOSENED_LEN
+    if strict or is_long or not isinstance(schema, dict) or can_be_held(schema):
+        return asked
+    source, unheld = lenient_grammar(schema)
+    return Structure(Grammar(GrammarKind.LARK, source), where, unheld=named_places(where, unheld))
 
 
 def _structural_tag(value: Fields, param: str) -> Structure:
@@ -275,9 +283,7 @@ def _tools_of(fields: Fields) -> _Allowed | None:
     strict = frozenset(
         tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True
     ) & frozenset(functions)
-    held = strict
-    if forced:
-        held |= {name for name, schema in functions.items() if can_be_held(schema)}
+    held = frozenset(functions) if forced else strict
     calling = Calling(functions, at_least_one=forced, at_most_one=single, held=held)
     return _Allowed(tools, calling, strict)
 
@@ -332,12 +338,15 @@ def _calling(
         allowed.tools, allowed.calling, allowed.strict, form, token_of, _rules(answer)
     )
     others: tuple[GrammarPart, ...] = ()
-    if answer.grammar is not None:
+    if answer.grammar is not None and not allowed.calling.at_least_one:
         others = (GrammarPart(str(answer.param), answer.grammar),)
-    return _offered(offer, others)
+    return _offered(offer, others, answer.unheld)
 
 
-def _offered(offer: ToolOffer, others: tuple[GrammarPart, ...]) -> Structure:
+def _offered(
+    offer: ToolOffer, others: tuple[GrammarPart, ...], unheld: tuple[str, ...]
+) -> Structure:
+    offer = offer.sayable() if offer.calling.at_least_one else offer
     found = offer.grammar()
     return Structure(
         grammar=Grammar(GrammarKind.LARK, found.source),
@@ -345,7 +354,7 @@ def _offered(offer: ToolOffer, others: tuple[GrammarPart, ...]) -> Structure:
         tools=tuple(offer.tools),
         calling=offer.calling,
         parts=(*others, *offer.parts(_dumped)),
-        unheld=offer.named(found.unheld),
+        unheld=(*unheld, *offer.named(found.unheld)),
         offer=offer,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from engine.errors import InvalidRequest
 from engine.messages import Grammar, GrammarKind
 from router.text.forms.calling import (
     ANY_TEXT,
@@ -50,6 +51,15 @@ class ToolOffer:
         answer = ANY_TEXT if self.calling.at_least_one else self.answer
         return self.form.grammar(self.calling, self.token_of, answer)
 
+    def sayable(self) -> "ToolOffer":
+        """The same, holding no more than the form can say of tools that are not strict."""
+        spare = self.calling.held - self.strict
+        try:
+            self.grammar()
+        except InvalidRequest:
+            return self.loosened(sorted(spare)) if spare else self
+        return self
+
     def parts(self, source_of: Callable[[Json], str]) -> tuple[GrammarPart, ...]:
         """The grammar of each function's arguments; `source_of` writes a schema."""
         places = self._places()
@@ -68,8 +78,8 @@ class ToolOffer:
     def named(self, unheld: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         """The places that are not held, as a header may carry them."""
         places = self._places()
-        found = (places[name] + quote(place, safe=".[]$_-") for name, place in unheld)
-        return tuple(dict.fromkeys(place[:MAX_PLACE_LEN] for place in found))[:MAX_NAMED]
+        found = [each for name, at in unheld for each in named_places(places[name], [at])]
+        return tuple(found[:MAX_NAMED])
 
     def loosened(self, names: Sequence[str]) -> "ToolOffer":
         """The same, holding less of these functions' arguments: what can be said, then nothing."""
@@ -84,3 +94,9 @@ class ToolOffer:
             tool["function"]["name"]: f"tools[{i}].function.parameters"
             for i, tool in enumerate(self.tools)
         }
+
+
+def named_places(param: str, places: Sequence[str]) -> tuple[str, ...]:
+    """Places of a schema, as a header may carry them."""
+    found = (param + quote(place, safe=".[]$_-", errors="replace") for place in places)
+    return tuple(dict.fromkeys(place[:MAX_PLACE_LEN] for place in found))[:MAX_NAMED]

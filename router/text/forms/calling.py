@@ -21,6 +21,7 @@ from router.text.forms.lenient import RULES, LenientSchema
 TokenOf = Callable[[str], int | None]  # the id of an added token with this text
 NAME = r"[a-zA-Z0-9_.-]+"  # of a function, in regular expressions
 MAX_ARGUMENTS_LEN = 64 * 2**10  # characters of all lenient rules; a grammar has a bound too
+MAX_SCHEMAS_LEN = 128 * 2**10  # characters of the schemas that are read for them
 _CONTROL = re.compile(r"[%\x7f-\x9f]")
 
 
@@ -118,6 +119,31 @@ def unlike_calls(begins: str, answer: AnswerRules) -> tuple[str, list[str]]:
     return "ANSWER", [f"ANSWER: TEXT & ~/{begins}(?s:.*)/"]
 
 
+@dataclass(slots=True)
+class Room:
+    """What is left for the arguments of all functions: characters of schemas, and of rules."""
+
+    schemas: int = MAX_SCHEMAS_LEN
+    rules: int = MAX_ARGUMENTS_LEN
+
+    def holds(self, schema: Any) -> bool:
+        """True if there is room to read one more schema; takes it."""
+        self.schemas -= len(json.dumps(schema))
+        return self.schemas >= 0
+
+    def holds_rules(self, rules: Sequence[str]) -> bool:
+        """True if there is room for these rules; takes it."""
+        self.rules -= sum(map(len, rules))
+        return self.rules >= 0
+
+    def for_schema(self, schema: Any, prefix: str) -> LenientSchema | None:
+        """The rules of a schema, if there is room."""
+        if not self.holds(schema):
+            return None
+        lenient = LenientSchema(schema, prefix)
+        return lenient if self.holds_rules(lenient.rules) else None
+
+
 class ArgumentRules(NamedTuple):
     """Rules `arguments_I` for each function, and the places that they do not hold."""
 
@@ -128,14 +154,13 @@ class ArgumentRules(NamedTuple):
 def arguments(calling: Calling) -> ArgumentRules:
     """The rules of arguments that are one JSON object."""
     rules, unheld = list(RULES), list[tuple[str, str]]()
-    left = MAX_ARGUMENTS_LEN
+    room = Room()
     for i, (name, schema) in enumerate(calling.functions.items()):
         if name in calling.held:
             rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
             continue
-        lenient = LenientSchema(schema, f"a{i}")
-        left -= sum(map(len, lenient.rules))
-        if name in calling.free or left < 0:
+        lenient = None if name in calling.free else room.for_schema(schema, f"a{i}")
+        if lenient is None:
             rules.append(f"arguments_{i}: any_object")
             unheld.append((name, ""))
             continue

@@ -21,7 +21,7 @@ from router.text.forms.calling import (
     unlike_calls,
 )
 from router.text.forms.json_parser import CallBegin, JsonCallForm
-from router.text.forms.lenient import BLANKS, RULES, can_be_held
+from router.text.forms.lenient import BLANKS, RULES
 
 MAX_WAYS = 16  # functions whose arguments are followed side by side, before the name is known
 _DEFINITIONS = ("$defs", "definitions")
@@ -259,8 +259,8 @@ def _beside_json(first: str, rules: Sequence[str], calling: Calling) -> CallGram
             "additionalProperties": False,
         }
         text = json.dumps({**call, **definitions}, ensure_ascii=False)
-        is_known = not _OTHER_REFERENCE.search(text) and can_be_held({**call, **definitions})
-        if name not in calling.held and (name in calling.free or not is_known):
+        is_moved = _OTHER_REFERENCE.search(text) is not None
+        if name not in calling.held and (name in calling.free or is_moved):
             call["properties"]["parameters"] = {"type": "object"}
             text = json.dumps(call, ensure_ascii=False)
             unheld.append((name, ""))

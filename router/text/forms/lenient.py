@@ -27,7 +27,9 @@ from engine.errors import GrammarError
 from engine.grammar.disjoint import Disjointness, names_in
 from engine.grammar.json_schemas import COMPACT, followed
 
-MAX_RULES = 500  # of one schema
+MAX_RULES = 1000  # of one schema
+MAX_STEPS = 300  # to find out whether alternatives are apart
+MAX_INSIDE = 64  # values inside one another
 MAX_MARKED = 62  # keys of one object that are counted; a rule's parameter has 64 bits
 MAX_REPEATS = 1000  # items and characters that are counted
 
@@ -105,18 +107,19 @@ class LenientSchema:
 
     def __init__(self, schema: Json, prefix: str, *, is_python: bool = False) -> None:
         self._texts = _PYTHON if is_python else _JSON
-        self._known = Disjointness(schema)
+        self._known = Disjointness(schema, max_steps=MAX_STEPS)
         self._prefix = prefix
         self._named: dict[int, tuple[Json, str]] = {}  # rules by the schemas that they stand for
+        self._inside = 0  # values that are being read, inside one another
         self.rules: list[str] = []
         self.unheld: list[str] = []
         self.start = self._value(schema, "")
-        if len(self.rules) > MAX_RULES:
+        if self._is_full:
             self.rules, self.unheld, self.start = [], [""], "any_object"
 
     def _value(self, schema: Json, at: str) -> str:
         """An expression for the values of a schema. One that comes again becomes a rule."""
-        if not isinstance(schema, dict) or len(self.rules) > MAX_RULES:
+        if not isinstance(schema, dict) or self._inside > MAX_INSIDE or self._is_full:
             if not isinstance(schema, bool):
                 self._note(at)
             return "anything"
@@ -124,8 +127,14 @@ class LenientSchema:
             return self._named[id(schema)][1]
         name = f"{self._prefix}_{len(self._named)}"
         self._named[id(schema)] = (schema, name)  # kept alive, or its identity might come again
+        self._inside += 1
         self.rules.append(f"{name}: {self._alternatives(schema, at)}")
+        self._inside -= 1
         return name
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._named) > MAX_RULES
 
     def _alternatives(self, schema: Schema, at: str) -> str:
         for keyword in sorted(_UNHELD & schema.keys()):
@@ -326,6 +335,12 @@ class LenientSchema:
     def _note(self, at: str) -> None:
         if at not in self.unheld:
             self.unheld.append(at)
+
+
+def lenient_grammar(schema: Json) -> tuple[str, Sequence[str]]:
+    """The grammar of one value, and the places that it does not hold."""
+    found = LenientSchema(schema, "v")
+    return "\n".join([f"start: {found.start}", *RULES, *found.rules]), found.unheld
 
 
 def can_be_held(schema: Json) -> bool:

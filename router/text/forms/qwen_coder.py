@@ -38,6 +38,7 @@ from router.text.forms.written_values import (
 )
 
 _KEY = r"[^>\s]+"
+MAX_TEXT_LEN = 1000  # characters that are counted
 _XML_KEY = re.compile(_KEY)
 _RULES = [rf"ANY_KEY: /<parameter={_KEY}>/", r"any_value[lazy]: /(?s:.*)<\/parameter>/"]
 # Of a text that has no quotes around it.
@@ -127,20 +128,28 @@ class _XmlValue:
         if "string" not in kinds:
             return f"edge ({self._json()}) {end}"
         held = sorted(_HELD_KEYWORDS & known.keys()) if kinds == {"string"} else []
-        if self._is_held and held:
-            message = f"tools: {key}: this model's calls cannot be held to {held[0]!r} of a text"
-            raise InvalidRequest(message, param="tools")
-        self.unheld += [f".{word}" for word in held]
+        for word in held:
+            self._refuse(key, word)
         choices = known.get("enum") or ([known["const"]] if "const" in known else None)
         if isinstance(choices, list):
             ways = {each if isinstance(each, str) else json.dumps(each) for each in choices}
             return f"/\\n/? ({' | '.join(map(literal, sorted(ways)))}) {end}"
         least, most = known.get("minLength") or 0, known.get("maxLength") or ""
-        if kinds == {"string"} and (least or most):  # so short a text is one line
+        is_short = all(type(n) is int and 0 <= n <= MAX_TEXT_LEN for n in (least, most or 0))
+        if kinds == {"string"} and (least or most) and not is_short:
+            self._refuse(key, "maxLength" if most else "minLength")
+        elif kinds == {"string"} and (least or most):  # so short a text is one line
             self.rules.append(f"TEXT_{self._place}: /[^\\n<]{{{least},{most}}}/")
             return f"/\\n/? TEXT_{self._place} {end}"
         self.rules.append(f"text_{self._place}[lazy]: /(?s:.*)<\\/parameter>/")
         return f"text_{self._place} edge"
+
+    def _refuse(self, key: str, word: str) -> None:
+        """Names a keyword that is not held. Raises InvalidRequest if it was promised."""
+        if self._is_held:
+            message = f"tools: {key}: this model's calls cannot be held to {word!r} of a text"
+            raise InvalidRequest(message, param="tools")
+        self.unheld.append(f".{word}")
 
     def _json(self) -> str:
         if self._is_held:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest
-from engine.grammar.disjoint import names_in, types_of
-from router.text.forms.calling import MAX_ARGUMENTS_LEN, Calling
+from engine.grammar.disjoint import TYPES, names_in, types_of
+from router.text.forms.calling import Calling, Room
 
 MAX_HEAD_LEN = 1024  # characters between values
 MAX_ARGUMENTS = 62  # of one function: a rule's parameter has 64 bits
-MAX_INSIDE = 8  # unions inside one another
+MAX_SCHEMAS = 100  # that are read for the types of one value
 # Keywords of the arguments as a whole, which no rule for one of them says.
 OF_WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
 
@@ -55,13 +55,13 @@ def written(
     calling: Calling, arguments_of: Callable[[str, str], WrittenArguments], free: str
 ) -> Iterator[tuple[str, WrittenArguments]]:
     """The arguments of each function, by name; of those without room, whatever `free` allows."""
-    left = MAX_ARGUMENTS_LEN
-    for i, name in enumerate(calling.functions):
-        found = arguments_of(name, f"{i}")
-        left -= sum(map(len, found.members("", " ")))
-        if name not in calling.held and (name in calling.free or left < 0):
-            found = WrittenArguments({}, (), ("",), (), free)
-        yield name, found
+    room = Room()
+    for i, (name, schema) in enumerate(calling.functions.items()):
+        is_read = name in calling.held or (name not in calling.free and room.holds(schema))
+        found = arguments_of(name, f"{i}") if is_read else None
+        if found is not None and name not in calling.held:
+            found = found if room.holds_rules(found.members("", " ")) else None
+        yield name, found or WrittenArguments({}, (), ("",), (), free)
 
 
 def is_open(schema: Mapping[str, Any]) -> bool:
@@ -106,15 +106,25 @@ def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return whole | {name: root[name] for name in ("$defs", "definitions") if name in root}
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], inside: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The types that a property's value may have, in the words of `types_of`."""
+    return _kinds_of(schema, root, {})
+
+
+def _kinds_of(schema: Any, root: Mapping[str, Any], found: dict[int, Any]) -> frozenset[str]:
+    """The same; each schema is read once, and may have any type until it has been read."""
     known = resolved(schema, root)
+    if id(known) in found:
+        kinds: frozenset[str] = found[id(known)][1]
+        return kinds
+    found[id(known)] = (known, TYPES)
     kinds = types_of(known)
     for keyword in ("anyOf", "oneOf"):
         branches = known.get(keyword)
-        if isinstance(branches, list) and branches and inside < MAX_INSIDE:
-            kinds &= frozenset().union(*(kinds_of(each, root, inside + 1) for each in branches))
+        if isinstance(branches, list) and branches and len(found) < MAX_SCHEMAS:
+            kinds &= frozenset().union(*(_kinds_of(each, root, found) for each in branches))
     together = known.get("allOf")
-    for part in together if isinstance(together, list) and inside < MAX_INSIDE else ():
-        kinds &= kinds_of(part, root, inside + 1)
+    for part in together if isinstance(together, list) and len(found) < MAX_SCHEMAS else ():
+        kinds &= _kinds_of(part, root, found)
+    found[id(known)] = (known, kinds)
     return kinds

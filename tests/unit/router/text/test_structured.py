@@ -143,6 +143,7 @@ def test_fields_that_ask_for_nothing_give_no_grammar(fields):
         ({"guided_json": json.dumps(WEATHER)}, "guided_json", '{"city":"Łódź"}', "{}"),
         ({"guided_regex": r"\d{2}"}, "guided_regex", "12", "123"),
         ({"guided_choice": ["yes", 'n"o%json', "maybe\n"]}, "guided_choice", 'n"o%json', "maybe"),
+        ({"guided_choice": ["a\x7fb\x85\x1b"]}, "guided_choice", "a\x7fb\x85\x1b", "ab"),
         ({"guided_grammar": 'start: "a" b\nb: /[0-9]+/'}, "guided_grammar", "a12", "a"),
         ({"guided_grammar": 'root ::= "a" b\nb ::= [0-9]+'}, "guided_grammar", "a12", "a"),
         (
@@ -199,7 +200,12 @@ def test_each_way_of_asking_leads_to_a_grammar(fields, param, good, bad):
             "response_format.json_schema.schema",
         ),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"strict": True, "schema": {"not": {}}},
+                }
+            },
             "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {}}, "structured_outputs"),

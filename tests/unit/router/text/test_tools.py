@@ -1,7 +1,9 @@
 """Tools beside answers: what is promised is held, and nothing valid is lost elsewhere."""
 
 import asyncio
+import contextlib
 import json
+import time
 
 import pytest
 
@@ -161,6 +163,35 @@ def test_many_large_tools_are_served():
     assert found.unheld[-1].endswith(".function.parameters")
 
 
+REFER = {"$ref": "#/$defs/a"}
+HOSTILE = {
+    "chain": {
+        "properties": {"x": {"$ref": "#/$defs/a0"}},
+        "$defs": {
+            f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(2_000)
+        },
+    },
+    "branches": {
+        "properties": {"x": REFER},
+        "$defs": {"a": {"anyOf": [{"anyOf": [REFER] * 30, "title": str(i)} for i in range(30)]}},
+    },
+    "names": {"properties": {"é\x00" * 20_000: {"enum": ["\ud83d" * 9_000]}}},
+    "many": {"properties": {f"p{i}": {"enum": [f"{i}" * 90]} for i in range(700)}},
+    "wrong": {"properties": [], "required": [1], "anyOf": {}, "enum": 3, "items": [{}]},
+    "inner": {"properties": {"x": {"properties": 3, "required": {}, "minItems": -1, "items": 1}}},
+    "counts": {"properties": {"x": {"type": "string", "minLength": 9**9, "maxLength": 10**9}}},
+}
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_tool_costs_little(form, name):
+    begin_s = time.thread_time()
+    with contextlib.suppress(InvalidRequest):
+        structure(tool({"type": "object", **HOSTILE[name]}), form=form)
+    assert time.thread_time() - begin_s < 5.0
+
+
 def test_names_are_fit_for_a_header():
     found = structure(tool({"type": "object", "properties": {"a\r\nb, é": {"type": "str"}}}))
     assert found.unheld == ("tools[0].function.parameters.properties.a%0D%0Ab%2C%20%C3%A9.type",)
@@ -218,10 +249,20 @@ def test_a_tool_that_must_be_called_is_called_whatever_an_answer_would_be():
 
 
 def test_the_field_that_cannot_be_followed_is_named():
-    odd = {"type": "json_schema", "json_schema": {"schema": {"pattern": "(?=a)"}}}
+    odd = {"type": "json_schema", "json_schema": {"strict": True, "schema": {"pattern": "(?=a)"}}}
     with pytest.raises(InvalidRequest) as caught:
         structure(tool(OPTIONAL), response_format=odd)
     assert caught.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("tools", [(), (tool(OPTIONAL),)])
+@pytest.mark.parametrize("form", ["hermes", "openai"])
+def test_an_answer_that_is_not_strict_is_served_too(tools, form):
+    odd = {"type": "json_schema", "json_schema": {"schema": ODD}}
+    found = structure(*tools, form=form, response_format=odd)
+    assert "response_format.json_schema.schema.properties.mail.pattern" in found.unheld
+    assert allows(found.grammar, '{"kind": 1, "tags": ["a"]}')
+    assert not allows(found.grammar, '{"tags": [1]}')
 
 
 # ---------------------------------------------------------------- models that write messages
