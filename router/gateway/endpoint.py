@@ -5,6 +5,7 @@ Decides how the answer is sent. `router.gateway.shell` reads the body and watche
 """
 
 from collections.abc import Awaitable, Mapping
+from functools import partial
 
 from starlette.types import Receive, Scope, Send
 
@@ -12,7 +13,12 @@ from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
 from router.edge.extension import pipe_of
 from router.edge.responses import send_invalid
-from router.gateway.answering import ID_HEADER, AnswerService, GatewayParts
+from router.gateway.answering import (
+    ID_HEADER,
+    LONG_BODY_BYTES,
+    AnswerService,
+    GatewayParts,
+)
 from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.stream import StreamedAnswer
@@ -52,15 +58,17 @@ class Invocations:
         """`endpoints` are by their names in the table of fields."""
         self._shell = CallShell(parts, self._serve)
         self._endpoints = endpoints
-        self._versions = parts.versions
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         await self._shell(scope, receive, send)
 
     async def _serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        name = endpoint_of(body)
-        if all(served.text.embedding is not None for served in self._versions.table):
+        lanes, find = self._parts.lanes, partial(endpoint_of, body)
+        is_long = len(body) >= LONG_BODY_BYTES
+        name = await lanes.run(tenant_of(scope).turn, len(body), find) if is_long else find()
+        if all(served.text.embedding is not None for served in self._parts.versions.table):
             name = EMBEDDINGS  # also of messages
         await self._endpoints[name].serve(body, scope, meter, send)
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -36,6 +35,7 @@ FORM_BYTES = 64 * 2**10  # of an upload beside its file
 UPLOAD_TIMEOUT_S = 3600.0
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
+MAX_BODY_BYTES = 65_536  # of a batch, whose metadata are most of it
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
@@ -171,7 +171,8 @@ class BatchPages:
             page=_with_one_more(page),
             now_s=unix_time_s(),
         )
-        return _listing([file.shown() for file in await self._storage.run(find)], page.limit)
+        files = await self._storage.run(find)
+        return await asyncio.to_thread(_listing, files, page.limit)  # there may be 10,000
 
     async def file(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/files/{file_id}."""
@@ -250,6 +251,9 @@ class BatchPages:
 
     async def _batch_body(self, request: HttpRequest) -> BatchBody:
         data = await read_body(request.receive, self._settings)
+        if len(data) > MAX_BODY_BYTES:
+            message = f"the body of a batch is longer than {MAX_BODY_BYTES} bytes"
+            raise ApiError(message, code="request_too_large", status=413)
         try:
             body = msgspec.json.decode(data, type=BatchBody)
         except msgspec.ValidationError as error:
@@ -268,7 +272,7 @@ class BatchPages:
         """GET /v1/batches."""
         page = _page_of(request, "batches")
         find = partial(tables.list_batches, tenant=tenant.owner, page=_with_one_more(page))
-        return _listing([batch.shown() for batch in await self._storage.run(find)], page.limit)
+        return _listing(await self._storage.run(find), page.limit)
 
     async def batch(self, request: HttpRequest, tenant: Tenant) -> Response:
         """GET /v1/batches/{batch_id}."""
@@ -316,8 +320,8 @@ def _page_of(request: HttpRequest, what: str) -> tables.Page:
     return tables.Page(int(text), asked.get("after"), order == "asc")
 
 
-def _listing(rows: list[dict[str, Any]], limit: int) -> Response:
-    shown = rows[:limit]
+def _listing(rows: Sequence[FileRecord | BatchRecord], limit: int) -> Response:
+    shown = [row.shown() for row in rows[:limit]]
     return json_reply(
         200,
         {

@@ -53,3 +53,17 @@ def test_ids_of_a_stream_are_those_of_the_whole_answer(client):
     assert first.prompt_token_ids == whole.prompt_token_ids
     assert [i for choice in (first, *rest) for i in choice.token_ids] == whole.token_ids
     assert (whole.stop_reason, whole.prompt_logprobs) == (None, None)
+
+
+def test_a_long_answer_comes_in_parts_that_are_those_of_its_stream(client):
+    options = GREEDY | {"prompt": PROMPTS[0], "max_tokens": 100, "logprobs": 20, "n": 2}
+    options["extra_body"] = {"ignore_eos": True}
+    raw = client.completions.with_raw_response.create(**options)
+    assert "content-length" not in raw.headers
+    whole = [choice.logprobs for choice in raw.parse().choices]
+    streamed = [[], []]
+    for chunk in client.completions.create(stream=True, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.logprobs.tokens if choice.logprobs else []
+    assert [logprobs.tokens for logprobs in whole] == streamed
+    assert [len(logprobs.top_logprobs) for logprobs in whole] == [100, 100]

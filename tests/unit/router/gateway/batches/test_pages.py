@@ -239,6 +239,8 @@ async def test_a_missing_field_of_a_batch_is_named() -> None:
     async with batch_app(ComputingRouter(), runs=False) as app:
         reply = await send(app, "POST", "/v1/batches", {"input_file_id": "x"})
         assert (reply.status, reply.json()["error"]["param"]) == (400, "endpoint")
+        reply = await send(app, "POST", "/v1/batches", {"x": "y" * pages.MAX_BODY_BYTES})
+        assert (reply.status, reply.json()["error"]["code"]) == (413, "request_too_large")
         reply = await fetch(app, "POST", "/v1/batches", b"{")
         assert reply.json()["error"]["code"] == "invalid_json"
 
