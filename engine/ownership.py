@@ -47,9 +47,9 @@ def require_trusted(path: Path, *, top: Path) -> None:
 
 
 def require_trusted_files(folder: Path, *, top: Path) -> None:
-    """Does `require_trusted` for a folder and the files directly in it."""
+    """Does `require_trusted` for a folder and all files in it."""
     require_trusted(folder, top=top)
-    for number, path in enumerate(folder.iterdir()):
+    for number, path in enumerate(folder.rglob("*")):
         if number >= MAX_FILES:
             raise UntrustedFile(folder, f"it holds more than {MAX_FILES} files")
         _require_own(path)

@@ -24,6 +24,7 @@ from engine.ownership import make_folder
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS = ("*.safetensors",)
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
+FOLDERS = {"additional_chat_templates": "*.jinja", "1_Pooling": CONFIG}  # and what of them is read
 UNUSED = ("consolidated*.safetensors", "adapter_*")  # second copies in the author's own format
 SPARE_BYTES = 64 * 2**20  # left free on the disk
 FETCH_TIMEOUT_S = 4 * 3600.0  # deadline of a download
@@ -58,11 +59,12 @@ class RemoteVersion:
 
 def is_wanted(name: str, parts: Parts) -> bool:
     """Returns true if Baton reads this file of a model's folder."""
+    folder, slash, inner = name.rpartition("/")
+    if slash:
+        return folder in FOLDERS and fnmatch(inner, FOLDERS[folder])
     patterns = TEXT if parts is Parts.TEXT else WEIGHTS + TEXT
-    return (
-        "/" not in name
-        and any(fnmatch(name, pattern) for pattern in patterns)
-        and not any(fnmatch(name, pattern) for pattern in UNUSED)
+    return any(fnmatch(name, pattern) for pattern in patterns) and not any(
+        fnmatch(name, pattern) for pattern in UNUSED
     )
 
 
@@ -95,10 +97,13 @@ def stored(
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise
             raise ConfigError(f"{source}: the download failed: {one_line(error)}") from error
-        if odd := [name for name in version.files if not _is_whole(partial / name, version)]:
+        if odd := [
+            name for name, size in version.files.items() if not _is_whole(partial / name, size)
+        ]:
             raise ConfigError(f"{source}: {odd[0]} is missing or has another size than announced")
-        for name in version.files:
-            (partial / name).chmod(0o644)  # not writable by others, whatever the umask
+        for path in (partial / name for name in version.files):
+            path.parent.chmod(0o755)  # not writable by others, whatever the umask
+            path.chmod(0o644)
         partial.rename(there)
     return there
 
@@ -146,8 +151,8 @@ def one_line(error: Exception) -> str:
     return (str(error) or repr(error)).strip().splitlines()[0].rstrip(".")
 
 
-def _is_whole(path: Path, version: RemoteVersion) -> bool:
-    return path.is_file() and path.stat().st_size == version.files[path.name]
+def _is_whole(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
 
 
 def _size_of(folder: Path) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deploy.fetching.cache import Parts, RemoteVersion, Report, is_wanted, one_line, stored
+from deploy.fetching.cache import FOLDERS, Parts, RemoteVersion, Report, is_wanted, one_line, stored
 from deploy.fetching.libraries import library, missing
 from deploy.fetching.names import StoredModel
 from engine.errors import ConfigError
@@ -41,19 +41,26 @@ class ObjectStore:
         try:
             self._files.invalidate_cache()
             found = self._files.ls(self._root, detail=True)
+            folders = [e["name"] for e in found if e["name"].rstrip("/").split("/")[-1] in FOLDERS]
+            found += [each for name in folders for each in self._files.ls(name, detail=True)]
         except FileNotFoundError as error:
             raise ConfigError(f"{self._model}: there is no such folder") from error
         except Exception as error:  # a type of the store's library
             self._refuse(error)
         entries = [entry for entry in found if entry["type"] == "file"]
-        files = {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries}
+        files = {self._inner_name(entry["name"]): entry["size"] for entry in entries}
         wanted = {name: size for name, size in files.items() if is_wanted(name, Parts.ALL)}
         told = sorted((e["name"], e["size"], _version_of(e)) for e in entries)
-        seen = [each for each in told if each[0].rpartition("/")[2] in wanted]
+        seen = [each for each in told if self._inner_name(each[0]) in wanted]
         return RemoteVersion(hashlib.sha256(repr(seen).encode()).hexdigest()[:40], wanted)
+
+    def _inner_name(self, name: str) -> str:
+        """The name of a file inside the model's folder."""
+        return name.lstrip("/").removeprefix(self._root.strip("/") + "/")
 
     def _download(self, version: RemoteVersion, to: Path) -> None:
         for name in version.files:
+            (to / name).parent.mkdir(mode=0o755, exist_ok=True)
             self._files.get_file(f"{self._root.rstrip('/')}/{name}", str(to / name))
 
     def _refuse(self, error: Exception) -> NoReturn:

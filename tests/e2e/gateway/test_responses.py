@@ -1,6 +1,7 @@
 """Responses over real processes: a model's conversation, and two gateways that share a store."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,33 @@ def test_a_model_calls_a_function_and_gets_its_output(client):
             input=[output], previous_response_id=called.id, tool_choice="none", **asked
         )
         assert answered.status in ("completed", "incomplete")
+
+
+WRITE = {
+    "type": "custom",
+    "name": "write",
+    "format": {"type": "grammar", "syntax": "regex", "definition": '[abc"]{3}'},
+}
+FILES = {"type": "namespace", "name": "files", "description": "Files.", "tools": [WRITE]}
+
+
+@pytest.mark.torch
+def test_a_model_calls_a_custom_tool_of_a_namespace(client):
+    asked = {"model": client.models.list().data[0].id, "tools": [{"type": "web_search"}, FILES]}
+    made = client.responses.with_raw_response.create(
+        input="write",
+        tool_choice={"type": "custom", "name": "write"},
+        max_output_tokens=128,
+        **asked,
+    )
+    assert made.headers["x-baton-ignored"] == "tools[0].web_search"
+    [call] = made.parse().output
+    assert (call.type, call.namespace, call.name) == ("custom_tool_call", "files", "write")
+    assert re.fullmatch('[abc"]{3}', call.input)
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    history = [call.model_dump(exclude_none=True), output]
+    answered = client.responses.create(input=history, max_output_tokens=4, **asked)
+    assert answered.status in ("completed", "incomplete")
 
 
 @pytest.fixture

@@ -27,11 +27,13 @@ MODEL = {
     "config.json": b"{}",
     "model.safetensors": bytes(range(256)) * 1000,
     "tokenizer.json": b'{"version": "1.0"}',
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "pytorch_model.bin": b"a pickle",
     "modeling.py": b"print('run me')",
     "onnx/config.json": b"{}",
 }
-WANTED = {"config.json", "model.safetensors", "tokenizer.json"}
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", TEMPLATE}
 
 
 @pytest.fixture
@@ -43,7 +45,8 @@ def hub(monkeypatch):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_a_hub_model_is_stored_under_its_commit_with_needed_files_only(hub, tmp_path):

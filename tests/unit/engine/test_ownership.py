@@ -57,6 +57,16 @@ def test_every_file_of_a_folder_is_checked(folder, tmp_path):
         require_trusted_files(folder, top=tmp_path)
 
 
+def test_files_of_inner_folders_are_checked_too(folder, tmp_path):
+    inner = folder / "inner"
+    inner.mkdir(mode=0o755)
+    (inner / "file").touch(mode=0o644)
+    require_trusted_files(folder, top=tmp_path)
+    (inner / "file").chmod(0o646)
+    with pytest.raises(UntrustedFile, match="file"):
+        require_trusted_files(folder, top=tmp_path)
+
+
 def test_a_folder_of_too_many_files_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "MAX_FILES", 2)
     for name in "abc":
