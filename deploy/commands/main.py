@@ -3,8 +3,9 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from deploy.commands.store.commands import store_app
 from deploy.commands.up import up_app
 from deploy.commands.versions import update_app
 from deploy.local.leaving import end
+from engine.config import ENVIRONMENT_PREFIX
 from engine.errors import BatonError, ConfigError
 
 
@@ -174,9 +176,27 @@ def version() -> None:
     typer.echo(f"baton {importlib.metadata.version('baton-serve')}")
 
 
+def check_texts(arguments: Iterable[str], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for an argument or a setting in the environment that is not UTF-8.
+
+    Python keeps such bytes as surrogates, which no message and no file can hold.
+    """
+    for number, argument in enumerate(arguments, start=1):
+        if not _is_utf8(argument):  # it may be a key, so it is not shown
+            raise ConfigError(f"argument {number} is not valid UTF-8")
+    for name, value in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and not _is_utf8(name + value):
+            raise ConfigError(f"{name!a} in the environment is not valid UTF-8")
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def main() -> None:
     """Runs the command. A BatonError is printed as one line and gives exit status 1."""
     try:
+        check_texts(sys.argv[1:], os.environ)
         app()
     except BatonError as error:
         Console(stderr=True).print(

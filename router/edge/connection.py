@@ -133,6 +133,8 @@ class Connection(HttpToolsProtocol):
             self._raise(LONG_HEAD)
         if len(self.pipeline) >= limits.max_pipelined:
             self._raise(TOO_MANY)
+        if not self.url.isascii():
+            self._raise(NOT_HTTP)
         if _has_twice(self.headers):
             self._raise(TWICE)
         self._has_head = True

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from deploy.commands import main
-from deploy.commands.main import app
+from deploy.commands.main import app, check_texts
 from engine.errors import ConfigError
 
 COMMANDS = typer.main.get_command(app)
@@ -140,3 +140,13 @@ def test_without_the_bench_package_its_commands_are_hidden_and_explain_why(monke
     assert not {"bench", "simulate", "plan"} & set(names)
     with pytest.raises(ConfigError, match=r"`baton plan` needs the package `bench`"):
         commands.get_command(None, "plan")
+
+
+@pytest.mark.parametrize("text", ["\udcff", "--api-key=\udcff", "gr\udcf6\udcdfe"])
+def test_arguments_and_settings_that_are_no_utf_8_are_named(text):
+    with pytest.raises(ConfigError, match="argument 2 is not valid UTF-8") as raised:
+        check_texts(["serve", text], {})
+    assert str(raised.value).isascii()
+    with pytest.raises(ConfigError, match="'BATON_X' in the environment is not valid UTF-8"):
+        check_texts([], {"BATON_X": text})
+    check_texts(["serve", "größe", "日本", "\U0001f600"], {"OTHER": text, "BATON_X": "größe"})

@@ -372,6 +372,7 @@ async def test_a_body_that_is_taken_in_pieces_does_not_count_and_has_a_deadline_
     book.validate()
 
 
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 CHUNKED = request(b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
 
 
@@ -474,6 +475,12 @@ async def test_a_field_that_is_given_twice_is_refused(field):
     assert b"is given twice" in said
 
 
+@pytest.mark.parametrize("target", [b"/\xff", b"/health?\xff", "/v1/files?after=ÿ".encode()])
+async def test_a_target_with_bytes_that_no_url_has_is_refused(target):
+    said = await answered(make_app(FakeRouter()), GET.replace(b"/health", target))
+    assert said.startswith(b"HTTP/1.1 400 ")
+
+
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_client_of_http_1_0_gets_no_chunks(streams):
     body = msgspec.json.encode({"prompt": "yo", "stream": streams})
@@ -486,9 +493,6 @@ async def test_a_client_of_http_1_0_gets_no_chunks(streams):
     assert rest.endswith(b"data: [DONE]\n\n") if streams else msgspec.json.decode(rest)
     if streams:
         assert rest.startswith(b"data: {")
-
-
-GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 SECOND = (GET, request(b"{}"), request(b"{}")[:-1])
