@@ -247,6 +247,13 @@ class PoolsAnswer(msgspec.Struct, frozen=True):
     counters: dict[str, int]
     steps: list[StepInfo]  # the latest ones of the history
 
+    @property
+    def state(self) -> str:
+        """The state of all in a few words."""
+        if not self.settled:
+            return "changes are under way"
+        return "not all is well" if self.troubles else "all as wanted"
+
 
 class PreviewAnswer(msgspec.Struct, frozen=True):
     """What an order would do at once. Nothing was changed.

@@ -119,9 +119,8 @@ def pools_view(answer: PoolsAnswer) -> Group:
         wanted = sum(version.wanted.of(role) for version in answer.versions)
         if wanted or of_role:
             table.add_row(role, str(wanted), str(serving), str(len(of_role) - serving))
-    state = "all as wanted" if answer.settled else "changes are under way"
     planner = f"planner {answer.planner.mode}"
-    lines = [f"{state}; at most {answer.max_workers} workers; {planner}"]
+    lines = [f"{answer.state}; at most {answer.max_workers} workers; {planner}"]
     lines += [f"[red]{escape(trouble)}[/red]" for trouble in answer.troubles]
     lines += [f"  {reason}" for reason in answer.planner.reasons]
     lines += [f"  {step.age_s:5.0f} s ago  {step_line(step)}" for step in answer.steps[-NUM_STEPS:]]

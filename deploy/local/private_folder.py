@@ -85,11 +85,7 @@ def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = Fal
                         found[pidfd] = pid
         left = _left(list(found), grace_s)
         for pidfd in left:
-            log.log(
-                logging.INFO if only_helpers else logging.WARNING,
-                "process %d of a deployment that ended is killed",
-                found[pidfd],
-            )
+            log.info("process %d of a deployment that ended is killed", found[pidfd])
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         for pidfd in _left(left, KILLED_WITHIN_S):

@@ -146,12 +146,13 @@ class OwnRayLauncher(Launcher):
         self._is_closing = True
         with self._restarting:
             self._actors.stop_all()
-            self._thread.submit(self._ray.close).result()
-        self._nursery.close()
-        if self._port is not None:
-            self._port.close()
-            self._folder.close()
-            self._port = None
+            closing = self._thread.submit(self._ray.close)
+            self._nursery.close()  # meanwhile
+            if self._port is not None:
+                self._port.close()
+                self._folder.close()
+                self._port = None
+            closing.result()
 
     def hurry(self) -> None:
         """Makes stopping actors end their answers at once."""

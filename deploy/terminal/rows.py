@@ -81,9 +81,8 @@ def rows_of(view: View, seen: TopSeen, pattern: str = "") -> list[TopRow]:
 def headline(seen: TopSeen) -> str:
     """Returns the state of the deployment in one line."""
     pools = seen.pools
-    state = "all as wanted" if pools.settled else "changes are under way"
     parts = [
-        state,
+        pools.state,
         f"{len(pools.workers)} of at most {pools.max_workers} workers",
         f"{seen.requests.num_requests} requests",
         f"planner {pools.planner.mode}",

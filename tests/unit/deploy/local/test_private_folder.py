@@ -78,6 +78,22 @@ def test_a_process_of_a_dead_deployment_is_ended_and_no_other(parent, monkeypatc
             holder.communicate()
 
 
+def test_only_helpers_that_this_process_started_are_ended(tmp_path):
+    asks = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    own = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], **asks)
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    other = subprocess.Popen([sys.executable, "-c", starts, HOLDS, str(tmp_path)], **asks)
+    try:
+        for holder in (own, other):
+            holder.stdout.readline()
+        private_folder.end_users_of(tmp_path, only_helpers=True)
+        assert own.wait(10) == -9
+        assert other.poll() is None
+    finally:
+        for holder in (own, other):
+            holder.communicate()  # which ends standard input, and so all of them
+
+
 def test_a_link_is_not_followed(parent, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / LOCK).touch()

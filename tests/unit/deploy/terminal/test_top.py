@@ -252,3 +252,16 @@ async def test_answer_after_the_end_is_dropped(deployment):
     late: list[str] = []
     await asyncio.to_thread(app._in_app, lambda: late.append("the table is gone"))
     assert not late
+
+
+@pytest.mark.parametrize(
+    ("settled", "troubles", "said"),
+    [
+        (True, (), "all as wanted"),
+        (True, ("gateway does not answer.",), "not all is well"),
+        (False, ("gateway does not answer.",), "changes are under way"),
+    ],
+)
+def test_pools_with_a_trouble_are_not_said_to_be_as_wanted(settled, troubles, said):
+    pools = msgspec.structs.replace(POOLS, settled=settled, troubles=troubles)
+    assert pools.state == said
