@@ -6,7 +6,8 @@ room are defined here, the others where they are raised. A test compares the tre
 BatonError
 ├── InvalidRequest            a request that cannot be served as it is: the client's fault
 │   └── ApiError              the same, with OpenAI's machine-readable code
-│       └── LimitExceeded     an API key has used up its limit
+│       ├── LimitExceeded     an API key has used up its limit
+│       └── NotReady          no version of a model can answer yet
 ├── GrammarError              a grammar, schema or expression that cannot be followed
 ├── GrammarBusy               there is no time to check a grammar now
 ├── OrderRefused              an administrator's order that cannot be carried out
