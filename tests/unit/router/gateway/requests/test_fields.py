@@ -22,9 +22,10 @@ from router.gateway.requests.openai_schema import (
     CompletionBody,
     shortened,
 )
-from router.gateway.requests.parameters import limits_of, sampling_of
+from router.gateway.requests.parameters import limits_of, sampling_of, token_grammar
 from router.text.defaults import SamplingDefaults
 from router.text.structured import FIELDS as STRUCTURE_FIELDS
+from router.text.structured import Structure
 from router.text.tokenizer import LONGEST_CUT, TextModel
 from tests.kits.router.embeddings import ask, served
 from tests.kits.router.gateway import (
@@ -436,6 +437,12 @@ def test_allowed_tokens_and_bad_words_are_rules_of_the_workers():
     rules = rules_for({"bad_words": ["ab", " c"]})
     assert rules == TokenRules(None, tuple(sorted({(97, 98), (32, 97, 98), (32, 99)})))
     assert rules_for({"allowed_token_ids": [], "bad_words": []}) is None
+
+
+def test_a_bad_word_that_the_model_cannot_write_needs_no_rule():
+    small = TextModel(TOKENIZER, vocab_size=128)  # some models have fewer embeddings than tokens
+    grammar = token_grammar(CompletionBody(bad_words=["é", "b"]), small, Structure())
+    assert rules_of(grammar) == TokenRules(None, ((32, 98), (98,)))
 
 
 @pytest.mark.parametrize(

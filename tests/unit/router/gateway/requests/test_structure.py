@@ -71,6 +71,44 @@ def test_the_grammar_goes_with_the_request(ask, fields, kind):
     assert grammar_asked_for(ask, fields).kind is kind
 
 
+ODD = {"type": "object", "properties": {"mail": {"type": "string", "pattern": "^(?!x)"}}}
+PLACE = "parameters.properties.mail.pattern"
+
+
+def odd_tool(**more):
+    return {"type": "function", "function": {"name": "mail", "parameters": ODD, **more}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_odd_tool_is_served_and_named_in_a_header(choice, stream):
+    router = FakeRouter()
+    fields = {"tools": [WEATHER, odd_tool()], "tool_choice": choice, "stream": stream, "odd": 1}
+    reply = chat(router, fields)
+    assert reply.status == 200
+    named = set(reply.headers["x-baton-ignored"].split(", "))
+    assert named == {"odd", f"tools[1].function.{PLACE}"}
+    source = router.requests[0].sampling.grammar.source
+    assert ('arguments_0: %json {"type"' in source) is (choice == "required")
+    assert "(?!x)" not in source
+
+
+def test_a_strict_promise_that_cannot_be_kept_is_refused():
+    reply = chat(FakeRouter(), {"tools": [WEATHER, odd_tool(strict=True)]})
+    error = reply.json()["error"]
+    assert (reply.status, error["param"]) == (400, "tools[1].function.parameters")
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": ODD}}
+    assert chat(FakeRouter(), {"response_format": form}).status == 200
+    form["json_schema"]["strict"] = True
+    assert chat(FakeRouter(), {"response_format": form}).status == 400
+
+
+def test_tools_go_with_the_form_of_an_answer():
+    fields = {**TOOLS, "response_format": {"type": "json_object"}}
+    grammar = grammar_asked_for(chat, fields)
+    assert "TEXT |" not in grammar.source
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}]
 )
