@@ -334,7 +334,7 @@ class AnswerService:
             return
         hint = suggestions(names, self._body_type, call.own_fields)
         shown = ", ".join(names[:MAX_IGNORED])
-        log.warning("%d more requests have fields without effect: %s%s", num_calls, shown, hint)
+        log.warning("fields of %d requests have no effect, now: %s%s", num_calls, shown, hint)
 
 
 async def _by_turns(many: Iterable[T], turn: Turn) -> AsyncIterator[T]:

@@ -25,7 +25,7 @@ SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
 MAX_IGNORED = 16  # names of unknown fields that an answer tells
 MAX_IGNORED_LEN = 64  # characters of one
-MAX_SUGGESTED = 4  # of them, those that get a suggestion
+MAX_SUGGESTED, MAX_SUGGESTED_LEN = 4, 32  # of them, names that get a suggestion; characters of one
 LEAST_LIKENESS = 0.75  # of a suggestion, from 0 to 1
 MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
@@ -113,7 +113,8 @@ def suggestions(names: Sequence[str], body_type: type[Body], own_fields: Sequenc
     `own_fields` are more names that the client may have meant.
     """
     known = (*own_fields, *honoured_by(body_type.endpoint))
-    pairs = ((n, get_close_matches(n, known, 1, LEAST_LIKENESS)) for n in names[:MAX_SUGGESTED])
+    short = [name for name in names if len(name) <= MAX_SUGGESTED_LEN][:MAX_SUGGESTED]
+    pairs = ((n, get_close_matches(n, known, 1, LEAST_LIKENESS)) for n in short)
     return "".join(f" ({n} is not a field: did you mean {near[0]}?)" for n, near in pairs if near)
 
 

@@ -283,7 +283,7 @@ def test_the_log_names_fields_without_effect_once_in_a_while(caplog):
     app = make_app(router)
     for _ in range(3):
         post(app, "/v1/completions", {"prompt": "a", "max_tokns": 5, "colour": 1})
-    [line] = [r.getMessage() for r in caplog.records if "without effect" in r.getMessage()]
+    [line] = [r.getMessage() for r in caplog.records if "have no effect" in r.getMessage()]
     assert line.endswith("max_tokns, colour (max_tokns is not a field: did you mean max_tokens?)")
 
 
