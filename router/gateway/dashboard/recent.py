@@ -88,56 +88,54 @@ class RecentRequests:
         self.running.pop(request.request_id, None)
         has_hung = request.request_id in self._hung
         self._hung.discard(request.request_id)
-        last_s = max(ended.last_s, request.received_s)
+        kept = self._record(ended)
+        self.requests.append(kept)
+        if not kept.is_background and kept.outcome != "cancelled":
+            self._count(kept.missed, request, ended.num_tokens)
+        if not kept.is_background and (kept.outcome != "cancelled" or has_hung):
+            self._tallies.note(
+                ended.version,
+                failed=kept.outcome == "failed",
+                late=has_hung or kept.outcome == "rejected" or kept.missed not in ("", FAILED),
+                num_tokens=kept.prompt_tokens + kept.answer_tokens,
+                now_s=kept.received_s + kept.e2e_s,
+            )
+        if timeline is not None:
+            self._note_hits(request, timeline)
+
+    def _record(self, ended: EndedChoice) -> EndedRequest:
+        """What is kept of an answer that is over."""
+        request, timeline = ended.request, ended.timeline
+        e2e_s = max(ended.last_s - request.received_s, 0.0)
         outcome, reason = _told(ended.outcome)
-        ttft_s = None
-        if timeline is not None and ended.num_tokens:
-            ttft_s = timeline.ttft_s
-        tpot_s = None
-        if ttft_s is not None and ended.num_tokens > 1:
-            tpot_s = max(last_s - request.received_s - ttft_s, 0.0) / (ended.num_tokens - 1)
+        ttft_s, tpot_s = _times(ended, e2e_s)
         missed = ""
         if outcome in ("failed", "rejected"):
             missed = FAILED
         elif outcome == "finished" and timeline is not None:
             missed = missed_stage(timeline, ttft_s, tpot_s, bounds_of(request, self.bounds))
+        segments = segments_of(timeline, e2e_s, self._paces.end(request, ttft_s), is_over=True)
         self._num_requests += 1
-        stalls = self._paces.end(request, ttft_s)
-        segments = segments_of(timeline, last_s - request.received_s, stalls, is_over=True)
-        self.requests.append(
-            EndedRequest(
-                number=self._num_requests,
-                id=ended.shown_id,
-                request_id=request.request_id,
-                version=ended.version,
-                tenant=request.tenant,
-                outcome=outcome,
-                reason=reason,
-                received_s=request.received_s,
-                e2e_s=last_s - request.received_s,
-                ttft_s=ttft_s,
-                tpot_s=tpot_s,
-                prompt_tokens=len(request.token_ids),
-                answer_tokens=ended.num_tokens,
-                is_background=request.is_background,
-                missed=missed,
-                timeline=timeline,
-                segments=segments,
-                spent=spent_of(segments),
-            )
+        return EndedRequest(
+            number=self._num_requests,
+            id=ended.shown_id,
+            request_id=request.request_id,
+            version=ended.version,
+            tenant=request.tenant,
+            outcome=outcome,
+            reason=reason,
+            received_s=request.received_s,
+            e2e_s=e2e_s,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            prompt_tokens=len(request.token_ids),
+            answer_tokens=ended.num_tokens,
+            is_background=request.is_background,
+            missed=missed,
+            timeline=timeline,
+            segments=segments,
+            spent=spent_of(segments),
         )
-        if not request.is_background and outcome != "cancelled":
-            self._count(missed, request, ended.num_tokens)
-        if not request.is_background and (outcome != "cancelled" or has_hung):
-            self._tallies.note(
-                ended.version,
-                failed=outcome == "failed",
-                late=has_hung or outcome == "rejected" or missed not in ("", FAILED),
-                num_tokens=len(request.token_ids) + ended.num_tokens,
-                now_s=last_s,
-            )
-        if timeline is not None:
-            self._note_hits(request, timeline)
 
     def sample(self, now_s: float, *, queue: int, in_flight: int, answer_tokens: int) -> Sample:
         """Closes one second. `answer_tokens` counts all that were sent since the start."""
@@ -234,6 +232,16 @@ def missed_stage(
         is_late = hand_over_s > bounds.tpot_s and hand_over_s >= tpot_s - bounds.tpot_s
         return _longest(timeline, _HAND_OVER_STAGES) if is_late else DECODE_STEPS
     return ""
+
+
+def _times(ended: EndedChoice, e2e_s: float) -> tuple[float | None, float | None]:
+    """The time to the first token, and that for each other one."""
+    if ended.timeline is None or not ended.num_tokens:
+        return None, None
+    ttft_s = ended.timeline.ttft_s
+    if ended.num_tokens == 1:
+        return ttft_s, None
+    return ttft_s, max(e2e_s - ttft_s, 0.0) / (ended.num_tokens - 1)
 
 
 def _longest(timeline: Timeline, names: Sequence[str]) -> str:

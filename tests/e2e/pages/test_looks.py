@@ -132,6 +132,9 @@ def test_death_decision_severed_pair_and_canary_are_shown_with_their_reasons(tab
                 await look(page)
 
     async def look(page):
+        state = await page.run("document.querySelector('#tiles div[data-kind=bad]').innerText")
+        assert "Degraded" in state
+        assert "no worker of 1" in state
         deaths = await page.run(marks("death"))
         assert f"{pools.dead} (prefill) ended. it is started again in 1 s" in deaths
         assert "did not start: no space left on device" in deaths

@@ -108,6 +108,8 @@ def test_a_worker_that_was_killed_is_seen_to_die_and_to_come_back(tabs, server):
                 "?.getAttribute('aria-label')"
             )
             assert "worker-1" in label
+            state = "document.querySelector('#tiles dd').textContent"
+            await page.until(f"{state} == 'Limited' || {state} == 'Degraded'")
             await page.until(f"/[1-9] failure/.test({row}.textContent)", 30.0)
             await page.until(f"{row}.children[2].textContent.startsWith('serving for')", 30.0)
             await page.until("document.querySelector('#state').textContent == 'live'")

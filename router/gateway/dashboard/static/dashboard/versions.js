@@ -4,8 +4,8 @@ import { byId, h, keyed, setText } from "../shared/common.js";
 import { count, percent, several } from "../shared/text.js";
 import { ago } from "./workers.js";
 
-const ROLES = ["prefill", "decode", "mixed"];
-const sizes = (serving, wanted) => ROLES.filter((role) => wanted[role] || serving[role]).map((role) => `${role} ${serving[role]} / ${wanted[role]}`).join(", ") || "none";
+// By this gateway's own sessions: what the controller told may be of before its death.
+const sizes = (pools) => pools.filter((each) => each.wanted || each.serving).map((each) => `${each.role} ${each.serving} / ${each.wanted}`).join(", ") || "none";
 
 function rowsOf(state) {
   const cards = new Map(state.versions.map((each) => [each.name, each]));
@@ -40,7 +40,9 @@ export function drawVersions(state) {
       status.className = `wrap ${kind}`;
       share.firstElementChild.firstElementChild.style.width = total ? `${(100 * weight) / total}%` : "0";
       setText(share.lastElementChild, `${percent(weight, total)} (weight ${weight})`);
-      setText(workers, news ? sizes(news.serving, news.wanted) : "–");
+      const pools = state.pools?.filter((each) => each.version === row.name);
+      setText(workers, pools ? sizes(pools) : "–");
+      workers.className = pools?.some((each) => each.wanted && !each.serving) ? "whole bad" : "whole";
       setText(running, card ? count(card.num_requests) : "–");
       setText(ended, card ? count(card.ended) : "–");
       setText(failed, card ? count(card.failed) : "–");

@@ -1,4 +1,5 @@
 import { byId, fillBar, setText } from "./common.js";
+import { readiness } from "./text.js";
 
 fillBar("/");
 setText(byId("base"), `${location.origin}/v1`);
@@ -6,10 +7,9 @@ const ready = byId("ready");
 async function look() {
   try {
     const [answer, version] = await Promise.all([fetch("/ready"), fetch("/version")]);
-    const { reason } = await answer.json();
-    const name = (await version.json()).version;
-    setText(ready, answer.ok ? `● Ready. Version ${name}` : `● Not ready: ${reason}`);
-    ready.className = `status ${answer.ok ? "good" : "warn"}`;
+    const [text, kind] = readiness(await answer.json(), (await version.json()).version);
+    setText(ready, text);
+    ready.className = `status ${kind}`;
   } catch {
     setText(ready, "● The server does not answer");
     ready.className = "status bad";

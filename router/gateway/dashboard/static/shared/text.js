@@ -31,6 +31,12 @@ export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFix
 export const byName = (a, b) => a.localeCompare(b, undefined, { numeric: true });
 export const stageName = (name) => name === "failed" ? "refused or failed" : name === "stalled" ? "no token comes" : name.replace(/_s$/, "").replaceAll("_", " ").replace("kv", "KV");
 
+// What /ready says, in a line, and how bad it is. Ready with troubles is not all well.
+export function readiness({ status, reason, troubles = [] }, version) {
+  if (status !== "ready") return [`● Not ready: ${[reason, ...troubles].join("; ")}`, "bad"];
+  return troubles.length ? [`● Ready, but: ${troubles.join("; ")}. Version ${version}`, "warn"] : [`● Ready. Version ${version}`, "good"];
+}
+
 export function quantile(values, share) {
   if (!values.length) return null;
   const sorted = [...values].sort((a, b) => a - b);

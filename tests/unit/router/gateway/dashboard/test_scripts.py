@@ -108,6 +108,22 @@ def test_answers_that_stand_still_and_long_waits_are_warnings(tiles):
     assert tiles()["First token, p50"] == ("–", "p95 –, no bound set", "")
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"status": "ready"}, ["● Ready. Version 1", "good"]),
+        ({"status": "ready", "troubles": ["a", "b"]}, ["● Ready, but: a; b. Version 1", "warn"]),
+        ({"status": "not ready", "reason": "no worker"}, ["● Not ready: no worker", "bad"]),
+        (
+            {"status": "not ready", "reason": "no worker", "troubles": ["a"]},
+            ["● Not ready: no worker; a", "bad"],
+        ),
+    ],
+)
+def test_the_landing_page_tells_troubles_beside_readiness(node, answer, told):
+    assert node("shared/text.js", "readiness", answer, "1") == told
+
+
 def request(name, *segments, received_s=0.0, runs=True):
     return {"id": name, "received_s": received_s, "segments": segments, "runs": runs}
 
