@@ -118,16 +118,18 @@ class _Vocabulary:
         template = self._template()
         return own | tokens | ({} if template is None else {"chat_template": template})
 
-    def _template(self) -> str | list[dict[str, Value]] | None:
+    def _template(self) -> str | list[dict[str, str]] | None:
         """Returns the chat template, or the list of named ones if there are several."""
-        found = {key: self._values[key] for key in self._values if key.startswith(f"{_TEMPLATE}.")}
-        if not found:
-            template = self._values.get(_TEMPLATE)
-            return template if isinstance(template, str) else None
-        named = {key.removeprefix(f"{_TEMPLATE}."): template for key, template in found.items()}
-        if _TEMPLATE in self._values:
-            named = {"default": self._values[_TEMPLATE]} | named
-        return [{"name": name, "template": template} for name, template in named.items()]
+        named = {
+            key.removeprefix(_TEMPLATE).removeprefix(".") or "default": template
+            for key, template in self._values.items()
+            if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")
+        }
+        if wrong := [name for name, text in named.items() if not isinstance(text, str)]:
+            raise self._refused(f"the chat template {wrong[0]:.80} is no text")
+        if named.keys() <= {"default"}:
+            return str(named["default"]) if named else None
+        return [{"name": name, "template": str(text)} for name, text in named.items()]
 
     def _added(self) -> list[dict[str, Any]]:
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

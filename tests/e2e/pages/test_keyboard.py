@@ -191,9 +191,15 @@ def test_playground_is_used_by_the_keyboard_alone(tabs, url):
     async def check():
         async with page_of(tabs, url, "/play") as page:
             await tab_to(page, "#prompt")
+            await page.press("Enter")  # sends the example
+            await page.until("document.querySelector('.msg.fault')")
+            users = "[...document.querySelectorAll('.msg.user')].map((m) => m.innerText).join()"
+            assert "What is the capital of France?" in await page.run(users)
+            page.complaints.clear()
             for key in "yo":
                 await page.press(key)
             await page.press("Enter")
+            await page.until(f"({users}).includes('yo')")
             await page.until("document.querySelector('.msg.fault')")
             assert "maximum context length is 64" in await page.run(
                 "document.querySelector('.msg.fault').innerText"

@@ -107,6 +107,13 @@ def test_chat_templates_are_kept(tmp_path):
     ]
 
 
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
+    contents = tiny()
+    contents.values["tokenizer.chat_template.tool_use"] = 7
+    with pytest.raises(CheckpointError, match="the chat template tool_use is no text"):
+        files_of(tmp_path, contents)
+
+
 @pytest.mark.parametrize(
     ("values", "why"),
     [
