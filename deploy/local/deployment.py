@@ -254,7 +254,6 @@ class Deployment:
         except ConfigError as error:
             name = name_of(self._fallback)
             self.why_fallback = f"serving {name}, a toy whose answers are noise: {error}"
-            log.warning("%s", self.why_fallback)
             return self._fallback
         return self._model
 
