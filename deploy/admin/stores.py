@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from deploy.admin.schema import DropBody, StoreInfo, StoreTier
 from deploy.controller.shell import PoolController
 from deploy.pools.orders import OrderRefused
+from deploy.pools.stores import StoreState
 from deploy.pools.versions.orders import known
 from engine.control import DropBlocks, StoreReport, TierReport
 
@@ -62,11 +63,14 @@ def _store(controller: PoolController, name: str) -> StoreInfo:
     store, ready = controller.machine.stores[name], controller.stores.get(name)
     heard = controller.sessions.store_reports().get(name)
     report = heard or _SILENT
+    link, state = controller.sessions.store_links.get(name), store.state
+    if heard is None and state is StoreState.SERVING and not (link is None or link.is_late):
+        state = StoreState.STARTING  # its first report is on the way
     return StoreInfo(
         name=name,
         version=store.version.name,
         node=store.node,
-        state=store.state,
+        state=state,
         is_connected=heard is not None,
         pid=None if ready is None else ready.pid,
         address=store.address or None,

@@ -31,6 +31,7 @@ WATCH_EVERY_S = 1.0
 PIPE_COLUMNS = 1000
 DIFFERS = 3  # exit status; 1 is an error, 2 a wrong command line
 NUM_STEPS = 8  # last steps shown below the tables
+FIRST_SESSION_S = 3.0  # from a worker's start to the controller's session with it, at most
 NUM_DECISIONS = 8  # last decisions of the planner
 
 
@@ -213,7 +214,7 @@ def _remark(worker: WorkerInfo) -> str:
         return f"[red]{why.removeprefix(': ')}[/red]"
     if worker.state in ("waiting", "starting", "stopping"):
         return ""
-    if not worker.is_connected:
+    if not worker.is_connected and worker.state_s >= FIRST_SESSION_S:
         return "[red]cannot be reached[/red]"
     return f"moves {worker.leaving_seqs} sequences away" if worker.leaving_seqs else ""
 

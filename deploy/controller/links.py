@@ -65,7 +65,7 @@ RETRY_EVERY_S = 1.0
 REPORT_STALE_S = 5.0  # gateways report once a second
 SILENCE_S = 5.0  # a worker or store that sends nothing for this long counts as lost
 GATEWAY_SILENCE_S = 2.5  # the same of gateways: clients wait at one, and nothing moves by its loss
-FIRST_REPORT_S = 3.0  # from a gateway's start to its first report, at most
+FIRST_REPORT_S = 3.0  # from the start of a gateway or store to its first report, at most
 
 
 class _Session(Protocol):
@@ -183,6 +183,12 @@ class StoreLink(_Session):
         self.report: StoreReport | None = None
         self.retired = asyncio.Event()  # the store has said that it is retired
         self._reported_s = 0.0
+        self._due_s = clock.now_s() + FIRST_REPORT_S  # when a report must be there
+
+    @property
+    def is_late(self) -> bool:
+        """True if there should be a report by now."""
+        return self.fresh_report is None and self._clock.now_s() >= self._due_s
 
     @property
     def fresh_report(self) -> StoreReport | None:
@@ -229,6 +235,7 @@ class StoreLink(_Session):
         log.info("the session with %s is over: %s", self._name, reason)
         self._client = None
         self.report = None
+        self._due_s = self._clock.now_s()
 
 
 class GatewayLink(_Session):

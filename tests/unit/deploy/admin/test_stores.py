@@ -29,7 +29,7 @@ class FakeLink:
 
     def __init__(self, report: StoreReport | None) -> None:
         self.fresh_report = report
-        self.is_open = True
+        self.is_open = self.is_late = True
         self.told: list[object] = []
 
     def tell(self, message: object) -> bool:
@@ -80,6 +80,16 @@ def test_a_store_is_shown_with_its_tiers_and_prefixes():
     assert first.block_size == 16
     assert (last.state, last.is_connected, last.tiers) == ("waiting", False, [])
     assert "no memory" in last.why
+
+
+@pytest.mark.parametrize(("is_late", "state"), [(False, "starting"), (True, "serving")])
+def test_a_store_that_has_just_started_is_not_said_to_be_out_of_reach(is_late, state):
+    controller = WithStores()
+    controller.links["store-v1"].fresh_report = None
+    controller.links["store-v1"].is_late = is_late
+    answer = ask("GET", "/v1/stores", controller=controller)
+    [first, *_] = msgspec.json.decode(answer.content, type=StoresAnswer).stores
+    assert (first.state, first.is_connected) == (state, False)
 
 
 def test_without_stores_the_list_is_empty():

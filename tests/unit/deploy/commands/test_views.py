@@ -7,7 +7,7 @@ import typer
 from rich.console import Group
 
 from deploy.admin.schema import Difference, StepInfo, WorkerInfo
-from deploy.commands.views import DIFFERS, Output, table_of, workers_view
+from deploy.commands.views import DIFFERS, FIRST_SESSION_S, Output, table_of, workers_view
 from deploy.pools.workers.record import WorkerState
 from deploy.services.spec import WorkerFacts
 from engine.messages import Role, WorkerId
@@ -81,3 +81,11 @@ def test_workers_on_gpus_say_what_they_compute_with(capsys):
 def test_workers_on_cpus_say_less(capsys):
     facts = WorkerFacts("cpu", "cpu avx512 fused", "int8", "fp32", 2**20, "c++", 0, ("shm", "zmq"))
     assert "computes on" not in shown(facts, capsys)
+
+
+@pytest.mark.parametrize(("state_s", "is_told"), [(0.5, False), (FIRST_SESSION_S, True)])
+def test_worker_that_has_just_started_is_not_said_to_be_out_of_reach(capsys, state_s, is_told):
+    who = (WorkerId("w"), "v1", Role.DECODE, Role.DECODE, WorkerState.SERVING, state_s)
+    worker = WorkerInfo(*who, False, False, 0, False, 1, "a:1", 0, 0, 0, 0, 9, 9, "")
+    Output(as_json=False).show(lambda: [worker], workers_view, watch=False)
+    assert ("cannot be reached" in capsys.readouterr().out) is is_told
