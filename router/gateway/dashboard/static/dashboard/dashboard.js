@@ -3,6 +3,7 @@
 import { askKeys, byId, eachEvent, fillBar, goTo, h, headers, isShortcut, keyed, onKeys, onTheme, reasonOf, say, setState, setText, state as badge, turnTheme } from "../shared/common.js";
 import { clockTime, count, isStore, percent, seconds, several, stageName } from "../shared/text.js";
 import { Charts } from "./charts.js";
+import { leftOut } from "./depth.js";
 import { MARKED, drawEvents, drawStrip, eventsOf, rove as roveMarks } from "./events.js";
 import { joined, spanOf, startsIn, takenUp } from "./joined.js";
 import { drawLanes, laneLegend, rove as roveLanes } from "./lanes.js";
@@ -107,6 +108,7 @@ function draw() {
   drawStages();
   drawHits();
   drawLanes(byId("lanes"), { requests: [...now.requests, ...now.running], workers: laneWorkers(), now: now.now_s, epoch: now.epoch_s, events: marksOf(now), span: Number(byId("lane-span").value), kept: now.requests.length < MAX_REQUESTS ? null : keptFrom(), open: openRequest, many: showOf });
+  setText(byId("lane-count"), leftOut(now.running.length, now.in_flight));
   drawWorkers(now);
   drawGateways(now);
   drawTransfers(now);

@@ -1,6 +1,7 @@
 // What lanes are made of: the segments of requests in groups, in rows, or as a depth. Pure.
 
 export const MAX_ROWS = 8; // of one lane; more requests at once are drawn as a depth
+const MOST_KNOWN = 128; // requests that run, as one gateway tells them
 export const STAGES = ["decode_steps", "decode_queue", "kv_wait", "prefill_compute", "prefill_queue", "queue", "stalled"]; // of a depth, from below
 
 // Groups of segments by lane, one for each request. Segments are [stage, start, end].
@@ -54,6 +55,9 @@ export function highest(depth) {
   const columns = [...depth.values()];
   return columns[0].reduce((most, _, bin) => Math.max(most, columns.reduce((total, each) => total + each[bin], 0)), 0);
 }
+
+// What to say if not all requests that run are known here; of each gateway the oldest are.
+export const leftOut = (known, inFlight) => (inFlight > known && known >= MOST_KNOWN ? `${known} of ${inFlight} requests that run are drawn, the oldest` : "");
 
 // Names of the first requests, and how many more there are.
 export function named(requests, most = MAX_ROWS) {

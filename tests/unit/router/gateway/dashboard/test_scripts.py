@@ -151,6 +151,13 @@ def test_requests_at_the_same_time_are_counted(node):
     assert node("dashboard/depth.js", "named", requests[:8])[-1] == "7"
 
 
+def test_lanes_say_if_they_leave_requests_out(node):
+    told = node("dashboard/depth.js", "leftOut", 128, 300)
+    assert told == "128 of 300 requests that run are drawn, the oldest"
+    assert node("dashboard/depth.js", "leftOut", 45, 45) == ""
+    assert node("dashboard/depth.js", "leftOut", 44, 45) == ""  # one has just begun
+
+
 def test_a_depth_has_the_stages_and_the_gaps_between_them(node):
     requests = [
         request("a", ["d0", "decode_steps", 0, 4], ["d0", "decode_steps", 8, 10]),
