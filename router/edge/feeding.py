@@ -7,8 +7,11 @@ from. Usual requests and long bodies never get there.
 """
 
 import asyncio
+import logging
 from collections import deque
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 SLICE_BYTES = 2048
 WORK_PER_TURN = 4000  # 2 to 4 ms
@@ -28,6 +31,10 @@ class FedConnection(Protocol):
 
     def let_go(self) -> None:
         """Reads again, unless there are other reasons not to."""
+        ...
+
+    def cut(self) -> None:
+        """Ends the connection at once."""
         ...
 
 
@@ -79,7 +86,13 @@ class Feeder:
             connection = next(iter(self._waiting))
             inputs = self._waiting[connection]
             data = inputs.popleft()
-            if not connection.parse(data[:SLICE_BYTES]):
+            try:
+                goes_on = connection.parse(data[:SLICE_BYTES])
+            except Exception:  # other connections go on
+                log.exception("parsing the input of a connection failed: it is cut")
+                connection.cut()
+                goes_on = False
+            if not goes_on:
                 self.forget(connection)
                 continue
             if len(data) > SLICE_BYTES:

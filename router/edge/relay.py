@@ -16,9 +16,10 @@ log = logging.getLogger(__name__)
 class Relay:
     """Accepts from open to close; connections go on until `cut`. Belongs to one event loop."""
 
-    def __init__(self, path: str) -> None:
-        """`path` is the Unix socket."""
+    def __init__(self, path: str, max_connections: int) -> None:
+        """`path` is the Unix socket. Further connections are closed at once."""
         self._path = path
+        self._max_connections = max_connections
         self._clients: set[_Client] = set()
         self._server: asyncio.Server | None = None
 
@@ -26,7 +27,7 @@ class Relay:
         """Starts to accept from a listening socket."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: _Client(self._path, self._clients), sock=sock
+            lambda: _Client(self._path, self._clients, self._max_connections), sock=sock
         )
 
     def close(self) -> None:
@@ -78,15 +79,19 @@ class _End(asyncio.Protocol):
 class _Client(_End):
     """The accepted end."""
 
-    def __init__(self, path: str, clients: "set[_Client]") -> None:
+    def __init__(self, path: str, clients: "set[_Client]", max_clients: int) -> None:
         super().__init__()
         self._path = path
         self._clients = clients
+        self._max_clients = max_clients
         self._is_lost = self._has_said_all = False
         self._early: list[bytes] = []  # what came before there was another end
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if len(self._clients) >= self._max_clients:
+            self.transport.abort()
+            return
         self._clients.add(self)
         self._joining = asyncio.create_task(self._join())
 

@@ -84,7 +84,7 @@ class InferenceServer:
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         path = f"/proc/self/fd/{self._directory}/{INNER}{process}"
         await self._open(f"unix:{path}")
-        self._relay = Relay(path)
+        self._relay = Relay(path, self._limits.max_connections)
         await self._relay.open(sock)
         return int(sock.getsockname()[1])
 

@@ -26,7 +26,7 @@ def test_bytes_and_ends_pass(tmp_path: Path, run):
     async def passes() -> None:
         path = str(tmp_path / "inner")
         inner = await asyncio.start_unix_server(_shout, path)
-        relay, sock = Relay(path), listen_on("127.0.0.1", 0)
+        relay, sock = Relay(path, 8), listen_on("127.0.0.1", 0)
         await relay.open(sock.dup())
         for said in (b"", b"a", MUCH):
             reader, writer = await asyncio.open_connection(*sock.getsockname())
@@ -47,9 +47,32 @@ def test_bytes_and_ends_pass(tmp_path: Path, run):
     run(asyncio.wait_for(passes(), 20))
 
 
+def test_more_connections_than_allowed_are_closed_at_once(tmp_path: Path):
+    async def closes() -> None:
+        path = str(tmp_path / "inner")
+        inner = await asyncio.start_unix_server(_shout, path)
+        relay, sock = Relay(path, 1), listen_on("127.0.0.1", 0)
+        await relay.open(sock.dup())
+        first, kept = await asyncio.open_connection(*sock.getsockname())
+        assert await first.readexactly(5) == b"hello"
+        second, refused = await asyncio.open_connection(*sock.getsockname())
+        with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+            await second.readexactly(1)
+        kept.write(b"still here")
+        assert await first.readexactly(10) == b"still here"
+        for writer in (kept, refused):
+            writer.close()
+        relay.close()
+        relay.cut()
+        inner.close()
+        sock.close()
+
+    asyncio.run(asyncio.wait_for(closes(), 20))
+
+
 def test_a_connection_that_cannot_be_passed_on_is_closed(tmp_path: Path):
     async def closes() -> None:
-        relay, sock = Relay(str(tmp_path / "nobody")), listen_on("127.0.0.1", 0)
+        relay, sock = Relay(str(tmp_path / "nobody"), 8), listen_on("127.0.0.1", 0)
         await relay.open(sock.dup())
         reader, writer = await asyncio.open_connection(*sock.getsockname())
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):

@@ -94,3 +94,16 @@ async def test_a_connection_that_ends_gets_no_more():
     assert len(connection.parsed) == connection.ends_at
     assert len(other.parsed) == seen
     assert not any(each.is_held for each in (connection, other))
+
+
+async def test_a_connection_whose_parser_fails_is_cut_and_others_go_on(caplog):
+    feeder, cut = Feeder(), []
+    broken, other = Fed(feeder, 10.0), Fed(feeder, 10.0)
+    broken.cut = lambda: cut.append(broken)
+    for each in (broken, other):
+        feeder.take(each, bytes(5 * SLICE_BYTES))
+    broken.parse = lambda data: 1 / 0
+    await turns(50)
+    assert cut == [broken]
+    assert len(other.parsed) == 5 * SLICE_BYTES
+    assert "parsing the input of a connection failed" in caplog.text
