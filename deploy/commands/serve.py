@@ -301,8 +301,11 @@ def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
     with suppress(OSError):  # the launcher tries again, and reports it
         nursery.open(*SERVICES)  # so it imports while Ray starts; it has no token of Ray
     own_ray.prepare(os.environ)
-    from deploy.ray.launcher import OwnRayLauncher
-
+    try:
+        from deploy.ray.launcher import OwnRayLauncher
+    except ImportError:
+        nursery.close()
+        raise
     return OwnRayLauncher(nursery)
 
 

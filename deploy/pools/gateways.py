@@ -29,7 +29,7 @@ from deploy.pools.history import PoolHistory
 from deploy.pools.restarts import Restarts
 from engine.control import GatewayReport, VersionReport
 
-GATEWAY_UNREACHABLE_S = 7.5  # without a session; short, because clients wait at the gateway
+GATEWAY_UNREACHABLE_S = 8.0  # without a session; short, because clients wait at the gateway
 # The same while others take all new connections: only its own answers wait for it.
 GATEWAY_PATIENCE_S = 30.0
 

@@ -1,6 +1,7 @@
 """Real workers as processes, and a router inside the test that sees tokens instead of text."""
 
 import asyncio
+import atexit
 import os
 import random
 import signal
@@ -39,6 +40,7 @@ class FirstByName(random.Random):
 
 
 NURSERY = Nursery()  # of all tests of a session: torch is imported once
+atexit.register(NURSERY.close)
 TOKEN = "internal-token-of-the-tests"
 SECRET = Secret(TOKEN)
 DEADLINE_S = 60.0

@@ -27,9 +27,12 @@ def main() -> None:
     config = Config(gateway=gateway, pools=pools, admin=AdminConfig(name=name))
     signals = StopSignals()
     signals.install()
-    launcher = NullWorkers(Nursery(), pace_s)
+    nursery = Nursery()
+    launcher = NullWorkers(nursery, pace_s)
     deployment = Deployment(launcher, model=BUNDLED_MODEL, config=config)
-    sys.exit(run(deployment, Console(stderr=True), ServiceManager(os.environ), signals))
+    status = run(deployment, Console(stderr=True), ServiceManager(os.environ), signals)
+    nursery.close()
+    sys.exit(status)
 
 
 if __name__ == "__main__":

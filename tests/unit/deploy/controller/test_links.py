@@ -47,4 +47,4 @@ def test_a_silent_gateway_is_told_within_three_seconds():
     now_s = silence.look(0.0)
     while silence.look(now_s) < GatewayLink.silence_s:
         now_s += BEAT_EVERY_S
-    assert now_s + BEAT_EVERY_S <= 3.0
+    assert now_s + BEAT_EVERY_S <= 2.5  # the rest is for a machine that is busy
