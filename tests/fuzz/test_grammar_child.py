@@ -196,7 +196,10 @@ def test_a_planted_bug_is_a_finding(monkeypatch):
 
 async def test_errors_name_the_field_and_the_tool():
     tools = [
-        {"type": "function", "function": {"name": f"f{i}", "parameters": parameters}}
+        {
+            "type": "function",
+            "function": {"name": f"f{i}", "strict": True, "parameters": parameters},
+        }
         for i, parameters in enumerate([{}, {"properties": {"a": {"type": "strin"}}}, {}])
     ]
 
@@ -208,6 +211,10 @@ async def test_errors_name_the_field_and_the_tool():
             with pytest.raises(ApiError) as caught:
                 await check_structure(checker, structure_of(fields), VOCABULARY, ASKER)
             assert (caught.value.param, caught.value.status) == (param, 400)
+        for tool in tools:
+            del tool["function"]["strict"]
+        found = await check_structure(checker, structure_of({"tools": tools}), VOCABULARY, ASKER)
+        assert found.unheld == ("tools[1].function.parameters.properties.a.type",)
 
 
 async def test_a_verdict_is_cached_and_shared_by_waiters_of_one_grammar():
