@@ -1,7 +1,6 @@
 """Memory on a CPU for large tensors."""
 
 import contextlib
-import ctypes
 import mmap
 
 import torch
@@ -27,15 +26,6 @@ def aligned_bytes(num_bytes: int) -> torch.Tensor:
         raw = torch.frombuffer(memory, dtype=torch.uint8)
     start = -raw.data_ptr() % alignment
     return raw[start : start + num_bytes]
-
-
-def return_freed_memory() -> None:
-    """Gives freed memory of the heap back to the system. A load frees more than it keeps.
-
-    Only glibc can do so. Other C libraries keep less.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 class Pieces:

@@ -28,6 +28,7 @@ import torch
 
 from engine.clock import Clock, MonotonicClock
 from engine.config import WeightFormat
+from engine.devices.heap import return_freed_memory
 from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, Shard
 from engine.messages import Sampling, SeqId
@@ -36,7 +37,6 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer, wrap_buffer
 from engine.model.cpu import CpuForward
 from engine.model.cuda import MAX_CHOSEN, CudaForward
 from engine.model.loading.checkpoint import LoadedModel, load, load_draft
-from engine.model.memory import return_freed_memory
 from engine.model.overlap import OverlappedStep, TokenMemory
 from engine.model.parallel.group import RankGroup
 from engine.model.parallel.shared import SharedForward

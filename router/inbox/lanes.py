@@ -16,12 +16,14 @@ from functools import partial
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+from engine.devices.heap import return_freed_memory
 from router.inbox.api_errors import ApiError
 from router.inbox.turns import TenantTurns
 
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
 WIDE_BYTES = 16 * 2**20  # some 8 s of tokenising in one thread
+FREE_AFTER_S = 5.0  # memory of wide bodies, which threads would keep: 150 MB of a mebibyte
 NUM_THREADS = 2  # of each lane
 THREADS_OF_TENANT = NUM_THREADS - 1
 
@@ -68,6 +70,10 @@ class Lane:
             return await asyncio.wrap_future(future)
         finally:
             del future  # it holds the error, whose traceback holds this frame and the body
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Does short work of our own in a thread."""
+        self._threads.submit(work)
 
     def _enter(self, tenant: str, num_bytes: int) -> _Place:
         """Lets a body wait for its turn, which may be at once. Raises ApiError."""
@@ -123,14 +129,30 @@ class Lane:
 class Lanes:
     """One lane for each size of body."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, free: Callable[[], None] = return_freed_memory, free_after_s: float = FREE_AFTER_S
+    ) -> None:
+        """After wide bodies `free` is called, in a thread. Building needs no event loop."""
         self.narrow = Lane("parse", NARROW_BYTES)
         self.wide = Lane("parse-long", WIDE_BYTES)
+        self._free = free
+        self._free_after_s = free_after_s
+        self._freeing: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, num_bytes: int, parse: Callable[[], ResultT]) -> ResultT:
         """Does `Lane.run` in the lane for a body of this size."""
-        lane = self.narrow if num_bytes <= WIDE_BODY_BYTES else self.wide
-        return await lane.run(tenant, num_bytes, parse)
+        if num_bytes <= WIDE_BODY_BYTES:
+            return await self.narrow.run(tenant, num_bytes, parse)
+        try:
+            return await self.wide.run(tenant, num_bytes, parse)
+        finally:
+            if self._freeing is None:
+                loop = asyncio.get_running_loop()
+                self._freeing = loop.call_later(self._free_after_s, self._free_memory)
+
+    def _free_memory(self) -> None:
+        self._freeing = None
+        self.wide.submit(self._free)
 
 
 def _subtract(counts: Counter[str], tenant: str, number: int) -> None:

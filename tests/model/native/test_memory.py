@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.memory import ALIGNMENT, CHUNK, Pieces, return_freed_memory
+from engine.devices.heap import return_freed_memory
+from engine.model.memory import ALIGNMENT, CHUNK, Pieces
 
 pytestmark = pytest.mark.torch
 

@@ -125,3 +125,19 @@ async def test_a_client_that_leaves_as_its_turn_comes_gives_the_thread_back():
         await task
     assert await lane.run("c", 1, lambda: "parsed") == "parsed"
     assert (lane.num_bytes, lane._running.total()) == (0, 0)
+
+
+async def test_memory_of_long_bodies_is_given_back_once_after_a_while():
+    freed = threading.Event()
+    lanes = Lanes(freed.set, free_after_s=3600.0)
+    await lanes.run("a", WIDE_BODY_BYTES, lambda: "short")
+    assert lanes._freeing is None
+    await lanes.run("a", WIDE_BODY_BYTES + 1, lambda: "long")
+    timer = lanes._freeing
+    await lanes.run("b", WIDE_BODY_BYTES + 1, lambda: "long")
+    assert timer is not None
+    assert lanes._freeing is timer
+    timer.cancel()
+    lanes._free_memory()  # as the timer does
+    assert await asyncio.to_thread(freed.wait, 10)
+    assert lanes._freeing is None
