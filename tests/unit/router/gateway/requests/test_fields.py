@@ -345,6 +345,30 @@ def test_a_final_message_without_content_is_not_continued():
     assert (reply.status, reply.json()["error"]["param"]) == (400, "continue_final_message")
 
 
+OF_ITEMS = (
+    "{% for m in messages %}{{ m.content + '.' }}{% for c in m.tool_calls or [] %}"
+    "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [('{"a": 1}', "a=1"), *((each, "") for each in ("", None, '{"a": ', "[1]", [1], 5, "5"))],
+)
+def test_a_history_may_hold_any_arguments(arguments, content, written, long):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    fields = {"messages": [{"role": "assistant", "tool_calls": [call], **content}]}
+    if long:  # long bodies are decoded by their fields
+        fields["metadata"] = {"x": "x" * SHORT_BODY_BYTES}
+    router = FakeRouter()
+    reply = post(make_app(router, template=OF_ITEMS), "/v1/chat/completions", fields)
+    assert reply.status == 200
+    assert bytes(router.requests[0].token_ids).decode() == f".{written}"
+
+
 def test_an_empty_list_of_calls_is_none():
     template = "{% for m in messages %}{{ m.tool_calls is defined }}{% endfor %}"
     messages = [{"role": "assistant", "content": "a", "tool_calls": []}]
