@@ -188,6 +188,42 @@ def test_channels_part_reasoning_calls_and_answer(pieces):
     assert parsed("openai", final + "<|return|>") == ("Hi", "Weather, so a call.", [])
 
 
+SPELLINGS = [
+    (
+        "hermes",
+        'Hi <tool_call>{"name":"weather","arguments":{"days":2,"city":"}"}}</tool_call>\n'
+        '<tool_call>\n{\n "arguments" : { } ,\n "name" : "now"\n}\n</tool_call>',
+    ),
+    (
+        "llama3_json",
+        '{"parameters" : {"days":2,"city":"}"}, "name": "weather"}; {"name":"now","parameters":{}}',
+    ),
+    (
+        "mistral",
+        'Hi [TOOL_CALLS] [{"arguments": {"days": 2, "city":"}"}, "name": "weather"} ,\n'
+        '{"name":"now","arguments":{}}]',
+    ),
+    ("mistral_args", '[TOOL_CALLS]weather[ARGS] {"days":2,"city":"}"}[TOOL_CALLS]now[ARGS]{}'),
+    ("pythonic", "[ weather( days = 2 , city='}' ) , now() ]"),
+    (
+        "qwen3_coder",
+        "Hi <tool_call><function=weather><parameter=days>2</parameter><parameter=city>}"
+        "</parameter></function></tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), SPELLINGS)
+def test_other_orders_and_spellings_are_allowed_and_read_in_any_pieces(name, text):
+    assert allows(name, text)
+    whole = parsed(name, [text])
+    assert whole[0] == ("Hi " if text.startswith("Hi") else "")
+    assert decoded(whole[2]) == [("weather", {"days": 2, "city": "}"}), ("now", {})]
+    assert parsed(name, text) == whole
+    for at in range(len(text)):
+        assert parsed(name, [text[:at], text[at:]]) == whole
+
+
 @pytest.mark.parametrize("text", ["Hi", "to", "t", "", "Hello <b> a|b", "{}"])
 def test_text_without_channels_is_content(text):
     assert parsed("openai", text) == (text, "", [])
