@@ -71,12 +71,15 @@ class Structure(msgspec.Struct, frozen=True):
     unheld: tuple[str, ...] = ()
     offer: ToolOffer | None = None
 
+    def all_parts(self) -> tuple[GrammarPart, ...]:
+        """The parts, with those of tools, which only a refused grammar needs."""
+        return self.parts + (() if self.offer is None else self.offer.parts(_dumped))
+
     def loosened(self, functions: Sequence[str]) -> "Structure":
         """The same with less held of these functions' arguments. Raises InvalidRequest."""
         assert self.offer is not None
-        others = tuple(part for part in self.parts if not part.param.startswith("tools["))
         unheld = tuple(name for name in self.unheld if not name.startswith("tools["))
-        return _offered(self.offer.loosened(functions), others, unheld)
+        return _offered(self.offer.loosened(functions), self.parts, unheld)
 
 
 def structure_of(
@@ -353,7 +356,7 @@ def _offered(
         param="tools",
         tools=tuple(offer.tools),
         calling=offer.calling,
-        parts=(*others, *offer.parts(_dumped)),
+        parts=others,
         unheld=(*unheld, *offer.named(found.unheld)),
         offer=offer,
     )

@@ -105,10 +105,10 @@ async def _looser(
     error: GrammarError,
 ) -> Structure:
     """The structure without the schemas that are to blame. Raises ApiError if none is to spare."""
-    blamed = list[str]()
+    parts, blamed = structure.all_parts(), list[str]()
     with contextlib.suppress(TimeoutError, GrammarBusy):
         async with asyncio.timeout(BLAME_TIMEOUT_S):
-            for part in structure.parts:
+            for part in parts:
                 try:
                     await checker.check(vocabulary, part.grammar, asker)
                 except GrammarError as reason:
@@ -116,7 +116,7 @@ async def _looser(
                         raise _refusal(part.param, reason) from reason
                     blamed.append(part.function)
     calling = structure.calling
-    spare = [part.function for part in structure.parts if part.function is not None]
+    spare = [part.function for part in parts if part.function is not None]
     loose = [name for name in blamed or spare if calling and name not in calling.free]
     if not loose:
         raise _refusal(structure.param, error) from error

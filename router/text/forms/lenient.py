@@ -19,13 +19,14 @@ Source: JSON Schema 2020-12; RFC 8259; llguidance, docs/parametric.md.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
 from engine.errors import GrammarError
 from engine.grammar.disjoint import Disjointness, names_in
-from engine.grammar.json_schemas import COMPACT, followed
+from engine.grammar.json_schemas import COMPACT, MAX_EXACT_INT, followed
 
 MAX_RULES = 1000  # of one schema
 MAX_STEPS = 300  # to find out whether alternatives are apart
@@ -77,8 +78,10 @@ _ESCAPES = {
     "\r": "r",
     "\t": "t",
 }
+_NOT_PLAIN = re.compile(r"[^0-9A-Za-z_-]")
 _OF_STRING = {"minLength", "maxLength", "pattern", "format"}
 _OF_NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_BOUNDS = _OF_NUMBER - {"multipleOf"}
 _OF_OBJECT = {"properties", "required", "additionalProperties"}
 _BY_TYPE = {
     "string": _OF_STRING,
@@ -241,6 +244,9 @@ class LenientSchema:
         """The keywords that can be followed, one by one."""
         known: dict[str, Json] = {}
         for name, value in held.items():
+            if name in _BOUNDS and type(value) in (int, float) and abs(value) <= MAX_EXACT_INT:
+                known[name] = value  # as nearly always
+                continue
             try:
                 followed({"type": kind, **known, name: value})
             except GrammarError:
@@ -354,12 +360,10 @@ def can_be_held(schema: Json) -> bool:
 
 def key_of(text: str) -> str:
     """A key in Lark, in each spelling but escapes of letters and digits."""
-    return f'/"{"".join(map(_spellings, text))}"/'
+    return f'/"{_NOT_PLAIN.sub(lambda found: _spellings(found[0]), text)}"/'
 
 
 def _spellings(char: str) -> str:
-    if char.isascii() and (char.isalnum() or char in "_-"):
-        return char
     ways = [] if char < " " or char in '"\\' else [_literal(char)]
     if char in _ESCAPES:
         short = _ESCAPES[char]
