@@ -10,7 +10,7 @@ takes no CPU from the server for that. To add an assault, add a function to `ASS
 | `refused` | long bodies that break off, with a key and without one                            |
 | `answers` | whole answers of many choices with twenty log-probabilities a token, also by gRPC |
 | `readers` | streams with log-probabilities whose clients read nothing for seconds             |
-| `parsing` | a flood of texts to be tokenised, of 60 kB and of a mebibyte                      |
+| `parsing` | a flood of texts to be tokenised: of 60 kB, of 2^18 characters, and longer       |
 """
 
 import json
@@ -125,10 +125,10 @@ def readers(times: int) -> Assault:
 def parsing(times: int) -> Assault:
     """Texts that take a thread of the gateway from a tenth of a second to seconds."""
     text, page = "the quick brown fox ", "/tokenize"
-    short, long = (text * (size // len(text)) for size in (60_000, MIB))
+    short, long = (text * (size // len(text)) for size in (60_000, MIB // 4))
     cut = {"prompt": long, "truncate_prompt_tokens": 8, "max_tokens": 1}
     bodies: list[tuple[str, dict[str, Any]]] = [(page, {"prompt": short})] * 60
-    bodies += [(page, {"prompt": long}), (COMPLETIONS, cut), (page, {"prompt": long * 7})] * 2
+    bodies += [(page, {"prompt": long}), (COMPLETIONS, cut), (page, {"prompt": long * 28})] * 2
     return Assault(tuple(http_request(path, _json(f)) for path, f in bodies) * times, at_once=40)
 
 

@@ -38,7 +38,7 @@ from router.text.template_files import Config, load_config, template_sources
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
 
-LONGEST_CUT = 2**20  # characters, or tokens, of a text that is then cut or only counted
+LONGEST_CUT = 2**18  # characters, or tokens, of a text that is then cut or only counted
 LONGEST_TOKEN = 64  # characters, where a tokenizer shows no bound: spaces may vanish
 
 PREFIX, SUFFIX = "prefix", "suffix"  # places of the two texts in a prompt
