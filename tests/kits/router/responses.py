@@ -23,7 +23,7 @@ CONTEXT_LEN = 4096
 def client_of(app: Any, key: str = "unused") -> AsyncOpenAI:
     transport = httpx.ASGITransport(app=app)
     return AsyncOpenAI(
-        base_url="http://test/v1",
+        base_url="http://localhost/v1",
         api_key=key,
         max_retries=0,
         http_client=httpx.AsyncClient(transport=transport),
