@@ -231,7 +231,9 @@ def test_a_process_that_hangs_is_ended_and_started_again(serving):
 
 def statuses(url: str, *headers: bytes) -> set[int]:
     """The statuses of requests with these headers, over enough connections for both processes."""
-    head = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n" + b"".join(headers)
+    head = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + b"".join(
+        headers
+    )
     host, port = url.removeprefix("http://").split(":")
     found = set()
     for _ in range(NUM_REQUESTS):

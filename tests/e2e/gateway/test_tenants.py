@@ -103,7 +103,7 @@ async def api(running: Workers, keys: KeyFile) -> AsyncIterator[Api]:
             keys=keys,
         )
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield Api(client, r)
 
 
