@@ -303,7 +303,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8000  # of HTTP; 0: the system chooses
     # The Open Inference Protocol over gRPC, on this port of the same host. None: not served.
     grpc_port: int | None = None
-    # Of gateways; they share the ports. None: 2 for `baton serve` with at least 4 cores, else 1.
+    # Gateway processes, which share the ports. None: 2 in `baton serve` on 4 or more cores, else 1.
     processes: int | None = None
     model_name: str | None = None  # in the API; None: the name of the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
@@ -352,8 +352,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     open_to_all: bool = False  # needed to listen beyond this machine without keys
     # Origins, as https://chat.example.com, of pages whose scripts may use the API. "*": all.
     cors_origins: tuple[str, ...] = ()
-    # Names that clients may use without keys, beside localhost, addresses and `host`. "*.NAME": all
-    # below a name. "*": any, also one that a page of the web lets point here.
+    # Names that clients without keys may use, beside localhost, addresses and `host`. "*.NAME": all
+    # names below NAME. "*": any name, which permits DNS rebinding.
     allowed_hosts: tuple[str, ...] = ()
     tls_cert: str | None = None  # PEM; with `tls_key` the gateway serves HTTPS, and no HTTP
     tls_key: str | None = None  # PEM; new files are read without a restart

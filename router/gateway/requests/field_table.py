@@ -74,7 +74,8 @@ HONOURED = (
         "max_tokens",
         BOTH,
         OPENAI,
-        "longest answer; absent: `max_new_tokens` of the model, else 16, in chats the context",
+        "longest answer; absent: the model's `max_new_tokens`, else 16 (completions) or the context"
+        " (chat)",
     ),
     HonouredField("max_completion_tokens", CHAT, OPENAI, "the newer name of `max_tokens`"),
     HonouredField("min_tokens", BOTH, VLLM, "no end before this many tokens"),
