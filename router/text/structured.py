@@ -13,15 +13,13 @@ NousResearch, Hermes function calling; llguidance, docs/syntax.md (lazy lexemes,
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from engine.errors import GrammarError, InvalidRequest
-from engine.grammar.json_schemas import check_nesting, closed
+from engine.grammar.json_schemas import closed
 from engine.messages import Grammar, GrammarKind
 from router.text.composed import answer_rules
 from router.text.forms.calling import ANY_TEXT, AnswerRules, CallForm, Calling, literal
@@ -29,11 +27,18 @@ from router.text.forms.chosen import HARMONY, HERMES
 from router.text.forms.harmony import final_grammar, missing_mark
 from router.text.forms.lenient import can_be_held, lenient_grammar
 from router.text.structural_tags import grammar_of_tag, newer_form
-from router.text.tools import GrammarPart, ToolOffer, named_places
+from router.text.tools import (
+    AllowedTools,
+    GrammarPart,
+    ToolOffer,
+    allowed_tools,
+    check_nesting_at,
+    named_places,
+    object_at,
+)
 
-MAX_TOOLS = 128
 MAX_CHOICES = 10_000
-MAX_LOOSENED_LEN = 32 * 2**10  # characters of an answer's schema that is held as far as it goes
+MAX_LOOSENED_LEN = 32 * 2**10  # characters of a schema that may be enforced in part
 
 Json = Any
 Fields = Mapping[str, Json]
@@ -51,7 +56,6 @@ _GUIDED = {
 _ANY_JSON = "$$ANY$$"  # SGLang's word for any value
 FIELDS = ("response_format", "structured_outputs", *_GUIDED, "tools", "tool_choice")
 _NAMES = frozenset(FIELDS)
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class Structure(msgspec.Struct, frozen=True):
@@ -72,11 +76,11 @@ class Structure(msgspec.Struct, frozen=True):
     offer: ToolOffer | None = None
 
     def all_parts(self) -> tuple[GrammarPart, ...]:
-        """The parts, with those of tools, which only a refused grammar needs."""
+        """The parts and the grammars of tools. Only a refused grammar needs the latter."""
         return self.parts + (() if self.offer is None else self.offer.parts(_dumped))
 
     def loosened(self, functions: Sequence[str]) -> "Structure":
-        """The same with less held of these functions' arguments. Raises InvalidRequest."""
+        """The same with looser rules for these functions' arguments. Raises InvalidRequest."""
         assert self.offer is not None
         unheld = tuple(name for name in self.unheld if not name.startswith("tools["))
         return _offered(self.offer.loosened(functions), self.parts, unheld)
@@ -98,7 +102,7 @@ def structure_of(
         return Structure()
     asked = [name for name in _GUIDED if fields.get(name) is not None]
     asked += [n for n in ("response_format", "structured_outputs") if _asks(fields.get(n))]
-    allowed = _tools_of(fields)
+    allowed = allowed_tools(fields)
     if len(asked) > 1:
         raise InvalidRequest(f"{asked[0]} and {asked[1]} cannot be combined", param=asked[1])
     answer = _answer(asked[0], fields) if asked else Structure()
@@ -119,7 +123,7 @@ def _answer(name: str, fields: Fields) -> Structure:
 
 
 def _behind_channel(answer: Structure, token_of: Callable[[str], int | None]) -> Structure:
-    """The same for a model that writes messages: reasoning is free, and the last one follows it."""
+    """The same for a model with channels: the grammar holds for the final message only."""
     if answer.grammar is None or missing_mark(token_of) is not None:
         return answer
     source = final_grammar(_rules(answer), token_of)
@@ -153,14 +157,14 @@ def _asks(value: Json) -> bool:
 
 def _response_format(value: Json) -> Structure:
     param = "response_format"
-    kind = _object(value, param).get("type")
+    kind = object_at(value, param).get("type")
     if kind == "json_object":
         return Structure(_json_object(), param)
     if kind == "structural_tag":
         return _structural_tag(value, param)
     if kind != "json_schema":
         raise InvalidRequest(f"{param}.type {kind!r} is not supported", param=f"{param}.type")
-    named = _object(value.get("json_schema"), f"{param}.json_schema")
+    named = object_at(value.get("json_schema"), f"{param}.json_schema")
     strict = named.get("strict")
     if not isinstance(strict, bool | None):
         where = f"{param}.json_schema.strict"
@@ -175,7 +179,7 @@ def _response_format(value: Json) -> Structure:
 
 
 def _structural_tag(value: Fields, param: str) -> Structure:
-    _check_nesting(value, param)
+    check_nesting_at(value, param)
     is_older = "structures" in value
     known = {"type", "structures", "triggers"} if is_older else {"type", "format"}
     for name in value.keys() - known:
@@ -188,7 +192,7 @@ def _structural_tag(value: Fields, param: str) -> Structure:
 
 def _structured_outputs(value: Json) -> Structure:
     param = "structured_outputs"
-    given = {k: v for k, v in _object(value, param).items() if v is not None and v is not False}
+    given = {k: v for k, v in object_at(value, param).items() if v is not None and v is not False}
     given.pop("disable_fallback", None)  # there is one backend, so no other to fall back on
     strict = given.pop("disable_additional_properties", False)
     if strict not in (True, False) or (strict and "json" not in given):
@@ -198,7 +202,7 @@ def _structured_outputs(value: Json) -> Structure:
         where = f"{param}.structural_tag"
         tag = given["structural_tag"]
         tag = _loaded_json(tag, where) if isinstance(tag, str) else tag
-        return _structural_tag(_object(tag, where), where)
+        return _structural_tag(object_at(tag, where), where)
     for name in given:
         if name not in _EXPECTED:
             raise InvalidRequest(f"{param}.{name} is not supported", param=f"{param}.{name}")
@@ -214,7 +218,7 @@ def _grammar(kind: str, value: Json, param: str, *, strict: bool = False) -> Gra
     """The grammar of one of vLLM's kinds. If `strict`, objects of a schema have no other keys."""
     match kind, value:
         case "json", dict() if strict:
-            _check_nesting(value, param)
+            check_nesting_at(value, param)
             return Grammar(GrammarKind.JSON_SCHEMA, _dumped(closed(value)))
         case "json", str() if strict:
             return _grammar(kind, _loaded_json(value, param), param, strict=True)
@@ -254,88 +258,8 @@ def _json_object() -> Grammar:
 # ---------------------------------------------------------------- tools
 
 
-@dataclass(frozen=True, slots=True)
-class _Allowed:
-    """The tools of a request, and those that may be called."""
-
-    tools: Sequence[Mapping[str, Json]]
-    calling: Calling
-    strict: frozenset[str]
-
-
-def _tools_of(fields: Fields) -> _Allowed | None:
-    """The tools that may be called; None if the answer calls no tools."""
-    tools, choice = fields.get("tools"), fields.get("tool_choice")
-    if tools is not None and not isinstance(tools, list):
-        raise InvalidRequest("tools must be a list", param="tools")
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-        return None
-    functions = _functions(tools)
-    only = _chosen(choice)
-    if only is not None and only not in functions:
-        message = f"tool_choice names {only!r}, which is not among the tools"
-        raise InvalidRequest(message, param="tool_choice")
-    if choice == "none":
-        return None
-    if only is not None:
-        functions = {only: functions[only]}
-    single = only is not None or fields.get("parallel_tool_calls") is False
-    forced = only is not None or choice == "required"
-    strict = frozenset(
-        tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True
-    ) & frozenset(functions)
-    held = frozenset(functions) if forced else strict
-    calling = Calling(functions, at_least_one=forced, at_most_one=single, held=held)
-    return _Allowed(tools, calling, strict)
-
-
-def _chosen(choice: Json) -> str | None:
-    """The name of the function that must be called, if there is one."""
-    match choice:
-        case None | "none" | "auto" | "required":
-            return None
-        case {"type": "function", "function": {"name": str(name)}}:
-            return name
-    message = "tool_choice must be 'none', 'auto', 'required' or name one function"
-    raise InvalidRequest(message, param="tool_choice")
-
-
-def _functions(tools: Json) -> dict[str, Json]:
-    """The schemas of the tools' arguments, by name."""
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
-    functions: dict[str, Json] = {}
-    for i, tool in enumerate(tools):
-        param = f"tools[{i}]"
-        _check_nesting(tool, param)  # the chat template writes all of it
-        if _object(tool, param).get("type") != "function":
-            raise InvalidRequest(f"{param}.type must be 'function'", param=f"{param}.type")
-        function = _object(tool.get("function"), f"{param}.function")
-        name = function.get("name")
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or name in functions:
-            message = f"{param}.function.name must be a new name of letters, digits, _, . and -"
-            raise InvalidRequest(message, param=f"{param}.function.name")
-        if not isinstance(function.get("description"), str | None):
-            where = f"{param}.function.description"
-            raise InvalidRequest(f"{where} must be a text", param=where)
-        schema = _arguments(function, f"{param}.function.parameters")
-        functions[name] = closed(schema) if function.get("strict") is True else schema
-    return functions
-
-
-def _arguments(function: Mapping[str, Json], param: str) -> Json:
-    schema = function.get("parameters")
-    if schema is None:
-        return {"type": "object", "additionalProperties": False}
-    if _object(schema, param).get("type", "object") != "object":
-        raise InvalidRequest(f"{param}.type must be 'object'", param=param)
-    return {"type": "object", **schema}
-
-
 def _calling(
-    allowed: _Allowed, answer: Structure, form: CallForm, token_of: Callable[[str], int | None]
+    allowed: AllowedTools, answer: Structure, form: CallForm, token_of: Callable[[str], int | None]
 ) -> Structure:
     offer = ToolOffer(
         allowed.tools, allowed.calling, allowed.strict, form, token_of, _rules(answer)
@@ -365,19 +289,13 @@ def _offered(
 # ---------------------------------------------------------------- text
 
 
-def _object(value: Json, param: str) -> Mapping[str, Json]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{param} must be an object", param=param)
-    return value
-
-
 def _any_of(choices: Sequence[str]) -> str:
     return " | ".join(map(literal, choices))
 
 
 def _dumped_json(value: Json, param: str) -> str:
     """A client's value as JSON. Raises InvalidRequest if it is nested too deeply."""
-    _check_nesting(value, param)
+    check_nesting_at(value, param)
     return _dumped(value)
 
 
@@ -389,13 +307,6 @@ def _loaded_json(text: str, param: str) -> Json:
     if not isinstance(loaded, bool | dict):
         raise InvalidRequest(f"{param} must be {_EXPECTED['json']}", param=param)
     return loaded
-
-
-def _check_nesting(value: Json, param: str) -> None:
-    try:
-        check_nesting(value)
-    except GrammarError as error:
-        raise InvalidRequest(f"{param}: {error}", param=param) from error
 
 
 def _dumped(value: Json) -> str:

@@ -1,16 +1,18 @@
-"""Turns the tools of a request into one grammar, with what an answer may be instead of a call.
+"""Turns the tools of a request into one grammar, which also has the answers without a call.
 
 A tool with `strict: true` is held to its schema, whatever `tool_choice` says. So is any tool that
 must be called, if its schema can be followed. All other arguments come in any order and spelling,
-and are held to what can be held of their schemas. What is not is named, for a header of the answer.
+and their schemas are enforced as far as possible. A header of the answer names the other parts.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from engine.errors import InvalidRequest
+from engine.errors import GrammarError, InvalidRequest
+from engine.grammar.json_schemas import check_nesting, closed
 from engine.messages import Grammar, GrammarKind
 from router.text.forms.calling import (
     ANY_TEXT,
@@ -21,14 +23,17 @@ from router.text.forms.calling import (
     arguments,
 )
 
-MAX_NAMED = 16  # places of one request that a header names
+MAX_TOOLS = 128
+MAX_NAMED = 16  # places that a header names
 MAX_PLACE_LEN = 120
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 Json = Any
 
 
 class GrammarPart(NamedTuple):
-    """A field and its grammar. Of a `function`, less may be held than the field asks."""
+    """A field and its grammar. If it has a `function`, a looser grammar may replace this one."""
 
     param: str
     grammar: Grammar
@@ -52,7 +57,7 @@ class ToolOffer:
         return self.form.grammar(self.calling, self.token_of, answer)
 
     def sayable(self) -> "ToolOffer":
-        """The same, holding no more than the form can say of tools that are not strict."""
+        """The same, with looser rules for tools that are not strict, if the form needs them."""
         spare = self.calling.held - self.strict
         try:
             self.grammar()
@@ -76,13 +81,13 @@ class ToolOffer:
         return tuple(parts)
 
     def named(self, unheld: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-        """The places that are not held, as a header may carry them."""
+        """The places that are not enforced, in characters that a header allows."""
         places = self._places()
         found = [each for name, at in unheld for each in named_places(places[name], [at])]
         return tuple(found[:MAX_NAMED])
 
     def loosened(self, names: Sequence[str]) -> "ToolOffer":
-        """The same, holding less of these functions' arguments: what can be said, then nothing."""
+        """The same with looser rules for these functions: first lenient ones, then any object."""
         calling = self.calling
         free = calling.free | (frozenset(names) - calling.held)
         return replace(
@@ -97,6 +102,101 @@ class ToolOffer:
 
 
 def named_places(param: str, places: Sequence[str]) -> tuple[str, ...]:
-    """Places of a schema, as a header may carry them."""
+    """Places of a schema, in characters that a header allows."""
     found = (param + quote(place, safe=".[]$_-", errors="replace") for place in places)
     return tuple(dict.fromkeys(place[:MAX_PLACE_LEN] for place in found))[:MAX_NAMED]
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """The tools of a request, and those that may be called."""
+
+    tools: Sequence[Mapping[str, Json]]
+    calling: Calling
+    strict: frozenset[str]
+
+
+def allowed_tools(fields: Mapping[str, Json]) -> AllowedTools | None:
+    """The tools of a body; None if the answer calls no tools. Raises InvalidRequest."""
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    if tools is not None and not isinstance(tools, list):
+        raise InvalidRequest("tools must be a list", param="tools")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        return None
+    functions = _functions(tools)
+    only = _chosen(choice)
+    if only is not None and only not in functions:
+        message = f"tool_choice names {only!r}, which is not among the tools"
+        raise InvalidRequest(message, param="tool_choice")
+    if choice == "none":
+        return None
+    if only is not None:
+        functions = {only: functions[only]}
+    single = only is not None or fields.get("parallel_tool_calls") is False
+    forced = only is not None or choice == "required"
+    strict = frozenset(
+        tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True
+    ) & frozenset(functions)
+    held = frozenset(functions) if forced else strict
+    calling = Calling(functions, at_least_one=forced, at_most_one=single, held=held)
+    return AllowedTools(tools, calling, strict)
+
+
+def _chosen(choice: Json) -> str | None:
+    """The name of the function that must be called, if there is one."""
+    match choice:
+        case None | "none" | "auto" | "required":
+            return None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    message = "tool_choice must be 'none', 'auto', 'required' or name one function"
+    raise InvalidRequest(message, param="tool_choice")
+
+
+def _functions(tools: Json) -> dict[str, Json]:
+    """The schemas of the tools' arguments, by name."""
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
+    functions: dict[str, Json] = {}
+    for i, tool in enumerate(tools):
+        param = f"tools[{i}]"
+        check_nesting_at(tool, param)  # the chat template writes all of it
+        if object_at(tool, param).get("type") != "function":
+            raise InvalidRequest(f"{param}.type must be 'function'", param=f"{param}.type")
+        function = object_at(tool.get("function"), f"{param}.function")
+        name = function.get("name")
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or name in functions:
+            message = f"{param}.function.name must be a new name of letters, digits, _, . and -"
+            raise InvalidRequest(message, param=f"{param}.function.name")
+        if not isinstance(function.get("description"), str | None):
+            where = f"{param}.function.description"
+            raise InvalidRequest(f"{where} must be a text", param=where)
+        schema = _arguments(function, f"{param}.function.parameters")
+        functions[name] = closed(schema) if function.get("strict") is True else schema
+    return functions
+
+
+def _arguments(function: Mapping[str, Json], param: str) -> Json:
+    schema = function.get("parameters")
+    if schema is None:
+        return {"type": "object", "additionalProperties": False}
+    if object_at(schema, param).get("type", "object") != "object":
+        raise InvalidRequest(f"{param}.type must be 'object'", param=param)
+    return {"type": "object", **schema}
+
+
+def object_at(value: Json, param: str) -> Mapping[str, Json]:
+    """A client's object. Raises InvalidRequest for another value."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param} must be an object", param=param)
+    return value
+
+
+def check_nesting_at(value: Json, param: str) -> None:
+    """Raises InvalidRequest for a value that is nested too deeply."""
+    try:
+        check_nesting(value)
+    except GrammarError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param) from error

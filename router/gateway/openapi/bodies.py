@@ -18,7 +18,8 @@ from router.gateway.requests.openai_schema import (
     ChatBody,
     CompletionBody,
 )
-from router.text.structured import MAX_CHOICES, MAX_TOOLS
+from router.text.structured import MAX_CHOICES
+from router.text.tools import MAX_TOOLS
 
 Json = dict[str, Any]
 
