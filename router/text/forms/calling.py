@@ -4,8 +4,8 @@ A form is the way in which a family of models writes tool calls. It gives a gram
 only calls of the tools, and a parser of such answers. Forms whose calls begin with a mark allow any
 text before it. In others an answer that begins like a call of a tool is one.
 
-Arguments of a `held` tool satisfy its schema, in the order and spelling of the compiler. Those of
-others come in any order and spelling, and are held to what `LenientSchema` can say.
+Arguments of a `held` tool satisfy its schema, in the order and spelling of the compiler. Arguments
+of other tools come in any order and spelling, and satisfy what `LenientSchema` can enforce.
 """
 
 import json
@@ -37,19 +37,22 @@ class Calling:
 
 
 class AnswerRules(NamedTuple):
-    """What an answer may be that calls nothing: an expression, and the rules that it needs."""
+    """An answer without calls: an expression, and the rules that the expression needs."""
 
     expression: str = "TEXT"
     rules: tuple[str, ...] = ()
 
     @property
     def is_any_text(self) -> bool:
-        """True if nothing is asked of such an answer."""
+        """True if any text may be the answer."""
         return self.expression == "TEXT"
 
 
 class CallGrammar(NamedTuple):
-    """A grammar in llguidance's Lark, and what it does not hold: functions and places."""
+    """A grammar in llguidance's Lark, and the parts of schemas that it does not enforce.
+
+    `unheld` has pairs of a function and a place in its schema.
+    """
 
     source: str
     unheld: tuple[tuple[str, str], ...] = ()
@@ -121,18 +124,18 @@ def unlike_calls(begins: str, answer: AnswerRules) -> tuple[str, list[str]]:
 
 @dataclass(slots=True)
 class Room:
-    """What is left for the arguments of all functions: characters of schemas, and of rules."""
+    """The budget for the arguments of all functions: characters of schemas, and of rules."""
 
     schemas: int = MAX_SCHEMAS_LEN
     rules: int = MAX_ARGUMENTS_LEN
 
     def holds(self, schema: Any) -> bool:
-        """True if there is room to read one more schema; takes it."""
+        """Takes room for one more schema. Returns False if there was too little."""
         self.schemas -= len(json.dumps(schema))
         return self.schemas >= 0
 
     def holds_rules(self, rules: Sequence[str]) -> bool:
-        """True if there is room for these rules; takes it."""
+        """Takes room for these rules. Returns False if there was too little."""
         self.rules -= sum(map(len, rules))
         return self.rules >= 0
 
@@ -145,7 +148,7 @@ class Room:
 
 
 class ArgumentRules(NamedTuple):
-    """Rules `arguments_I` for each function, and the places that they do not hold."""
+    """Rules `arguments_I` for each function, and the places that the rules do not enforce."""
 
     rules: list[str]
     unheld: tuple[tuple[str, str], ...]

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_HEAD_LEN = 1024  # characters of a head, and between values; no grammar allows more
+
 
 @dataclass(frozen=True, slots=True)
 class Content:

@@ -26,6 +26,7 @@ from router.text.forms.calling import (
     mark,
 )
 from router.text.forms.deltas import (
+    MAX_HEAD_LEN,
     CallArguments,
     Content,
     Delta,
@@ -41,7 +42,6 @@ _MARKS = (CHANNEL, MESSAGE, START, END, CONSTRAIN, CALL, RETURN)
 _HEADS = (CHANNEL, START, MESSAGE, "to=functions.")
 _RECIPIENT = re.compile(rf"to=functions\.({NAME})")
 _TEXT = r"TEXT: /(?s:.*)/"
-MAX_HEAD_LEN = 1024  # characters of a message's head
 
 
 class Harmony:
@@ -94,7 +94,7 @@ def _said(token_of: TokenOf) -> str:
 
 
 def _thought(token_of: TokenOf) -> str:
-    """Reasoning in which an answer ends; if it could not, it would go on to the greatest length."""
+    """Reasoning in which an answer ends. Without this a model could only write on to its limit."""
     channel, message = (mark(m, token_of) for m in _MARKS[:2])
     return f'{channel} "analysis" {message} TEXT'
 

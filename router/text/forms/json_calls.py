@@ -23,7 +23,7 @@ from router.text.forms.calling import (
 from router.text.forms.json_parser import CallBegin, JsonCallForm
 from router.text.forms.lenient import BLANKS, RULES
 
-MAX_WAYS = 16  # functions whose arguments are followed side by side, before the name is known
+MAX_WAYS = 16  # functions that a grammar tries in parallel if arguments precede the name
 _DEFINITIONS = ("$defs", "definitions")
 _OTHER_REFERENCE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 _TEXT = r"TEXT: /(?s:.*)/"

@@ -1,8 +1,8 @@
-"""The parser that forms share whose arguments are JSON behind a head that names the function.
+"""Parses calls whose arguments are JSON behind a head that names the function.
 
-A form describes it by regular expressions: of the head, up to the arguments, and of what follows
-them. Arguments are passed on as they come, unless the name follows them: some models write the keys
-of a call in that order.
+Several forms share this parser. A form has regular expressions for the head before the arguments
+and for the tail after them. Arguments are passed on as they come. Some models write the name after
+the arguments; then these wait for the name.
 """
 
 import random
@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from router.text.forms.calling import Calling
 from router.text.forms.deltas import (
+    MAX_HEAD_LEN,
     CallArguments,
     Content,
     Delta,
@@ -21,8 +22,6 @@ from router.text.forms.deltas import (
     merged,
     new_call,
 )
-
-MAX_HEAD_LEN = 1024  # characters between calls; a grammar allows no more
 
 
 class JsonCallParser:
@@ -37,9 +36,9 @@ class JsonCallParser:
         self._pending = ""  # not reported yet
         self._is_begin = True  # nothing but blanks has come
         self._in_calls = False
-        self._end: JsonEnd | None = None  # of the arguments that come now
-        self._tail = False  # what follows them comes now
-        self._unnamed: list[str] | None = None  # arguments of a call whose name follows them
+        self._end: JsonEnd | None = None  # set while arguments come
+        self._tail = False  # the tail of a call comes now
+        self._unnamed: list[str] | None = None  # arguments that wait for their function's name
         self.num_calls = 0
         self.is_reasoning = False
 
@@ -130,10 +129,10 @@ class JsonCallParser:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """Tells the begin of a call without a mark from other text."""
+    """Tells calls without a mark from other text by their begin."""
 
     pattern: re.Pattern[str]
-    compact: Sequence[str]  # what may be a begin, without blanks
+    compact: Sequence[str]  # all possible begins, without blanks
 
     def is_call(self, text: str) -> bool | None:
         """True if an answer with this begin is a call, None if it may become one."""

@@ -1,7 +1,7 @@
-"""A schema as a grammar that takes values in any order and spelling, and holds what it can.
+"""Turns a schema into a lenient grammar: keys in any order, any spelling, what can be enforced.
 
-For arguments that nobody promised to hold: with `tool_choice` "auto" and without `strict`, a model
-may write keys in any order, blanks anywhere, and characters as it likes. None of this is lost.
+For arguments of tools without `strict`, if no tool must be called: a model may write keys in any
+order, blanks anywhere, and characters with or without escapes. All this is kept.
 
     object     named keys in any order and each once, all required ones, other keys if allowed
     array      items, and their number
@@ -10,8 +10,8 @@ may write keys in any order, blanks anywhere, and characters as it likes. None o
     enum       texts in any spelling
     anyOf      alternatives; `oneOf` too, if no value satisfies two
 
-Other keywords are not held but named in `unheld`, by their places. What is named says less than the
-schema and never more, so each valid value stays possible.
+Other keywords are not enforced; `unheld` lists their places. The grammar never forbids a value that
+the schema allows.
 
 Keys spell letters and digits as they are, so that no other key passes for a named one.
 
@@ -29,8 +29,8 @@ from engine.grammar.disjoint import Disjointness, names_in
 from engine.grammar.json_schemas import COMPACT, MAX_EXACT_INT, followed
 
 MAX_RULES = 1000  # of one schema
-MAX_STEPS = 300  # to find out whether alternatives are apart
-MAX_INSIDE = 64  # values inside one another
+MAX_STEPS = 300  # in the proof that alternatives exclude each other
+MAX_INSIDE = 64  # depth of nested values
 MAX_MARKED = 62  # keys of one object that are counted; a rule's parameter has 64 bits
 MAX_REPEATS = 1000  # items and characters that are counted
 
@@ -96,13 +96,8 @@ _UNHELD = {
     *("prefixItems", "additionalItems", "contains", "uniqueItems"),
     *("unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
 }
-_NO_DEMAND: tuple[Json, ...] = (
-    None,
-    False,
-    0,
-    [],
-    {},
-)  # values with which these keywords demand nothing
+# With these values the keywords demand nothing.
+_NO_DEMAND: tuple[Json, ...] = (None, False, 0, [], {})
 
 
 class LenientSchema:
@@ -113,7 +108,7 @@ class LenientSchema:
         self._known = Disjointness(schema, max_steps=MAX_STEPS)
         self._prefix = prefix
         self._named: dict[int, tuple[Json, str]] = {}  # rules by the schemas that they stand for
-        self._inside = 0  # values that are being read, inside one another
+        self._inside = 0  # depth of the value that is being read
         self.rules: list[str] = []
         self.unheld: list[str] = []
         self.start = self._value(schema, "")
@@ -121,7 +116,7 @@ class LenientSchema:
             self.rules, self.unheld, self.start = [], [""], "any_object"
 
     def _value(self, schema: Json, at: str) -> str:
-        """An expression for the values of a schema. One that comes again becomes a rule."""
+        """An expression for the values of a schema: a rule of its own, which repeats share."""
         if not isinstance(schema, dict) or self._inside > MAX_INSIDE or self._is_full:
             if not isinstance(schema, bool):
                 self._note(at)
@@ -230,7 +225,7 @@ class LenientSchema:
         return self._scalar(kind, schema, at)
 
     def _scalar(self, kind: str, schema: Schema, at: str) -> str:
-        """A text or a number. The compiler follows what is more than a length."""
+        """A text or a number. llguidance compiles keywords other than lengths."""
         held = {name: schema[name] for name in schema if name in _BY_TYPE[kind]}
         held = {name: value for name, value in held.items() if value is not None}
         if kind == "string" and not held.keys() - {"minLength", "maxLength"}:
@@ -241,7 +236,7 @@ class LenientSchema:
         return self._texts.get(kind, kind.upper())
 
     def _followed(self, kind: str, held: Schema, at: str) -> Schema:
-        """The keywords that can be followed, one by one."""
+        """The keywords that the compiler can follow together, found one by one."""
         known: dict[str, Json] = {}
         for name, value in held.items():
             if name in _BOUNDS and type(value) in (int, float) and abs(value) <= MAX_EXACT_INT:
@@ -256,7 +251,7 @@ class LenientSchema:
         return known
 
     def _bounds(self, schema: Schema, least: str, most: str, at: str) -> str:
-        """Both bounds of a repetition, as far as they are numbers; empty if there is none."""
+        """Both bounds of a repetition in Lark; empty without usable bounds."""
         low, high = schema.get(least) or 0, schema.get(most)
         counts = [each for each in (low, high) if each is not None]
         if not all(type(each) is int and 0 <= each <= MAX_REPEATS for each in counts):
@@ -344,7 +339,7 @@ class LenientSchema:
 
 
 def lenient_grammar(schema: Json) -> tuple[str, Sequence[str]]:
-    """The grammar of one value, and the places that it does not hold."""
+    """The grammar of one value, and the places that the grammar does not enforce."""
     found = LenientSchema(schema, "v")
     return "\n".join([f"start: {found.start}", *RULES, *found.rules]), found.unheld
 

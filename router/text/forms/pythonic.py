@@ -20,11 +20,17 @@ from router.text.forms.calling import (
     literal,
     unlike_calls,
 )
-from router.text.forms.deltas import CallArguments, Content, Delta, merged, new_call
+from router.text.forms.deltas import (
+    MAX_HEAD_LEN,
+    CallArguments,
+    Content,
+    Delta,
+    merged,
+    new_call,
+)
 from router.text.forms.json_parser import CallBegin
 from router.text.forms.lenient import BLANKS, RULES, LenientSchema
 from router.text.forms.written_values import (
-    MAX_HEAD_LEN,
     OF_WHOLE,
     WrittenArguments,
     as_json,
@@ -121,7 +127,7 @@ _PY_NEXT = re.compile(r"\s*,?\s*(?:([A-Za-z_][\w.-]*)\s*=\s*|(\)))")
 
 
 class PythonicParser:
-    """Parses one answer of that form."""
+    """Parses one answer in the form of `Pythonic`."""
 
     def __init__(self, rng: random.Random, begin: CallBegin) -> None:
         self._rng = rng
@@ -131,7 +137,7 @@ class PythonicParser:
         self._in_calls = False
         self._in_call = False
         self._num_values = 0
-        self._end: _PythonEnd | None = None  # of the value that comes now
+        self._end: _PythonEnd | None = None  # set while a value comes
         self._value = ""
         self.num_calls = 0
         self.is_reasoning = False

@@ -1,4 +1,4 @@
-"""Qwen3-Coder's form of calls: XML, with texts as they are. The parser turns them into JSON."""
+"""Qwen3-Coder's form of calls: XML with unquoted texts. The parser turns values into JSON."""
 
 import json
 import random
@@ -22,10 +22,17 @@ from router.text.forms.calling import (
     start,
     text_before,
 )
-from router.text.forms.deltas import CallArguments, Content, Delta, first_mark, merged, new_call
+from router.text.forms.deltas import (
+    MAX_HEAD_LEN,
+    CallArguments,
+    Content,
+    Delta,
+    first_mark,
+    merged,
+    new_call,
+)
 from router.text.forms.lenient import RULES, LenientSchema
 from router.text.forms.written_values import (
-    MAX_HEAD_LEN,
     OF_WHOLE,
     WrittenArguments,
     as_json,
@@ -41,12 +48,12 @@ _KEY = r"[^>\s]+"
 MAX_TEXT_LEN = 1000  # characters that are counted
 _XML_KEY = re.compile(_KEY)
 _RULES = [rf"ANY_KEY: /<parameter={_KEY}>/", r"any_value[lazy]: /(?s:.*)<\/parameter>/"]
-# Of a text that has no quotes around it.
+# Keywords that cannot be enforced on a text without quotes.
 _HELD_KEYWORDS = {"format", "pattern", "contentEncoding", "contentMediaType", "allOf", "not"}
 
 
 class QwenCoder:
-    """Calls in XML, with values as they are: text without quotes, other values as JSON.
+    """Calls in XML: texts without quotes, other values as JSON.
 
     <tool_call>
     <function=f>
@@ -112,7 +119,7 @@ def _xml_arguments(calling: Calling, name: str, place: str) -> WrittenArguments:
 
 
 class _XmlValue:
-    """The rules of one value, with the end mark: a text as it is, any other value as JSON."""
+    """The rules of one value with the end mark: a text without quotes, other values as JSON."""
 
     def __init__(
         self, key: str, schema: Any, root: Mapping[str, Any], place: str, *, is_held: bool
@@ -170,16 +177,16 @@ _XML_ENDS = ("\n</parameter>", "</parameter>")
 
 
 class QwenCoderParser:
-    """Parses one answer of that form."""
+    """Parses one answer in the form of `QwenCoder`."""
 
     def __init__(self, calling: Calling, rng: random.Random) -> None:
         self._functions = calling.functions
         self._rng = rng
         self._pending = ""
         self._in_calls = False
-        self._schema: Mapping[str, Any] | None = None  # of the call that comes now
-        self._num_values = 0  # of this call
-        self._kinds: frozenset[str] | None = None  # of the value that comes now; None: none does
+        self._schema: Mapping[str, Any] | None = None  # set while a call comes
+        self._num_values = 0  # values of this call so far
+        self._kinds: frozenset[str] | None = None  # types of the value that comes; None: no value
         self._is_first = False  # nothing of this value has come
         self.num_calls = 0
         self.is_reasoning = False

@@ -1,4 +1,4 @@
-"""What forms share whose arguments are not one JSON object: rules for values, key by key."""
+"""Rules of arguments, key by key, for forms whose arguments are not one JSON object."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,17 +8,16 @@ from typing import Any
 from engine.errors import InvalidRequest
 from engine.grammar.disjoint import TYPES, names_in, types_of
 from router.text.forms.calling import Calling, Room
+from router.text.forms.lenient import MAX_MARKED
 
-MAX_HEAD_LEN = 1024  # characters between values
-MAX_ARGUMENTS = 62  # of one function: a rule's parameter has 64 bits
-MAX_SCHEMAS = 100  # that are read for the types of one value
-# Keywords of the arguments as a whole, which no rule for one of them says.
+MAX_SCHEMAS = 100  # subschemas read to find the types of one value
+# Keywords about all arguments together, which rules for single arguments cannot enforce.
 OF_WHOLE = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "minProperties")
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenArguments:
-    """The rules of one function's arguments by key, and the places that these do not hold."""
+    """The rules of one function's arguments by key, and the places that they do not enforce."""
 
     keys: Mapping[str, str]  # an expression for each key with its value
     rules: Sequence[str]
@@ -35,8 +34,8 @@ class WrittenArguments:
         if not self.keys and not self.other:
             return list(self.rules)
         keys = [*self.required, *(key for key in self.keys if key not in self.required)]
-        keys = [key for key in keys if key in self.keys][:MAX_ARGUMENTS]
-        num_required = min(sum(key in self.required for key in keys), MAX_ARGUMENTS)
+        keys = [key for key in keys if key in self.keys][:MAX_MARKED]
+        num_required = min(sum(key in self.required for key in keys), MAX_MARKED)
         ended = f" %if is_ones([0:{num_required}])" if num_required else ""
         rules = list[str]()
         for rule, lead in ((name, ""), (f"{name}_more", between)) if between else ((name, ""),):
@@ -54,7 +53,7 @@ class WrittenArguments:
 def written(
     calling: Calling, arguments_of: Callable[[str, str], WrittenArguments], free: str
 ) -> Iterator[tuple[str, WrittenArguments]]:
-    """The arguments of each function, by name; of those without room, whatever `free` allows."""
+    """The arguments of each function, by name. Without room for a schema, `free` is the rule."""
     room = Room()
     for i, (name, schema) in enumerate(calling.functions.items()):
         is_read = name in calling.held or (name not in calling.free and room.holds(schema))
