@@ -1,4 +1,4 @@
-"""Finds a model in a directory, a model hub or an object store, and returns a local directory.
+"""Finds a model by its name, fetches it if necessary, and returns a local directory.
 
     /models/llama            a directory, perhaps shared by all nodes: used in place
     hf://org/name@revision   a repository of a hub, by huggingface_hub; default revision: `main`
@@ -16,8 +16,8 @@ same version share its folder:
    version of a package.
 2. Download them, one process at a time (`deploy.fetching.cache`).
 
-Only top-level files that Baton reads are taken: safetensors, configuration, tokenizer. None of them
-can be run as code. huggingface_hub and fsspec are imported only when such a source is given.
+Only files that Baton reads are downloaded (`deploy.fetching.cache`). None of them can be run as
+code. huggingface_hub and fsspec are imported only when such a source is given.
 """
 
 from collections.abc import Mapping
@@ -85,7 +85,7 @@ def local_model(
 
 
 def _described(source: str, folder: Path, cache: Path) -> Path:
-    """Returns the folder, or the one that describes its GGUF file. Raises ConfigError."""
+    """Returns the folder itself, or the folder made for its GGUF file. Raises ConfigError."""
     names = {entry.name for entry in folder.iterdir()}
     is_whole = {CONFIG, TOKENIZER} <= names or any(fnmatch(name, WEIGHTS[0]) for name in names)
     if not is_whole and (file := only_gguf(folder)) is not None:

@@ -698,7 +698,7 @@ def config_of(tree: dict[str, Any], *, source: str, is_text: bool = False) -> Co
     def check(part: dict[str, Any]) -> Config:
         if isinstance(models := part.get("models"), dict):
             worker = part.get("worker", {})
-            # Models get the workers' settings, whose errors are to be found before.
+            # Models inherit [worker], whose errors must be found first.
             check({name: section for name, section in part.items() if name != "models"})
             merged = {name: _with_worker(own, worker) for name, own in models.items()}
             part = {**part, "models": merged}

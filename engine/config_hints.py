@@ -15,9 +15,7 @@ import msgspec
 _UNKNOWN_KEY = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([\w.\[\]]*)`)?")
 MAX_FAULTS = 32
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
-_NAMED = re.compile(
-    r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b"
-)  # a key, as messages of `engine.config` name it
+_NAMED = re.compile(r"\b[a-z_]+(?:\.[A-Za-z0-9_]+)+\b")  # a key in messages of `engine.config`
 _PART = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _ANY = "[...]"  # a key that the operator chooses, as msgspec writes it
 _UNKNOWN_VALUE = re.compile(r"Invalid enum value '([^']*)' - at `\$\.?([\w.\[\]]*)`")

@@ -505,9 +505,9 @@ class StoreWelcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """A tier of a store. `fault` says why it has stepped back, if it has.
+    """A tier of a store. A `fault` says why the tier is not used.
 
-    `shortage` says why it can hold `max_blocks` only and no more, if its disk is full.
+    A `shortage` says why the tier holds only `max_blocks`, fewer than configured: a full disk.
     """
 
     medium: str

@@ -47,7 +47,7 @@ def require_trusted(path: Path, *, top: Path) -> None:
 
 
 def require_trusted_files(folder: Path, *, top: Path) -> None:
-    """Does `require_trusted` for a folder and all files in it."""
+    """Calls `require_trusted` for a folder and for all files in it."""
     require_trusted(folder, top=top)
     for number, path in enumerate(folder.rglob("*")):
         if number >= MAX_FILES:

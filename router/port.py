@@ -65,7 +65,7 @@ class WorkerStatus:
     max_running: int = 0  # sequences that may decode at once
     num_foreign: int = 0  # sequences and prompts of other gateways, at its last report
     kernels: str = ""  # what computes there
-    num_blocks: int = 0  # of KV, in its pool
+    num_blocks: int = 0  # KV blocks of the worker's pool
 
 
 class RouterStatus(Protocol):

@@ -19,7 +19,7 @@ ASSAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class AssaultRun:
-    """One assault, and private memory of gateways before it and at most 30 s after it."""
+    """One assault, and the gateways' private memory before the assault and some 30 s after it."""
 
     name: str
     ends: Mapping[str, int]  # requests by status
@@ -28,7 +28,7 @@ class AssaultRun:
 
     @property
     def kept(self) -> float:
-        """The share by which memory is larger; negative if it shrank."""
+        """The growth of memory, as a share; negative if memory shrank."""
         return self.after_bytes / self.before_bytes - 1
 
 

@@ -24,7 +24,7 @@ from router.gateway.inference import inference_pb2 as pb
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 MIB = 2**20
-BODY_BYTES = 8 * MIB - 1024  # a little less than a gateway takes
+BODY_BYTES = 8 * MIB - 1024  # a little less than the limit of a gateway
 NUM_EMPTY_FIELDS = 4_000_000
 TENSOR, PARAMETER = b"\x2a\x00", b"\x22\x00"  # empty ones, as protobuf writes them
 
@@ -44,8 +44,8 @@ class Assault:
 
     requests: tuple[bytes, ...] = ()
     messages: tuple[GrpcMessage, ...] = ()
-    at_once: int = 4  # of each
-    reads_after_s: float = 0.0  # over HTTP
+    at_once: int = 4  # requests, and as many messages
+    reads_after_s: float = 0.0  # delay before answers over HTTP are read
 
 
 def http_request(path: str, body: bytes, *, key: str | None = ATTACKER_KEY) -> bytes:
@@ -97,7 +97,7 @@ def refused(times: int) -> Assault:
 
 
 def answers(times: int) -> Assault:
-    """Answers of as many log-probabilities as one may hold, and some of too many."""
+    """Answers with the most log-probabilities allowed, and some requests for more."""
     scored = {"n": 16, "max_tokens": 600, "ignore_eos": True, "logprobs": 20}
     chat = {**scored, "messages": [{"role": "user", "content": "x"}], "logprobs": True}
     request = pb.ModelInferRequest(model_name="")
@@ -116,7 +116,7 @@ def answers(times: int) -> Assault:
 
 
 def readers(times: int) -> Assault:
-    """Clients that take their streams late, and then all at once."""
+    """Clients that read nothing of their streams for seconds, and then everything at once."""
     fields = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "logprobs": 20, "stream": True}
     request = http_request(COMPLETIONS, _json(fields))
     return Assault((request,) * 50 * times, at_once=150, reads_after_s=5.0)

@@ -71,7 +71,7 @@ async def _assault(assault: Assault, url: str, address: str) -> Counter[str]:
 
 
 def main(name: str, times: str, url: str, address: str) -> None:
-    """Waits for a command, carries out the assault and tells how it went."""
+    """Waits for the command, carries out the assault and prints the requests by status."""
     os.nice(LOW_PRIORITY)
     assault = ASSAULTS[name](int(times))
     tell_parent({"ready": {}})

@@ -26,9 +26,9 @@ CALM = "calm"  # the phase before the waves
 CALM_S = 5.0  # in which the honest streams are alone
 WARM_UP_SHARE = 0.1  # of each wave
 MAX_RSS_GROWTH = 0.05
-RECOVERY_S = 30.0  # in which the memory of an assault comes back
-MAX_KEPT = 0.1  # of memory, after that
-MAX_BEYOND_CALM_S = 0.3  # by which an assault makes the worst pause of an honest stream longer
+RECOVERY_S = 30.0  # deadline for memory to shrink after an assault
+MAX_KEPT = 0.1  # allowed growth of memory after that time
+MAX_BEYOND_CALM_S = 0.3  # worst pause of an honest stream, minus the worst one in the calm
 ATTACKER_KEY, HONEST_KEY = "attacker-key", "honest-key"
 ENVIRONMENT: Mapping[str, str] = {
     "BATON_GATEWAY__API_KEY": f'["{ATTACKER_KEY}", "{HONEST_KEY}"]',
@@ -48,7 +48,7 @@ class HostilePlan:
     seed: int = 0
     slow_s: float = 40.0  # how long slow connections last, if the server lets them
     assaults: tuple[str, ...] = ()
-    times: int = 4  # that each assault is carried out
+    times: int = 4  # how often each assault is carried out
 
 
 def check(plan: HostilePlan) -> HostilePlan:

@@ -80,7 +80,7 @@ def beyond_calm_s(run: HostileRun, name: str) -> float:
 
 
 def first_beyond_calm_s(run: HostileRun, name: str) -> float:
-    """Returns the same of the longest wait for a first token."""
+    """Returns by how much a phase made the longest wait for a first token longer."""
     longest_s = {phase.name: run.heard.longest_first_s(phase) for phase in run.phases}
     return longest_s[name] - longest_s[CALM]
 

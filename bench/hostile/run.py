@@ -59,7 +59,7 @@ class Heard:
         return _longest_s(self.gaps, phase)
 
     def longest_first_s(self, phase: Phase) -> float:
-        """The same of the waits for first tokens."""
+        """The longest wait for a first token in the phase."""
         return _longest_s(self.firsts, phase)
 
 

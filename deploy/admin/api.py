@@ -104,7 +104,7 @@ LIMITS = EdgeLimits(
 
 _NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0, 0, 0)
 _SILENT = GatewayReport("it does not report", 0, 0, 0, 0, 0.0)
-_STARTING = msgspec.structs.replace(_SILENT, missing=None)  # its state says so
+_STARTING = msgspec.structs.replace(_SILENT, missing=None)  # its state already says that it starts
 
 Flag = Annotated[int, msgspec.Meta(ge=0, le=1)]
 T = TypeVar("T")

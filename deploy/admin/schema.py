@@ -249,7 +249,7 @@ class PoolsAnswer(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> str:
-        """The state of all in a few words."""
+        """The state of all pools in a few words."""
         if not self.settled:
             return "changes are under way"
         return "not all is well" if self.troubles else "all as wanted"
@@ -317,7 +317,7 @@ class BlockEventsAnswer(msgspec.Struct, frozen=True):
 
 
 class StoreTier(msgspec.Struct, frozen=True):
-    """A tier of a store. `fault` says why it is not used, `shortage` why it is too small, if so."""
+    """A tier of a store. A `fault` says why it is not used, a `shortage` why it is too small."""
 
     medium: str
     num_blocks: int  # that can be found

@@ -31,7 +31,7 @@ WATCH_EVERY_S = 1.0
 PIPE_COLUMNS = 1000
 DIFFERS = 3  # exit status; 1 is an error, 2 a wrong command line
 NUM_STEPS = 8  # last steps shown below the tables
-FIRST_SESSION_S = 3.0  # from a worker's start to the controller's session with it, at most
+FIRST_SESSION_S = 3.0  # at most, from a worker's start to the controller's session with it
 NUM_DECISIONS = 8  # last decisions of the planner
 
 
@@ -256,7 +256,7 @@ def step_line(step: StepInfo) -> str:
 
 
 def deployment_lines(config: Config, url: str, admin_url: str) -> Iterator[str]:
-    """Yields a line for each part of a deployment that a start would not show else."""
+    """Yields a line about store, speculation, dashboard and the operators' API."""
     store = config.store
     if store.is_on:
         disk = f", {store.disk_gib:g} GiB at most in {store.disk}" if store.disk else ""

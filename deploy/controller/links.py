@@ -64,7 +64,7 @@ ANSWER_TIMEOUT_S = 2.0
 RETRY_EVERY_S = 1.0
 REPORT_STALE_S = 5.0  # gateways report once a second
 SILENCE_S = 5.0  # a worker or store that sends nothing for this long counts as lost
-GATEWAY_SILENCE_S = 2.0  # the same of gateways: clients wait at one, and nothing moves by its loss
+GATEWAY_SILENCE_S = 2.0  # shorter: clients wait at a gateway, and losing its session moves nothing
 FIRST_REPORT_S = 3.0  # from the start of a gateway or store to its first report, at most
 
 

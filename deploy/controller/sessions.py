@@ -149,7 +149,7 @@ class PoolSessions:
         return [None if link is None else link.fresh_report for link in links]
 
     def store_troubles(self) -> dict[str, tuple[str, ...]]:
-        """Returns what is wrong with the tiers of each store that reports."""
+        """Returns the troubles of the tiers of each store that reports."""
         return {
             name: tuple(_trouble(tier) for tier in report.tiers if tier.fault or tier.shortage)
             for name, report in self.store_reports().items()

@@ -64,7 +64,7 @@ class ControllerTasks:
 
 
 def _called(function: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function. Its SystemExit becomes an error: it would end the loop of all tasks."""
+    """Calls a function. SystemExit becomes RuntimeError, as it would end the loop of all tasks."""
     try:
         return function(*arguments)
     except SystemExit as error:

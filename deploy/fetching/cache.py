@@ -1,11 +1,11 @@
-"""The folder in which fetched models are kept: locks, space, and versions that never change.
+"""The cache of fetched models: locks, free space, and folders that never change.
 
 1. Take a lock on the version. If its folder exists by now, use it.
 2. Download to `….partial`. Complete files are kept for the next attempt if the source can tell.
 3. Rename it to its final name.
 
-Only top-level files that Baton reads are taken: safetensors, configuration, tokenizer. None of them
-can be run as code.
+Only files that Baton reads are downloaded: safetensors, configuration, tokenizer, and the files of
+`FOLDERS`. None of them can be run as code.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from engine.ownership import make_folder
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS = ("*.safetensors",)
 TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
-FOLDERS = {"additional_chat_templates": "*.jinja", "1_Pooling": CONFIG}  # and what of them is read
+# The folders inside a model that are read, with the pattern of their files.
+FOLDERS = {"additional_chat_templates": "*.jinja", "1_Pooling": CONFIG}
 UNUSED = ("consolidated*.safetensors", "adapter_*")  # second copies in the author's own format
 SPARE_BYTES = 64 * 2**20  # left free on the disk
 FETCH_TIMEOUT_S = 4 * 3600.0  # deadline of a download
@@ -77,7 +78,7 @@ def stored(
     *,
     download: Callable[[RemoteVersion, Path], None],
 ) -> Path:
-    """Returns the folder of that version, downloaded if necessary. `folder` is cache/kind/name."""
+    """Returns the folder of the version; downloads it if necessary. `folder` is cache/kind/name."""
     require_config(source, version.files)
     there = folder / folder_name(version.name, parts)
     if there.is_dir():
@@ -102,7 +103,7 @@ def stored(
         ]:
             raise ConfigError(f"{source}: {odd[0]} is missing or has another size than announced")
         for path in (partial / name for name in version.files):
-            path.parent.chmod(0o755)  # not writable by others, whatever the umask
+            path.parent.chmod(0o755)  # under any umask, not writable by others
             path.chmod(0o644)
         partial.rename(there)
     return there
@@ -126,7 +127,7 @@ def storing(source: str, folder: Path) -> Iterator[None]:
 
 
 def require_space(source: str, num_bytes: int, folder: Path) -> None:
-    """Raises ConfigError if the disk has no room for so many more bytes."""
+    """Raises ConfigError if the disk has no room for `num_bytes` more."""
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free_bytes:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""Makes a folder that a GGUF file can be served from: what it says of its model, and a link to it.
+"""Makes a folder from which a GGUF file is served: files made from its metadata, and a link to it.
 
-The folder is `cache/gguf/NAME-KEY`. Its files are those of `engine.gguf.describing`; a file of that
-name beside the GGUF file takes its place. KEY changes with these files and with the code that
-describes them, so a folder never changes.
+The folder is `cache/gguf/NAME-KEY`. `engine.gguf.describing` makes its files. If a file of the same
+name lies beside the GGUF file, that one is copied instead. KEY is a hash over the identity of all
+these files and over the code that makes them, so a folder never changes.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ CODE = Path(engine.gguf.__file__).parent
 
 
 def folder_of_gguf(file: Path, own: Iterable[Path], *, cache: Path) -> Path:
-    """Returns the folder for that file, made if necessary. `own` are the files beside it.
+    """Returns the folder for a GGUF file; makes it if necessary. `own` are the files beside it.
 
     Raises CheckpointError if the file cannot be served, and ConfigError.
     """
@@ -57,7 +57,7 @@ def _make(file: Path, own: Iterable[Path], there: Path) -> None:
     for path in own:
         shutil.copyfile(path, partial / path.name)
     for path in partial.iterdir():
-        path.chmod(0o644)  # whatever the umask
+        path.chmod(0o644)  # under any umask
     (partial / file.name).symlink_to(file)
     partial.rename(there)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 
 BUNDLED = "bundled"
-BUNDLED_NAME = "baton-bundled"  # in the API
+BUNDLED_NAME = "baton-bundled"  # the name in the API
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -44,7 +44,7 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model in a Python package; without a version, in the one that pip would install."""
+    """A model in a Python package. Without `version`, the version that pip would install."""
 
     name: str
     version: str | None = None

@@ -89,9 +89,10 @@ def plan_of(
 
 
 def check_models(plan: ControllerPlan, report: Report) -> None:
-    """Fetches the first models, where no start has a deadline, and checks their small files.
+    """Fetches the first models and checks their small files. Raises ConfigError.
 
-    Workers and gateways would find the same errors, but later. Raises ConfigError.
+    The fetch has no deadline here, unlike in a start of a worker. Workers and gateways would find
+    the same errors later.
     """
     cache = default_cache(os.environ)
     for version in plan.first_versions:
@@ -150,8 +151,8 @@ class Deployment:
     ) -> None:
         self._launcher = launcher
         self._model = str(model)  # in the forms of `model_source`
-        self._fallback = fallback  # is served if `model` cannot be fetched
-        self.why_fallback: str | None = None  # says so, if it is
+        self._fallback = fallback  # the model to serve if `model` cannot be fetched
+        self.why_fallback: str | None = None  # a sentence, if the fallback is served
         self.config = config
         self.on_news: Report = lambda _: None  # called with news, in another thread
         self._shared: PrivateFolder | None = None  # by gateway processes
@@ -246,7 +247,7 @@ class Deployment:
         return self.gateways[0]
 
     def _served_model(self) -> str:
-        """Returns the model, fetched, or the fallback where it cannot be."""
+        """Fetches the model and returns its name; the fallback's if it cannot be fetched."""
         if self._fallback is None:
             return self._model
         try:

@@ -1,8 +1,8 @@
-"""Leaves a process at once, in order or with all that it started.
+"""Ends this process at once: `end` after its services are closed, `leave` with its descendants.
 
-`sys.exit` waits for threads that load a model or fetch one, which may take minutes. Then it takes
-all modules and objects apart, which takes a second where torch or Ray is loaded. `os._exit` waits
-for nothing, but a compiler that such a thread started would go on.
+`sys.exit` waits for threads that load or fetch a model, which may take minutes. Then it frees all
+modules and objects, which takes a second if torch or Ray is loaded. `os._exit` waits for nothing,
+but a compiler that such a thread started would go on.
 """
 
 import atexit
@@ -24,10 +24,10 @@ def leave(*_: object) -> NoReturn:
 
 
 def end(status: int) -> NoReturn:
-    """Ends this process, whose services are closed. Runs what is registered for its end."""
+    """Ends this process once its services are closed. Runs the functions registered with atexit."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # no one reads it, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # its reader has gone, or it is closed
             stream.flush()
     os._exit(status)
 

@@ -6,15 +6,15 @@ Nearly all of a worker's start is the import of torch and transformers, seconds 
     request   the kind of service and three descriptors: the child's standard input, its standard
               output, and one end of another socket pair, for news of this child. Without
               descriptors it is a hint: the nursery imports what that kind needs when it is idle
-    close     one word, `CLOSE_WORD`: the launcher ends in order
+    close     `CLOSE_WORD`: the launcher stops in order
     news      ChildStarted with a descriptor of the child, or ChildRefused; at its end ChildEnded
 
 A child is watched and killed through its pidfd, which never comes to mean another process. If the
 nursery dies, only the exit statuses of its children are lost: the children go on, and the next
 request starts a new nursery. If the launcher dies, the nursery ends, and each child ends because
-its standard input does. If the launcher did not close the nursery first, the nursery says so: the
-launcher's process may have died without a word. A child that is asked to stop reads `STOP_WORD`
-first, so it knows whether workers still compute the answers that it holds.
+its standard input does. If the launcher died without closing the nursery, the nursery logs that:
+the launcher's process may have been killed. A child that is asked to stop reads `STOP_WORD` first,
+so it knows whether workers still compute the answers that it holds.
 
 Why not `multiprocessing.forkserver`: it takes all children for dead when it dies, imports the
 parent's main module into each child, and ignores failed preloads.

@@ -33,7 +33,7 @@ from engine.errors import BatonError
 
 OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 MAX_REQUEST_BYTES = 64
-LAST_WORD = "error: process %d, which ran the deployment, ended without a word: its services end"
+LAST_LINE = "error: process %d, which ran the deployment, was killed: its services end"
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class _Children:
                     continue
                 kind, descriptors = self._receive()
                 if not kind:
-                    log.error(LAST_WORD, parent)
+                    log.error(LAST_LINE, parent)
                     return None
                 if kind == CLOSE_WORD.decode():
                     return None

@@ -69,7 +69,7 @@ def sweep(parent: Path | None = None) -> list[Path]:
 def end_users_of(folder: Path, *, grace_s: float = 0.0, only_helpers: bool = False) -> None:
     """Kills services and processes of Ray that hold a file of the folder open.
 
-    Each has `grace_s` to end by itself. `only_helpers`: those in Python that this process started.
+    Each has `grace_s` to end by itself. `only_helpers`: only Python children of this process.
     """
     with contextlib.ExitStack() as stack:
         found: dict[int, int] = {}  # descriptors of processes, and their ids
@@ -120,7 +120,7 @@ def _uses(process: Path, folder: Path) -> bool:
 
 
 def _is_helper(process: Path) -> bool:
-    """True if this process started it, and it runs Python too. Raises OSError."""
+    """True if the process is a child of this one, and runs Python too. Raises OSError."""
     parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
     return int(parent) == os.getpid() and _is_python(process)
 

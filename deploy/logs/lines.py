@@ -1,9 +1,9 @@
 """Logging that clients cannot flood, forge or stretch.
 
 The *kind* of a record is its logger, its level and its message without arguments. At most
-`MOST_OF_A_KIND` records of a kind are written in a period. The next record, or the end, counts the
-others and shows the last of them. A record is one line: control characters are escaped, and long
-texts are cut. Lines of a traceback are indented, so that none looks like a record.
+`MOST_OF_A_KIND` records of a kind are written in a period. After it, one line counts the records
+that were left out, and shows the last of them. A record is one line: control characters are
+escaped, and long texts are cut. Lines of a traceback are indented, so none looks like a record.
 
 A line names its process: the worker, the gateway or the controller. It ends with the id of the
 request if one is worked for (`engine.log_context`). As JSON a line is one object with the fields
@@ -84,7 +84,7 @@ class LogBound:
         return False
 
     def ended(self, now_s: float) -> list["LeftOut"]:
-        """Ends periods that are over. Returns the records that were left out, by kind."""
+        """Ends periods that are over. Returns a count for each kind with records left out."""
         over = [kind for kind, p in self._periods.items() if now_s - p.begin_s >= PERIOD_S]
         return self._take(over)
 

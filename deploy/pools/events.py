@@ -216,7 +216,7 @@ class PartsSeen:
 
 @dataclass(frozen=True, slots=True)
 class StoresSeen:
-    """What is wrong with the tiers of each store that reports: sentences without the store."""
+    """Troubles of the tiers of each store that reports: sentences that do not name the store."""
 
     troubles: Mapping[str, tuple[str, ...]]
 

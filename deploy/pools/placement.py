@@ -95,9 +95,10 @@ class NodePlacement:
         return sum(_how_many(node.has, self.needs(role)) for node in nodes)
 
     def scarce(self, nodes: Iterable[Node]) -> str:
-        """Returns what limits the number of workers, for an operator: on all nodes, used or not.
+        """Returns the resources that limit the number of workers, as a sentence for operators.
 
-        Cores count on nodes where a worker may start, and are not told if there is no such node.
+        Custom resources and GPUs of all nodes are listed, also of nodes without a worker. Cores are
+        listed only of nodes where a worker may start.
         """
         there = list(nodes)
         usable = self.usable(there)

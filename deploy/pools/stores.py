@@ -57,7 +57,7 @@ class Stores:
         """`restarts` and `history` are shared with other services."""
         self.by_name: dict[str, PoolStore] = {}
         self.nodes: Sequence[str] | None = None  # None: not seen yet
-        self._seen: Mapping[str, tuple[str, ...]] = {}  # troubles that stores tell of themselves
+        self._seen: Mapping[str, tuple[str, ...]] = {}  # troubles that stores reported
         self._is_on = is_on
         self._restarts = restarts
         self._history = history
@@ -79,7 +79,7 @@ class Stores:
                 yield f"{name}: {seen}"
 
     def on_seen(self, event: StoresSeen, _: float) -> Iterator[PoolEffect]:
-        """Keeps what stores tell of their tiers."""
+        """Keeps the troubles that stores reported."""
         self._seen = event.troubles
         yield from ()
 

@@ -72,8 +72,8 @@ class OwnRayLauncher(Launcher):
         self._num_raylet_deaths = 0
         self._lost: set[str] = set()  # services that ended with a Ray, and are not told yet
         self._is_closing = False
-        # Starts and ends Ray. Ray's processes end with the thread that started them, so it must
-        # last. In the main thread Ray would take SIGTERM.
+        # The thread that starts and stops Ray. Ray's processes end with the thread that started
+        # them, so it must last. In the main thread Ray would replace the handler of SIGTERM.
         self._thread = ThreadPoolExecutor(1, "own ray")
         self._restarting = threading.Lock()  # held while a new Ray replaces one without a raylet
 
@@ -147,7 +147,7 @@ class OwnRayLauncher(Launcher):
         with self._restarting:
             self._actors.stop_all()
             closing = self._thread.submit(self._ray.close)
-            self._nursery.close()  # meanwhile
+            self._nursery.close()  # while Ray stops
             if self._port is not None:
                 self._port.close()
                 self._folder.close()

@@ -7,11 +7,11 @@ Ray reads these settings from the environment when it is imported, so `prepare` 
     token      Each call to one of Ray's processes must carry it. It is new for each process that
                starts a Ray, and reaches Ray's processes in their environment.
     no report  Ray sends no usage statistics.
-    no exit    After the death of its raylet, Ray would end this process without a word: when it
-               uses the object store, and at any call if the parent of this process is init, as
-               under systemd. So no value goes to that store, and this process counts as the raylet.
-               Ray's own processes get the id of the real one.
-    signals    Ray's handler of failures would take SIGTERM at each start, and end this process.
+    no exit    After the death of its raylet, Ray would silently end this process: when this process
+               uses the object store, and at any call if its parent is init, as under systemd. So no
+               value goes to that store, and Ray is told that this process is the raylet. Ray's own
+               processes get the id of the real raylet.
+    signals    Ray's failure handler would replace our handler of SIGTERM, and end this process.
 
 The GCS of this Ray stores its state in RocksDB, in the same folder, so that a keeper can start it
 again (`deploy.ray.gcs_keeper`). Actors go on meanwhile, for at most RECONNECT_TIMEOUT_S.
@@ -36,7 +36,7 @@ NAMESPACE = "baton"
 LOOPBACK = "127.0.0.1"
 RECONNECT_TIMEOUT_S = 600  # then Ray's processes end without a GCS
 HEALTH_CHECKS = 200  # of 3 s: so long actors without a raylet count as alive
-OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; nothing goes there
+OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; no value goes there
 INLINE_BYTES = 64 * 2**20  # more than any argument or answer of an actor
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OTHER_DESCRIPTORS = 1024  # open files of a gateway beside its clients' connections
-ACCOUNTS = "accounts"  # of keys, beside the directory of siblings
+ACCOUNTS = "accounts"  # the file of keys' accounts, beside the directory of siblings
 LINK_TIMEOUT_S = 10.0  # a gateway without a worker by then starts anyway, and answers 503
 
 
@@ -169,7 +169,7 @@ class GatewayService(LoopService[GatewayReady]):
         if self._siblings is not None:
             await self._siblings.open()
         first = await self._routers.open(spec.members)
-        # Without any worker there is nothing to wait for: the controller calls once this listens.
+        # Without workers there is no reason to wait: the controller names them once this listens.
         link_s = LINK_TIMEOUT_S if spec.members.of(first.name) else 0.0
         missing = await self._routers.routers()[first.name].wait_until_ready(link_s)
         if missing is not None:

@@ -1,4 +1,4 @@
-"""Reads the text side of a model as a gateway's settings want it."""
+"""Loads the text side of a model with a gateway's settings."""
 
 from pathlib import Path
 
@@ -8,8 +8,9 @@ from router.text.tokenizer import TextModel, load_text_model
 
 
 def text_model(directory: Path, config: GatewayConfig) -> TextModel:
-    """Reads the text side of a model. Raises CheckpointError, or ConfigError if the operator's chat
-    template cannot be read.
+    """Loads the text side of a model. Raises CheckpointError.
+
+    Raises ConfigError if the operator's chat template cannot be read.
     """
     return load_text_model(
         directory,

@@ -95,7 +95,7 @@ class ServiceThread(Generic[T]):
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        """Runs the loop. Ends the process if the loop ends by itself: nothing would serve."""
+        """Runs the loop. Ends the process if the loop fails, as nothing would serve any more."""
         try:
             self._loop.run_forever()
         except BaseException as error:

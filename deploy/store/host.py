@@ -342,7 +342,7 @@ class StoreHost:
     def _shelf(
         self, num_slots: int, found: RecoveredBlocks | None = None, *, max_slots: int | None = None
     ) -> Shelf:
-        """Returns a shelf with what was found. It may grow to `max_slots`."""
+        """Returns a shelf with the blocks in `found`. It may grow to `max_slots`."""
         shelf = Shelf(num_slots, _eviction(self._config, max_slots or num_slots))
         if found is not None and len(found):
             slots = cast("dict[BlockHash, BlockId]", found.slot_by_hash())
@@ -577,7 +577,7 @@ class _StoreListener:
 def _tier_report(
     medium: Medium, shelf: Shelf, fault: str | None, tier: LowerTier | None
 ) -> TierReport:
-    """Returns how full a tier is. It counts as large as it may be, unless its disk is full."""
+    """Returns how full a tier is, of the most that it may hold, or that a full disk allows."""
     shortage = None if tier is None else tier.shortage()
     most = 0 if tier is None or shortage is not None else tier.most_blocks
     return TierReport(medium, len(shelf), max(shelf.num_slots, most), fault, shortage)

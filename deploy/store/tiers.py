@@ -78,7 +78,7 @@ class LowerTier(Protocol):
 
     medium: Medium
     pace: LoadPace
-    most_blocks: int = 0  # that it may hold, if it can grow beyond its present slots
+    most_blocks: int = 0  # the limit of its growth; 0: it cannot grow
 
     def load(self, effect: LoadBlock) -> None:
         """Begins a load, now or when there is room."""
@@ -97,7 +97,7 @@ class LowerTier(Protocol):
         ...
 
     def shortage(self) -> str | None:
-        """Returns why the tier holds less than it is meant to, or None."""
+        """Returns why the tier holds less than configured, or None."""
         return None
 
     def erase_all(self) -> None:
@@ -134,7 +134,7 @@ class DiskShelf(LowerTier):
         self._under_way: dict[int, tuple[DiskRead | DiskWrite, LoadBlock | WriteBlock]] = {}
         self._num_loads = 0
         self._is_off = False
-        self._num_slots = tier.num_slots  # that the machine knows of
+        self._num_slots = tier.num_slots  # as the machine knows
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(tier.fd, self._poll)
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
@@ -160,7 +160,7 @@ class DiskShelf(LowerTier):
         return self._tier.counters
 
     def shortage(self) -> str | None:
-        """Returns why there is less room than wanted, and how much there is."""
+        """Returns how much can be used, and why no more; None if all can be used."""
         tier, block_bytes = self._tier, self._memory.shape[1]
         if tier.shortage is None:
             return None

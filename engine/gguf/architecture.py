@@ -1,7 +1,7 @@
-"""Says in transformers' terms what the key/values and tensors of a GGUF file are.
+"""Translates the key/values and tensors of a GGUF file to the names of transformers.
 
-Only what is understood is accepted: a file with another key of its architecture, another tensor or
-another shape is refused by name. So a model is computed as it was meant to be, or not at all.
+A file with an unknown key of its architecture, an unknown tensor or another shape is refused by
+name. So a model is computed as it was meant to be, or not at all.
 
 llama.cpp rotates pairs of neighbours, transformers a head's halves. For `llama`, llama.cpp's
 converter therefore moves the rows of Q and K (`WeightPlace.rotated_heads`), for others it does not.
@@ -18,7 +18,7 @@ from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, TensorPlace, Value
 from engine.gguf.rotary import parameters_of
 
-MAX_SIZE = 2**24  # of a dimension
+MAX_SIZE = 2**24  # elements of a dimension
 FREQUENCIES = "rope_freqs.weight"  # factors of rotary frequencies
 HEAD = "output.weight"  # absent if it is the embedding
 
@@ -27,7 +27,7 @@ _WHOLE = {  # tensors: transformers' name, and the shape
     "output_norm.weight": ("model.norm.weight", ("hidden",)),
     HEAD: ("lm_head.weight", ("vocab", "hidden")),
 }
-_COMMON = {  # of a layer
+_COMMON = {  # the tensors of a layer
     "attn_norm.weight": ("input_layernorm.weight", ("hidden",)),
     "attn_q.weight": ("self_attn.q_proj.weight", ("q", "hidden")),
     "attn_k.weight": ("self_attn.k_proj.weight", ("kv", "hidden")),
@@ -47,7 +47,7 @@ _HEAD_NORMS = {
     "attn_q_norm.weight": ("self_attn.q_norm.weight", ("head",)),
     "attn_k_norm.weight": ("self_attn.k_norm.weight", ("head",)),
 }
-_KEYS = frozenset(  # of an architecture, that are understood
+_KEYS = frozenset(  # known keys of an architecture
     {
         *("block_count", "context_length", "embedding_length", "feed_forward_length"),
         *("vocab_size", "expert_count", "expert_used_count"),
@@ -82,9 +82,9 @@ class WeightPlace:
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """Returns what config.json says of the model, without its tokens' ids.
+    """Returns the contents of config.json, without ids of tokens.
 
-    Raises CheckpointError if the file says something that is not understood, or contradicts itself.
+    Raises CheckpointError if the file has unknown metadata, or contradicts itself.
     """
     return _Described(header).config()
 
@@ -193,11 +193,13 @@ class _Described:
         if embedding is None:
             raise self._refused("has no tensor token_embd.weight")
         if self._value("vocab_size", embedding.shape[0]) != embedding.shape[0]:
-            raise self._refused(f"{self._key('vocab_size')} is not that of token_embd.weight")
+            raise self._refused(
+                f"{self._key('vocab_size')} is not the number of rows of the embedding"
+            )
         return embedding.shape[0]
 
     def _rope(self) -> dict[str, Any]:
-        """Returns how positions are embedded. Raises CheckpointError if transformers cannot."""
+        """Returns `rope_parameters`. Raises CheckpointError for an unknown embedding."""
         for key in ("rope.dimension_count", "attention.value_length"):
             if self._value(key, self._head_dim) != self._head_dim:
                 raise self._refused(f"{self._key(key)} is not the heads' size, {self._head_dim}")
@@ -216,18 +218,18 @@ class _Described:
         return found
 
     def _stretched(self, theta: float) -> dict[str, Any]:
-        """Returns what stored factors of frequencies mean."""
+        """Returns the parameters that the stored factors of frequencies come from."""
         place = self._header.tensors[FREQUENCIES]
         found = None
         if place.type_name == "F32" and place.shape == (self._head_dim // 2,):
             factors = np.fromfile(self._path, "<f4", place.shape[0], offset=place.begin)
             found = parameters_of(factors.tolist(), theta)
         if found is None:
-            raise self._refused(f"{FREQUENCIES} is not that of a known rotary embedding")
+            raise self._refused(f"{FREQUENCIES} fits no known rotary embedding")
         return found
 
     def _decimal(self, key: str, default: float | None = None) -> float:
-        """Returns a number as it was written: it is stored as fp32, which adds digits."""
+        """Returns a number without the digits that its storage as fp32 added."""
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise self._refused(f"{self._key(key)} is {value!r}")

@@ -8,8 +8,8 @@
 Numbers are little-endian. A string is its length (u64) and UTF-8. An array is the type of its
 values (u32), their number (u64) and the values. Dimensions are listed from the innermost one.
 
-Each count, length and offset is compared with what is left of the file before anything of its size
-is made. CheckpointError names the file, the fault, and the key or tensor.
+Each count, length and offset is compared with the rest of the file before memory of that size is
+allocated. CheckpointError names the file, the fault, and the key or tensor.
 
 Source: `docs/gguf.md` of ggml.
 """
@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 64 * 2**20  # the longest vocabularies take a quarter
 MAX_PAIRS = 2**16
 MAX_TENSORS = 2**17
 MAX_ARRAY_LEN = 2**22
-MAX_DIMS = 4  # of ggml
+MAX_DIMS = 4  # ggml has no more
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
 
@@ -59,7 +59,7 @@ BLOCKS = {  # types that are read: values and bytes of a block
     "Q4_1": (32, 20),
     "Q8_0": (32, 34),
 }
-_TYPES = (  # by number; `-` was given up
+_TYPES = (  # names by number; `-`: a number that ggml no longer uses
     "F32 F16 Q4_0 Q4_1 - - Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS"
     " IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 - - - TQ1_0 TQ2_0 - - - MXFP4"
 )
@@ -89,7 +89,7 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Reads the header. Raises CheckpointError if the file is bad or of a kind that is not read."""
+    """Reads the header. Raises CheckpointError if the file is bad or not supported."""
     size = path.stat().st_size
     if size < len(MAGIC):
         raise CheckpointError(f"{path}: corrupted: not a GGUF file")

@@ -1,4 +1,4 @@
-"""Writes what a GGUF file says of its model as the files of a checkpoint of transformers.
+"""Turns the metadata of a GGUF file into the small files of a transformers checkpoint.
 
     config.json, generation_config.json, tokenizer.json, tokenizer_config.json
 

@@ -1,4 +1,4 @@
-"""Recognises Llama 3's stretched rotary embeddings by the factors that GGUF stores for them.
+"""Finds the parameters of Llama 3's scaled rotary embeddings from the factors that GGUF stores.
 
 llama.cpp's converter computes a factor for each frequency from four parameters, and stores the
 factors only. transformers needs the parameters. All models of this kind share three of them; the
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ORIGINAL_CONTEXT_LEN, LOW, HIGH = 8192, 1.0, 4.0
-TOLERANCE = 1e-4  # of a factor, in fp32
+TOLERANCE = 1e-4  # relative error of a factor in fp32
 
 
 def parameters_of(factors: Sequence[float], theta: float) -> dict[str, Any] | None:
@@ -33,7 +33,7 @@ def parameters_of(factors: Sequence[float], theta: float) -> dict[str, Any] | No
 
 
 def _factors(number: int, theta: float, factor: float) -> list[float]:
-    turns = [  # of each frequency within the original context
+    turns = [  # rotations of each frequency within the original context
         ORIGINAL_CONTEXT_LEN / (2 * math.pi * theta ** (i / number)) for i in range(number)
     ]
     shares = [min(max((turn - LOW) / (HIGH - LOW), 0.0), 1.0) for turn in turns]

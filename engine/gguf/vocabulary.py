@@ -1,4 +1,4 @@
-"""Makes tokenizer.json and tokenizer_config.json of the tokens that a GGUF file lists.
+"""Makes tokenizer.json and tokenizer_config.json from the vocabulary of a GGUF file.
 
 Only byte-level BPE is read: `tokenizer.ggml.model` is "gpt2". `tokenizer.ggml.pre` names how text
 is cut into words before merges apply; llama.cpp has the expressions in its code, and so has this
@@ -13,7 +13,7 @@ from typing import Any
 from engine.errors import CheckpointError
 from engine.gguf.container import GgufHeader, Value
 
-CONTROL, UNKNOWN, USER = 3, 2, 4  # of tokenizer.ggml.token_type
+CONTROL, UNKNOWN, USER = 3, 2, 4  # values in tokenizer.ggml.token_type
 SPECIAL = frozenset({CONTROL, UNKNOWN})
 
 _CASED = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -31,7 +31,7 @@ _WORDS = {  # expressions that cut text into words, one after the other
     "smollm": (r"\p{N}", _GPT2),
 }
 _BEGINS = frozenset({"llama-bpe"})  # prompts begin with a token if the file does not say
-_IGNORES_MERGES = frozenset({"llama-bpe"})  # a word that is a token is that token
+_IGNORES_MERGES = frozenset({"llama-bpe"})  # a word in the vocabulary is one token
 _NORMALISED = {"qwen2": {"type": "NFC"}}
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _TEMPLATE = "tokenizer.chat_template"
@@ -53,7 +53,7 @@ def tokenizer_config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 class _Vocabulary:
-    """The tokens of a file, with what is said of them."""
+    """The tokens of a file, with their types, merges and special roles."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._path, self._values = header.path, header.values
@@ -154,7 +154,7 @@ class _Vocabulary:
         return bool(self._value("add_bos_token", self._pre in _BEGINS))
 
     def _post_processor(self) -> dict[str, Any]:
-        """Returns what puts the first token before a prompt."""
+        """Returns the post-processor that puts the first token before a prompt."""
         bos = self._id("bos")
         if bos is None or not self._begins():
             return _byte_level() | {"trim_offsets": False}

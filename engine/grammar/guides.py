@@ -427,7 +427,7 @@ def _deep(work: Callable[[], T]) -> T:
         except BaseException as error:
             future.set_exception(error)
         finally:
-            del future  # as below
+            del future  # its error's traceback holds this frame
 
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)

@@ -48,7 +48,7 @@ from engine.worker.batch import Row
 
 log = logging.getLogger(__name__)
 
-MOST_BARE = 0.2  # of a model's bytes, before it is worth a warning
+MOST_BARE = 0.2  # share of a model's bytes; a larger one is worth a warning
 FUSED_TOLERANCE = 1e-4  # of the spread of the logits
 PACKED_TOLERANCE = {  # the same, for packed weights of each format
     WeightFormat.FP32: 1e-3,
@@ -274,7 +274,7 @@ class CpuForward:
         )
 
     def _warn_of_bare_weights(self) -> None:
-        """Says if much of the model stayed in fp32 though another format was asked for."""
+        """Warns if much of the model stayed in fp32 although another format was asked for."""
         bare = bare_bytes(self._loaded.model, self._loaded.read_outside)
         if self._weights is not WeightFormat.FP32 and bare > MOST_BARE * self.weights_bytes:
             log.warning(

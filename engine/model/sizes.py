@@ -14,7 +14,7 @@ from engine.worker.effort import ModelSizes
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
-PARTS = ("ffn_config",)  # of a config, which may hold these numbers
+PARTS = ("ffn_config",)  # parts of a config that may hold these numbers
 
 
 def sizes_of(model: LoadedModel) -> ModelSizes:
@@ -55,7 +55,7 @@ def of_all_ranks(sizes: ModelSizes, group: RankGroup, layout: KVLayout) -> Model
 
 
 def share_of_experts(config: PreTrainedConfig) -> float:
-    """The part of the experts that a token meets, at most 1; 1 if the config does not say."""
+    """The share of the experts that a token uses, at most 1; 1 if the config does not say."""
     places = (config, *(getattr(config, part, None) for part in PARTS))
     chosen, total = (
         next((n for at in places for key in keys if (n := number_of(at, key))), None)

@@ -84,7 +84,7 @@ class TierTurned:
 
 @dataclass(frozen=True, slots=True)
 class TierGrown:
-    """A lower tier has this many slots now, which are more than before."""
+    """A lower tier has grown to this number of slots."""
 
     medium: Medium
     num_slots: int

@@ -55,7 +55,7 @@ class Shelf:
         return list(self._parents.items())
 
     def grow(self, num_slots: int) -> None:
-        """Adds slots behind the others."""
+        """Adds free slots, up to `num_slots` in all."""
         assert num_slots >= self.num_slots
         self.num_slots = num_slots
 

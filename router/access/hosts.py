@@ -1,7 +1,7 @@
-"""Lets requests pass that name this server by a name of its own, where no key is needed.
+"""Refuses requests whose `host` is not a name of this server, if no key is needed.
 
-A page of the web may let its name point to 127.0.0.1 (DNS rebinding). Its scripts then ask a server
-of this machine as their own, and read the answers. The browser still sends the page's name in the
+A web page can point its own name to 127.0.0.1 (DNS rebinding). For the browser, its scripts then
+call their own server, and may read the answers. The browser still sends the page's name in the
 `host` field. A name that an attacker owns is neither `localhost` nor an address.
 
 Source: RFC 6761, 6.3, for names below `localhost`; the URL standard, "ends in a number", for what
@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router.edge.responses import send_invalid
 from router.inbox.api_errors import ApiError
 
-MAX_REMEMBERED = 256  # fields that passed
+MAX_REMEMBERED = 256  # `host` fields that passed
 _MAX_SHOWN = 100
 _PORT = re.compile(r":\d*$")
 _ADDRESS = re.compile(r"\[[0-9a-f:.]+(%[^\]]*)?\]|(.*\.)?(\d+|0x[0-9a-f]*)")

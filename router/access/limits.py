@@ -7,8 +7,8 @@ that a key may use at once: the tokens of a minute, and the requests of a second
 request takes its prompt and its longest answer, and at its end gives back what it did not use. A
 request larger than the bucket takes a full bucket. Each prompt of a batch counts as a request.
 
-Gateway processes of one port share the accounts (`router.access.shared_accounts`). Those of several
-machines count each by itself.
+Gateway processes of one port share the accounts (`router.access.shared_accounts`). Gateways on
+several machines count separately.
 """
 
 import math
@@ -101,7 +101,7 @@ class Account:
     held: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def has_room(self, num_more: int) -> bool:
-        """True if the key may have so many more requests in flight."""
+        """True if the key may have `num_more` more requests in flight."""
         most = self.limits.max_streams
         return most is None or self.num_streams + self.num_others + num_more <= most
 
@@ -189,7 +189,7 @@ class Sharing(Protocol):
     """Shares accounts with other processes."""
 
     def held(self, key: str, account: Account) -> AbstractContextManager[None]:
-        """Brings an account up to date, and keeps what is changed inside."""
+        """Brings the account up to date, and shares the changes made within the context."""
         ...
 
 

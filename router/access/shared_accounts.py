@@ -1,13 +1,13 @@
 """The accounts of keys that all gateway processes of one port share, so that limits are exact.
 
-A file of fixed records, which each process maps. Whoever looks at an account holds the file's lock
-for some microseconds. All processes have the same monotonic clock.
+The accounts are fixed records of a file, which each process maps. A process holds the file's lock
+while it reads and changes an account, for some microseconds. All use the same monotonic clock.
 
     record   hash of the key's name; size, level and time of each bucket; for each process the
-             requests in flight. A process that starts clears its own, which a dead one left
+             requests in flight. A starting process clears the number that its predecessor left
 
-A record is found within a few slots behind its hash. If these are taken, the one that was idle for
-longest goes: its key begins anew. If all of them are busy, each process counts that key by itself.
+A record is in one of `NUM_PROBES` slots from its hash on. If all are taken, the key that was idle
+for longest loses its record. If all have requests in flight, each process counts the new key alone.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ MAX_LOCK_TRIES = 10_000  # some milliseconds: a process may have been stopped wh
 
 
 class _Level(NamedTuple):
-    """A bucket as it is shared."""
+    """The shared state of a bucket."""
 
     size: float
     level: float
     at_s: float
 
 
-NO_BUCKET = _Level(0.0, 0.0, 0.0)  # there is no such limit
+NO_BUCKET = _Level(0.0, 0.0, 0.0)  # the key has no such limit
 
 
 class _Record(NamedTuple):
-    """The account of a key, as it is shared."""
+    """The shared state of a key's account."""
 
-    name: bytes  # its hash; zeros: the slot is free
+    name: bytes  # hash of the key's name; zeros: the slot is free
     requests: _Level
     tokens: _Level
-    streams: list[int]  # of each process
+    streams: list[int]  # requests in flight, by process
 
 
 class SharedAccounts:
@@ -58,10 +58,13 @@ class SharedAccounts:
         self._path = path
         self._process = process
         self._record = Struct(f"={KEY_BYTES}s6d{num_processes}I")
-        self.num_unlocked = 0  # changes that were made although another process kept the lock
+        self.num_unlocked = 0  # changes made without the lock, which another process kept
 
     def open(self) -> None:
-        """Maps the file and clears what a process of this number left. Raises OSError."""
+        """Maps the file and clears the requests in flight of this process's predecessor.
+
+        Raises OSError.
+        """
         num_bytes = NUM_SLOTS * self._record.size
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, num_bytes)
@@ -80,7 +83,7 @@ class SharedAccounts:
 
     @contextlib.contextmanager
     def held(self, key: str, account: Account) -> Iterator[None]:
-        """Brings an account up to date, and keeps what is changed inside."""
+        """Brings the account up to date, and shares the changes made within the context."""
         name = blake2b(key.encode(), digest_size=KEY_BYTES).digest()
         with self._locked():
             slot = self._slot_of(name)
@@ -102,9 +105,9 @@ class SharedAccounts:
                 self._write(slot, _Record(name, requests, tokens, record.streams))
 
     def _slot_of(self, name: bytes) -> int | None:
-        """Returns the slot of a key's record, or the one where it may begin; None if all are busy.
+        """Returns the slot of a key's record, or of the record to replace; None if all are busy.
 
-        A record may stand behind one that has gone since, so all places are looked at.
+        A slot before the record may have become free since, so all slots are read.
         """
         first = int.from_bytes(name[:8], "little")
         idle: list[tuple[float, int]] = []  # time of the last change, slot
@@ -127,7 +130,7 @@ class SharedAccounts:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the lock. Goes on without it if a process that has it does not let it go."""
+        """Holds the lock. Continues without it if another process keeps it too long."""
         has_lock = False
         for _ in range(MAX_LOCK_TRIES):
             try:
@@ -148,7 +151,7 @@ class SharedAccounts:
 
 
 def _take(bucket: Bucket | None, known: "_Level") -> None:
-    """Gives a bucket the level that all processes know, if they have the same limit."""
+    """Sets a bucket to the shared level, unless the limit has changed."""
     if bucket is not None and bucket.size == known.size:
         bucket.level, bucket.at_s = known.level, known.at_s
 

@@ -49,9 +49,9 @@ from router.edge.refusals import (
 log = logging.getLogger(__name__)
 
 
-FREE_PARTS = 4096  # of a body, in chunks or as the network delivers it
-MIN_PART_BYTES = 32  # of the parts beyond these, on average
-_ONCE = frozenset({b"host", b"authorization"})  # else two programs may read two of them
+FREE_PARTS = 4096  # parts of a body, as chunks or as the network delivers it
+MIN_PART_BYTES = 32  # mean size of the parts beyond `FREE_PARTS`
+_ONCE = frozenset({b"host", b"authorization"})  # of two, a proxy might read the other one
 
 
 class _NotParsed(Exception):
@@ -74,7 +74,7 @@ class Connection(HttpToolsProtocol):
         self._is_draining = False
         self._num_fed = 0  # bytes since the parser last completed a part or a piece of a body
         self._num_body = 0  # bytes of an incomplete body
-        self._has_head = False  # of the present request
+        self._has_head = False  # the present request's head is complete
         self._num_parts = self._num_parts_bytes = 0  # of its body
         self._refusal: EdgeRefusal | None = None  # set by a callback of the parser
 
@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a field of the head. Fields behind a body are dropped: they would count as its."""
+        """Takes a field of the head. Drops trailers, which uvicorn would add to the head."""
         self._feeder.spend(FIELD_WORK)
         if not self._has_head:
             super().on_header(name, value)
@@ -149,7 +149,7 @@ class Connection(HttpToolsProtocol):
             caller = Caller(cycle)
             self._callers.append(caller)
             offered: dict[object, object] = {"pipe": self, "caller": caller}
-            if self.scope["http_version"] != "1.1":  # its clients know no chunks
+            if self.scope["http_version"] != "1.1":  # clients of HTTP/1.0 know no chunks
                 del offered["pipe"]
                 cycle.chunked_encoding = False
                 cycle.expected_content_length = _UntilClosed()

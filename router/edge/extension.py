@@ -79,7 +79,7 @@ class Caller:
         return not self._is_gone
 
     def leave(self) -> None:
-        """Notes that the client has left, also for uvicorn, which notes the last request alone."""
+        """Notes that the client has left, and tells uvicorn, which marks only the last request."""
         self._is_gone = True
         self.cycle.disconnected = True
         self.cycle.message_event.set()

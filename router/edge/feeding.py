@@ -2,8 +2,8 @@
 
 A body may come in chunks of one byte. Then the parser calls Python once for six bytes, and a buffer
 of 256 KiB takes 0.2 s in one piece. So input is parsed in slices. When the work of a turn is spent,
-connections wait for the next turns, and take turns with each other. Such a connection is not read
-from. Usual requests and long bodies never get there.
+the rest waits for the next pass of the loop, where connections take turns. A connection whose input
+waits is not read from. Usual requests and long bodies never wait.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 SLICE_BYTES = 2048
 WORK_PER_TURN = 4000  # 2 to 4 ms
-PART_WORK, FIELD_WORK = 4, 1  # of one call for a part of a body, and for a header field
+PART_WORK, FIELD_WORK = 4, 1  # work of one callback: for a part of a body, for a header field
 
 
 class FedConnection(Protocol):
     """A connection that is given its input."""
 
     def parse(self, data: bytes | memoryview) -> bool:
-        """Parses a slice. False: the rest is to be thrown away."""
+        """Parses a slice. Returns False if the rest must be thrown away."""
         ...
 
     def hold(self) -> None:
@@ -47,7 +47,7 @@ class Feeder:
         self._waiting: dict[FedConnection, deque[memoryview]] = {}  # the next one comes first
 
     def spend(self, work: int) -> None:
-        """Notes work that was done for the parser."""
+        """Counts work that the parser caused."""
         self._work_left -= work
 
     def take(self, connection: FedConnection, data: bytes) -> None:
@@ -57,7 +57,7 @@ class Feeder:
             asyncio.get_running_loop().call_soon(self._turn)
         if (inputs := self._waiting.get(connection)) is not None:
             inputs.append(memoryview(data))
-            connection.hold()  # something else let it go
+            connection.hold()  # it reads again, for another reason than ours
         elif len(data) <= SLICE_BYTES and self._work_left > 0:
             connection.parse(data)
         else:
@@ -99,5 +99,5 @@ class Feeder:
                 inputs.appendleft(data[SLICE_BYTES:])
             if not inputs:
                 self.forget(connection)
-            elif self._waiting.pop(connection, None) is not None:  # else it ended meanwhile
+            elif self._waiting.pop(connection, None) is not None:  # it has not ended meanwhile
                 self._waiting[connection] = inputs

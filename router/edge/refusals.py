@@ -1,4 +1,4 @@
-"""What a connection answers to input that is not an acceptable request."""
+"""The answers of a connection to input that is not an acceptable request."""
 
 from dataclasses import dataclass
 

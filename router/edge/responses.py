@@ -63,9 +63,10 @@ async def send_data(
 async def send_parts(
     send: Send, parts: Iterator[bytes], headers: Mapping[str, str], turn: Turn
 ) -> None:
-    """A complete JSON response, each part made when it is its turn and the client took the last.
+    """Sends a complete JSON response in parts.
 
-    A short response has its length in the head. `parts` are those of `json_parts`.
+    A part is made in a turn of its own, once the client took the part before. A short response has
+    its length in the head. `parts` are those of `json_parts`.
     """
     first = next(parts)
     if len(first) < PART_BYTES:

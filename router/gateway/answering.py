@@ -79,10 +79,10 @@ from router.text.tokenizer import TextModel
 
 log = logging.getLogger(__name__)
 
-IGNORED_EVERY_S = 60.0  # between lines on fields without effect
+IGNORED_EVERY_S = 60.0  # between log lines about fields without effect
 LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
-MANY_ITEMS = 256  # of a body
-NUM_IN_TURN = 16  # choices that are begun or counted, some 0.1 ms each
+MANY_ITEMS = 256  # commas in a body: a short body may have a thousand prompts
+NUM_IN_TURN = 16  # choices begun or counted in one turn, some 0.1 ms each
 TIMELINE_HEADER = "x-baton-timeline"
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
@@ -252,7 +252,7 @@ class AnswerService:
     async def _choices(
         self, call: CheckedCall, meter: RequestMeter, turn: Turn
     ) -> list[AnswerChoice]:
-        """The choices of an answer. There may be two thousand, of as many inputs."""
+        """The choices of an answer, of which there may be two thousand."""
         parts = self._parts
         prompts = [PromptScores() for _ in range(call.num_prompts)]
         return [
@@ -268,7 +268,7 @@ class AnswerService:
         ]
 
     def _count(self, call: CheckedCall, choice: AnswerChoice) -> None:
-        """Counts a choice that is over, and tells stores of it."""
+        """Counts a choice that is over, and tells stores which blocks it used."""
         choice.measure()
         self._parts.recent.note(_ended(call, choice))
         if call.notes is not None and not choice.index % call.num_candidates:
@@ -290,7 +290,7 @@ class AnswerService:
             return AnswerPiece(choice=0, text="", num_tokens=0, outcome=outcome)
 
     async def _checked(self, call: ApiCall) -> CheckedCall:
-        """Checks a call. Holds it while no worker is known of its version."""
+        """Checks a call. Holds the call while no worker of its version is known."""
         parts = self._parts
         held_s = min(parts.settings.hold_s, call.timeout_s or inf)
         while True:
@@ -304,7 +304,6 @@ class AnswerService:
 
     async def _parsed(self, call: ApiCall) -> CheckedCall:
         parts = self._parts
-        # A short body may have a thousand prompts.
         if len(call.data) < LONG_BODY_BYTES and call.data.count(b",") < MANY_ITEMS:
             checked = parse(call, self._body_type, parts.versions, parts.settings)
         else:
@@ -328,7 +327,7 @@ class AnswerService:
         return replace(checked, ignored=tuple(names[:MAX_IGNORED]))
 
     def _note_ignored(self, call: ApiCall, names: Sequence[str]) -> None:
-        """Logs the fields that have no effect, of one request in a while."""
+        """Logs the fields of a request that have no effect, at most once in `IGNORED_EVERY_S`."""
         num_calls = self._with_ignored.due(self._parts.clock.now_s())
         if num_calls is None:
             return
@@ -338,7 +337,7 @@ class AnswerService:
 
 
 async def _by_turns(many: Iterable[T], turn: Turn) -> AsyncIterator[T]:
-    """Yields all, and waits for a turn of the loop now and then."""
+    """Yields all, and waits for a turn of the loop every `NUM_IN_TURN` items."""
     for number, one in enumerate(many, start=1):
         if not number % NUM_IN_TURN:
             await turn()

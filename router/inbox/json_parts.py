@@ -1,4 +1,4 @@
-"""JSON in parts, for values that would take long to make and to encode at once.
+"""Encodes JSON in parts, for values that would take long in one call.
 
 Encoding holds the interpreter lock, and making objects for it takes longer still. Here a value is
 encoded in short parts, each when it is asked for. Lists whose items are
@@ -12,8 +12,8 @@ import msgspec
 
 from router.inbox.loop_turns import Turn
 
-PART_BYTES = 2**14  # of a part, about: one to three milliseconds of log-probabilities
-NUM_AT_ONCE = 64  # items of a plain list that are encoded in one call
+PART_BYTES = 2**14  # roughly: one to three milliseconds of log-probabilities
+NUM_AT_ONCE = 64  # items of a plain list in one call of the encoder
 
 ValueT = TypeVar("ValueT")
 
@@ -46,7 +46,7 @@ def json_parts(value: object) -> Iterator[bytes]:
 
 
 async def joined_in_turns(parts: Iterator[bytes], turn: Turn) -> bytes:
-    """All parts together, each made when it is its turn."""
+    """Returns all parts together. Each part is made in a turn of its own."""
     data = bytearray()
     for part in parts:
         data += part
@@ -73,7 +73,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _listed(items: Iterator[bytes]) -> Iterator[bytes]:
-    """A list of items that are JSON already."""
+    """The JSON of a list, from items that are JSON already."""
     mark = b"["
     for item in items:
         yield mark + item

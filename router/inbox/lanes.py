@@ -23,8 +23,8 @@ from router.inbox.turns import TenantTurns
 WIDE_BODY_BYTES = 65_536
 NARROW_BYTES = 4 * 2**20
 WIDE_BYTES = 16 * 2**20  # some 8 s of tokenising in one thread
-FREE_AFTER_S = 5.0  # memory of wide bodies, which threads would keep: 150 MB of a mebibyte
-NUM_THREADS = 2  # of each lane
+FREE_AFTER_S = 5.0  # a body of 1 MiB takes 150 MB, which threads would keep
+NUM_THREADS = 2  # in each lane
 THREADS_OF_TENANT = NUM_THREADS - 1
 
 ResultT = TypeVar("ResultT")
@@ -44,7 +44,7 @@ class Lane:
     def __init__(self, name: str, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=name)
-        self._lock = Lock()  # guards what is below, which threads change
+        self._lock = Lock()  # guards the fields below, which threads change
         self._num_bytes = 0
         self._bytes_of: Counter[str] = Counter()
         self._running: Counter[str] = Counter()  # threads by tenant
@@ -72,7 +72,7 @@ class Lane:
             del future  # it holds the error, whose traceback holds this frame and the body
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Does short work of our own in a thread."""
+        """Runs short work of the gateway itself in a thread."""
         self._threads.submit(work)
 
     def _enter(self, tenant: str, num_bytes: int) -> _Place:
@@ -113,7 +113,7 @@ class Lane:
             place.turn.set_result(None)
 
     def _next(self) -> _Place | None:
-        """The next body, for which a thread is taken."""
+        """Takes a free thread for the next body, and returns that body."""
         if self._running.total() >= NUM_THREADS:
             return None
         place = self._waiting.take(lambda tenant: self._running[tenant] < THREADS_OF_TENANT)
@@ -132,7 +132,7 @@ class Lanes:
     def __init__(
         self, free: Callable[[], None] = return_freed_memory, free_after_s: float = FREE_AFTER_S
     ) -> None:
-        """After wide bodies `free` is called, in a thread. Building needs no event loop."""
+        """A thread calls `free` some seconds after a wide body. Building needs no event loop."""
         self.narrow = Lane("parse", NARROW_BYTES)
         self.wide = Lane("parse-long", WIDE_BYTES)
         self._free = free

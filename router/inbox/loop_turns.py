@@ -1,8 +1,8 @@
-"""Turns on the event loop, for work that is too long to be done in one go.
+"""Turns on the event loop, for work that would block the loop for too long.
 
-Long work is cut into pieces of a few milliseconds. Each pass of the loop does one piece, of all
-that wait. So the loop looks after all connections between two pieces, however many answers are
-being made. Tenants take turns (`router.inbox.turns`).
+Long work is cut into pieces of a few milliseconds. Each pass of the loop runs one waiting piece. So
+the loop serves all connections between two pieces, however many answers are being encoded. Tenants
+take turns (`router.inbox.turns`).
 
 Threads would not help: such work holds the interpreter lock, for which the loop would have to wait
 longer than a piece lasts.
@@ -40,7 +40,7 @@ class LoopTurns:
     def _give(self) -> None:
         """Gives the next turn; the one after it comes in the next pass of the loop."""
         while (turn := self._waiting.take()) is not None:
-            if not turn.done():  # else its client has left
+            if not turn.done():  # else the client has left
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._give)
                 return

@@ -1,8 +1,8 @@
-"""Waiting work of several tenants, of which each gets an equal share.
+"""Fair queueing: waiting work of several tenants, of which each gets an equal share.
 
-Pure: no thread, no clock. Each item has a weight, such as its bytes. The next item is that of the
-tenant which got least. A tenant that comes begins with what the next one has got, so it is not owed
-for a rest. Once nothing waits, all are equal again.
+Pure: no thread, no clock. Each item has a weight, such as its bytes. The next item belongs to the
+tenant with the least weight served so far. A tenant that comes back starts at the least weight of
+the waiting tenants, so idle time earns nothing. Once nothing waits, all are equal again.
 
 Source: Goyal, Vin and Cheng, Start-time Fair Queueing, SIGCOMM 1996.
 """
@@ -12,18 +12,18 @@ from collections.abc import Callable, Hashable
 from heapq import nlargest
 from typing import Generic, TypeVar
 
-MAX_REMEMBERED = 512  # tenants that do not wait
+MAX_REMEMBERED = 512  # tenants without waiting work
 
 TenantT = TypeVar("TenantT", bound=Hashable)
 ItemT = TypeVar("ItemT")
 
 
 class TenantTurns(Generic[TenantT, ItemT]):
-    """Items by tenant, each tenant's in the order in which they came."""
+    """Items by tenant, in the order in which each tenant added them."""
 
     def __init__(self) -> None:
         self._queues: dict[TenantT, deque[tuple[ItemT, float]]] = {}
-        self._got: dict[TenantT, float] = {}  # weights, counted from a common begin
+        self._got: dict[TenantT, float] = {}  # weight served so far, with one origin for all
 
     def put(self, tenant: TenantT, item: ItemT, weight: float = 1.0) -> None:
         """Adds an item behind the others of its tenant."""
@@ -33,7 +33,7 @@ class TenantTurns(Generic[TenantT, ItemT]):
         self._queues[tenant].append((item, weight))
 
     def take(self, may: Callable[[TenantT], bool] | None = None) -> ItemT | None:
-        """Removes and returns the next item of the tenants that `may` have one; None without."""
+        """Removes and returns the next item, of tenants that `may` be served; None without any."""
         waiting = [tenant for tenant in self._queues if may is None or may(tenant)]
         if not waiting:
             return None
@@ -48,11 +48,11 @@ class TenantTurns(Generic[TenantT, ItemT]):
 
     @property
     def _least(self) -> float:
-        """What the tenant got that is next."""
+        """The least weight that a waiting tenant got."""
         return min((self._got[tenant] for tenant in self._queues), default=0.0)
 
     def _forget(self) -> None:
-        """Drops what tenants got that do not wait, but for those that got most."""
+        """Forgets the weights of tenants without waiting work, except the largest."""
         if not self._queues:
             self._got.clear()
         elif len(self._got) > 2 * (len(self._queues) + MAX_REMEMBERED):

@@ -1,7 +1,7 @@
-"""What other places for a prompt were predicted to be like, for people who look at a decision.
+"""Adds the predictions for other workers to a decision, for people who look at it.
 
-Bounded: a few decisions a second are explained, in a quiet deployment all of them. Nothing that is
-decided depends on it.
+Bounded: a few decisions a second are explained, in a quiet deployment all. No decision depends on
+an explanation.
 """
 
 import random
@@ -27,7 +27,7 @@ class Explaining:
         self._room_for = room_for
         self._credit = BURST
         self._seen_s = 0.0
-        self._rng = random.Random(0)  # its own: decisions draw the same numbers without it
+        self._rng = random.Random(0)  # separate, so that decisions draw the same numbers without it
 
     def explained(self, decision: Decision, need: Need, known: Known, now_s: float) -> Decision:
         """Returns the decision, with the candidates if there is time for them."""

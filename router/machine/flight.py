@@ -16,7 +16,7 @@ from router.machine.requests import Request, Stay, Timeline
 from router.policies.base import Decision, SharedPrompt
 from router.prefixes.map import PrefixHashes
 
-MAX_STAYS = 16  # attempts of a request that are kept with their times
+MAX_STAYS = 16  # attempts of a request whose times are kept
 
 
 class Stamps(msgspec.Struct):
@@ -67,7 +67,7 @@ class Attempt(msgspec.Struct):
     started_s: float | None = None  # the first chunk
     num_cached_tokens: int = 0  # of `base_len`, found cached or pulled
     lease: LeaseRef | None = None
-    prefilled_s: float | None = None  # its first token, or its begin if it is moved
+    prefilled_s: float | None = None  # at its first token; at its begin if it continues an answer
     kv_ready_s: float | None = None
     decode_started_s: float | None = None
     kept_by: WorkerId | None = None  # which of the workers keeps its KV; None: all
@@ -99,7 +99,7 @@ class Attempt(msgspec.Struct):
         return self.prefill != self.decode
 
     def stay(self, received_s: float, ended_s: float | None = None) -> Stay:
-        """Returns its times, relative to those of the HTTP request."""
+        """Returns the times of the attempt, in seconds since the HTTP request."""
         return Stay(
             self.prefill,
             self.decode,
@@ -199,7 +199,7 @@ class Flight:
         return [each for each in (self.attempt, self.hedge) if each is not None]
 
     def leave(self, attempt: Attempt, now_s: float) -> None:
-        """Notes that an attempt is over, for those who look at it later."""
+        """Keeps the times of an attempt that is over, for the dashboard and timelines."""
         if len(self.past) == MAX_STAYS:
             del self.past[0]
         self.past.append(attempt.stay(self.request.received_s, now_s))

@@ -122,7 +122,7 @@ class PrefillCandidate(msgspec.Struct, frozen=True):
     """A worker that could have computed the prompt. Unknown predictions are None."""
 
     worker_id: WorkerId
-    wait_s: float | None  # until it is done with its other prompts
+    wait_s: float | None  # until the worker is done with its other prompts
     predicted_ttft_s: float | None
     num_matched_tokens: int
 

@@ -1,6 +1,6 @@
-"""The workers that a prompt could have been computed by, with what is predicted of each.
+"""Lists the workers that could have computed a prompt, with the predictions for each.
 
-For people who look at a decision: no policy needs it. The numbers are those that `slo` compares.
+For people who look at a decision; no policy needs the list. `slo` compares the same numbers.
 """
 
 from math import inf

@@ -44,7 +44,7 @@ def _own(name: str) -> str:
 
 
 def _renamed(lark: str, names: dict[str, str]) -> str:
-    """The grammar with other names of rules; texts, expressions and schemas stay as they are."""
+    """The grammar with renamed rules; texts, expressions and schemas stay unchanged."""
     parts, depth = list[str](), 0
     for found in LARK_TOKEN.finditer(lark):
         token = found[0]

@@ -200,7 +200,7 @@ def _ranked(scores: Logprobs, num_top: int) -> tuple[tuple[int, ...], tuple[floa
 
 
 def _numbers(logprobs: Sequence[float]) -> list[bytes]:
-    """The JSON of each number, of which there is at least one."""
+    """The JSON of each number; there is at least one."""
     return _encode([_finite(logprob) for logprob in logprobs])[1:-1].split(b",")
 
 

@@ -2,7 +2,7 @@
 
 A client sends arguments back as the model wrote them: JSON in a text. The text may be empty, cut
 short, or no object. Most templates take a mapping, which they write as JSON or item by item.
-Others add the text to their own. A template does not say which it is, so the forms are tried.
+Others insert the text unchanged. A template does not declare its form, so each form is tried.
 """
 
 import json
@@ -44,7 +44,7 @@ def _call(call: Call, form: Form) -> Call:
 
 
 def _decoded(arguments: Any) -> Any:
-    """The value of JSON in a text; another text as it is. Nothing is an empty mapping."""
+    """The value of JSON in a text; another text stays. An empty text is an empty mapping."""
     if arguments is None:
         return {}
     if not isinstance(arguments, str):

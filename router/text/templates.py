@@ -28,7 +28,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 # Variables that a client cannot set in another way than by their fields.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 THINKING = "message.thinking"  # in the source of a template of gpt-oss
-# Put behind the text of a message that is continued. A template that strips texts takes the blank.
+# Marks the end of a continued message. If a template strips texts, the blank is lost.
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Exceptions that a template may raise for unexpected messages.
 _TEMPLATE_FAULTS = (
@@ -172,7 +172,7 @@ def _without_end(text: str, content: str) -> str:
 
 
 def shown_end(prompt: str, content: str) -> str:
-    """What a prompt ends with of the message that it leaves open; templates may strip blanks."""
+    """The end of an open message that the prompt shows; templates may strip blanks."""
     return max(_common_end(prompt, content), _common_end(prompt, content.rstrip()), key=len)
 
 

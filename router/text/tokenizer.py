@@ -38,8 +38,8 @@ from router.text.template_files import Config, load_config, template_sources
 from router.text.templates import DEFAULT, DEFAULT_OPTIONS, ChatTemplates, TemplateOptions
 from router.text.token_bytes import TokenBytes, byte_table
 
-LONGEST_CUT = 2**18  # characters, or tokens, of a text that is then cut or only counted
-LONGEST_TOKEN = 64  # characters, where a tokenizer shows no bound: spaces may vanish
+LONGEST_CUT = 2**18  # characters, and tokens, of a text that is truncated or only counted
+LONGEST_TOKEN = 64  # characters; assumed if a tokenizer has no bound, as spaces may vanish
 
 PREFIX, SUFFIX = "prefix", "suffix"  # places of the two texts in a prompt
 # The prompts of models that fill in text, by family: tokens, and the places of the texts.
@@ -99,7 +99,8 @@ class TextModel:
     ) -> list[int]:
         """Encodes a plain prompt, with the special tokens that the tokenizer adds to every text.
 
-        Raises ApiError if it does not fit the context, or if one that `may_exceed` it is too long.
+        Raises ApiError if the prompt does not fit the context. With `may_exceed` the prompt may be
+        longer, up to `LONGEST_CUT`.
         """
         added = add_special_tokens
         return self._encode(text, context_len, param, added=added, may_exceed=may_exceed)

@@ -1,8 +1,8 @@
 """Removes from a schema what only an endless value would satisfy. Pure.
 
-A definition that leads back to itself, and through nothing else, has no value at all. An object
-that needs an object like itself has none that ends. A compiler would follow both for ever, or stop
-in the middle of an answer. Here they become `false`, which means the same.
+A definition that only refers back to itself has no value at all. An object that requires an object
+like itself has no finite value. A compiler would follow both for ever, or stop in the middle of an
+answer. Here they become `false`, which means the same.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ def finite(root: Json) -> Json:
 
 
 class _Finite:
-    """One document, whose parts are found to be finite one after the other."""
+    """One document, whose satisfiable parts are found step by step."""
 
     def __init__(self, root: Json) -> None:
         self._references = References(root)
@@ -54,7 +54,7 @@ class _Finite:
             left = still
 
     def _ends(self, schema: dict[str, Json]) -> bool:
-        """True if a value can satisfy the schema by parts that are known to be finite."""
+        """True if a finite value satisfies the schema, by the parts known so far."""
         if "$ref" in schema and not self._is_finite(self._references.target(schema["$ref"])):
             return False
         if not all(map(self._is_finite, _list(schema.get("allOf")))):

@@ -19,7 +19,7 @@ from engine.grammar.negation import other_texts
 from engine.grammar.rewriting.patterns import translated
 
 PLAIN_ESCAPES = 'nrbtf\\"'
-MAX_NAMES = 200  # in one pattern
+MAX_NAMES = 200  # keys in one pattern
 
 Json = Any
 Schema = dict[str, Any]
@@ -47,7 +47,7 @@ class KeySpelling:
         return PLAIN_ESCAPES + ("u" if self._escapes else "")
 
     def closed(self, schema: Schema) -> Schema:
-        """A schema of which other keys are described by a pattern, if they must be.
+        """The schema, with its other keys described by a pattern if necessary.
 
         Raises GrammarError for a value that cannot be spelled.
         """
@@ -81,7 +81,7 @@ def _names(schema: Schema) -> list[str]:
 
 
 def _combines_keys(schema: Schema) -> bool:
-    """True if the compiler has to join this schema's keys with those of others."""
+    """True if the compiler has to join this schema's keys with keys of other schemas."""
     found = schema.keys() & _COMBINING
     together = schema.get("allOf")
     several = isinstance(together, list) and len(together) > 1
@@ -89,7 +89,7 @@ def _combines_keys(schema: Schema) -> bool:
 
 
 def _schemas(root: Json) -> Iterator[Schema]:
-    """All objects of the document, of which some may be values: those only forbid escapes."""
+    """All objects of the document. Some may be values; these can only forbid escapes."""
     pending = [root]
     while pending:
         match pending.pop():

@@ -31,7 +31,7 @@ _ASSERTIONS = ("(?=", "(?!", "(?<=", "(?<!")
 
 
 def translated(pattern: str) -> str:
-    """The pattern as the compiler reads it. Raises GrammarError for what it cannot say."""
+    """The pattern in the compiler's syntax. Raises GrammarError if it has no translation."""
     return _Pattern(pattern).written()
 
 
@@ -70,7 +70,7 @@ class _Pattern:
         return "".join(parts)
 
     def _next(self) -> str:
-        """The translation of what comes next outside a class."""
+        """The translation of the next part outside a class."""
         char = self._text[self._at]
         if char == "[":
             return self._class()
@@ -89,7 +89,7 @@ class _Pattern:
         return char if char in ")|^$" else _coded(char)
 
     def _no_laziness(self) -> str:
-        """Passes over a `?`, which changes what a match is and not whether there is one."""
+        """Skips a lazy `?`: it changes the length of a match, but not whether there is one."""
         self._at += self._text.startswith("?", self._at)
         return ""
 
@@ -116,7 +116,7 @@ class _Pattern:
         return _coded(self._character())
 
     def _character(self) -> str:
-        """The character that an escape stands for; one in itself if it is no escape."""
+        """The next character, with its escape decoded."""
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
@@ -156,7 +156,7 @@ class _Pattern:
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
     def _members(self) -> Iterator[str]:
-        """What a class holds, up to its end."""
+        """The members of a class, up to its end."""
         text = self._text
         while not text.startswith("]", self._at):
             if self._at >= len(text):
@@ -194,7 +194,7 @@ class _Pattern:
 
 
 def _coded(char: str) -> str:
-    """A character in Rust's syntax; only letters, digits and those above ASCII are themselves."""
+    """A character in Rust's syntax; all but letters, digits and non-ASCII ones are escaped."""
     if char.isalnum() or ord(char) > 0xA0 or char in " _":
         return char
     return f"\\x{{{ord(char):x}}}"

@@ -43,11 +43,11 @@ class AttentionCall:
     """The arguments of one layer's attention. K and V shapes are (num_kv_heads, head_dim)."""
 
     layer: int
-    source: int  # the layer that made K and V: itself, or an earlier one that shares them
+    source: int  # the layer that made K and V: this one, or an earlier one that shares them
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
     window: int | None
-    mask_window: int | None  # that of the mask; `window` if the layer gives no mask
+    mask_window: int | None  # the window of the mask; `window` if the layer gives no mask
     has_own_mask: bool  # the model builds its own mask
     terms: frozenset[str]  # names of further tensors, which PAGED would not use
 
@@ -60,10 +60,10 @@ class ForwardContext:
     batch: AttentionBatch | None = None
     attend: Attend = torch_attention.attend
     calls: list[AttentionCall] = field(default_factory=list)  # made under RECORDING
-    made: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # with them
-    places: dict[int, int] = field(
-        default_factory=dict
-    )  # in the cache, of layers not at their index
+    # The K and V that layers made under RECORDING, to recognise layers that share them.
+    made: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # The places in the cache of layers that are not at their index.
+    places: dict[int, int] = field(default_factory=dict)
 
 
 def attach(model: torch.nn.Module, context: ForwardContext) -> None:

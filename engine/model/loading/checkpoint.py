@@ -309,7 +309,7 @@ def _load_config(path: Path) -> PreTrainedConfig:
 
 
 def _settle_length(path: Path, config: PreTrainedConfig, max_len: int | None) -> ContextLength:
-    """Returns the context that is served, and makes rotary embeddings constant if it needs that."""
+    """Returns the length of the context; makes rotary embeddings constant if necessary."""
     text = config.get_text_config(decoder=True)
     length = context_length(text, max_len)
     if length.limit is not None:
@@ -330,7 +330,7 @@ def _quant_method(config: PreTrainedConfig) -> str | None:
 
 
 def _loader(path: Path, config: PreTrainedConfig) -> Callable[..., Any]:
-    """Returns what makes the model of the checkpoint's files, or of what its GGUF file holds."""
+    """Returns a function that loads the model from safetensors or from a GGUF file."""
     file = weight_files(path)[0]
     if file.suffix != ".gguf":
         kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
@@ -436,7 +436,7 @@ def _recorded(model: PreTrainedModel, context: ForwardContext) -> list[Attention
 def _check_numbers(path: Path, model: PreTrainedModel) -> None:
     """Raises CheckpointError for a weight that has NaN or infinity.
 
-    The trial would not meet all of them: an expert, a token.
+    The trial meets few experts and few rows of embeddings, so it might miss such a weight.
     """
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and weight.numel():
@@ -536,6 +536,6 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def _one_line(error: Exception) -> str:
     """What an error says, in one line: the first, and the next if that ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines or isinstance(error, LookupError):  # whose text is a bare name
+    if not lines or isinstance(error, LookupError):  # the text of a LookupError is a bare name
         return f"{type(error).__name__} {' '.join(lines)}".strip()
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

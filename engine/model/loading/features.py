@@ -1,4 +1,4 @@
-"""Names of what is not served, in the words of those who know models, for the messages of refusals.
+"""Names of features that are not served, in the field's words, for the messages of refusals.
 
 Every refusal by such a name points to the page that lists what is served.
 """
@@ -11,7 +11,7 @@ from engine.errors import CheckpointError
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
 STATE = "layers with a recurrent state"
-LAYER_TYPES = {  # of transformers
+LAYER_TYPES = {  # transformers' names of layer types, and ours
     "chunked_attention": "attention in chunks",
     "compressed_sparse_attention": "compressed sparse attention",
     "conv": "convolution layers with a state",
@@ -32,7 +32,7 @@ PAGE = "docs/models.md lists what is served"
 
 
 def refused(where: str, why: str) -> CheckpointError:
-    """The refusal of a model as it is."""
+    """The refusal of a model, with the reason and the page that lists what is served."""
     return CheckpointError(f"{where}: {why}; {PAGE}")
 
 
@@ -60,5 +60,5 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def names_of(terms: Iterable[str]) -> str:
-    """The terms of an attention that ours has not, in words."""
+    """The names of terms that a model adds to attention and ours lacks."""
     return ", ".join(sorted({TERMS.get(term, term) for term in terms}))

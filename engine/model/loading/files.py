@@ -63,7 +63,7 @@ def _check_tokenizer(path: Path) -> None:
 
 
 def _check_index(path: Path, headers: dict[str, dict[str, dict]]) -> None:
-    """Raises CheckpointError if the index names a shard for a tensor which that lacks."""
+    """Raises CheckpointError if the index names a shard that lacks the tensor."""
     for tensor, name in _weight_map(path).items():
         if tensor not in headers[name]:
             actual = next((file for file, header in headers.items() if tensor in header), None)
@@ -111,7 +111,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _is_own_name(name: str) -> bool:
-    """True if `name` can only be that of a file in the folder itself."""
+    """True if `name` can only name a file in the folder itself."""
     return name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 

@@ -1,6 +1,6 @@
 """Reads the weights of a GGUF file, each when transformers asks for it.
 
-Types of one number a value keep it: F32, F16, BF16. The others hold blocks of 32 values and become
+F32, F16 and BF16 keep their type. The others hold blocks of 32 values and become
 fp32, as the format defines them (d and m are fp16):
 
     Q8_0    d, 32 signed bytes q          value = d q
@@ -22,7 +22,7 @@ AS_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class LazyWeight:
-    """A weight that is read where it is indexed, as a slice of a safetensors file is."""
+    """A weight that is read when it is indexed, like a slice of a safetensors file."""
 
     def __init__(self, path: Path, place: WeightPlace) -> None:
         self._path, self._place = path, place

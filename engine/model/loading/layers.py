@@ -1,7 +1,7 @@
-"""What a model's layers ask of attention, read from recorded calls and compared with its config.
+"""Reads the layers' demands on attention from recorded calls, and compares them with the config.
 
-The trial's few tokens do not reach the end of a window, so windows are compared by what is said of
-them: to the attention, in the mask and in transformers' own cache.
+The trial's few tokens do not reach the end of a window. So the sizes of windows are compared that
+the attention, the mask and transformers' own cache are given.
 """
 
 from collections import Counter

@@ -25,7 +25,7 @@ PACKAGES = {  # by quant_method; for other methods transformers names missing pa
     "torchao": ("torchao",),
 }
 
-PARTS = re.compile(  # of quantised weights, which have no place in a plain model
+PARTS = re.compile(  # names of tensors that only quantised weights have
     r"\.(weight_scale(_inv|_2)?|input_scale|weight_packed|weight_shape|weight_zero_point"
     r"|qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|(\w+_)?(blocks|scales))$"
 )

@@ -14,7 +14,7 @@ LENGTH = "max_position_embeddings"
 DTYPES = ("float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
-ACTIVATIONS = frozenset(  # of transformers
+ACTIVATIONS = frozenset(  # names in transformers
     {
         *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
         *("gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu"),
@@ -23,7 +23,7 @@ ACTIVATIONS = frozenset(  # of transformers
     }
 )
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-ROPE_TYPES = frozenset(  # of transformers, of some of its models, and former names
+ROPE_TYPES = frozenset(  # names in transformers, in some of its models, and former names
     {
         *("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"),
         *("axial", "ntk_alpha", "xdrope", "mrope", "su"),

@@ -30,7 +30,7 @@ class SlabGrowth:
             self._thread.start()
 
     def finish(self, now_s: float) -> str | None:
-        """Takes slots that have been allocated into use, or returns why that failed."""
+        """Adds the allocated slots to the tier, or returns why the allocation failed."""
         if self._thread is None or self._found is None:
             return None
         self._thread.join()

@@ -26,7 +26,7 @@ from engine.messages import HASH_BYTES
 from kvtransfer.store.disk.format import HEADER, HEADER_BYTES, DiskGeometry, Headers
 
 SLAB_BYTES = 1 << 30  # at most, unless a block is larger
-LEAVES_BYTES = 16 << 20  # of a full disk, for others
+LEAVES_BYTES = 16 << 20  # left free on a full disk
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also for a quota, and for a limit on files
 TABLE_NAME = "headers"
 _SLAB_NAME = re.compile(r"slab-(\d{5})")
@@ -90,10 +90,10 @@ def remove_directory(directory: Path) -> None:
 
 
 class NewSlots(NamedTuple):
-    """Slots that have been allocated, of a slab that may have some already."""
+    """Newly allocated slots of a slab, which may have had some before."""
 
     slab_fd: int
-    slots: int  # of the slab in all
+    slots: int  # all slots of the slab
     is_new_slab: bool = False
 
 
@@ -111,7 +111,7 @@ class SlabFiles:
         self._directory = directory
         self._geometry = geometry
         self._directory_fd = -1
-        self._last_slots = 0  # of the last slab
+        self._last_slots = 0  # slots of the last slab
 
     def open(self) -> None:
         """Locks the directory and opens the table; makes them if they are absent.
@@ -187,13 +187,13 @@ class SlabFiles:
         return NewSlots(fd, slots, is_new_slab=True)
 
     def add(self, new: NewSlots) -> None:
-        """Takes slots into use that have been allocated."""
+        """Adds allocated slots."""
         if new.is_new_slab:
             self.slab_fds.append(new.slab_fd)
         self._last_slots = new.slots
 
     def _allocate_some(self, fd: int, index: int, have: int, most: int) -> int:
-        """Gives a slab more slots than it has. Returns how many it has then. Raises OSError."""
+        """Allocates more slots of a slab. Returns the number that it has then. Raises OSError."""
         slots = most
         while True:
             before_bytes = os.fstat(fd).st_size
@@ -201,7 +201,7 @@ class SlabFiles:
                 _allocate(fd, slots * self._geometry.stride_bytes)
                 _allocate(self.table_fd, self._table_bytes(index, slots))
             except OSError as error:
-                os.ftruncate(fd, before_bytes)  # what was allocated until the disk was full
+                os.ftruncate(fd, before_bytes)  # frees what was allocated until the disk was full
                 slots = have + self._fewer(slots - have)
                 if error.errno not in NO_ROOM or slots == have:
                     raise
@@ -209,7 +209,7 @@ class SlabFiles:
                 return slots
 
     def _fewer(self, num_slots: int) -> int:
-        """Returns how many slots to try where so many do not fit; 0 if none is to be had."""
+        """Returns a number of slots to try next if `num_slots` do not fit; 0 without room."""
         found = os.fstatvfs(self._directory_fd)
         free_bytes = found.f_bavail * found.f_frsize - LEAVES_BYTES
         fitting = max(free_bytes, 0) // (self._geometry.stride_bytes + HEADER_BYTES)

@@ -222,7 +222,7 @@ class DiskTier:
 
     @property
     def shortage(self) -> str | None:
-        """The reason why there are fewer slots than wanted, or None if there is none."""
+        """Why there are fewer slots than wanted; None if there are enough."""
         return None if self._files.is_whole else self._growth.fault
 
     @property

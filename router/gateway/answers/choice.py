@@ -27,7 +27,7 @@ from router.text.logprobs import Entry, ScoredText, mean_logprob, prompt_entries
 from router.text.native.library import NativeText
 from router.text.native.step import BatchedText, NativeVocabulary
 
-SCORED_AT_ONCE = 16  # with twenty alternatives each
+SCORED_AT_ONCE = 16  # tokens with twenty alternatives each
 PLAIN_AT_ONCE = 256
 
 CallDelta = CallBegun | CallArguments
@@ -269,7 +269,7 @@ class AnswerChoice:
 
     @property
     def num_at_once(self) -> int:
-        """The number of tokens that take some milliseconds until they are sent."""
+        """The number of tokens that are sent together; they take some milliseconds."""
         return SCORED_AT_ONCE if self._is_scored else PLAIN_AT_ONCE
 
     @property

@@ -25,7 +25,7 @@ class EmbeddingAnswer:
         self._form = form
         self._send = send
         self._found = [b""] * heading.num_choices
-        self._are_numbers = True  # all that were found
+        self._are_numbers = True  # no value so far is infinite or NaN
 
     @property
     def is_ready(self) -> bool:

@@ -16,7 +16,7 @@ from router.machine.requests import Update
 from router.port import OpenLane, RequestPort, StepTaker, open_no_lane
 from router.text.native.step import BatchedText
 
-LONG_PROMPT_TOKENS = 2048  # take some 0.3 ms on the way to a worker
+LONG_PROMPT_TOKENS = 2048  # hashing and encoding them takes some 0.3 ms
 MAX_OPEN = 128  # requests of one call that the router has at once
 
 
@@ -29,8 +29,8 @@ def follow(
 ) -> Coroutine[Any, Any, AnswerPiece]:
     """Submits the request of each choice and writes its pieces, but not the last one.
 
-    What a client that reads slowly has not taken comes all together. It is then taken in parts,
-    each when it is its `turn`.
+    Updates that a slow client has not taken are joined. They are then written in parts, each in a
+    `turn` of its own.
 
     Returns the last piece of the answer, which has an outcome. So the iterator is closed, and a
     request that a stop string ended is cancelled, before anything waits for the client to take the

@@ -1,6 +1,6 @@
 """Sends an answer as one JSON body when it is complete.
 
-A long answer is written in parts, each when it is its tenant's turn: see `router.inbox.loop_turns`.
+A long answer is encoded in parts, each in a turn of its tenant: see `router.inbox.loop_turns`.
 """
 
 from array import array
@@ -29,7 +29,7 @@ from router.text.logprobs import (
 )
 
 SHORT_ENTRIES = 16  # with twenty alternatives each, they take about a millisecond to encode
-SHORT_TOKENS = 8192  # the same of token ids and text
+SHORT_TOKENS = 8192  # token ids and text take as long
 
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
@@ -41,14 +41,14 @@ def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
 
 
 class KeptChoice:
-    """What came of one choice so far."""
+    """The text, tokens and scores of one choice so far."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.token_ids = array("I")
         self.calls: list[CallDelta] = []
         self.last: AnswerPiece | None = None
-        self._text = StringIO()  # takes less room than its pieces
+        self._text = StringIO()  # needs less memory than a list of pieces
         self._reasoning = StringIO()
 
     @property

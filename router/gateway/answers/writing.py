@@ -38,7 +38,7 @@ class Heading(msgspec.Struct, frozen=True):
     decision: Callable[[], Decision | None]  # known with the first token
     limit_headers: Callable[[], Mapping[str, str]]  # what remains of the key's limits
     trace_headers: Mapping[str, str]  # W3C trace context of the answer; empty if it has no trace
-    turn: Turn  # for each piece of long work
+    turn: Turn  # awaited before each piece of long work
 
     @property
     def num_choices(self) -> int:

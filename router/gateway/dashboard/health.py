@@ -1,6 +1,6 @@
-"""The one word for the state of a deployment, as this gateway sees it, with its reasons.
+"""The state of a deployment in one word, as this gateway sees it, with reasons.
 
-Pure. What is not known is never good: without news of the pools the word is a warning.
+Pure. Unknown is never good: without news of the pools the state is a warning.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from router.gateway.metrics.pools import PoolCount
 
 
 class Level(StrEnum):
-    """How bad it is, as the page colours it."""
+    """The severity, which the page shows as a colour."""
 
     GOOD = "good"
     WARN = "warn"
@@ -28,7 +28,7 @@ class PoolHealth(msgspec.Struct, frozen=True):
 
 
 class HealthFacts(msgspec.Struct, frozen=True):
-    """What the state follows from. `missing` is why no request can be served, or None."""
+    """The facts behind the state. `missing` is why no request can be served, or None."""
 
     missing: str | None
     pools: Sequence[PoolCount] | None  # None: no controller has told what is wanted
@@ -67,7 +67,7 @@ def _gaps(pools: Sequence[PoolCount]) -> tuple[list[str], list[str]]:
 
 
 def _others(facts: HealthFacts) -> list[str]:
-    """What is no fault of a pool."""
+    """The reasons that are no fault of a pool."""
     found = []
     if facts.num_stalled:
         found.append(_several(facts.num_stalled, "answer stands still", "answers stand still"))

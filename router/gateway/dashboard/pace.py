@@ -1,7 +1,7 @@
-"""How answers come: looks at those that run once a second, and is not told of single tokens.
+"""Measures the pace of running answers once a second, without an event for each token.
 
-An answer *stalls* if no token has come for `STALL_S`. The stall ends when the answer is next seen
-to have got on, so its length is known to about a second.
+An answer *stalls* if no token has come for `STALL_S`. The stall ends at the first look that finds
+new tokens, so its length is known to about a second.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from router.gateway.dashboard.segments import Stall
 from router.machine.requests import Request
 
 STALL_S = 1.5
-MAX_STALLS = 32  # of one answer that are kept, the latest
+MAX_STALLS = 32  # the latest stalls of an answer are kept
 
 
 class PaceSeen(NamedTuple):
@@ -26,7 +26,7 @@ class PaceSeen(NamedTuple):
 
 
 class _Progress:
-    """One answer that has begun, as it was at the last look."""
+    """The state of one running answer at the last look."""
 
     __slots__ = ("is_stalled", "looked_s", "num_tokens", "stalls")
 
@@ -37,7 +37,7 @@ class _Progress:
         self.stalls: list[Stall] = []
 
     def look(self, answer: RunningAnswer, now_s: float) -> float:
-        """Returns the seconds for each token since the last look; without one, its silence."""
+        """Returns the seconds for each token since the last look; without tokens, the silence."""
         num_tokens, silent_s = answer.num_tokens, now_s - answer.last_s
         num_new, lasted_s = num_tokens - self.num_tokens, now_s - self.looked_s
         if silent_s >= STALL_S:
@@ -51,11 +51,11 @@ class _Progress:
 
 
 class Paces:
-    """The progress of the answers that run, and the times of those that began since a look."""
+    """The progress of running answers, and the times to first token since the last look."""
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
-        self._ttfts_s: list[float] = []  # of answers that began and ended since
+        self._ttfts_s: list[float] = []  # of answers that began and ended since the last look
 
     def look(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
         """Looks at all answers that run. Batches do not count."""
@@ -96,7 +96,7 @@ class Paces:
 
 
 def spread_of(times_s: list[float]) -> TimeSpread | None:
-    """The median and the 95th percentile; None of nothing."""
+    """The median and the 95th percentile; None without times."""
     if not times_s:
         return None
     ordered, last = sorted(times_s), len(times_s) - 1

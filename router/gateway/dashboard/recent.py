@@ -104,7 +104,7 @@ class RecentRequests:
             self._note_hits(request, timeline)
 
     def _record(self, ended: EndedChoice) -> EndedRequest:
-        """What is kept of an answer that is over."""
+        """The record of an answer that is over."""
         request, timeline = ended.request, ended.timeline
         e2e_s = max(ended.last_s - request.received_s, 0.0)
         outcome, reason = _told(ended.outcome)

@@ -1,6 +1,6 @@
-"""What the dashboard keeps of requests that run and that ended, and of each second.
+"""The dashboard's records of running and ended requests, and of each second.
 
-Plain records. Times are seconds on the gateway's clock.
+Plain data. Times are seconds on the gateway's clock.
 """
 
 from typing import NamedTuple, Protocol
@@ -28,12 +28,12 @@ class EndedRequest(msgspec.Struct, frozen=True):
     """One answer that is over. `missed` names the stage that broke a bound; empty if none did."""
 
     number: int
-    id: str  # as its client knows it
-    request_id: RequestId  # the server's own, of one choice
+    id: str  # the id that the client knows
+    request_id: RequestId  # the server's own id of one choice
     version: str
     tenant: str
     outcome: str
-    reason: str  # of a failure, or the finish reason
+    reason: str  # why it failed, or the finish reason
     received_s: float
     e2e_s: float  # to its last token
     ttft_s: float | None
@@ -123,9 +123,9 @@ class TimeSpread(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One second: what waits and runs at its end, and what ended or came in it.
+    """One second: requests that wait and run at its end, and requests that ended or came in it.
 
-    `ttft` is of answers that began, `tpot` of answers that go on. None: there were none.
+    `ttft` is about answers that began, `tpot` about answers that go on; None without such answers.
     """
 
     number: int
@@ -145,7 +145,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class EndedChoice(msgspec.Struct, frozen=True):
-    """What is known of one answer at its end."""
+    """The facts about one answer at its end."""
 
     shown_id: str
     version: str

@@ -1,7 +1,7 @@
-"""Where a request was when: one segment for each stage of each attempt, at its own worker.
+"""Turns the timeline of a request into segments: one for each stage of each attempt.
 
 Pure. Between two attempts a request is in the router's queue. While a worker sends no token of a
-running answer, there is a segment that says so, and none of decode steps.
+running answer, the segment is a stall and not decode steps.
 
 Times are seconds from the HTTP request on.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 from router.machine.requests import Stay, Timeline
 
-LOOK_S = 1.0  # stalls are known to that
+LOOK_S = 1.0  # the resolution of stalls
 ROUTER = "router"
 STALLED = "stalled"
 
@@ -31,7 +31,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 class Spent(msgspec.Struct, frozen=True):
     """Where the time of a request went, in seconds. Routing and hidden transfers are left out."""
 
-    queued_s: float = 0.0  # for a worker, in it, and for KV
+    queued_s: float = 0.0  # waits for a worker, in a worker, and for KV
     prefill_s: float = 0.0
     decode_s: float = 0.0
     stalled_s: float = 0.0
@@ -55,7 +55,7 @@ def segments_of(
     if timeline is None:
         return []
     found: list[Segment] = []
-    free_s: float | None = timeline.route_s  # no attempt runs since then; None: one does
+    free_s: float | None = timeline.route_s  # since when no attempt runs; None: one runs
     stays = sorted(timeline.stays, key=lambda stay: stay.placed_s)
     for index, stay in enumerate(stays):
         if free_s is not None:
@@ -73,7 +73,7 @@ def segments_of(
 
 
 def spent_of(segments: Iterable[Segment]) -> Spent:
-    """Returns the sums of the segments by what they are."""
+    """Returns the sum of the segments of each stage."""
     sums = dict.fromkeys(Spent.__struct_fields__, 0.0)
     for each in segments:
         if (part := _PARTS.get(each.stage)) is not None:
@@ -82,13 +82,13 @@ def spent_of(segments: Iterable[Segment]) -> Spent:
 
 
 def _free_from(stays: Sequence[Stay]) -> float | None:
-    """The end of the last attempt so far; None if one runs."""
+    """The end of the last attempt; None if an attempt runs."""
     ends_s = [stay.ended_s for stay in stays if stay.ended_s is not None]
     return max(ends_s) if len(ends_s) == len(stays) else None
 
 
 def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """The stages of one attempt, as far as it came."""
+    """The stages that one attempt reached."""
     over_s = end_s if stay.ended_s is None else stay.ended_s
     if stay.prefilled_s is None or stay.prefill_started_s is not None:
         started_s = over_s if stay.prefill_started_s is None else stay.prefill_started_s
@@ -105,9 +105,9 @@ def _of_stay(stay: Stay, end_s: float, stalls: Sequence[Stall]) -> Iterator[Segm
 
 
 def _steps(lane: str, begun_s: float, over_s: float, stalls: Sequence[Stall]) -> Iterator[Segment]:
-    """Decode steps, and between them the times without a token.
+    """Decode steps, and the stalls between them.
 
-    A stall that was last seen just before the end of an attempt lasted until then.
+    If a stall was last seen just before the end of the attempt, it lasts until that end.
     """
     at_s = begun_s
     for start_s, seen_s in stalls:

@@ -55,14 +55,14 @@ _ORDINARY = {  # events of routers and pools that are no trouble, with any reaso
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """The KV blocks of a worker. `lost` is what its pool has beyond their sum: 0 if all is well."""
+    """The KV blocks of a worker. `lost` is the pool's size minus their sum: 0 if all is well."""
 
     free: int
     cached: int
     owned: int
     leased: int
     in_flight: int
-    total: int  # of the pool
+    total: int  # blocks of the pool
     lost: int
 
 

@@ -96,7 +96,7 @@ class _Replies:
     """The way to the client of one request; implements `router.gateway.answering.Replies`."""
 
     send: Callable[[Any], Awaitable[None]]
-    id: str = ""  # of the request, known once its message is read
+    id: str = ""  # the request's id, known once the message is read
     form: AnswerForm | None = None  # known once the request is read
     failure: InferenceFailure | None = None
     headers: dict[str, str] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Bounds on the methods that need no key: states of the server, health, reflection.
 
-Their messages have a few bytes, so longer and malformed ones are refused. Streams of them, such as
-health that is watched, are bounded in number.
+Their messages have a few bytes, so longer and malformed ones are refused. The number of their
+streams, such as watches of health, is bounded.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from engine.net.grpc_library import grpc
 
-MAX_BYTES = 4096  # of a message
+MAX_BYTES = 4096  # in a message
 MAX_STREAMS = 256  # of all clients
 _CODES = grpc.StatusCode
 

@@ -1,9 +1,9 @@
 """Bounds what a ModelInferRequest costs, by its tags on the wire, before it is parsed. Pure.
 
-protobuf makes an object for each message in a message. That takes 90 bytes and more for two bytes
-on the wire, and all in one call, during which no other thread runs. So the tags are counted first,
-also of messages in messages, and the numbers in packed fields. Strings and raw contents are not
-looked into: they cost what they weigh.
+protobuf makes an object for each nested message, of 90 bytes and more for two bytes on the wire. It
+does so in one call, during which no other thread runs. So the tags of all messages and the numbers
+of packed fields are counted first. Strings and raw contents need no look: they take as much memory
+as they have bytes.
 
 Source: protobuf's documentation, "Encoding".
 """
@@ -16,19 +16,19 @@ import numpy as np
 from router.gateway.inference.tensors import MAX_ITEMS
 from router.inbox.api_errors import ApiError, invalid_value
 
-MAX_FIELDS = 4096  # of one request, with those of messages in it; counted in 2 ms
+MAX_FIELDS = 4096  # in a request, nested messages included; counting takes 2 ms
 _MAX_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True)
 class _Message:
-    """The fields of a message that are looked into, by number."""
+    """The fields of a message whose contents are checked, by number."""
 
     messages: "Mapping[int, _Message]" = field(default_factory=dict)
     numbers: Collection[int] = ()  # fields of packed whole numbers
 
 
-_ENTRY = _Message({2: _Message()})  # of parameters
+_ENTRY = _Message({2: _Message()})  # a parameter
 _CONTENTS = _Message(numbers=range(1, 6))
 _TENSOR = _Message({4: _ENTRY, 5: _CONTENTS}, numbers=(3,))
 _REQUEST = _Message({4: _ENTRY, 5: _TENSOR, 6: _Message({2: _ENTRY})})
@@ -52,7 +52,7 @@ class _Walk:
         self._num_fields = 0
 
     def check(self, message: _Message, begin: int, end: int) -> None:
-        """Counts the fields of a message and of those in it."""
+        """Counts the fields of a message and of its nested messages."""
         for number, start, stop in self._fields(begin, end):
             if (inner := message.messages.get(number)) is not None:
                 self.check(inner, start, stop)
@@ -66,7 +66,7 @@ class _Walk:
             raise invalid_value(f"a tensor has more than {MAX_ITEMS} items", "inputs")
 
     def _fields(self, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the number, begin and end of each field of bytes, and counts all fields."""
+        """Counts all fields. Yields the number, begin and end of each field of bytes."""
         while place < end:
             self._num_fields += 1
             if self._num_fields > MAX_FIELDS:

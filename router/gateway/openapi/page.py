@@ -1,4 +1,4 @@
-"""Shows an OpenAPI document as one page of HTML, in the dress of the pages for people.
+"""Shows an OpenAPI document as one page of HTML, which looks like the pages for people.
 
 The page needs no script and no other file. If there is a landing page, a script adds the bar of the
 other pages and the colours that were chosen there.

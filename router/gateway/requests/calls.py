@@ -66,7 +66,7 @@ class GatewaySettings:
     max_choices: int = 16  # of one prompt, including those that `best_of` leaves out
     max_batch_choices: int = 128  # of all prompts of one request
     min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
-    allowed_hosts: tuple[str, ...] = ()  # that requests may name without keys
+    allowed_hosts: tuple[str, ...] = ()  # names of this server for requests without keys
     cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
     slo_ttft_s: float | None = None  # for the dashboard; None: no bound
     slo_tpot_s: float | None = None
@@ -96,8 +96,8 @@ class ApiCall(msgspec.Struct, frozen=True):
     decision: bool  # the client wants it in the head of the response
     trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
     session: SessionClaim | None = None
-    # Of a body of another API: all fields that it may have, and what gives names of fields without
-    # effect as its client knows them, with those that are only there.
+    # For the body of another API: all its fields, and a function that gives the client's names of
+    # the fields without effect.
     own_fields: tuple[str, ...] = ()
     own_ignored: Callable[[Sequence[str]], Sequence[str]] | None = None
 
@@ -230,7 +230,7 @@ def parse(
 def add_suggestions(
     error: InvalidRequest, call: ApiCall, names: Sequence[str], body_type: type[Body]
 ) -> None:
-    """Lets an error that may be due to misspelt fields say so; `names` are unknown ones."""
+    """Adds suggestions for the unknown fields `names` to an error that they may have caused."""
     if error.status == HTTPStatus.BAD_REQUEST:
         error.message += suggestions(names, body_type, call.own_fields)
 
@@ -323,7 +323,7 @@ def _checked(
 
 
 def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
-    """The same call with a grammar that holds less, and the places that it does not hold."""
+    """The same call with a looser structure, and the places that its grammar does not enforce."""
     grammar = behind_thinking(structure, call.served.text, call.reader)
     requests = tuple(
         replace(each, sampling=replace(each.sampling, grammar=grammar)) for each in call.requests

@@ -24,9 +24,10 @@ from router.inbox.json_values import check_containers, decode_value, no_object, 
 SHORT_BODY_BYTES = 65_536
 MAX_PROMPT_IDS = 2**20
 MAX_IGNORED = 16  # names of unknown fields that an answer tells
-MAX_IGNORED_LEN = 64  # characters of one
-MAX_SUGGESTED, MAX_SUGGESTED_LEN = 4, 32  # of them, names that get a suggestion; characters of one
-LEAST_LIKENESS = 0.75  # of a suggestion, from 0 to 1
+MAX_IGNORED_LEN = 64  # characters of a name
+MAX_SUGGESTED = 4  # names that get a suggestion
+MAX_SUGGESTED_LEN = 32  # characters of such a name
+LEAST_LIKENESS = 0.75  # of a name and its suggestion, from 0 to 1
 MAX_PROMPTS = 4096  # far more than `gateway.max_batch_choices` allows
 
 
@@ -108,9 +109,9 @@ def ignored_names(data: bytes, fields: Mapping[str, Any], body_type: type[Body])
 
 
 def suggestions(names: Sequence[str], body_type: type[Body], own_fields: Sequence[str] = ()) -> str:
-    """What unknown fields may have been meant to be, as the end of a message; mostly empty.
+    """Suggestions for misspelt fields, to be added to a message; mostly empty.
 
-    `own_fields` are more names that the client may have meant.
+    `own_fields` are further names that may be suggested.
     """
     known = (*own_fields, *honoured_by(body_type.endpoint))
     short = [name for name in names if len(name) <= MAX_SUGGESTED_LEN][:MAX_SUGGESTED]

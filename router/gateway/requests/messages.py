@@ -37,7 +37,7 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name
-    refusal: str | None = None  # what the assistant said instead of a content
+    refusal: str | None = None  # the assistant's text instead of a content
 
 
 def template_message(index: int, message: ChatMessage) -> dict[str, Any]:

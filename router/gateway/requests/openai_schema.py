@@ -196,7 +196,7 @@ class Body(msgspec.Struct, kw_only=True):
 
     @property
     def times_of_prompt(self) -> int:
-        """How often an answer has the log-probabilities of a prompt that `prompt_logprobs` asks."""
+        """How often an answer repeats the log-probabilities that `prompt_logprobs` asks for."""
         return 1
 
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
@@ -357,7 +357,7 @@ class ChatBody(Body, kw_only=True):
     def echoed(self, token_ids: Sequence[int], text: TextModel) -> str | None:
         """The final message's text, if it is the assistant's and the answer begins with it.
 
-        If the answer goes on with that message, this is the part of it that ends the prompt.
+        With `continue_final_message` that is only the part that the prompt ends with.
         """
         final = self.messages[-1]
         if not self.echo or final.role != "assistant":

@@ -162,7 +162,7 @@ def limits_of(
 ) -> Limits:
     """The limits of the answer, with the client's and these stop tokens. Raises ApiError.
 
-    If the client says no length, that of the model's authors counts, or else the API's.
+    If the request has no length, the model's default counts, or else the API's default.
     """
     default = _default_tokens(body, default_max_tokens, model_max_tokens)
     max_tokens = _max_tokens(body, default, prompt_len, context_len)

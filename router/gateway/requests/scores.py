@@ -10,7 +10,7 @@ from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.openai_schema import Body
 from router.inbox.api_errors import invalid_value
 
-MAX_SCORES = 2**18  # of all answers, and of all prompts
+MAX_SCORES = 2**18  # in all answers together, and in all prompts together
 
 
 def check_answer_scores(body: Body) -> None:
@@ -54,7 +54,7 @@ def check_prompt_scores(body: Body, prompt_lens: Sequence[int]) -> None:
 
 
 def _num_each(body: Body) -> int | None:
-    """The log-probabilities of each token of an answer: its own and those of the likeliest."""
+    """The number of log-probabilities for each token: its own and the alternatives."""
     num_top = body.num_top_logprobs
     return None if num_top is None else 1 + num_top
 

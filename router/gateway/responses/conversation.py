@@ -24,7 +24,7 @@ from router.inbox.api_errors import invalid_value
 
 _CALLS = CLIENT_CALLS | {"function_call", "custom_tool_call"}
 _OUTPUTS = CLIENT_OUTPUTS | {"function_call_output", "custom_tool_call_output"}
-# In calls that clients run: fields of what the model chose, and of what came of it.
+# Fields of calls that clients run: the model's arguments, and the outputs.
 _CHOSEN, _RESULTS = ("action", "operation"), ("output", "status")
 
 _encode = msgspec.json.Encoder().encode
@@ -105,7 +105,7 @@ def _message(placed: PlacedItem) -> dict[str, Any]:
 
 
 def _call_id(placed: PlacedItem) -> str:
-    """The id that a call and its output share. Of some items it is the item's own."""
+    """The id that a call and its output share; for some items the item's own id."""
     found = placed.item.get("call_id") or placed.item["id"]
     if not isinstance(found, str):
         raise invalid_value("call_id must be a text", f"{placed.place}.call_id")

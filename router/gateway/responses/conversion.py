@@ -48,7 +48,7 @@ class ChatForm(msgspec.Struct, frozen=True):
         return error
 
     def all_ignored(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The client's fields without effect, with those of the chat completion."""
+        """The client's fields without effect: of the response, and of its chat completion."""
         return (*self.ignored, *map(self._ours, names))
 
     def _ours(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The items of a conversation: as clients send them, and as they are kept.
+"""The items of a conversation, in the forms that clients send and that are kept.
 
 Pure. A kept item is a JSON object in OpenAI's form, with an id. There are messages, calls of tools
 and their outputs, and reasoning. Items of tools that this server does not run are kept as they
@@ -18,7 +18,7 @@ from router.inbox.api_errors import ApiError, invalid_value
 Item = dict[str, Any]
 NewId = Callable[[str], str]  # makes an id with this prefix
 Status = Literal["in_progress", "completed", "incomplete"]
-ENCRYPTED = "encrypted_content"  # of reasoning; no prompt shows it
+ENCRYPTED = "encrypted_content"  # a field of reasoning; no prompt shows it
 MAX_ITEM_ID_LEN = 256  # characters
 MAX_REFERENCES = 512  # each is looked up
 

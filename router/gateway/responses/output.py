@@ -1,4 +1,4 @@
-"""From pieces of an answer to the output items of a response, and to the events that tell of them.
+"""Turns pieces of an answer into the output items of a response, and into their events.
 
 Pure and incremental. Items follow each other: one is closed before the next begins. The events of a
 message are, in this order: `response.output_item.added`, `response.content_part.added`, a
@@ -43,10 +43,10 @@ class OutputItems:
         self._new_id = new_id
         self._scores = scores
         self._origins = origins or {}
-        self._custom: CustomInput | None = None  # of the open item
+        self._custom: CustomInput | None = None  # input of the open item
         self._is_open = False  # the last item
         self._texts: list[str] = []  # of the open item
-        self._logprobs: list[object] = []  # of the open item
+        self._logprobs: list[object] = []  # log-probabilities of the open item
 
     def take(self, piece: AnswerPiece) -> list[Event]:
         """Adds a piece of the answer."""

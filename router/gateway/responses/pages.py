@@ -162,7 +162,7 @@ class ResponsePages:
         await self._send(scope, send, _page(items, query.get("after"), limit))
 
     async def _send(self, scope: Scope, send: Send, body: object) -> None:
-        """Answers with what may be long."""
+        """Sends a JSON body that may be long."""
         turn = partial(self._parts.turns.take, tenant_of(scope).turn)
         await send_parts(send, json_parts(body), {}, turn)
 

@@ -45,7 +45,7 @@ class BackgroundRun:
         self.draft: ResponseDraft | None = None
         self.headers: dict[str, str] = {}
         self._new_draft = new_draft
-        self._turn: Turn = no_turn  # the call's, once it is open
+        self._turn: Turn = no_turn  # the turn of the call, once the call is open
         self._has_begun = False
 
     @property

@@ -55,7 +55,7 @@ def test_ids_of_a_stream_are_those_of_the_whole_answer(client):
     assert (whole.stop_reason, whole.prompt_logprobs) == (None, None)
 
 
-def test_a_long_answer_comes_in_parts_that_are_those_of_its_stream(client):
+def test_a_long_answer_comes_in_parts_that_equal_its_stream(client):
     options = GREEDY | {"prompt": PROMPTS[0], "max_tokens": 100, "logprobs": 20, "n": 2}
     options["extra_body"] = {"ignore_eos": True}
     raw = client.completions.with_raw_response.create(**options)

@@ -228,7 +228,7 @@ def resident_bytes():
 
 @pytest.mark.parametrize("key", ["right", "wrong"])
 @in_time
-async def test_messages_that_cost_more_than_they_weigh_take_no_memory(key):
+async def test_messages_whose_objects_outgrow_their_bytes_take_no_memory(key):
     async with inference(FakeRouter(), keys=KEYS, max_body_bytes=8 * 2**20) as client:
         metadata = [("authorization", f"Bearer {key}")]
         call = client.channel.unary_unary(f"/{SERVICE}/ModelInfer")

@@ -195,7 +195,7 @@ def test_code_of_a_checkpoint_never_runs_nor_asks(llama, monkeypatch):
     assert load_tiny(llama).context_len == 512
 
 
-def test_known_names_are_those_of_transformers():
+def test_known_names_are_names_of_transformers():
     assert set(ACT2FN) == settings.ACTIVATIONS
     assert set(ROPE_INIT_FUNCTIONS) <= settings.ROPE_TYPES
 

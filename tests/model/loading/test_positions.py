@@ -102,7 +102,7 @@ def test_a_model_without_rotary_embeddings_has_the_length_that_it_names():
 
 
 @pytest.mark.parametrize("value", [None, 0, -5, "512", True, 512.0])
-def test_a_length_that_is_none_is_refused(value):
+def test_an_invalid_length_is_refused(value):
     config = config_of()
     object.__setattr__(config, "max_position_embeddings", value)
     with pytest.raises(CheckpointError, match="max_position_embeddings"):
@@ -141,7 +141,7 @@ def test_longrope_beyond_its_change_is_long_throughout(tmp_path, caplog):
         assert model.runner.fingerprint != stretched
 
 
-def test_dynamic_embeddings_beyond_their_change_are_those_of_the_longest_context():
+def test_dynamic_embeddings_beyond_their_change_equal_the_longest_context():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     grown = LlamaRotaryEmbedding(config_of(rope_parameters=dict(rope)))
     grown(torch.zeros(1), torch.tensor([[2047]]))

@@ -86,7 +86,7 @@ def test_clients_that_say_nothing_get_its_authors_sampling(folder):
 
 
 @torch.inference_mode()
-def test_greedy_answers_are_those_of_generate(folder, text, reference):
+def test_greedy_answers_equal_generate(folder, text, reference):
     ids = text.encode_chat(QUESTION, CONTEXT_LEN)
     output = reference.generate(
         input_ids=torch.tensor([ids]),

@@ -305,7 +305,7 @@ def test_layers_with_a_state_are_refused_beside_attention(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "is_said"), [("jetmoe", True), ("qwen2_moe", False)])
-def test_experts_that_stay_in_fp32_are_said(kind, is_said, tmp_path, caplog):
+def test_experts_that_stay_in_fp32_give_a_warning(kind, is_said, tmp_path, caplog):
     save_checkpoint(tmp_path, OWN_CODE[kind])
     Served(tmp_path, weights=WeightFormat.INT8).runner.close()
     said = [r for r in caplog.records if "of its weights stay in fp32" in r.message]

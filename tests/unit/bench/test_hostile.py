@@ -79,7 +79,7 @@ def test_workers_that_an_assault_loads_are_slower_for_all():
 
 
 @pytest.mark.parametrize("name", ASSAULTS)
-def test_an_assault_is_the_same_bytes_as_often_as_asked(name):
+def test_an_assault_repeats_the_same_bytes(name):
     once, twice = ASSAULTS[name](1), ASSAULTS[name](2)
     assert once.requests + once.requests == twice.requests
     assert once.messages + once.messages == twice.messages

@@ -1,1 +1,1 @@
-"""Tools of responses: what the model is offered, and its calls as clients know them."""
+"""Tools of responses: the model's view of them, and calls under the clients' names."""

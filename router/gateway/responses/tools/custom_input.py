@@ -1,4 +1,4 @@
-"""The input of a custom tool, out of the arguments that the model writes for it. Pure."""
+"""Decodes the input of a custom tool from the JSON arguments that the model writes. Pure."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import re
 from router.gateway.responses.tools.offer import INPUT
 
 _HEAD = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
-# What of a JSON string can be decoded now: no part of an escape, and no half of a surrogate pair.
+# The longest prefix of a JSON string without half an escape or half a surrogate pair.
 _HIGH, _UNIT = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[0-9a-fA-F]{4}"
 _WHOLE = re.compile(rf'(?:[^"\\]|\\[^u]|{_HIGH}(?:{_UNIT}|(?=[^\\]|\\[^u]))|(?!{_HIGH}){_UNIT})+')
 
@@ -19,7 +19,7 @@ class CustomInput:
         self._has_begun = False
 
     def feed(self, arguments: str) -> str:
-        """Takes more of the arguments and returns what they make certain of the input."""
+        """Takes more of the arguments. Returns the text of the input that is now certain."""
         self._rest += arguments
         if not self._has_begun:
             head = _HEAD.match(self._rest)
@@ -33,7 +33,7 @@ class CustomInput:
         return _unquoted(whole[0])
 
     def finish(self) -> str:
-        """Returns what is left. Arguments of another form are the input as they are."""
+        """Returns the rest. Arguments of another form are the input unchanged."""
         return "" if self._has_begun else self._rest
 
 

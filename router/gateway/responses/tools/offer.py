@@ -17,8 +17,8 @@ import msgspec
 from router.inbox.api_errors import ApiError, invalid_value
 
 Tool = Mapping[str, Any]
-INPUT = "input"  # the argument of a custom tool, as the model sees it
-MAX_NAME_LEN = 64  # of a function of a chat completion
+INPUT = "input"  # the model's name for the argument of a custom tool
+MAX_NAME_LEN = 64  # characters in the name of a chat completion's function
 # Tools of other servers. Their kinds may end with a date, as `web_search_2025_08_26` does.
 _FOREIGN = re.compile(
     r"(apply_patch|code_interpreter|computer|computer_use|computer_use_preview|file_search"
@@ -33,7 +33,7 @@ _HINTS = ("type", "allowed_callers", "defer_loading", "output_schema")
 
 
 class ToolOrigin(NamedTuple):
-    """What the client calls a tool."""
+    """The client's name of a tool."""
 
     name: str
     namespace: str | None
@@ -65,7 +65,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def origins(self) -> dict[str, ToolOrigin]:
-        """The client's names by the model's, where they differ."""
+        """The client's names by the model's names, where the two differ."""
         return {
             tool.name: tool.origin
             for tool in self.tools
@@ -74,9 +74,9 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
-    """The tools of lists, each with the client's name of the list. Raises ApiError.
+    """Offers the tools of several lists, each with its field's name. Raises ApiError.
 
-    A tool of a later list is offered unless an earlier list has one of its name.
+    Of tools with one name, the first is offered.
     """
     made = Offer([], [])
     for place, tools in groups:
@@ -90,7 +90,7 @@ def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name that the model sees. One that is too long ends with a checksum instead."""
+    """The name that the model sees. A name that is too long is cut and ends with a checksum."""
     if namespace is None:
         return name
     whole = re.sub(r"[^a-zA-Z0-9_.-]", "_", namespace) + "__" + name
@@ -170,7 +170,7 @@ def _own_tool(
 
 
 def _text_function(tool: dict[str, Any], place: str, left_out: list[str]) -> dict[str, Any]:
-    """The function of a custom tool. A grammar in Lark is told to the model, not enforced."""
+    """The function of a custom tool. A grammar in Lark is shown to the model, not enforced."""
     text, more = {"type": "string"}, ""
     match tool.pop("format", None):
         case None | {"type": "text"}:

@@ -74,7 +74,7 @@ def test_the_count_of_others_names_no_request_and_shows_no_raw_arguments(log):
     assert last.endswith("something else [request cmpl-2]")
 
 
-def test_kinds_without_number_say_that_they_are_several(log):
+def test_the_line_for_kinds_beyond_the_limit_says_that_they_are_several(log):
     for number in range(MAX_KINDS + MOST_OF_A_KIND + 3):
         log.warning(f"made up {number}")  # noqa: G004 - the fault that this is about
     log.handler.close()
@@ -106,7 +106,7 @@ def test_errors_with_tracebacks_are_bounded_too(log):
     assert not any(line.startswith("2026-01-01 00:00:00,000 C") for line in log.lines())
 
 
-def test_kinds_without_number_are_one_kind():
+def test_kinds_beyond_the_limit_count_as_one():
     bound = LogBound()
     admitted = sum(bound.admits(("x", 30, f"made up {n}"), "", 0.0) for n in range(10_000))
     assert admitted == MAX_KINDS + MOST_OF_A_KIND

@@ -109,10 +109,10 @@ def test_other_families_keep_the_order_of_rows(name, parts, class_name, tmp_path
         ("llama.attention.layer_norm_rms_epsilon", math.nan, "llama.attention.layer_norm_rms_eps"),
         ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type is 'longrope'"),
         ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.factor is None"),
-        ("llama.vocab_size", 7, "llama.vocab_size is not that of token_embd.weight"),
+        ("llama.vocab_size", 7, "llama.vocab_size is not the number of rows"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(key, value, why, tmp_path):
+def test_unknown_metadata_is_refused_by_name(key, value, why, tmp_path):
     contents = tiny()
     contents.values[key] = value
     assert refusal(contents, tmp_path).startswith(why)
@@ -174,6 +174,6 @@ def test_stretched_frequencies_of_llama_3_are_recognised(factor, dim):
 def test_unknown_frequencies_are_refused(tmp_path):
     contents = tiny()
     contents.tensors["rope_freqs.weight"] = ("F32", (4,), struct.pack("<4f", 1, 2, 3, 4))
-    assert refusal(contents, tmp_path).startswith("rope_freqs.weight is not that of a known")
+    assert refusal(contents, tmp_path).startswith("rope_freqs.weight fits no known")
     contents.tensors["rope_freqs.weight"] = ("F32", (4,), struct.pack("<4f", 1, 1, 1, 1))
     assert config_of(header_of(contents, tmp_path))["rope_parameters"]["rope_type"] == "default"

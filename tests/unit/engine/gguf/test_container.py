@@ -69,7 +69,7 @@ def test_the_alignment_of_a_file_is_kept(tmp_path):
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 5), "corrupted: it ends within 'a key'"),
     ],
 )
-def test_a_file_that_is_none_is_refused(data, why, tmp_path):
+def test_bytes_of_another_format_are_refused(data, why, tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(data)
     assert refusal(path) == why
@@ -98,7 +98,7 @@ def with_value(tmp_path, encoded):
         (struct.pack("<IQ", 8, 2) + b"\xff\xff", "corrupted: 'k' is not UTF-8"),
     ],
 )
-def test_a_value_that_lies_is_refused(encoded, why, tmp_path):
+def test_a_corrupted_value_is_refused(encoded, why, tmp_path):
     assert refusal(with_value(tmp_path, encoded)) == why
 
 
@@ -117,7 +117,7 @@ def test_a_value_that_lies_is_refused(encoded, why, tmp_path):
         (Contents({"split.count": 3}), "is split into several files; merge them first"),
     ],
 )
-def test_a_tensor_that_is_not_read_or_lies_is_refused(contents, why, tmp_path):
+def test_an_unsupported_or_corrupted_tensor_is_refused(contents, why, tmp_path):
     assert refusal(contents.write(tmp_path / "a.gguf")).startswith(why)
 
 

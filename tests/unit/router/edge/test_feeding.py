@@ -57,7 +57,7 @@ def test_each_connection_gets_its_input_once_and_in_order(given_inputs, work_per
     asyncio.run(run())
 
 
-async def test_dear_input_is_shared_over_turns_and_connections():
+async def test_costly_input_is_shared_over_turns_and_connections():
     feeder, log = Feeder(), []
     connections = [Fed(feeder, 1.0, log) for _ in range(4)]
     for each in connections:

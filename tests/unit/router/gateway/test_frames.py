@@ -109,7 +109,7 @@ async def in_group(coroutine):
 
 
 @pytest.mark.parametrize("does", ["fails", "is cancelled", "fails outside"])
-async def test_what_leaves_a_task_group_is_freed_at_once(does):
+async def test_an_error_that_leaves_a_task_group_is_freed_at_once(does):
     async def outside():
         async with LightTaskGroup() as group:
             group.create_task(never())

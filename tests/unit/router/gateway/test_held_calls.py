@@ -111,7 +111,7 @@ def test_no_call_is_held_longer_than_it_may_wait(hold_s, headers):
     assert held.headers["retry-after"] == "1"
 
 
-def test_so_many_calls_are_held_and_the_next_is_refused(monkeypatch):
+def test_a_call_beyond_the_most_that_are_held_is_refused(monkeypatch):
     monkeypatch.setattr(gateway_versions, "MAX_HELD", 2)
     versions = Versions()
     found = replies_of(

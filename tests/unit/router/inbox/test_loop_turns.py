@@ -40,7 +40,7 @@ async def test_a_tenant_with_one_task_gets_every_other_turn_beside_a_flood():
     await asyncio.gather(*flood)
 
 
-async def test_a_client_that_leaves_holds_up_no_other():
+async def test_a_client_that_leaves_delays_no_other():
     turns, done = LoopTurns(), []
     leaving = [asyncio.create_task(working(turns, "a", 3, done)) for _ in range(5)]
     await passes(done, 2)

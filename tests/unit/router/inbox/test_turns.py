@@ -23,7 +23,7 @@ def filled(puts) -> TenantTurns:
 
 
 @given(PUTS)
-def test_each_item_is_taken_once_and_those_of_a_tenant_in_order(puts):
+def test_each_item_is_taken_once_and_in_the_order_of_its_tenant(puts):
     taken = drained(filled(puts))
     assert sorted(item[2] for item in taken) == list(range(len(puts)))
     for tenant in "abc":

@@ -188,20 +188,20 @@ def prompt_shape(entries, num):
 
 
 @given(entries, st.integers(0, 5), st.booleans())
-def test_the_json_of_a_chats_entries_is_that_of_their_objects(entries, num, named):
+def test_the_json_of_a_chats_entries_equals_the_json_of_their_objects(entries, num, named):
     shape = ChatLogprobs(BYTES.__getitem__, num, ids_for_names=named).shape(entries)
     assert encode_lazy(shape) == msgspec.json.encode(chat_shape(entries, num, named))
 
 
 @given(entries.filter(lambda some: all(i not in (2, 3) for i, _ in some)), st.booleans())
 @pytest.mark.parametrize("num", [0, 2, 5])
-def test_the_json_of_a_completions_entries_is_that_of_their_objects(num, entries, named):
+def test_the_json_of_a_completions_entries_equals_the_json_of_their_objects(num, entries, named):
     shape = CompletionLogprobs(BYTES.__getitem__, num, ids_for_names=named).shape(entries)
     assert encode_lazy(shape) == msgspec.json.encode(completion_shape(entries, num, named))
 
 
 @given(entries, st.integers(0, 5))
-def test_the_json_of_a_prompts_entries_is_that_of_their_objects(entries, num):
+def test_the_json_of_a_prompts_entries_equals_the_json_of_their_objects(entries, num):
     items = prompt_logprobs([(1, None), *entries], BYTES.__getitem__, num)
     plain = msgspec.json.encode([None, *prompt_shape(entries, num)])
     assert b"".join(json_parts(items)) == plain

@@ -130,7 +130,7 @@ def test_a_text_that_is_cut_or_counted_is_bounded_before_it_is_tokenised(name):
     assert len(model.encode_text("a " * 64, 64, may_exceed=True)) >= 1
 
 
-def test_without_a_bound_on_characters_per_token_a_prompt_has_one_all_the_same():
+def test_a_prompt_is_bounded_also_without_a_bound_on_characters_per_token():
     model = TextModel(UNBOUNDED["words"])
     assert model.encode_text(" " * 5000, 64) == [0]
     with pytest.raises(ApiError, match=f"at most {LONGEST_CUT} are"):

@@ -126,7 +126,7 @@ def test_a_broken_file_is_named(tmp_path, name, content):
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", ["</s>", [2, "x"], [None], {"id": 2}, 2.5, True])
-def test_ends_that_are_no_ids_are_named(tmp_path, name, value):
+def test_eos_token_ids_that_are_no_ids_are_named(tmp_path, name, value):
     checkpoint(tmp_path, files={name: {"eos_token_id": value}})
     with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id: Expected `int"):
         load_text_model(tmp_path)

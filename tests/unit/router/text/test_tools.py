@@ -127,7 +127,7 @@ def test_an_odd_tool_is_served_and_what_is_not_held_is_named(form, choice):
     assert places <= named
 
 
-def test_the_rest_of_an_odd_tool_is_held():
+def test_other_parts_of_an_odd_schema_are_enforced():
     found = structure(tool(ODD)).grammar
     assert allows(found, call('{"kind": [1], "tags": ["a", "a"], "mail": "b"}'))
     assert not allows(found, call('{"tags": [1]}'))

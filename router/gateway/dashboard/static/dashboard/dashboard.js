@@ -14,7 +14,7 @@ import { drawTransfers, noteRates } from "./transfers.js";
 import { drawPlanner, drawVersions } from "./versions.js";
 import { BLOCKS, drawGateways, drawWorkers, rowsOf } from "./workers.js";
 
-const MAX_REQUESTS = 256; // that a gateway keeps
+const MAX_REQUESTS = 256; // kept by a gateway
 const LATE_MS = 4_500; // frames come once a second, and in two while another process is stopped
 const LOST_MS = 12_000; // then another connection may reach a process that answers
 
@@ -123,7 +123,7 @@ function draw() {
   redrawOpened(now);
 }
 
-// The workers that have lanes: stores do no request. Those that are not connected say what they do.
+// The workers with lanes; stores compute no request. A worker without a connection shows its state.
 const laneWorkers = () => rowsOf(now).filter((each) => !isStore(each)).map((each) => ({ ...each, isThere: !each.isAway, label: each.isAway ? each.news.state : each.role }));
 
 // Lists the requests of a lane that is too deep to show each of them.

@@ -1,7 +1,7 @@
-// What lanes are made of: the segments of requests in groups, in rows, or as a depth. Pure.
+// Prepares lanes: the segments of requests in groups, in rows, or as a depth. Pure.
 
-export const MAX_ROWS = 8; // of one lane; more requests at once are drawn as a depth
-const MOST_KNOWN = 128; // requests that run, as one gateway tells them
+export const MAX_ROWS = 8; // in one lane; more requests at once are drawn as a depth
+const MOST_KNOWN = 128; // running requests that one gateway reports
 export const STAGES = ["decode_steps", "decode_queue", "kv_wait", "prefill_compute", "prefill_queue", "queue", "stalled"]; // of a depth, from below
 
 // Groups of segments by lane, one for each request. Segments are [stage, start, end].
@@ -56,7 +56,7 @@ export function highest(depth) {
   return columns[0].reduce((most, _, bin) => Math.max(most, columns.reduce((total, each) => total + each[bin], 0)), 0);
 }
 
-// What to say if not all requests that run are known here; of each gateway the oldest are.
+// The note if some running requests are not known here: each gateway reports its oldest ones.
 export const leftOut = (known, inFlight) => (inFlight > known && known >= MOST_KNOWN ? `${known} of ${inFlight} requests that run are drawn, the oldest` : "");
 
 // Names of the first requests, and how many more there are.

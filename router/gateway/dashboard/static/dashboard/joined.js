@@ -52,7 +52,7 @@ function grouped(items, keyOf, names) {
   return [...found.values()];
 }
 
-// One sample a second. Of times the slower ones are told, as percentiles cannot be added.
+// One sample a second. Times are the slowest of all gateways, as percentiles cannot be added.
 function mergedSamples(samples) {
   const found = new Map();
   for (const each of [...samples].sort((a, b) => a.at_s - b.at_s)) {
@@ -90,7 +90,7 @@ export function spanOf(samples, events, now) {
   return { start: Math.max(end - MAX_SAMPLES, Math.min(...known)), end };
 }
 
-// What to say of gateways that have begun within the time that is shown; empty if none has.
+// The note about gateways that started within the shown time; empty without any.
 export function startsIn(processes, { start, end }, clockTime) {
   const young = processes.filter((each) => each.started_s > start && each.started_s <= end);
   if (!young.length) return "";

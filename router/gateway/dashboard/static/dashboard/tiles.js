@@ -7,7 +7,7 @@ const LONG_WAIT_S = 10; // for a first token, where no bound is set
 
 const sum = (samples, read) => samples.reduce((total, each) => total + read(each), 0);
 
-// Where a bound is set for none of the requests, they are neither good nor bad.
+// Requests without a bound are neither good nor bad.
 export function goodputOf(samples) {
   const [ended, good, unbounded, failed] = [(x) => x.ended, (x) => x.good, (x) => x.unbounded, (x) => x.missed.failed ?? 0].map((read) => sum(samples, read));
   if (!ended) return ["–", "no request ended", ""];

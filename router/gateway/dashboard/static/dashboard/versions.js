@@ -4,7 +4,7 @@ import { byId, h, keyed, setText } from "../shared/common.js";
 import { count, percent, several } from "../shared/text.js";
 import { ago } from "./workers.js";
 
-// By this gateway's own sessions: what the controller told may be of before its death.
+// From this gateway's own sessions: the controller's report may be older than its death.
 const sizes = (pools) => pools.filter((each) => each.wanted || each.serving).map((each) => `${each.role} ${each.serving} / ${each.wanted}`).join(", ") || "none";
 
 function rowsOf(state) {

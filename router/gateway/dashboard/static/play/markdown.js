@@ -8,7 +8,7 @@ const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])[ \t]+(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const LINK = /^https?:\/\/[^\s<>"]+$/i;
-const MOST_DEEP = 8; // of lists, quotes and emphasis within each other
+const MOST_DEEP = 8; // nested lists, quotes and emphasis
 const LONGEST_LINK = 2048;
 
 // The tree of a text. Code whose end has not come yet goes to the end.
@@ -95,7 +95,7 @@ const isWord = (character) => character !== undefined && /[\p{L}\p{N}_]/u.test(c
 function inlineOf(text, depth = 0) {
   const found = [];
   let plain = "";
-  const ends = new Map(); // where marks are next: each part of the text is looked at once for each
+  const ends = new Map(); // the next place of each mark: the text is searched once for each mark
   const endOf = (mark, from) => {
     const known = ends.get(mark);
     if (known === undefined || (known >= 0 && known < from)) ends.set(mark, text.indexOf(mark, from));

@@ -117,7 +117,7 @@ class Answer {
     toEnd();
   }
 
-  // The text is read as Markdown anew, at most once for each picture of the screen.
+  // Parses the text as Markdown again, at most once for each frame.
   drawSoon() {
     if (!this.isDrawn) return;
     this.isDrawn = false;

@@ -39,7 +39,7 @@ def test_endless_parts_are_false_where_they_are_used(definition):
         {"type": ["object", "null"], "required": ["n"], "properties": {"n": SELF}},
     ],
 )
-def test_what_may_end_stays(definition):
+def test_satisfiable_parts_stay(definition):
     found = of(definition, properties={"a": SELF})
     assert found["properties"] == {"a": SELF}
     assert found["$defs"] is not False

@@ -62,6 +62,6 @@ def test_a_pattern_means_what_the_standard_says(pattern, good, bad):
         ("\\", "ends with"),
     ],
 )
-def test_what_has_no_translation_is_refused_by_name(pattern, why):
+def test_a_pattern_without_a_translation_is_refused_by_name(pattern, why):
     with pytest.raises(GrammarError, match=why):
         translated(pattern)

@@ -29,13 +29,13 @@ OTHER_B = {"properties": {"b": {"type": "integer"}}}
         ({**INTEGER_A, "patternProperties": {"^x": {}}}, '{"a":1,"z":2}', r'{"\u0061":"x"}'),
     ],
 )
-def test_each_text_can_be_said_and_each_key_in_one_way(wanted, good, bad):
+def test_each_text_can_be_written_and_each_key_in_one_spelling(wanted, good, bad):
     wanted = wanted if "properties" not in wanted else {"type": "object", **wanted}
     assert allows(schema(wanted), good)
     assert not allows(schema(wanted), bad)
 
 
 @pytest.mark.parametrize("held", [{"const": "\u001b"}, {"pattern": r"^\x1b$"}, {"enum": ["\x7f"]}])
-def test_a_control_character_that_cannot_be_said_is_refused(held):
+def test_a_control_character_that_cannot_be_written_is_refused(held):
     with pytest.raises(GrammarError, match="control character"):
         allows(schema({"allOf": [INTEGER_A, {"properties": {"b": held}}]}), "")

@@ -43,7 +43,7 @@ def test_an_answer_that_began_and_ended_between_two_looks_counts():
     assert look(paces, 12.0).ttft is None
 
 
-def test_the_time_for_each_token_is_that_since_the_last_look():
+def test_the_time_for_each_token_is_measured_since_the_last_look():
     paces = Paces()
     look(paces, 11.0, answer(1, 11.0))
     assert look(paces, 12.0, answer(11, 12.0)).tpot.p50_s == pytest.approx(0.1)

@@ -104,7 +104,7 @@ def test_a_transfer_that_prefill_hid_is_in_the_lane_of_its_sink():
     assert (hidden.lane, hidden.start_s, hidden.end_s) == ("d0", 1.7, 2.0)
 
 
-def test_the_time_that_was_spent_is_told_by_what_it_was():
+def test_the_time_of_each_stage_is_summed():
     spent = spent_of(segments_of(line(RUNNING), 20.0, [(4.0, 11.0)], is_over=False))
     assert spent == Spent(pytest.approx(1.5), 0.5, pytest.approx(10.5), 7.0)
 

@@ -55,7 +55,7 @@ DEAR = {
 
 
 @pytest.mark.parametrize("data", DEAR.values(), ids=DEAR)
-def test_what_costs_more_than_it_weighs_is_refused_and_leaves_nothing(data):
+def test_messages_whose_objects_outgrow_their_bytes_are_refused_and_leave_nothing(data):
     tracemalloc.start()
     try:
         with pytest.raises(ApiError, match="has more than"):
@@ -66,7 +66,7 @@ def test_what_costs_more_than_it_weighs_is_refused_and_leaves_nothing(data):
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_long_requests_that_are_worth_it_pass(raw):
+def test_long_texts_and_long_tensors_pass(raw):
     for request in (
         request_of("x" * MANY, raw=raw),
         request_of("", input_ids=[5] * (MAX_ITEMS // 2), raw=raw),

@@ -403,7 +403,7 @@ def test_a_failure_after_tokens_is_503_where_nothing_was_sent():
     assert (reply.status, reply.json()["error"]["message"]) == (503, "lost")
 
 
-def test_what_no_worker_can_compute_is_400_and_not_to_be_tried_again():
+def test_a_request_that_no_worker_can_compute_is_400_and_not_to_be_retried():
     reply = chat(FakeRouter([tokens("a"), *refused(Failed("grammar: too costly", UNFIT))]))
     assert (reply.status, "retry-after" in reply.headers) == (400, False)
     assert reply.json()["error"]["type"] == "invalid_request_error"

@@ -369,7 +369,7 @@ def test_a_history_may_hold_any_arguments(arguments, content, written, long):
     assert bytes(router.requests[0].token_ids).decode() == f".{written}"
 
 
-def test_an_empty_list_of_calls_is_none():
+def test_an_empty_list_of_calls_counts_as_absent():
     template = "{% for m in messages %}{{ m.tool_calls is defined }}{% endfor %}"
     messages = [{"role": "assistant", "content": "a", "tool_calls": []}]
     model = text_model(template)
