@@ -229,8 +229,9 @@ class LenientSchema:
         held = {name: schema[name] for name in schema if name in _BY_TYPE[kind]}
         held = {name: value for name, value in held.items() if value is not None}
         if kind == "string" and not held.keys() - {"minLength", "maxLength"}:
-            bounds = self._bounds(held, "minLength", "maxLength", at)
-            return f'/"({_CHAR}){bounds}"/' if held and bounds else self._texts["string"]
+            low, high = self._bounds(held, "minLength", "maxLength", at)
+            is_bounded = low or high is not None
+            return f'/"({_CHAR}){_times(low, high)}"/' if is_bounded else self._texts["string"]
         if held and (known := self._followed(kind, held, at)):
             return self._rule("%json " + json.dumps({"type": kind, **known, "x-guidance": COMPACT}))
         return self._texts.get(kind, kind.upper())
@@ -250,28 +251,25 @@ class LenientSchema:
                 known[name] = value
         return known
 
-    def _bounds(self, schema: Schema, least: str, most: str, at: str) -> str:
-        """Both bounds of a repetition in Lark; empty without usable bounds."""
+    def _bounds(self, schema: Schema, least: str, most: str, at: str) -> tuple[int, int | None]:
+        """Both bounds of a repetition. Unusable ones are noted, and then there are none."""
         low, high = schema.get(least) or 0, schema.get(most)
         counts = [each for each in (low, high) if each is not None]
         if not all(type(each) is int and 0 <= each <= MAX_REPEATS for each in counts):
             self._note(f"{at}.{most if high is not None else least}")
-            return ""
+            return 0, None
         if high is not None and low > high:
             self._note(f"{at}.{most}")
-            return ""
-        return f"{{{low},{'' if high is None else high}}}" if low or high is not None else ""
+            return 0, None
+        return low, high
 
     def _array(self, schema: Schema, at: str) -> str:
         items = schema.get("items", True)
         item = "anything" if "prefixItems" in schema else self._value(items, f"{at}.items")
-        self._bounds(schema, "minItems", "maxItems", at)
-        low, high = schema.get("minItems") or 0, schema.get("maxItems")
-        if not all(n is None or (type(n) is int and 0 <= n <= MAX_REPEATS) for n in (low, high)):
-            low, high = 0, None
+        low, high = self._bounds(schema, "minItems", "maxItems", at)
         if high == 0 or items is False:
             return '"[" gap "]"'
-        more = f"{{{max(low - 1, 0)},{'' if high is None else max(high - 1, 0)}}}"
+        more = _times(max(low - 1, 0), None if high is None else high - 1)
         some = f'"[" gap {item} gap ("," gap {item} gap){more} "]"'
         return some if low else f'{some} | "[" gap "]"'
 
@@ -336,6 +334,10 @@ class LenientSchema:
     def _note(self, at: str) -> None:
         if at not in self.unheld:
             self.unheld.append(at)
+
+
+def _times(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
 
 
 def lenient_grammar(schema: Json) -> tuple[str, Sequence[str]]:
