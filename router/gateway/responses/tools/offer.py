@@ -76,7 +76,7 @@ class Offer(msgspec.Struct, frozen=True):
 def offer_of(groups: Sequence[tuple[str, Any]]) -> Offer:
     """Offers the tools of several lists, each with its field's name. Raises ApiError.
 
-    Of tools with one name, the first is offered.
+    If two lists have a tool of the same name, the tool of the first list is offered.
     """
     made = Offer([], [])
     for place, tools in groups:

@@ -107,3 +107,9 @@ def test_where_all_is_held_each_answer_validates():
 )
 def test_what_is_not_held_is_named(schema, unheld):
     assert LenientSchema(schema, "x").unheld == unheld
+
+
+def test_bounds_that_contradict_each_other_are_not_enforced():
+    source, unheld = lenient_grammar({"type": "array", "minItems": 3, "maxItems": 2})
+    assert unheld == [".maxItems"]
+    assert allows(Grammar(GrammarKind.LARK, source), "[1]")
