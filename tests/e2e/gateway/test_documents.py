@@ -18,6 +18,7 @@ pytestmark = pytest.mark.torch
 
 WRITTEN = re.compile(r"http://(127\.0\.0\.1|localhost):8000")
 WRITTEN_GRPC = re.compile(r"(127\.0\.0\.1|localhost):8001")
+DEFAULT, SERVED = "smollm2-135m-instruct", "baton-bundled"  # the toy answers for the default model
 LOOKS_ONLY = {"pools", "planner", "requests", "version", "versions", "workers"}
 BLOCKS = [block for page in documents.documents() for block in documents.blocks(page)]
 CURLS = [  # without a key: the others need a deployment of their own
@@ -48,6 +49,11 @@ def said(command: list[str], typed: str = "", **environment: str) -> str:
     return done.stdout
 
 
+def pointed_at(served: Served, text: str) -> str:
+    """Returns an example that asks this deployment."""
+    return WRITTEN_GRPC.sub(served.grpc, WRITTEN.sub(served.url, text)).replace(DEFAULT, SERVED)
+
+
 def titles(blocks: list[Block]) -> list[str]:
     return [f"{block.document}:{number}" for number, block in enumerate(blocks)]
 
@@ -66,14 +72,13 @@ def with_store() -> Iterator[Served]:
 def test_curl_examples_get_answers(request, block):
     needs_store = "/v1/pins" in block.text
     served = request.getfixturevalue("with_store" if needs_store else "served")
-    script = WRITTEN.sub(served.url, block.text).replace("curl ", "curl --fail --silent ")
+    script = pointed_at(served, block.text).replace("curl ", "curl --fail --silent ")
     assert said(["bash", "-euo", "pipefail", "-c", script])
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=titles(PROGRAMS))
 def test_python_examples_run(served, block):
-    program = WRITTEN_GRPC.sub(served.grpc, WRITTEN.sub(served.url, block.text))
-    said([sys.executable, "-c", program])
+    said([sys.executable, "-c", pointed_at(served, block.text)])
 
 
 def test_documents_have_examples_of_clients():
