@@ -273,7 +273,14 @@ def _objects(calling: Calling, key: str) -> list[str]:
 
     The begin of an object is one lexeme. So it ends where text that may come instead is ruled out:
     the longest lexeme wins, and text could be longer than a brace.
+
+    A call that must come begins in one spelling: the model says nothing there that could be lost.
     """
+    if calling.at_least_one:
+        return [
+            f"call_{i}: {literal(_written_head(name, key))} arguments_{i} {literal('}')}"
+            for i, name in enumerate(calling.functions)
+        ]
     names = [name for name in calling.functions if name not in calling.held]
     lines = [f"KEYED: /{_head_of(key)}/"]
     for i, name in enumerate(calling.functions):
@@ -285,6 +292,10 @@ def _objects(calling: Calling, key: str) -> list[str]:
             ways.append(f'KEYED edge {value} edge "," edge {named} edge "}}"')
         lines.append(f"call_{i}: " + "\n  | ".join(ways))
     return lines
+
+
+def _written_head(name: str, key: str) -> str:
+    return f'{{"name": "{name}", "{key}": '
 
 
 def _head_of(key: str) -> str:
