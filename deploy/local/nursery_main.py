@@ -33,7 +33,7 @@ from engine.errors import BatonError
 
 OPENBLAS_THREADS = "OPENBLAS_NUM_THREADS"
 MAX_REQUEST_BYTES = 64
-LAST_LINE = "error: process %d, which ran the deployment, was killed: its services end"
+LAST_LINE = "error: process %d, which ran the deployment, ended without a word: its services end"
 
 log = logging.getLogger(__name__)
 

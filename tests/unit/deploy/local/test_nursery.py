@@ -124,7 +124,7 @@ def test_nursery_and_children_end_with_their_parent(end, has_last_word):
         pidfd = os.pidfd_open(int(asks.stdout.readline()))
         try:
             _, said = asks.communicate(b"\n", timeout=SOON_S)  # until none holds standard error
-            last_word = f"process {asks.pid}, which ran the deployment, was killed"
+            last_word = f"process {asks.pid}, which ran the deployment, ended without a word"
             assert (last_word in said.decode()) is has_last_word
             assert select.select([pidfd], [], [], SOON_S)[0]
         finally:
