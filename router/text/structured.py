@@ -20,6 +20,7 @@ import msgspec
 
 from engine.errors import GrammarError, InvalidRequest
 from engine.grammar.json_schemas import closed
+from engine.grammar.rewriting.finite import is_endless
 from engine.messages import Grammar, GrammarKind
 from router.text.composed import answer_rules
 from router.text.forms.calling import ANY_TEXT, AnswerRules, CallForm, Calling, literal
@@ -172,7 +173,8 @@ def _response_format(value: Json) -> Structure:
     where, schema = f"{param}.json_schema.schema", named.get("schema")
     asked = Structure(_grammar("json", schema, where, strict=bool(strict)), where)
     is_long = asked.grammar is None or len(asked.grammar.source) > MAX_LOOSENED_LEN
-    if strict or is_long or not isinstance(schema, dict) or can_be_held(schema):
+    is_whole = strict or is_long or not isinstance(schema, dict) or can_be_held(schema)
+    if is_whole or is_endless(schema):  # no answer satisfies an endless schema: it is refused
         return asked
     source, unheld = lenient_grammar(schema)
     return Structure(Grammar(GrammarKind.LARK, source), where, unheld=named_places(where, unheld))

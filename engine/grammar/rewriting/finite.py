@@ -7,6 +7,7 @@ answer. Here they become `false`, which means the same.
 
 from typing import Any
 
+from engine.errors import GrammarError
 from engine.grammar.disjoint import names_in, types_of
 from engine.grammar.references import References
 
@@ -16,6 +17,14 @@ Json = Any
 def finite(root: Json) -> Json:
     """The same schema, with `false` for each part that no finite value satisfies."""
     return _Finite(root).result
+
+
+def is_endless(root: Json) -> bool:
+    """True if no finite value satisfies the schema. False too if a reference leads nowhere."""
+    try:
+        return finite(root) is False
+    except GrammarError:
+        return False
 
 
 class _Finite:

@@ -302,3 +302,19 @@ def test_without_tokens_for_marks_an_answer_is_the_grammar_alone():
     asked = {"guided_json": json.dumps({"type": "null"})}
     found = structure_of(asked, form=CALL_FORMS["openai"])
     assert found.grammar.kind is GrammarKind.JSON_SCHEMA
+
+
+@pytest.mark.parametrize(
+    "definitions",
+    [{"n": {"$ref": "#/$defs/n"}}, {"n": {"$ref": "#/$defs/m"}, "m": {"$ref": "#/$defs/n"}}],
+)
+def test_an_answer_that_no_finite_value_could_be_is_refused(definitions):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "required": ["a"],
+        "$defs": definitions,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(InvalidRequest, match="no finite value satisfies the schema"):
+        structure(response_format=form)

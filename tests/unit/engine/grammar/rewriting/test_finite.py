@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.grammar.rewriting.finite import finite
+from engine.grammar.rewriting.finite import finite, is_endless
 
 SELF = {"$ref": "#/$defs/n"}
 
@@ -43,3 +43,15 @@ def test_satisfiable_parts_stay(definition):
     found = of(definition, properties={"a": SELF})
     assert found["properties"] == {"a": SELF}
     assert found["$defs"] is not False
+
+
+@pytest.mark.parametrize(
+    ("schema", "endless"),
+    [
+        ({"$defs": {"n": SELF}, **SELF}, True),
+        ({"$defs": {"n": SELF}, "properties": {"a": SELF}}, False),
+        ({"$ref": "#/$defs/none"}, False),  # it leads nowhere, which is another fault
+    ],
+)
+def test_a_schema_is_endless_if_no_finite_value_satisfies_all_of_it(schema, endless):
+    assert is_endless(schema) is endless
