@@ -385,13 +385,20 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
-    """Compiles a grammar, up to its first mask. Raises GrammarError."""
+    """Compiles a grammar. Raises GrammarError, also if it has no mask where an object begins.
+
+    There most rules apply at once: those of all properties that may come first.
+    """
 
     def compiled() -> _Compiled:
         begin_s = time.thread_time()
         matcher = LLMatcher(tokenizer, to_lark(grammar), log_level=0, limits=_limits())
         tried = matcher.deep_copy()
         tried.compute_bitmask()
+        for token in tokenizer.tokenize_str(_OBJECT_BEGIN):
+            if tried.is_error() or not tried.try_consume_tokens([token]):
+                break
+            tried.compute_bitmask()
         for candidate in (matcher, tried):
             if candidate.is_error():
                 raise _refusal(candidate.get_error())
@@ -414,6 +421,7 @@ def _limits() -> LLParserLimits:
     )
 
 
+_OBJECT_BEGIN = "{\n"
 _stack_size_lock = threading.Lock()
 
 
