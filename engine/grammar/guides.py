@@ -385,9 +385,9 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> _Compiled:
-    """Compiles a grammar. Raises GrammarError, also if it has no mask where an object begins.
+    """Compiles a grammar. Raises GrammarError, also if a mask at the begin of an answer fails.
 
-    There most rules apply at once: those of all properties that may come first.
+    The mask behind an object's brace is tried too: rules of all optional properties apply there.
     """
 
     def compiled() -> _Compiled:
@@ -421,7 +421,7 @@ def _limits() -> LLParserLimits:
     )
 
 
-_OBJECT_BEGIN = "{\n"
+_OBJECT_BEGIN = "{\n"  # with indentation, which allows the most rules
 _stack_size_lock = threading.Lock()
 
 

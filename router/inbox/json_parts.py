@@ -1,8 +1,8 @@
 """Encodes JSON in parts, for values that would take long in one call.
 
 Encoding holds the interpreter lock, and making objects for it takes longer still. Here a value is
-encoded in short parts, each when it is asked for. Lists whose items are
-made when they are encoded are `LazyItems`. Between two parts, other work can be done.
+encoded in short parts, each when it is asked for. The items of a `LazyItems` are made when they are
+encoded. Between two parts, other work can be done.
 """
 
 from collections.abc import Callable, Iterator, Sequence
