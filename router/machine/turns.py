@@ -88,32 +88,24 @@ class Turns:
         due = [flight for flight in self._firsts() if flight.last_news_s <= since_s]
         held = self._held_tokens() if due else Counter()
         for flight in due:
-            need = self._placing.need(flight, now_s)
-            victims = self._victims(flight.request.tenant, need, held, now_s)
-            if victims is None:
+            if effects := self._placing.place_one(flight, now_s):
+                return effects
+            victims = self._victims(flight, held, now_s)
+            if not victims:
                 continue
-            effects: list[RouterEffect] = []
             for victim in victims:
                 effects += self._ends.excuse(victim, "another key's turn", now_s)
             effects += self._placing.place_one(flight, now_s)
             return effects
         return []
 
-    def _victims(
-        self, tenant: str, need: Need, held: Counter[str], now_s: float
-    ) -> Sequence[Flight] | None:
-        """The fewest requests whose room on one worker suffices; None if none may be taken."""
+    def _victims(self, flight: Flight, held: Counter[str], now_s: float) -> Sequence[Flight]:
+        """The fewest requests whose room on one worker suffices; none if none may be taken."""
+        need, tenant = self._placing.need(flight, now_s), flight.request.tenant
         richest = max(held, key=lambda name: (held[name], name), default=tenant)
         to_spare = held[richest] - held[tenant] - need.end_len
-        if richest == tenant or to_spare < 0:
-            return None
-        match self._placing.room_for(need, now_s):
-            case Candidates():
-                return []
-            case Busy(lacks=Role.DECODE):
-                pass
-            case _:
-                return None
+        if richest == tenant or to_spare < 0 or not self._lacks_room(need, now_s):
+            return []
         theirs = [f for f in self._state.flights.values() if f.request.tenant == richest]
         theirs.sort(key=lambda flight: -flight.number)
         found = [
@@ -123,7 +115,15 @@ class Turns:
             and (victims := _fewest(worker, need, theirs))
             and sum(_held_by(victim) for victim in victims) <= to_spare
         ]
-        return min(found, key=len, default=None)
+        return min(found, key=len, default=[])
+
+    def _lacks_room(self, need: Need, now_s: float) -> bool:
+        """True if all decode workers are full, even if a prefill worker could lend itself."""
+        match self._placing.room_for(need, now_s):
+            case Candidates(decoders=[]) | Busy(lacks=Role.DECODE):
+                return True
+            case _:
+                return False
 
     def _firsts(self) -> Iterator[Flight]:
         """Yields the next request of each key."""

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,10 +43,17 @@ class Keys(Driver):
             self.machine.validate()
         return effects
 
-    def join(self, name: str, num_blocks: int = 100, max_running: int = 64):
+    def join(
+        self,
+        name: str,
+        num_blocks: int = 100,
+        max_running: int = 64,
+        *,
+        stretch: float | None = None,
+    ):
         role = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}[name[0]]
         info = Welcome(PROTOCOL_VERSION, name, "inc", role, "fp", LAYOUT, num_blocks, max_running)
-        return self.handle(WorkerJoined(info))
+        return self.handle(WorkerJoined(msgspec.structs.replace(info, stretch=stretch)))
 
     def ask_as(self, key, name, *, num_prompt=5, max_tokens=4, has_key=True, priority=0):
         request = Request(
@@ -94,18 +102,21 @@ class Keys(Driver):
         return [f for f in flights if f.request.tenant == key and f.attempt is not None]
 
 
-def filled(num_streams: int = 200, **config) -> Keys:
+def filled(num_streams: int = 200, *, stretch: float | None = None, **config) -> Keys:
     """One key, whose streams fill the only decode worker, and more of which wait."""
-    driver = Keys("p0", prefill_backlog_tokens=10_000, **config)
-    driver.join("d0", num_blocks=100_000, max_running=64)
+    driver = Keys(prefill_backlog_tokens=10_000, **config)
+    driver.join("p0", stretch=stretch)
+    driver.join("d0", num_blocks=100_000, max_running=64, stretch=stretch)
     for number in range(num_streams):
         driver.run_all(driver.ask_as("a", f"a{number}", max_tokens=1000))
     assert len(driver.running("a")) == 64
     return driver
 
 
-def test_a_key_waits_no_longer_than_its_turn_behind_200_streams_of_another():
-    driver = filled()
+# Fluid: the prefill worker has room and could decode, but the policy does not want it to.
+@pytest.mark.parametrize("stretch", [None, 4.0], ids=["walls", "fluid"])
+def test_a_key_waits_no_longer_than_its_turn_behind_200_streams_of_another(stretch):
+    driver = filled(stretch=stretch)
     asked_s = driver.now_s
     assert not sent(driver.ask_as("b", "b0"), Prefill)
     effects = []
