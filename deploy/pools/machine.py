@@ -176,8 +176,14 @@ class PoolMachine:
         }
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolEffect]:
-        """Returns the effects of an event. Raises OrderRefused; then nothing has changed."""
+        """Returns the effects of an event. Raises OrderRefused; then nothing has changed.
+
+        A load that ends no drain and no move asks for nothing. Each worker reports its load every
+        second, and a tick comes as often: what time makes due waits for it.
+        """
         effects: list[PoolEffect] = list(self._handlers[type(event)](event, now_s))
+        if isinstance(event, LoadSeen) and not effects:
+            return effects
         if isinstance(event, Order):
             self.wanted.is_guess = False
         self.wanted.follow()

@@ -3,7 +3,7 @@
 import heapq
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +96,7 @@ class PoolWorld:
         others: Mapping[str, Pools] = NONE_BESIDE,
         idle_s: Mapping[str, float] = NONE_BESIDE,
         nodes: tuple[str, ...] = (),
+        update_timeout_s: float = 900.0,
     ) -> None:
         """`others` are models beside the main one, with their pools. `idle_s` is of these.
 
@@ -107,6 +108,7 @@ class PoolWorld:
             num_spares=num_spares,
             idle_s=idle_s,
             drain_timeout_s=20,
+            update_timeout_s=update_timeout_s,
             gateways_share_socket=len(gateways) > 1,
             has_stores=bool(nodes),
         )
@@ -165,6 +167,11 @@ class PoolWorld:
             self.report()
             self.feed(PoolTick())
 
+    def pass_quietly(self, seconds: float) -> None:
+        """Lets time pass in which nothing is reported and no tick comes."""
+        assert not self.queue
+        self.now_s += seconds
+
     def report(self) -> None:
         """Lets gateways that serve report on the present members."""
         members = self.machine.members
@@ -190,8 +197,11 @@ class PoolWorld:
                 self.feed(GatewaySeen(name, report))
 
     def settle(self, seconds: float = 400) -> None:
+        self.run_until(lambda: self.machine.is_settled, seconds)
+
+    def run_until(self, is_so: Callable[[], bool], seconds: float) -> None:
         end_s = self.now_s + seconds
-        while not self.machine.is_settled:
+        while not is_so():
             assert self.now_s < end_s, (self.machine.workers, self.machine.intent, self.told[-20:])
             self.run(1)
 

@@ -295,6 +295,8 @@ class _Fleet:
         wanted = list(roles)
         total = 0
         for role, excess in self._excess.items():
+            if not excess:
+                continue
             able = [
                 worker
                 for worker in self._pool[role]

@@ -16,9 +16,11 @@ RULES = UpdateConfig(min_requests=20, max_failed=0.02, max_late=0.1)
 FINE = (10, 0, 0)
 
 
-def watched(*, v1=FINE, v2=FINE, canary=(5, 50), hold_s=30.0, **order) -> PoolWorld:
+def watched(
+    *, v1=FINE, v2=FINE, canary=(5, 50), hold_s=30.0, update_timeout_s=900.0, **order
+) -> PoolWorld:
     """Returns pools where v2 takes over with a canary, under a load with these ends a second."""
-    world = settled(Pools(1, 1))
+    world = settled(Pools(1, 1), update_timeout_s=update_timeout_s)
     world.ends = {"v1": v1, "v2": v2}
     world.run(100)
     world.feed(AddVersion(V2, takes_over=True, canary=canary, hold_s=hold_s, **order))
@@ -268,6 +270,6 @@ def test_mended_version_of_the_same_name_is_not_judged_by_its_earlier_attempt():
 
 
 def test_share_may_be_held_for_longer_than_an_update_may_stand_still():
-    world = watched(hold_s=1000.0)
-    world.settle(2500)
+    world = watched(hold_s=100.0, update_timeout_s=90.0)
+    world.settle()
     assert names(world) == ["v2"]
