@@ -145,11 +145,12 @@ def test_measurement_holds_every_promised_result(pair, monkeypatch):
 
     @contextmanager
     def in_process(plan, target, draft, weights, kv_format):
-        bench = Bench(options_of(pair.target, pair.draft, kv_tokens=2**15))
+        bench = Bench(options_of(pair.target, pair.draft, kv_tokens=2**13))
         yield InProcess(bench), bench.facts
 
     tokens = [[token % VOCAB_SIZE for token in prompt] for prompt in PROMPTS]
     monkeypatch.setattr("bench.speculate.worker.PASSES_S", 0.0)
+    monkeypatch.setattr(speculate, "MOST_ROUNDS", 3)
     monkeypatch.setattr(speculate, "_worker", in_process)
     monkeypatch.setattr(speculate, "text_prompts", lambda tokenizer_file, count, seed: tokens)
     measured = speculate.measure(plan)

@@ -128,11 +128,10 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("sampler", "name"), [(native_sampler, name) for name in CHANGED] + [(torch_sampler, "all")]
-)
-def test_changed_and_bounded_samples_follow_the_remaining_softmax(sampler, name):
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_and_bounded_samples_follow_the_remaining_softmax(name):
+    """Torch's implementation chooses the same tokens: `test_changes` compares them."""
     kind, others = CHANGED[name]
-    counts = counts_of(sampler, choices_of_seeds(kind, **others))
+    counts = counts_of(native_sampler, choices_of_seeds(kind, **others))
     assert follow(counts, kind, **others)
     assert not follow(counts, Sampling(temperature=kind.temperature))

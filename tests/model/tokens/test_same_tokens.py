@@ -1,4 +1,4 @@
-"""Speculation, hand-over and memory pressure change no token: 200 requests of every kind."""
+"""Speculation, hand-over and memory pressure change no token: 100 requests of every kind."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from tests.kits.models.requests import EOS, check, requests
 
 pytestmark = pytest.mark.torch
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 100
 
 
 @pytest.fixture(scope="module")
