@@ -18,14 +18,18 @@ from engine.model.parallel.steps import StepChannel, StepFeed
 from engine.model.runner import TorchRunner
 from engine.worker.ranks import RankPlace
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 class RankProcesses:
-    """Processes for all ranks but 0. They are used again: starting one takes seconds."""
+    """Processes for all ranks but 0. They are used again: starting one takes seconds.
+
+    They are forks of a process that has imported this file, and with it torch, once.
+    """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
         self._idle: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
 
