@@ -46,7 +46,7 @@ LAYOUT = KVLayout(
 TIMING = Timing(ttl_s=8.0, hold_every_s=0.1, silence_s=4.0)  # a busy machine may stall for one
 NUM_BLOCKS = 200
 SECRET = Secret("secret")
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-CHANGE_S = 120.0  # the longest change of pools
+CHANGE_S = 240.0  # the longest change of pools, where others compute too
 
 
 class Trickle:

@@ -4,7 +4,7 @@ from engine.net.sessions import Line, SessionClient
 from engine.net.trust import Secret
 
 SECRET = Secret("token")
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 async def echo(line: Line) -> None:

@@ -181,7 +181,7 @@ def test_responses_in_the_background(client):
     def has_ended():
         return client.responses.retrieve(begun.id).status in ENDED
 
-    poll_until(has_ended, "the response ends", 30)
+    poll_until(has_ended, "the response ends")
     long = {**ASKED, "max_output_tokens": 3500}
     story = client.responses.create(
         **long, input="Write.", background=True, extra_body={"ignore_eos": True}

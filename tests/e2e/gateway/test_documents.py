@@ -63,7 +63,7 @@ def with_store() -> Iterator[Served]:
     """A deployment with a store, which has joined."""
     with serve("--launcher", "process", BATON_STORE__MEMORY_MIB="16") as running:
         slots = r"baton_store_slots\{"
-        poll_until(lambda: bool(matching(slots, metrics(running.url))), "the store joins", 20)
+        poll_until(lambda: bool(matching(slots, metrics(running.url))), "the store joins")
         yield running
 
 

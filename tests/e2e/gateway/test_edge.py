@@ -233,4 +233,4 @@ def test_connections_of_one_address_are_bounded(gateway):
         refused = stack.enter_context(connect(gateway))
         assert status_and_code(received(refused)) == (503, "overloaded")
         assert all(received(sock) == b"" for sock in socks)  # they have sent nothing
-    poll_until(lambda: answers(gateway) > 0, "there is room again", 5)
+    poll_until(lambda: answers(gateway) > 0, "there is room again")

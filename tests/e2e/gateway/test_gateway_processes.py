@@ -34,6 +34,7 @@ from tests.kits.services.served import matching, metrics, poll_until
 
 NUM_REQUESTS = 18
 MAX_STREAMS = 2  # of each key, where there are keys
+PACE_S = 0.02  # from a token to the next one, where streams must outlast other requests
 
 
 def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
@@ -41,7 +42,8 @@ def deployment(port: int = 0, keys_file: Path | None = None) -> Deployment:
     most = None if keys is None else MAX_STREAMS
     gateway = GatewayConfig(port=port, grpc_port=0, processes=2, keys_file=keys, max_streams=most)
     config = Config(gateway=gateway, pools=PoolsConfig(mixed=1))
-    return Deployment(NullWorkers(NURSERY), model=BUNDLED_MODEL, config=config)
+    launcher = NullWorkers(NURSERY) if keys is None else NullWorkers(NURSERY, PACE_S)
+    return Deployment(launcher, model=BUNDLED_MODEL, config=config)
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_two_processes_share_the_port_and_a_dead_one_is_restarted(serving):
         ask(url)
         return False
 
-    poll_until(both_answer, lambda: f"{before}, then {finished(url)}", 60)
+    poll_until(both_answer, lambda: f"{before}, then {finished(url)}")
 
 
 @contextmanager
@@ -219,7 +221,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(serving):
     os.kill(hung.pid, signal.SIGSTOP)
     trouble = "gateway-1 does not answer. New requests go to the others."
     machine = serving.controller.machine
-    poll_until(lambda: trouble in machine.troubles(), "the controller tells it", 12)
+    poll_until(lambda: trouble in machine.troubles(), "the controller tells it")
     ask(hung.url)
     assert restarted(serving, "gateway-1")[-3:] == [
         "gateway-1 is stopped: no session for 30 s",
@@ -277,16 +279,16 @@ def test_all_processes_follow_the_keys_file_without_a_restart(tmp_path, monkeypa
         pids = [gateway.pid for gateway in running.gateways]
         assert statuses(url, bearer(b"first")) == {200}
         assert not any(finished_streams(url, "first")), "two streams use up the limit everywhere"
-        poll_until(lambda: all(finished_streams(url, "first", 0)), "the streams ended", 10)
+        poll_until(lambda: all(finished_streams(url, "first", 0)), "the streams ended")
         assert statuses(url) == statuses(url, bearer("clé-🔑".encode())) == {401}
         assert statuses(url, bearer(b"\xff\xfe")) == {401}
         change_keys(path, lambda records: with_key(records, record("second", "bob")))
         change_keys(path, lambda records: without_key(records, "ann"))
-        poll_until(lambda: statuses(url, bearer(b"first")) == {401}, "the key is refused", 10)
+        poll_until(lambda: statuses(url, bearer(b"first")) == {401}, "the key is refused")
         # The connections before may all have led to one process.
-        poll_until(lambda: statuses(url, bearer(b"second")) == {200}, "the key is known", 10)
+        poll_until(lambda: statuses(url, bearer(b"second")) == {200}, "the key is known")
         path.unlink()
-        poll_until(lambda: statuses(url, bearer(b"second")) == {401}, "no key is valid", 10)
+        poll_until(lambda: statuses(url, bearer(b"second")) == {401}, "no key is valid")
         assert [gateway.pid for gateway in running.gateways] == pids
     finally:
         running.close()

@@ -135,10 +135,10 @@ def test_gateways_share_responses_and_outlive_each_other(deployment):
     with client() as each:
         assert len(each.responses.input_items.list(previous, limit=50).data) == 11
         cancelled = each.responses.create(**LONG, extra_body=ON)
-    poll_until(lambda: sum(in_flight(url).values()) == 1, "it runs", 10)
+    poll_until(lambda: sum(in_flight(url).values()) == 1, "it runs")
     with client() as each:
         assert each.responses.cancel(cancelled.id).status == "cancelled"
-    poll_until(lambda: sum(in_flight(url).values()) == 0, "it is cancelled where it runs", 10)
+    poll_until(lambda: sum(in_flight(url).values()) == 0, "it is cancelled where it runs")
 
     with client() as each:
         lost = each.responses.create(**LONG, extra_body=ON)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import select
 import signal
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from engine.clock import MonotonicClock
-from tests.kits.services.served import MARK, START_TIMEOUT_S, marked_processes, poll_until
+from tests.kits.services.served import MARK, START_TIMEOUT_S, WAIT_S, marked_processes, poll_until
 
 NUM_STREAMS = 8
 FOR_EVER = 4000  # tokens
@@ -44,29 +45,41 @@ class Command:
             self.printed += piece
         return found
 
-    def ended(self, timeout_s: float = 20) -> tuple[int, float, str]:
+    def ended(self, timeout_s: float = WAIT_S) -> tuple[int, float, str]:
         """Waits for the end. Returns exit status, seconds and output; no process may be left."""
         clock = MonotonicClock()
         begin_s = clock.now_s()
         status = self.process.wait(timeout_s)
         took_s = clock.now_s() - begin_s
-        poll_until(lambda: not marked_processes(self.mark), "no process is left", 10)
+        poll_until(lambda: not marked_processes(self.mark), "no process is left")
         self.printed += self.process.stderr.read()
         text = self.printed.decode()
         assert "Traceback" not in text, text
         return status, took_s, text
 
-    def ask(self, max_tokens: int, *, stream: bool = True) -> "Future[str]":
-        """The text of an answer, at its end."""
-        body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+    def ask(self, max_tokens: int) -> "Future[str]":
+        """The text of an answer that is no stream, at its end."""
+        body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True}
         url = f"{self.url}/v1/completions"
-        return self.threads.submit(lambda: httpx.post(url, json=body, timeout=30).text)
+        return self.threads.submit(lambda: httpx.post(url, json=body, timeout=WAIT_S).text)
 
     def streams(self, max_tokens: int) -> "list[Future[str]]":
         """Starts several answers and waits until all have begun."""
-        asked = [self.ask(max_tokens) for _ in range(NUM_STREAMS)]
-        poll_until(lambda: self.num_running() == NUM_STREAMS, "all answers have begun", 10)
+        begun: queue.SimpleQueue[None] = queue.SimpleQueue()
+        asked = [self.threads.submit(self._read, max_tokens, begun) for _ in range(NUM_STREAMS)]
+        for _ in asked:
+            begun.get(timeout=WAIT_S)
         return asked
+
+    def _read(self, max_tokens: int, begun: "queue.SimpleQueue[None]") -> str:
+        """Returns the text of a stream, at its end; tells when its first event has come."""
+        body = {"prompt": "a", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=WAIT_S) as answer:
+            pieces = answer.iter_text()
+            first = next(pieces)
+            begun.put(None)
+            return first + "".join(pieces)
 
     def listens(self) -> bool:
         url = httpx.URL(self.url)
@@ -114,12 +127,12 @@ def error_code(answer: str) -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_begun_answers_are_completed_and_new_requests_are_refused(number):
-    with serving(drain_s=20) as running:
-        answers = running.streams(150)
+    with serving(drain_s=60) as running:
+        answers = running.streams(300)
         running.process.send_signal(number)
-        running.read_until(rb"draining: \d+ answers running, up to 20 s; Ctrl-C again to stop now")
-        poll_until(lambda: not running.listens(), "it stops listening", 10)
-        assert all(answer.result(30).endswith("data: [DONE]\n\n") for answer in answers)
+        running.read_until(rb"draining: \d+ answers running, up to 60 s; Ctrl-C again to stop now")
+        poll_until(lambda: not running.listens(), "it stops listening")
+        assert all(answer.result(WAIT_S).endswith("data: [DONE]\n\n") for answer in answers)
         status, _, text = running.ended()
         assert status == 0
         assert "stopped" in text
@@ -127,10 +140,10 @@ def test_begun_answers_are_completed_and_new_requests_are_refused(number):
 
 def test_an_answer_longer_than_the_drain_ends_with_an_error():
     with serving(drain_s=0.5) as running:
-        answers = [*running.streams(FOR_EVER), running.ask(FOR_EVER, stream=False)]
-        poll_until(lambda: running.num_running() == NUM_STREAMS + 1, "the last has begun", 10)
+        answers = [*running.streams(FOR_EVER), running.ask(FOR_EVER)]
+        poll_until(lambda: running.num_running() == NUM_STREAMS + 1, "the last has begun")
         running.process.send_signal(signal.SIGTERM)
-        assert {error_code(answer.result(30)) for answer in answers} == {"server_shutdown"}
+        assert {error_code(answer.result(WAIT_S)) for answer in answers} == {"server_shutdown"}
         status, _, text = running.ended()
         assert status == 0
         assert f"{NUM_STREAMS + 1} requests are ended before they are complete" in text
@@ -143,7 +156,7 @@ def test_a_second_signal_ends_at_once():
         running.read_until(b"draining")
         running.process.send_signal(signal.SIGINT)
         status, took_s, _ = running.ended()
-        assert {error_code(answer.result(30)) for answer in answers} == {"server_shutdown"}
+        assert {error_code(answer.result(WAIT_S)) for answer in answers} == {"server_shutdown"}
         assert status == 128 + signal.SIGINT
         assert took_s < 5
 
@@ -152,7 +165,7 @@ def test_when_the_command_is_killed_answers_end_at_once():
     with serving(drain_s=60) as running:
         answers = running.streams(FOR_EVER)
         running.process.kill()
-        assert {error_code(answer.result(10)) for answer in answers} == {"server_shutdown"}
+        assert {error_code(answer.result(WAIT_S)) for answer in answers} == {"server_shutdown"}
         status, _, text = running.ended()
         assert status == -signal.SIGKILL
         assert "the controller died: answers that run are ended" in text

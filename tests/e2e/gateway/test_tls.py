@@ -90,11 +90,10 @@ def test_streams_and_new_certificates_without_a_restart(secure):
         poll_until(
             lambda: 'event="reload failed"' in client.get(page).text,
             "the gateway tried the files",
-            10,
         )
         assert secure.served_name() == "first"
         put(secure.key, FOLDERS["second"] / "key.pem")
-        poll_until(lambda: secure.served_name() == "second", "the new certificate is served", 10)
+        poll_until(lambda: secure.served_name() == "second", "the new certificate is served")
         assert client.get(f"{secure.url}/health").status_code == 200  # over the old connection
     with httpx.Client(verify=secure.trusting(FOLDERS["second"] / "cert.pem")) as client:
         assert client.get(f"{secure.url}/health").status_code == 200

@@ -108,7 +108,7 @@ def _all_queries_have_data(scraping: Prometheus) -> None:
         queries[:] = [(where, query) for where, query in queries if not _numbers(scraping, query)]
         return not queries
 
-    poll_until(have_data, lambda: f"data of {json.dumps(queries, indent=1)}", 25)
+    poll_until(have_data, lambda: f"data of {json.dumps(queries, indent=1)}")
     assert "BatonRestart" not in scraping.firing()
 
 
@@ -126,7 +126,6 @@ def _a_killed_worker_is_told(served: Served, scraping: Prometheus) -> None:
     poll_until(
         lambda: "BatonRestart" in scraping.firing(),
         lambda: f"an alert fires: {scraping.query('ALERTS')}",
-        20,
     )
     (alert,) = scraping.query('ALERTS{alertname="BatonRestart",alertstate="firing"}')
     assert alert["metric"]["service"] == victim.worker_id

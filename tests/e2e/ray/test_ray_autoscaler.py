@@ -76,7 +76,7 @@ launcher = ClusterLauncher(placement)
 rooms = [launcher.room(1)]
 for num_workers, room in ((3, 4), (0, 0)):
     launcher.ask_for(num_workers, Pools(), 1)
-    poll_until(lambda: launcher.room(1) == room, f"there is room for {room}", 60)
+    poll_until(lambda: launcher.room(1) == room, f"there is room for {room}")
     rooms.append(launcher.room(1))
 places = RayPlaces(placement)
 places.take("worker-0", Role.DECODE)

@@ -87,7 +87,7 @@ def places(nodes) -> Iterator[Any]:
     yield make
     for each in made:
         each.give_up_all()
-    poll_until(lambda: not reserved(), "nothing is reserved", 10)
+    poll_until(lambda: not reserved(), "nothing is reserved")
 
 
 def reserved() -> dict[str, str | None]:
@@ -177,7 +177,7 @@ def test_missing_resource_is_named_and_the_wait_can_be_cancelled(places, monkeyp
     monkeypatch.undo()
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(mine.take, "p3", P)
-        poll_until(lambda: "p3" in reserved(), "it waits", 10)
+        poll_until(lambda: "p3" in reserved(), "it waits")
         mine.give_up("p3")
         with pytest.raises(ConfigError, match="was stopped while it waited"):
             waits.result(10)
@@ -216,7 +216,7 @@ def test_workers_of_a_lost_node_are_placed_elsewhere(nodes, places):
     left = reserved()[stays]
     assert mine.placement.room(everywhere()) == 2
     nodes.cluster.remove_node(lost)
-    poll_until(lambda: mine.placement.room(everywhere()) == 1, "it is seen to be gone", 30)
+    poll_until(lambda: mine.placement.room(everywhere()) == 1, "it is seen to be gone")
     mine.leave(gone)
     mine.give_up(stays)
     take(mine, (gone, D))

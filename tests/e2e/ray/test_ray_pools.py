@@ -24,8 +24,9 @@ from tests.kits.operator import CHANGE_S, Trickle
 from tests.kits.services.served import poll_until
 
 pytest.importorskip("ray", reason="Ray is not installed")
-# Each worker imports torch for itself, which takes up to a minute where others compute too.
-pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.timeout(300)]
+# Three workers start here, one after another, and each imports torch for itself. Where others
+# compute too, a start takes over a minute.
+pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.timeout(900)]
 FIELDS = {"time", "level", "process", "pid", "logger", "message"}
 
 

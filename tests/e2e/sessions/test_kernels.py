@@ -29,7 +29,7 @@ def test_kernels_that_differ_are_told_everywhere(tmp_path, monkeypatch):
             f'baton_worker_kernels{{kernels="{kernels}",{labels},worker="{name}"}}': 1.0
             for name, kernels in KERNELS.items()
         }
-        poll_until(lambda: TROUBLE in str(running.controller.machine.troubles()), "told", 10)
-        poll_until(lambda: TROUBLE in httpx.get(f"{url}/ready").text, "the gateway tells it", 10)
+        poll_until(lambda: TROUBLE in str(running.controller.machine.troubles()), "told")
+        poll_until(lambda: TROUBLE in httpx.get(f"{url}/ready").text, "the gateway tells it")
     finally:
         running.close()

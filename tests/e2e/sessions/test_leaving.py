@@ -50,7 +50,7 @@ def test_a_worker_that_loads_its_model_leaves_at_once_with_its_ranks(
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
         process.stdin.flush()
         writers: list[int] = []
-        poll_until(lambda: _reads(endless, writers), "the worker loads its model", 60)
+        poll_until(lambda: _reads(endless, writers), "the worker loads its model")
         started = descendants_of(process.pid)
         assert len(started) == ranks - 1
         process.send_signal(signal.SIGTERM)
@@ -76,7 +76,7 @@ def test_processes_that_were_started_while_it_starts_are_killed(tmp_path):
         threading.Thread(target=subprocess.run, args=(command,)).start()
     """
     with running([sys.executable, "-c", textwrap.dedent(program)]) as process:
-        poll_until(there.exists, "the program runs", 20)
+        poll_until(there.exists, "the program runs")
         started = descendants_of(process.pid)
         assert len(started) == 2
         process.send_signal(signal.SIGTERM)

@@ -51,15 +51,15 @@ def test_orders_outlive_the_end_of_everything_and_not_an_orderly_stop(tmp_path: 
     stored = tmp_path / "fleet.orders"
     with served(tmp_path) as (_, mark, client):
         client.set_pools({"mixed": 2})
-        poll_until(lambda: mixed_serving(client) == 2, "two workers serve", 30)
-        poll_until(lambda: b'"mixed":2' in stored.read_bytes(), "the order is stored", 5)
+        poll_until(lambda: mixed_serving(client) == 2, "two workers serve")
+        poll_until(lambda: b'"mixed":2' in stored.read_bytes(), "the order is stored")
         for pid in marked_pids(mark):
             os.kill(pid, signal.SIGKILL)
-        poll_until(lambda: not marked_processes(mark), "nothing is left", 20)
+        poll_until(lambda: not marked_processes(mark), "nothing is left")
     with served(tmp_path) as (process, mark, client):
         assert client.pools().wanted.mixed == 2
         assert mixed_serving(client) == 2
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-        poll_until(lambda: not marked_processes(mark), "nothing is left", 20)
+        poll_until(lambda: not marked_processes(mark), "nothing is left")
     assert not stored.exists()

@@ -131,7 +131,7 @@ def test_drafted_tokens_are_reported_and_counted(served):
         answers.append(answer.json())
         return answers[-1]["baton_timeline"]["num_accepted_tokens"] > 0
 
-    poll_until(has_accepted, "drafted tokens are accepted", 60)
+    poll_until(has_accepted, "drafted tokens are accepted")
     timeline = answers[-1]["baton_timeline"]
     assert timeline["num_drafted_tokens"] >= timeline["num_accepted_tokens"]
     details = answers[-1]["usage"]["completion_tokens_details"]
@@ -140,4 +140,4 @@ def test_drafted_tokens_are_reported_and_counted(served):
     def drafted() -> dict[str, float]:
         return matching(r"baton_draft_tokens_total\{", metrics(served.url))
 
-    poll_until(lambda: sum(drafted().values()) > 0, "the decode worker has told", 30)
+    poll_until(lambda: sum(drafted().values()) > 0, "the decode worker has told")

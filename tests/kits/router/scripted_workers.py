@@ -46,7 +46,7 @@ from router.service import Router
 
 SECRET = Secret("internal token")
 LAYOUT = KVLayout(block_size=4, kv_format=KVFormat.FP32, sections=(KVSection(1, 1, 4),))
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 LEASE = LeaseRef("lease", TransferAddress("p0", "life", "tcp://nowhere"), 1)
 
 

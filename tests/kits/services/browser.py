@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-START_S = 30.0
-CALL_S = 30.0
+START_S = 60.0
+CALL_S = 60.0
 FLAGS = (
     "--headless=new",
     "--no-sandbox",

@@ -43,7 +43,7 @@ NURSERY = Nursery()  # of all tests of a session: torch is imported once
 atexit.register(NURSERY.close)
 TOKEN = "internal-token-of-the-tests"
 SECRET = Secret(TOKEN)
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 TRANSPORTS = (
     Transport.SHM,
     Transport.ZMQ,

@@ -115,7 +115,7 @@ def island(folder: Path) -> Iterator[Island]:
         stdin=subprocess.DEVNULL,
     )
     try:
-        poll_until((folder / "ready").exists, "the island is there", 20)
+        poll_until((folder / "ready").exists, "the island is there")
         children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text()
         yield Island(folder, int(children))
     finally:

@@ -29,7 +29,7 @@ def descendants_of(pid: int) -> list[int]:
     return found[1:]
 
 
-def ended(pid: int, *, deadline_s: float = 5.0) -> bool:
+def ended(pid: int, *, deadline_s: float = 30.0) -> bool:
     """Waits until a process that is no child of this one has ended."""
     try:
         descriptor = os.pidfd_open(pid)

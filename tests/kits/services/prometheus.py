@@ -17,8 +17,8 @@ from tests.kits.services.served import poll_until
 from tests.kits.tree.documents import ROOT
 
 SHIPPED = ROOT / "deploy" / "observability"
-START_S = 20.0
-STOP_S = 10.0
+START_S = 60.0
+STOP_S = 30.0
 
 
 def missing_programs() -> list[str]:
