@@ -1,6 +1,7 @@
 """For all tests: what needs a library or a device that is absent is skipped, and says so."""
 
 import asyncio
+import gc
 import importlib.util
 import inspect
 from pathlib import Path
@@ -25,6 +26,19 @@ def _absent(mark: str) -> str | None:
     if mark == "gpu" and not Path("/proc/driver/nvidia/version").exists():
         return "no CUDA device"
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Imports without looking for garbage: nearly all that they make stays."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Lets no later search for garbage look at what was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ def test_folders_hold_few_files():
 
 
 def test_public_class_names_are_unique():
-    homes = house.class_homes(FILES)
+    homes = house.class_homes(house.classes_of_the_tree())
     assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
 
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -26,11 +27,12 @@ _LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 
 
 @dataclass(frozen=True)
-class ClassSize:
-    """A class of the product and its length in lines."""
+class ProductClass:
+    """A class of the product, the last names of its bases, and its length in lines."""
 
     name: str
     path: str
+    bases: tuple[str, ...]
     num_lines: int
 
 
@@ -92,29 +94,30 @@ def product_trees(files: Mapping[str, str]) -> Iterator[tuple[str, ast.Module]]:
             yield path, ast.parse(text)
 
 
-def product_classes(files: Mapping[str, str]) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Each class of the product and its file. Only files with classes are parsed."""
+@cache
+def classes_of_the_tree() -> tuple[ProductClass, ...]:
+    """The classes of the product in the working tree."""
+    return tuple(product_classes(texts()))
+
+
+def product_classes(files: Mapping[str, str]) -> Iterator[ProductClass]:
+    """Each class of the product. Only files with classes are parsed."""
     with_classes = {path: text for path, text in files.items() if _CLASS.search(text)}
     for path, tree in product_trees(with_classes):
-        yield from ((path, node) for node in _statements(tree) if isinstance(node, ast.ClassDef))
+        for node in _statements(tree):
+            if isinstance(node, ast.ClassDef):
+                bases = tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases)
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield ProductClass(node.name, path, bases, num_lines)
 
 
-def class_homes(files: Mapping[str, str]) -> dict[str, list[str]]:
+def class_homes(classes: Iterable[ProductClass]) -> dict[str, list[str]]:
     """The files that define each public class of the product, by its name."""
     homes: dict[str, list[str]] = defaultdict(list)
-    for path, node in product_classes(files):
-        if not node.name.startswith("_"):
-            homes[node.name].append(path)
+    for each in classes:
+        if not each.name.startswith("_"):
+            homes[each.name].append(each.path)
     return homes
-
-
-def class_sizes(files: Mapping[str, str]) -> list[ClassSize]:
-    """Classes of the product, the longest first."""
-    found = [
-        ClassSize(node.name, path, (node.end_lineno or node.lineno) - node.lineno + 1)
-        for path, node in product_classes(files)
-    ]
-    return sorted(found, key=lambda size: size.num_lines, reverse=True)
 
 
 def function_lengths(files: Mapping[str, str]) -> list[int]:
@@ -146,9 +149,10 @@ def main() -> None:
     lengths = function_lengths(files)
     p50, p90 = lengths[len(lengths) // 2], lengths[len(lengths) * 9 // 10]
     print(f"functions: {len(lengths)}, p50 {p50} lines, p90 {p90}")
-    for size in class_sizes(files)[:8]:
-        print(f"  class {size.name}: {size.num_lines} lines, {size.path}")
-    clashes = {name: homes for name, homes in class_homes(files).items() if len(homes) > 1}
+    classes = [*product_classes(files)]
+    for each in sorted(classes, key=lambda each: each.num_lines, reverse=True)[:8]:
+        print(f"  class {each.name}: {each.num_lines} lines, {each.path}")
+    clashes = {name: homes for name, homes in class_homes(classes).items() if len(homes) > 1}
     print(f"public class names with several homes: {len(clashes)}")
     for name, homes in sorted(clashes.items()):
         print(f"  {name}: {', '.join(homes)}")

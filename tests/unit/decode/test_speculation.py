@@ -136,7 +136,7 @@ class Bench:
         speculator = Speculator(
             mode, max_draft_tokens=MAX_DRAFT_TOKENS, has_draft_model=has_draft_model
         )
-        pool = BlockPool(batch * 2000)
+        pool = BlockPool(batch * 500)
         self.decode = DecodeScheduler(
             pool, intake=Intake(16), max_running=64, speculator=speculator
         )

@@ -1,6 +1,5 @@
 """The type of an error is its fault, the fields are its facts, and one tree shows all errors."""
 
-import ast
 import builtins
 import re
 
@@ -33,17 +32,9 @@ NO_ERRORS = {
 }
 
 
-def classes_of_the_source() -> list[tuple[str, list[str]]]:
-    """Each class with the names of its bases."""
-    return [
-        (node.name, [ast.unparse(base).rpartition(".")[2] for base in node.bases])
-        for _, node in house.product_classes(house.texts())
-    ]
-
-
 def exceptions_of_the_source() -> dict[str, str]:
     """Each public exception class and its parent: Baton's own where it has two."""
-    classes = classes_of_the_source()
+    classes = [(each.name, each.bases) for each in house.classes_of_the_tree()]
     ours: set[str] = set()
     while found := {
         name
