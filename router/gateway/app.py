@@ -7,7 +7,7 @@ import importlib.metadata
 import random
 import sqlite3
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import cache, partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -340,6 +340,7 @@ class _Front:
         return self._others
 
 
+@cache
 def version_of_baton() -> str:
     """Returns the version of Baton."""
     try:

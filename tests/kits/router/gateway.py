@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -77,8 +78,13 @@ def _letters() -> dict[str, int]:
 TOKENIZER = byte_tokenizer()
 
 
+@cache
+def _compiled(template: str) -> ChatTemplates:
+    return ChatTemplates({DEFAULT: template}, {})
+
+
 def text_model(template: str | None = TEMPLATE) -> TextModel:
-    compiled = None if template is None else ChatTemplates({DEFAULT: template}, {})
+    compiled = None if template is None else _compiled(template)
     return TextModel(TOKENIZER, templates=compiled, eos_token_ids=(EOS,))
 
 
