@@ -1,5 +1,11 @@
 """Mixtures of experts over packed weights.
 
+    PackedExperts  replaces the module that transformers has for most models
+    PackedGlu      replaces DBRX's, whose weights are rows of three matrices
+    PackedRuns     replaces JetMoE's, which multiplies each run of rows by one matrix
+
+Modules are told apart by their parameters and methods, not by the name of the model.
+
 transformers holds the experts of a layer in one module, as parameters [num_experts, outputs,
 inputs] (transposed in some models). It calls the module with tokens, the experts chosen for each,
 and their shares. The computation is replaceable (its `ExpertsInterface`). `holds_experts` checks
@@ -14,8 +20,9 @@ Routers decide, so they are never quantised. Most multiply by a bare parameter, 
 amid code of their own: see `native.invariant`.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from inspect import signature
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -24,6 +31,8 @@ from engine.config import WeightFormat
 from engine.model.native.matrix import PackedMatrix, Team
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+GLU_WEIGHTS = ("w1", "v1", "w2")
+Run = tuple[int, int, int]  # an expert, and the first row and the end of its rows
 
 
 class PackedExperts(nn.Module):
@@ -59,12 +68,12 @@ class PackedExperts(nn.Module):
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)  # of pairs: expert by expert
         ends = chosen.bincount(minlength=self.num_experts).cumsum(0).tolist()
-        runs = [(e, *run) for e, run in enumerate(pairwise([0, *ends])) if run[0] < run[1]]
+        runs = _runs(ends)
         if len(runs) and runs[-1][0] == self.num_experts:
             del runs[-1]  # these tokens' experts are elsewhere
         x = hidden_states.index_select(0, order // top_k)
-        x = self._activated(self._products(self._first, x, runs))
-        x = self._products(self._second, x, runs)
+        x = self._activated(_products(self._first, x, runs, self._team))
+        x = _products(self._second, x, runs, self._team)
         if self._has_norm:
             x = self.experts.post_expert_norm(x)
         results = torch.empty_like(x).index_copy_(0, order, x).view(num_tokens, top_k, -1)
@@ -74,29 +83,110 @@ class PackedExperts(nn.Module):
             total += results[:, slot]
         return total.contiguous()
 
-    def _products(
-        self, matrices: list[PackedMatrix], x: torch.Tensor, runs: list[tuple[int, int, int]]
-    ) -> torch.Tensor:
-        """Rows of `x`, each times the matrix of its run: (expert, first row, end)."""
-        x = x.contiguous()
-        computes_all = bool(runs) and runs[-1][2] == len(x)
-        new = x.new_empty if computes_all else x.new_zeros
-        y = new(x.shape[0], matrices[0].struct.rows)
-        for expert, start, end in runs:
-            matrices[expert].multiply(x[start:end], y[start:end], self._team)
-        return y
-
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts._apply_gate(x) if self._has_gate else self.experts.act_fn(x)
 
 
+class PackedGlu(PackedExperts):
+    """Replaces a module with a child `mlp` whose `w1`, `v1` and `w2` are [experts · inner, hidden].
+
+    An expert computes (activation(x w1ᵀ) * (x v1ᵀ)) w2.
+    """
+
+    def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
+        """Takes the weights out of `experts`, whose activation it goes on using."""
+        nn.Module.__init__(self)
+        self.num_experts, self.experts, self._team = experts.num_experts, experts, team
+        self._has_norm = False
+        rows = (getattr(experts.mlp, name).chunk(self.num_experts) for name in GLU_WEIGHTS)
+        w1, v1, w2 = rows
+        self._first = [PackedMatrix(team, torch.cat(two), form) for two in zip(w1, v1, strict=True)]
+        self._second = [PackedMatrix(team, matrix.T, form) for matrix in w2]
+        for name in GLU_WEIGHTS:
+            delattr(experts.mlp, name)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sums of the experts' results, in the shape of `hidden_states`: [..., hidden]."""
+        x = hidden_states.flatten(end_dim=-2)
+        return super().forward(x, top_k_index, top_k_weights).view_as(hidden_states)
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        activated: torch.Tensor = self.experts.mlp.activation_fn(gate) * up
+        return activated
+
+
+class PackedRuns(nn.Module):
+    """Replaces a module that multiplies each run of rows by the matrix of one expert."""
+
+    def __init__(self, experts: nn.Module, team: Team, form: WeightFormat) -> None:
+        super().__init__()
+        self._matrices = [PackedMatrix(team, matrix, form) for matrix in experts.weight]
+        self._team = team
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights and their scales."""
+        return sum(matrix.num_bytes for matrix in self._matrices)
+
+    def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
+        """[rows, inputs] → [rows, outputs]; `expert_size` counts the rows of each expert."""
+        return _products(self._matrices, inputs, _runs(accumulate(expert_size)), self._team)
+
+
+def _runs(ends: Iterable[int]) -> list[Run]:
+    """The rows of each expert that has some, from the ends of all experts' rows."""
+    rows = enumerate(pairwise([0, *ends]))
+    return [(expert, start, end) for expert, (start, end) in rows if start < end]
+
+
+def _products(
+    matrices: Sequence[PackedMatrix], x: torch.Tensor, runs: Sequence[Run], team: Team
+) -> torch.Tensor:
+    """Rows of `x`, each times the matrix of its run."""
+    x = x.contiguous()
+    computes_all = bool(runs) and runs[-1][2] == len(x)
+    new = x.new_empty if computes_all else x.new_zeros
+    y = new(x.shape[0], matrices[0].struct.rows)
+    for expert, start, end in runs:
+        matrices[expert].multiply(x[start:end], y[start:end], team)
+    return y
+
+
+def kind_of_experts(
+    module: nn.Module,
+) -> type[PackedExperts] | type[PackedGlu] | type[PackedRuns] | None:
+    """What replaces the module, if it computes experts from plain weights."""
+    if "forward" in vars(module):
+        return None
+    if holds_experts(module):
+        return PackedExperts
+    if not hasattr(module, "num_experts"):
+        return None
+    if all(_is_matrix(getattr(module, "mlp", None), name, 2) for name in GLU_WEIGHTS):
+        return (
+            PackedGlu if _takes(module, "hidden_states", "top_k_index", "top_k_weights") else None
+        )
+    is_runs = _is_matrix(module, "weight", 3) and _takes(module, "inputs", "expert_size")
+    return PackedRuns if is_runs else None
+
+
+def _is_matrix(module: object, name: str, ndim: int) -> bool:
+    weights = getattr(module, name, None)
+    is_plain = isinstance(weights, nn.Parameter) and weights.dtype in DTYPES
+    return is_plain and weights.ndim == ndim
+
+
+def _takes(module: nn.Module, *names: str) -> bool:
+    return tuple(signature(module.forward).parameters) == names
+
+
 def holds_experts(module: nn.Module) -> bool:
-    """True if `module` computes experts as described above, from plain weights."""
-    weights = getattr(module, "down_proj", None)
+    """True if `module` computes experts as most models of transformers do, from plain weights."""
     return (
-        isinstance(weights, nn.Parameter)
-        and weights.ndim == 3
-        and weights.dtype in DTYPES
+        _is_matrix(module, "down_proj", 3)
         and all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate"))
         and "forward" not in vars(module)
     )
@@ -105,7 +195,8 @@ def holds_experts(module: nn.Module) -> bool:
 def router_layers(model: nn.Module) -> Iterator[nn.Linear]:
     """Linear layers of routers: beside experts, with one output for each."""
     for block in model.modules():
-        sizes = {x.down_proj.shape[0] for x in block.children() if holds_experts(x)}
+        experts = (x for x in block.children() if kind_of_experts(x) is not None)
+        sizes = {x.down_proj.shape[0] if holds_experts(x) else x.num_experts for x in experts}
         if sizes:
             linears = (x for x in block.modules() if isinstance(x, nn.Linear))
             yield from (x for x in linears if x.out_features in sizes)

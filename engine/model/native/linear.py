@@ -1,7 +1,7 @@
 """Packs a model: replaces modules that multiply by modules over packed matrices.
 
     nn.Linear, Conv1D              PackedLinear
-    experts of a mixture           PackedExperts
+    experts of a mixture           one of `native.experts`
     other matrices, as of routers  none: see `InvariantProducts`
 
 A linear layer whose weights other modules read stays as it is, too. The result for a token has the
@@ -18,7 +18,8 @@ from engine.config import WeightFormat
 from engine.model.loading.stored import widen
 from engine.model.native.experts import (
     PackedExperts,
-    holds_experts,
+    PackedRuns,
+    kind_of_experts,
     router_layers,
 )
 from engine.model.native.matrix import PackedMatrix, Team, multiply
@@ -83,13 +84,14 @@ def _packable(model: nn.Module, form: WeightFormat) -> dict[str, WeightFormat]:
     return {
         name: WeightFormat.FP32 if module in routers else form
         for name, module in model.named_modules(remove_duplicate=False)
-        if holds_experts(module) or _is_plain(module)
+        if kind_of_experts(module) is not None or _is_plain(module)
     }
 
 
-def _packed(module: nn.Module, team: Team, form: WeightFormat) -> PackedLinear | PackedExperts:
-    kind = PackedExperts if holds_experts(module) else PackedLinear
-    return kind(module, team, form)
+def _packed(
+    module: nn.Module, team: Team, form: WeightFormat
+) -> PackedLinear | PackedExperts | PackedRuns:
+    return (kind_of_experts(module) or PackedLinear)(module, team, form)
 
 
 def _bare_matrices(model: nn.Module, read_outside: Collection[str]) -> Iterator[nn.Parameter]:

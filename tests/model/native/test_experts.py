@@ -1,17 +1,26 @@
 """Mixtures over packed weights equal the model's own code, in any batch."""
 
+import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import JetMoeConfig
+from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts, DbrxFFN
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE, JetMoeParallelExperts
 
 from engine.config import WeightFormat
 from engine.model.native import library, linear
 from engine.model.native.experts import (
     PackedExperts,
+    PackedGlu,
+    PackedRuns,
     holds_experts,
+    kind_of_experts,
     router_layers,
 )
 from engine.model.native.linear import PackedLinear, pack_linears
@@ -19,6 +28,7 @@ from engine.model.native.matrix import PackedMatrix, Team, multiply
 from tests.kits.models.experts import (
     EXPERTS,
     HIDDEN,
+    INNER,
     NUM_EXPERTS,
     TOP_K,
     experts_of,
@@ -44,6 +54,54 @@ def test_packed_experts_equal_the_experts(team, flags):
     packed = PackedExperts(experts, team, WeightFormat.FP32)
     for x, y in zip(inputs, expected, strict=True):
         torch.testing.assert_close(packed(*x), y, rtol=1e-5, atol=1e-5)
+
+
+def initialised(module):
+    """The module with random weights, which it gets from a checkpoint otherwise."""
+    torch.manual_seed(1)
+    for weights in module.parameters():
+        nn.init.normal_(weights, std=0.3)
+    return module.requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("shape", [(1,), (40,), (2, 5)])
+def test_packed_experts_of_dbrx_equal_its_own(team, shape):
+    config = DbrxFFNConfig(hidden_size=HIDDEN, ffn_hidden_size=INNER, moe_num_experts=NUM_EXPERTS)
+    experts = initialised(DbrxExperts(config))
+    x, chosen, shares = tokens(math.prod(shape))
+    x = x.view(*shape, HIDDEN)
+    expected = experts(x if x.ndim > 2 else x[None], chosen, shares).view_as(x)
+    assert kind_of_experts(experts) is PackedGlu
+    packed = PackedGlu(experts, team, WeightFormat.FP32)
+    torch.testing.assert_close(packed(x, chosen, shares), expected, rtol=1e-5, atol=1e-5)
+    assert not list(packed.parameters())
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 7, 1, 9], [0, 0, 0, 0, 1], [5, 0, 0, 0, 0]])
+def test_packed_experts_of_jetmoe_equal_its_own(team, counts):
+    experts = initialised(JetMoeParallelExperts(NUM_EXPERTS, HIDDEN, INNER))
+    x = torch.randn(sum(counts), HIDDEN)
+    expected = experts(x, counts)
+    assert kind_of_experts(experts) is PackedRuns
+    packed = PackedRuns(experts, team, WeightFormat.FP32)
+    torch.testing.assert_close(packed(x, counts), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: DbrxFFN(
+            SimpleNamespace(ffn_config=DbrxFFNConfig(hidden_size=HIDDEN, ffn_hidden_size=INNER))
+        ),
+        lambda: JetMoeMoE(JetMoeConfig(hidden_size=HIDDEN, intermediate_size=INNER)),
+    ],
+    ids=["dbrx", "jetmoe"],
+)
+def test_routers_beside_experts_of_any_kind_are_not_quantised(team, block):
+    block = initialised(block())
+    assert list(router_layers(block)) == [block.router.layer]
+    pack_linears(block, team, WeightFormat.INT8)
+    assert block.router.layer.matrix.form is WeightFormat.FP32
 
 
 def test_an_unchosen_expert_changes_nothing(team):
