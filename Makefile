@@ -1,6 +1,8 @@
 # A fresh machine needs `make serve` and `make test` only. Each makes the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+# A third of what a normal process gets. `nice` alone gives a tenth: hours beside a busy program.
+NICE := nice -n 5
 # Python compiles what it imports, once; pip would compile 18,000 files, for over a minute.
 INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
@@ -50,7 +52,7 @@ check: .venv/.developed
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 # Four parts at a time, the longest first: services mostly wait, and parts that only compute give
-# way to them (`nice`). The output of each part is printed when it ends.
+# way to them (`NICE`). The output of each part is printed when it ends.
 test: develop .venv-core/.installed
 	$(MAKE) --jobs 4 --keep-going --output-sync=target test-services test-api test-models test-core test-parts test-ray test-chaos
 
@@ -70,14 +72,14 @@ test-chaos: develop
 	$(BIN)/python -m pytest tests/chaos
 
 test-models: develop
-	nice $(BIN)/python -m pytest tests/model
+	$(NICE) $(BIN)/python -m pytest tests/model
 
 test-parts: develop
-	nice $(BIN)/python -m pytest tests $(addprefix --ignore tests/,unit e2e chaos model)
+	$(NICE) $(BIN)/python -m pytest tests $(addprefix --ignore tests/,unit e2e chaos model)
 
 # The unit tests in an environment without torch and Ray: the core needs neither.
 test-core: .venv-core/.installed
-	nice .venv-core/bin/python -m pytest -q tests/unit
+	$(NICE) .venv-core/bin/python -m pytest -q tests/unit
 
 # All tests while another program uses every core, as on a machine that is shared.
 test-busy: develop .venv-core/.installed
