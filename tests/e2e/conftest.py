@@ -1,11 +1,15 @@
 """What end-to-end tests of a session have in common ends with it."""
 
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
+from deploy.local.nursery_port import NurseryPort
 from deploy.ray import own_ray
 from tests.kits.services.cluster import NURSERY
 from tests.kits.services.served import HANDS_OVER, Served, serve
@@ -17,6 +21,19 @@ own_ray.prepare(os.environ)  # before a test imports Ray
 def _nursery() -> Iterator[None]:
     yield
     NURSERY.close()
+
+
+@pytest.fixture(scope="session")
+def lent() -> Iterator[tuple[str, ...]]:
+    """The command `baton` whose processes are children of this session's nursery.
+
+    Each start with a nursery of its own would import torch again. `served` has its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        port = NurseryPort(NURSERY, Path(folder) / "nursery")
+        port.open()
+        yield sys.executable, "-m", "tests.kits.services.lent_nursery", str(port.path)
+        port.close()
 
 
 @pytest.fixture(scope="session")

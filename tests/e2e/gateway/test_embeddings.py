@@ -30,8 +30,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(checkpoint):
-    with serve("--launcher", "process", model=str(checkpoint)) as running:
+def served(lent, checkpoint):
+    with serve("--launcher", "process", model=str(checkpoint), command=lent) as running:
         yield running
 
 

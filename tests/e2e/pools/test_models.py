@@ -26,11 +26,11 @@ idle_s = 2
 
 
 @pytest.fixture(scope="module")
-def served(run_dir, tmp_path_factory) -> Iterator[Served]:
+def served(lent, run_dir, tmp_path_factory) -> Iterator[Served]:
     config = tmp_path_factory.mktemp("models") / "baton.toml"
     config.write_text(CONFIG)
     options = ("--launcher", "process", "--config", str(config))
-    with serve(*options, BATON_RUN_DIR=str(run_dir)) as running:
+    with serve(*options, command=lent, BATON_RUN_DIR=str(run_dir)) as running:
         yield running
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from engine.clock import MonotonicClock
+from tests.kits.services.processes import descendants_of
 
 # Generous, since a wait ends by its event: others may compute on the same cores.
 START_TIMEOUT_S = 250.0
@@ -62,6 +63,18 @@ def command_line(pid: int) -> str:
 def marked_processes(mark: str) -> list[str]:
     """Command lines of all live processes that descend from a command with this mark."""
     return [line for line in map(command_line, marked_pids(mark)) if line]
+
+
+def services() -> set[int]:
+    """Returns the services that descend from this process, also those of a lent nursery."""
+    return {pid for pid in descendants_of(os.getpid()) if _name(pid).startswith("baton-")}
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""  # it has ended
 
 
 def poll_until(
@@ -125,7 +138,7 @@ def serve(
 
     Then the workers hold no request, and afterwards no process is left.
     """
-    mark = uuid.uuid4().hex
+    mark, before = uuid.uuid4().hex, services()
     options = ["--port", "0"] if kv_mib is None else ["--port", "0", "--kv-mib", str(kv_mib)]
     process = subprocess.Popen(
         [*command, "serve", model, *options, *arguments],
@@ -141,6 +154,7 @@ def serve(
         process.send_signal(signal.SIGINT)
         assert process.wait(STOP_TIMEOUT_S) == 0
         poll_until(lambda: not marked_processes(mark), f"no process is left of {mark}")
+        poll_until(lambda: services() <= before, "no service is left")
     finally:
         process.kill()
         process.wait()
