@@ -1,6 +1,7 @@
 """The study: sessions of a trace, hits, hints and the policies' order on a small drawn load."""
 
 from dataclasses import replace
+from functools import cache
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from bench.common.progress import say_nothing
 from bench.common.report import result_of
 from bench.eviction.classics import CLASSICS, BlockLru
-from bench.eviction.play import PlayPlan, Says, Writes, belady_percent, play, play_classic
+from bench.eviction.play import Played, PlayPlan, Says, Writes, belady_percent, play, play_classic
 from bench.eviction.study import StudyPlan, halfway_lines, study
 from bench.eviction.turns import ChatTurn, drawn_turns, num_accesses, turns_of
 from bench.simulator.traces import Trace, TraceRequest
@@ -28,8 +29,14 @@ def turn(arrived_s: float, letters: str) -> ChatTurn:
     return ChatTurn(arrived_s, tuple(BlockHash(each.encode()) for each in letters), 0)
 
 
+@cache
+def played(plan: PlayPlan) -> Played:
+    """The policy that learns, on the drawn load."""
+    return play(LeafWorth(SIZE), DRAWN, plan)
+
+
 def hits(plan: PlayPlan) -> float:
-    return play(LeafWorth(SIZE), DRAWN, plan).hit_percent
+    return played(plan).hit_percent
 
 
 def test_a_prompt_that_extends_another_is_its_sessions_next_turn():
@@ -95,9 +102,8 @@ def test_half_of_the_clients_gain_a_part_of_what_all_gain():
 
 def test_storing_less_writes_less():
     plan = PlayPlan(SIZE)
-    everything = play(LeafWorth(SIZE), DRAWN, plan)
-    twice = play(LeafWorth(SIZE), DRAWN, replace(plan, writes=Writes.TWICE))
-    idle = play(LeafWorth(SIZE), DRAWN, replace(plan, writes=Writes.IDLE, writes_per_s=5.0))
+    everything, twice = played(plan), played(replace(plan, writes=Writes.TWICE))
+    idle = played(replace(plan, writes=Writes.IDLE, writes_per_s=5.0))
     assert twice.written_percent < everything.written_percent
     assert idle.written_percent < everything.written_percent
     seconds = DRAWN[-1].arrived_s
