@@ -97,7 +97,7 @@ def test_dear_store_is_advised_against(plan):
     "ask",
     [
         replace(ASK, depth=None),
-        replace(ASK, depth=Depth(40), store_prices=None),
+        replace(ASK, depth=Depth(10), store_prices=None),
         replace(ASK, depth=Depth(40), load=ExpectedLoad(2.0, 3000, 8)),
     ],
 )
