@@ -34,7 +34,7 @@ ASK = PlanInput(
     load=ExpectedLoad(20.0, 3000, 8, prefix_hit=0.85, pause_s=60.0),
     slo=SloBounds(1.0, 0.1),
     max_gpus=16,
-    depth=Depth(num_requests=320, seed=0),
+    depth=Depth(num_requests=240, seed=0),
     store_prices=StorePrices(),
 )
 
@@ -43,7 +43,7 @@ ASK = PlanInput(
 def plan():
     """The plan for `ASK` without the search of pools: four prefill workers are the fewest."""
     worker = worker_of(ASK.model, ASK.platform, ASK.options, ranks=1, block_size=256)
-    cells = Cells(1, 320, 8.0)
+    cells = Cells(1, 240, 8.0)
     search = Search(ASK.load, worker, ASK.slo, cells=cells, seed=0)
     start = PoolEstimate(SimulatedPools(4, 1), 0.5, 0.5, 0.05, 1.0, 0.5)
     found = search.smallest(start, max_workers=5)
