@@ -59,9 +59,9 @@ def titles(blocks: list[Block]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def with_store() -> Iterator[Served]:
+def with_store(lent) -> Iterator[Served]:
     """A deployment with a store, which has joined."""
-    with serve("--launcher", "process", BATON_STORE__MEMORY_MIB="16") as running:
+    with serve("--launcher", "process", command=lent, BATON_STORE__MEMORY_MIB="16") as running:
         slots = r"baton_store_slots\{"
         poll_until(lambda: bool(matching(slots, metrics(running.url))), "the store joins")
         yield running

@@ -48,10 +48,11 @@ class Crowd:
 
 
 @pytest.fixture(scope="module")
-def served(run_dir) -> Iterator[Served]:
+def served(lent, run_dir) -> Iterator[Served]:
     with serve(
         "--launcher",
         "process",
+        command=lent,
         BATON_RUN_DIR=str(run_dir),
         BATON_WORKER__MAX_RUNNING=str(MAX_RUNNING),
         BATON_PLANNER__COOL_DOWN_S="1",

@@ -21,8 +21,8 @@ LONG = {"prompt": "def f(", "max_tokens": 1500, "temperature": 0, "ignore_eos": 
 
 
 @pytest.fixture(scope="module")
-def served(run_dir) -> Iterator[Served]:
-    with serve("--launcher", "process", BATON_RUN_DIR=str(run_dir)) as running:
+def served(lent, run_dir) -> Iterator[Served]:
+    with serve("--launcher", "process", command=lent, BATON_RUN_DIR=str(run_dir)) as running:
         yield running
 
 

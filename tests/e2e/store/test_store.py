@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from deploy.admin.client import AdminClient, find_deployment
+from tests.kits.services.processes import descendants_of, ended
 from tests.kits.services.served import (
     HANDS_OVER,
     Served,
     command_line,
-    marked_pids,
     matching,
     metrics,
     poll_until,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.torch
 PROMPT_TOKENS = 600
 BLOCK_TOKENS = 16
 NEW_TOKENS = 12
-SETTLE_S = 40.0
+SETTLE_S = 120.0
 STORE_PROCESS = "deploy.store.main"
 
 
@@ -59,12 +59,15 @@ def ask(url: str, prompt: Sequence[int], seed: int | None = None) -> tuple[list[
 
 
 @contextmanager
-def with_store(run_dir: Path, *arguments: str, **settings: str) -> Iterator[Served]:
+def with_store(
+    lent: Sequence[str], run_dir: Path, *arguments: str, **settings: str
+) -> Iterator[Served]:
     environment = {f"BATON_STORE__{name.upper()}": value for name, value in settings.items()}
     with serve(
         "--launcher",
         "process",
         *arguments,
+        command=lent,
         BATON_RUN_DIR=str(run_dir),
         **HANDS_OVER,
         **environment,
@@ -116,15 +119,16 @@ def kill_workers(run_dir: Path) -> None:
         poll_until(are_new, "other workers serve", SETTLE_S)
 
 
-def store_pids(served: Served) -> list[int]:
-    return [pid for pid in marked_pids(served.mark) if STORE_PROCESS in command_line(pid)]
+def store_pids() -> list[int]:
+    there = descendants_of(os.getpid())
+    return [pid for pid in there if STORE_PROCESS in command_line(pid)]
 
 
 def kill_store(served: Served) -> None:
     """Kills the store's process, and waits until another one has joined."""
-    [pid] = store_pids(served)
+    [pid] = store_pids()
     os.kill(pid, signal.SIGKILL)
-    poll_until(lambda: store_pids(served) not in ([], [pid]), "it is started again", SETTLE_S)
+    poll_until(lambda: store_pids() not in ([], [pid]), "it is started again", SETTLE_S)
     poll_until(lambda: has_joined(served), "it has joined", SETTLE_S)
 
 
@@ -134,20 +138,20 @@ def run_dir(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[list[int]]]:
+def expected(lent) -> dict[str, list[list[int]]]:
     """The answers without a store."""
-    with serve("--launcher", "process", **HANDS_OVER) as served:
+    with serve("--launcher", "process", command=lent, **HANDS_OVER) as served:
         greedy = [ask(served.url, prompt)[0] for prompt in prompts(4, 1)]
         sampled = [ask(served.url, prompt, seed=7)[0] for prompt in prompts(4, 1)]
     return {"greedy": greedy, "sampled": sampled}
 
 
-def test_prefixes_outlive_workers_the_store_and_the_deployment(run_dir, tmp_path, expected):
+def test_prefixes_outlive_workers_the_store_and_the_deployment(lent, run_dir, tmp_path, expected):
     disk = str(tmp_path / "kv")
     inputs = prompts(4, 1)
     whole = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     blocks = len(inputs) * PROMPT_TOKENS // BLOCK_TOKENS
-    with with_store(run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
+    with with_store(lent, run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
         assert [ask(served.url, p)[0] for p in inputs] == expected["greedy"]
         until_kept(served, blocks, "host")
         until_kept(served, blocks, "disk")
@@ -162,7 +166,7 @@ def test_prefixes_outlive_workers_the_store_and_the_deployment(run_dir, tmp_path
         assert [tokens for tokens, _ in answers] == expected["sampled"]
         assert [cached for _, cached in answers] == [whole] * len(inputs)
         assert not samples(served, "baton_store_loaded_blocks_total")  # all came from memory
-    with with_store(run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
+    with with_store(lent, run_dir, memory_mib="64", disk=disk, disk_gib="1") as served:
         until_kept(served, blocks, "disk")
         answers = [ask(served.url, prompt) for prompt in inputs]
         assert [tokens for tokens, _ in answers] == expected["greedy"]
@@ -176,11 +180,11 @@ def test_prefixes_outlive_workers_the_store_and_the_deployment(run_dir, tmp_path
 
 
 @pytest.mark.long
-def test_prefixes_outlive_workers_of_several_ranks(run_dir):
+def test_prefixes_outlive_workers_of_several_ranks(lent, run_dir):
     inputs = prompts(4, 1)
     whole = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     split = ("--tp", "2", "--decode-tp", "1", "--weights", "fp32")
-    with with_store(run_dir, *split, memory_mib="64") as served:
+    with with_store(lent, run_dir, *split, memory_mib="64") as served:
         before = [ask(served.url, prompt)[0] for prompt in inputs]
         until_kept(served, len(inputs) * PROMPT_TOKENS // BLOCK_TOKENS, "host")
         kill_workers(run_dir)
@@ -190,14 +194,14 @@ def test_prefixes_outlive_workers_of_several_ranks(run_dir):
 
 
 def test_no_token_changes_while_the_store_is_killed_and_its_disk_damaged(
-    run_dir, tmp_path, expected
+    lent, run_dir, tmp_path, expected
 ):
     """The store's memory is too small, so blocks come from the disk, where bits have flipped."""
     disk = tmp_path / "kv"
     inputs = prompts(4, 1)
     failures: list[object] = []
     is_over = threading.Event()
-    with with_store(run_dir, memory_mib="6", disk=str(disk), disk_gib="1") as served:
+    with with_store(lent, run_dir, memory_mib="6", disk=str(disk), disk_gib="1") as served:
 
         def run(number: int) -> None:
             rng = random.Random(number)
@@ -237,33 +241,33 @@ def damage(disk: Path, rng: random.Random) -> None:
                     file.write(bytes([byte[0] ^ 1 << rng.randrange(8)]))
 
 
-def test_a_store_whose_keeper_dies_begins_empty(run_dir, tmp_path):
+def test_a_store_whose_keeper_dies_begins_empty(lent, run_dir):
     [prompt] = prompts(1, 5)
-    with with_store(run_dir, memory_mib="32") as served:
+    with with_store(lent, run_dir, memory_mib="32") as served:
         tokens, _ = ask(served.url, prompt)
         until_kept(served, PROMPT_TOKENS // BLOCK_TOKENS, "host")
-        [child] = store_pids(served)
+        [child] = store_pids()
         keeper = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(keeper, signal.SIGKILL)
-        poll_until(lambda: child not in store_pids(served), "its process ends too", SETTLE_S)
+        assert ended(child), "its process ends too"
         assert ask(served.url, prompt)[0] == tokens
 
         def is_back() -> bool:
-            return store_pids(served) not in ([], [child]) and has_joined(served)
+            return store_pids() not in ([], [child]) and has_joined(served)
 
         poll_until(is_back, "the launcher starts it again", SETTLE_S)
         assert ask(served.url, prompt)[0] == tokens
 
 
-def test_objects_outlive_memory_and_disk(run_dir, tmp_path):
+def test_objects_outlive_memory_and_disk(lent, run_dir, tmp_path):
     [prompt] = prompts(1, 6)
     url = f"file://{tmp_path}/objects"
     blocks = PROMPT_TOKENS // BLOCK_TOKENS
     settings = {"memory_mib": "32", "objects": url, "salts": str(tmp_path / "salts")}
-    with with_store(run_dir, **settings) as served:
+    with with_store(lent, run_dir, **settings) as served:
         tokens, _ = ask(served.url, prompt)
         until_kept(served, blocks, "object")
-    with with_store(run_dir, **settings) as served:
+    with with_store(lent, run_dir, **settings) as served:
         until_kept(served, blocks, "object")
         again, cached = ask(served.url, prompt)
         assert again == tokens

@@ -32,8 +32,8 @@ def max_model_len(url: str) -> int:
     return httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["max_model_len"]
 
 
-def test_with_default_flags_a_request_without_max_tokens_is_answered(model):
-    with serve("--launcher", "process", model=model, kv_mib=None) as served:
+def test_with_default_flags_a_request_without_max_tokens_is_answered(lent, model):
+    with serve("--launcher", "process", model=model, kv_mib=None, command=lent) as served:
         longest = max_model_len(served.url)
         # Default KV memory is at least 256 MiB; more depends on the machine.
         assert longest >= 256 // BLOCK_MIB * 16
@@ -46,10 +46,10 @@ def test_with_default_flags_a_request_without_max_tokens_is_answered(model):
 
 
 @pytest.fixture(scope="module")
-def small(model):
+def small(lent, model):
     """Workers that draft, with KV memory for `MAX_LEN` tokens."""
     options = ("--launcher", "process", "--speculate", "ngram")
-    with serve(*options, model=model, kv_mib=NUM_BLOCKS * BLOCK_MIB) as running:
+    with serve(*options, model=model, kv_mib=NUM_BLOCKS * BLOCK_MIB, command=lent) as running:
         assert max_model_len(running.url) == MAX_LEN
         yield running
 
