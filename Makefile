@@ -1,8 +1,8 @@
 # A fresh machine needs `make serve` and `make test` only. Each makes the environment first.
 PYTHON ?= python3
 BIN := .venv/bin
-# A third of what a normal process gets. `nice` alone gives a tenth: hours beside a busy program.
-NICE := nice -n 5
+# Two thirds of what a normal process gets. `nice` alone gives a tenth: hours beside a busy program.
+NICE := nice -n 2
 # Python compiles what it imports, once; pip would compile 18,000 files, for over a minute.
 INSTALL := pip install --quiet --no-compile
 export PYTHONDONTWRITEBYTECODE :=
