@@ -87,10 +87,15 @@ class Turns:
     def _give_one(self, since_s: float, now_s: float) -> list[RouterEffect]:
         due = [flight for flight in self._firsts() if flight.last_news_s <= since_s]
         held = self._held_tokens() if due else Counter()
+        richest = max(held, key=lambda name: (held[name], name), default="")
         for flight in due:
+            need = self._placing.need(flight, now_s)
+            to_spare = held[richest] - held[flight.request.tenant] - need.end_len
+            if to_spare < 0:
+                continue
             if effects := self._placing.place_one(flight, now_s):
                 return effects
-            victims = self._victims(flight, held, now_s)
+            victims = self._victims(richest, to_spare, need, now_s)
             if not victims:
                 continue
             for victim in victims:
@@ -99,12 +104,12 @@ class Turns:
             return effects
         return []
 
-    def _victims(self, flight: Flight, held: Counter[str], now_s: float) -> Sequence[Flight]:
-        """The fewest requests whose room on one worker suffices; none if none may be taken."""
-        need, tenant = self._placing.need(flight, now_s), flight.request.tenant
-        richest = max(held, key=lambda name: (held[name], name), default=tenant)
-        to_spare = held[richest] - held[tenant] - need.end_len
-        if richest == tenant or to_spare < 0 or not self._lacks_room(need, now_s):
+    def _victims(self, richest: str, to_spare: int, need: Need, now_s: float) -> Sequence[Flight]:
+        """The fewest requests whose room on one worker suffices; none if none may be taken.
+
+        They are the richest key's, and hold at most `to_spare` tokens.
+        """
+        if not self._lacks_room(need, now_s):
             return []
         theirs = [f for f in self._state.flights.values() if f.request.tenant == richest]
         theirs.sort(key=lambda flight: -flight.number)

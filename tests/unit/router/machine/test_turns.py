@@ -189,6 +189,23 @@ def test_large_request_gets_the_memory_it_needs_within_its_fair_share():
     assert not driver.running("c")
 
 
+def test_a_key_that_holds_most_passes_no_request_of_its_own_that_gave_way():
+    driver = Keys("p0", prefill_backlog_tokens=10_000)
+    driver.join("d0", num_blocks=100, max_running=64)  # 400 tokens
+    for number in range(4):
+        driver.run_all(driver.ask_as("a", f"a{number}", max_tokens=35))
+    driver.run_all(driver.ask_as("a", "large", num_prompt=20, max_tokens=220))
+    driver.ask_as("b", "b0", max_tokens=35)
+    while not driver.running("b"):
+        driver.run_all(driver.tick_until_due())
+    driver.ask_as("a", "small")  # would fit beside the others, and "large" would wait for longer
+    for _ in range(10):
+        driver.now_s += LOOK_EVERY_S
+        driver.run_all(driver.handle(Tick()))
+    assert driver.machine.queue_len == 2
+    assert len(driver.running("a")) == 4
+
+
 def test_first_request_of_a_key_is_admitted_after_1100_of_another():
     driver = Keys("p0", prefill_backlog_tokens=10_000)
     driver.join("d0", num_blocks=100_000, max_running=1)
