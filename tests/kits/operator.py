@@ -31,7 +31,7 @@ class Trickle:
 
     def _run(self) -> None:
         body = {"prompt": "def f(", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=self._url, timeout=CHANGE_S, trust_env=False) as client:
             while not self._stop.is_set():
                 answer = client.post("/v1/completions", json=body)
                 if answer.status_code == 200:

@@ -92,7 +92,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    async def until(self, script: str, timeout_s: float = 15.0) -> Any:
+    async def until(self, script: str, timeout_s: float = 60.0) -> Any:
         """Waits until an expression is true, and returns its value."""
         try:
             async with asyncio.timeout(timeout_s):
