@@ -10,7 +10,8 @@ import pytest
 from engine.embedding import Embedding
 from engine.messages import Logprobs
 from router.gateway.answers.choice import SCORED_AT_ONCE
-from router.inbox.json_parts import PART_BYTES
+from router.inbox.json_parts import NUM_AT_ONCE, PART_BYTES
+from router.inbox.loop_turns import LoopTurns
 from router.machine.requests import Update
 from tests.kits.router.embeddings import app_of
 from tests.kits.router.gateway import LENGTH, Connection, FakeRouter, make_app, tokens
@@ -133,13 +134,23 @@ def test_a_response_with_log_probabilities_comes_in_parts():
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_each_long_event_of_a_response_is_made_in_turns(background):
+def test_each_long_event_of_a_response_is_made_in_turns(background, monkeypatch):
+    num_turns = 0
+    take = LoopTurns.take
+
+    async def counted(turns, tenant):
+        nonlocal num_turns
+        num_turns += 1
+        await take(turns, tenant)
+
+    monkeypatch.setattr(LoopTurns, "take", counted)
     fields = {**INPUT, "stream": True, "background": background}
-    connection = Watched(scored_app(), "/v1/responses", fields)
-    reply = asyncio.run(connection.watched())
-    assert reply.body.count(b"response.output_text.delta") == 2 * -(-NUM_TOKENS // SCORED_AT_ONCE)
+    reply = asyncio.run(Watched(scored_app(), "/v1/responses", fields).watched())
+    num_deltas = -(-NUM_TOKENS // SCORED_AT_ONCE)
+    assert reply.body.count(b"response.output_text.delta") == 2 * num_deltas
     assert b"event: response.incomplete" in reply.body
-    assert connection._num > 4 * NUM_TOKENS * 1500 / PART_BYTES  # four events have all of them
+    num_pieces = NUM_TOKENS // NUM_AT_ONCE
+    assert num_turns >= num_deltas + 4 * num_pieces  # four events have all of them
 
 
 def test_many_embeddings_come_in_parts():
