@@ -58,6 +58,9 @@ def prepare(environment: MutableMapping[str, str]) -> None:
             "RAY_DEDUP_LOGS": "0",
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_TIMEOUT_S),
             "RAY_health_check_failure_threshold": str(HEALTH_CHECKS),
+            # Actors serve: as the background work that Ray takes them for (nice 15) they would get
+            # a thirtieth of a core beside another program.
+            "RAY_worker_niceness": "0",
             # Actors without GPUs keep our CUDA_VISIBLE_DEVICES, and Ray gives no warning.
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         }

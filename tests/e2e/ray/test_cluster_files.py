@@ -83,6 +83,15 @@ def test_gcs_stores_its_state_in_redis_and_nodes_wait_for_it(name):
     assert all("RAY_gcs_rpc_server_reconnect_timeout_s=600" in c for c in (head, worker))
 
 
+@pytest.mark.parametrize("name", RAY_UP)
+def test_services_have_the_priority_of_other_programs(name):
+    config = read(name)
+    starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    starts = [command for command in starts if "ray start" in command]
+    assert len(starts) == 2
+    assert all("RAY_worker_niceness=0" in command for command in starts)
+
+
 @pytest.mark.parametrize(
     "path", [*(FOLDER / f"{name}.yaml" for name in RAY_UP), *sorted(KUBERNETES.glob("*.yaml"))]
 )

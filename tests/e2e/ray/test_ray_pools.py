@@ -144,6 +144,8 @@ def test_requests_survive_a_killed_controller_and_a_killed_gcs(tmp_path, monkeyp
                     w.worker_id for w in after.workers
                 }
                 pids = {w.worker_id: w.pid for w in after.workers}
+                own = os.getpriority(os.PRIO_PROCESS, 0)  # Ray's default is that of background work
+                assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids.values()} == {own}
                 assert pids == {w.worker_id: w.pid for w in before.workers}
                 session = ray.get_runtime_context().get_session_name()
                 [gcs] = [each for each in running(GCS) if each.session == session]

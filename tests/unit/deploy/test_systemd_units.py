@@ -88,3 +88,4 @@ def test_units_of_a_cluster_start_again_after_any_end_and_leave_nothing(name):
     assert "--block" in unit["ExecStart"][0]
     timeout = "RAY_gcs_rpc_server_reconnect_timeout_s=20"
     assert timeout in unit["Environment"]
+    assert "RAY_worker_niceness=0" in unit["Environment"]
