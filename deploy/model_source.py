@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.fetching.cache import (
     CONFIG,
     TOKENIZER,

@@ -93,7 +93,7 @@ def _open_ours(stack: ExitStack) -> Server:
     address = worker.ready(START_TIMEOUT_S)["address"]
     member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
     served = Version(model=str(TOKENIZER), model_name=MODEL)
-    spec = {  # a `deploy.services.spec.GatewaySpec`
+    spec = {  # a `deploy.base.spec.GatewaySpec`
         "members": Members(1, (member,), Intent((served,))),
         "gateway": GatewayConfig(port=0),
         "router": RouterConfig(

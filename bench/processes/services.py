@@ -12,7 +12,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 def launched(kind: Literal["worker", "gateway"], stack: ExitStack) -> Driven:
-    """Starts a process that ends with the stack. It waits for its spec (`deploy.services.spec`)."""
+    """Starts a process that ends with the stack. It waits for its spec (`deploy.base.spec`)."""
     command = [sys.executable, "-m", SERVICE, kind]
     return begun(Driven(kind, command, close_timeout_s=STOP_TIMEOUT_S), stack)
 

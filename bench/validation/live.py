@@ -59,7 +59,7 @@ def deployment(pools: SimulatedPools, config: WorkerSettings, model: Path) -> It
     numbers = {Role.PREFILL: pools.prefill, Role.DECODE: pools.decode, Role.MIXED: pools.mixed}
     roles = [role for role, number in numbers.items() for _ in range(number)]
     specs = [
-        {  # a `deploy.services.spec.WorkerSpec`
+        {  # a `deploy.base.spec.WorkerSpec`
             "worker_id": f"worker-{i}",
             "role": role,
             "model": str(model),

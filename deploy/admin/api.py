@@ -55,8 +55,9 @@ from deploy.admin.schema import (
 )
 from deploy.admin.stores import chosen_stores, drop, stores_of
 from deploy.admin.updates import order_of, pools_of
+from deploy.base.run_dir import AdminAccess, announce, run_directory
+from deploy.base.thread import LoopService
 from deploy.controller.shell import PoolController
-from deploy.local.run_dir import AdminAccess, announce, run_directory
 from deploy.model_source import pinned
 from deploy.pools.effects import (
     HistoryStep,
@@ -83,7 +84,6 @@ from deploy.pools.orders import (
 from deploy.pools.planning import PlannerDecision
 from deploy.pools.versions.orders import known
 from deploy.pools.workers.record import PoolWorker
-from deploy.services.thread import LoopService
 from engine.clock import Clock
 from engine.config import AdminConfig, is_loopback
 from engine.control import SERVING_ROLES, GatewayReport, Pools, Version

@@ -26,7 +26,7 @@ from deploy.admin.schema import (
     StoresAnswer,
     UpdateBody,
 )
-from deploy.local.run_dir import AdminAccess, announced, ended, forget, run_directory
+from deploy.base.run_dir import AdminAccess, announced, ended, forget, run_directory
 from engine.errors import BatonError, ConfigError
 
 TIMEOUT_S = 10.0

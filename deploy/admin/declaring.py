@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.admin.schema import Declaration
-from deploy.ray.config import load_up_config, read_yaml
+from deploy.base.cluster_config import load_up_config, read_yaml
 from engine.config import Config, load_config, read_toml
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolCounts, UpdateBody
-from deploy.commands.defaults import pools_of
+from deploy.base.defaults import pools_of
 from deploy.pools.orders import Adjust, SetPlanner, SetPools
 from engine.config import UNSET, Config, ModelConfig, PlannerMode, config_of
 from engine.config_reference import SECRETS

@@ -4,16 +4,17 @@ from typing import Annotated, Any
 
 import msgspec
 
+from deploy.base.spec import WorkerFacts
+from deploy.controller.block_access import BlockEventsAnswer
 from deploy.logs.reading import DEFAULT_LINES, MAX_LINES
 from deploy.pools.gateways import GatewayState
 from deploy.pools.planning import DecisionOutcome
 from deploy.pools.stores import StoreState
 from deploy.pools.versions.orders import MAX_WEIGHT
 from deploy.pools.workers.record import WorkerState
-from deploy.services.spec import WorkerFacts
 from engine.config import PlannerMode, WorkerConfig
 from engine.control import Pools, PrefixUse, RequestInfo
-from engine.messages import EventsAddress, Role, WorkerId
+from engine.messages import Role, WorkerId
 
 RESTART = "a restart"  # what changes a setting that no order does
 Count = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
@@ -300,20 +301,6 @@ class LogsAnswer(msgspec.Struct, frozen=True):
     has_more: bool
     overwritten: list[str]  # services that wrote more than is kept, since the answer before
     silent: list[str]  # nodes that did not answer
-
-
-class BlockEventsAnswer(msgspec.Struct, frozen=True):
-    """CURVE keys in Z85 and addresses for a subscriber to block events.
-
-    Each worker has an address where it publishes and one where it answers
-    (`engine.worker.block_events`). The keys open block events only. Each start of the deployment
-    makes new keys.
-    """
-
-    curve_serverkey: str
-    curve_publickey: str
-    curve_secretkey: str
-    workers: dict[WorkerId, EventsAddress]
 
 
 class StoreTier(msgspec.Struct, frozen=True):

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from deploy.base.cluster_config import load_up_config
 from deploy.commands.options import AsJson
 from deploy.commands.views import Output, table_of
-from deploy.ray.config import load_up_config
 from engine.config import Config, load_config
 from engine.config_reference import config_keys, reference_text, settings_of
 

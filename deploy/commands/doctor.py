@@ -21,11 +21,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from deploy.base.defaults import pools_of
+from deploy.base.gpus import FoundGpus, find_gpus, num_that_fit
 from deploy.commands.configuration import ConfigFile, configured
-from deploy.commands.defaults import pools_of
 from deploy.commands.options import AsJson
 from deploy.commands.views import Output, table_of
-from deploy.local.gpus import FoundGpus, find_gpus, num_that_fit
 from deploy.worker.memory import HEAD_ROOM_BYTES, LEAST_BYTES, available_bytes
 from engine.config import Config, DeviceKind
 from engine.devices.settings import choose_device, gpus_of_worker, resolve

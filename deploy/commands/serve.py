@@ -17,10 +17,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL, DEFAULT_MODEL
+from deploy.base.defaults import BUNDLED_DRAFT, BUNDLED_MODEL, DEFAULT_MODEL
+from deploy.base.launcher import Launcher
+from deploy.base.spec import GatewayReady
 from deploy.commands.views import deployment_lines
 from deploy.fetching.names import BUNDLED
-from deploy.launcher import Launcher
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import SERVICES, Nursery
@@ -30,7 +31,6 @@ from deploy.local.stop_signals import StopAsked, StopSignals, exit_status
 from deploy.logs.lines import NewsStream, configure_logging, controller_logs
 from deploy.ray import own_ray
 from deploy.services.prepare import Preparation
-from deploy.services.spec import GatewayReady
 from engine.clock import MonotonicClock
 from engine.config import (
     WITH_DRAFT,

@@ -15,10 +15,10 @@ from rich.markup import escape
 from deploy.admin.client import AdminClient
 from deploy.admin.declaring import read_declaration
 from deploy.admin.schema import RESTART, Difference
+from deploy.base.cluster_config import load_up_config
 from deploy.commands.operator import follow
 from deploy.commands.options import AsJson, ClusterFile, Wait, operates
 from deploy.commands.views import DIFFERS, Output, differences_table, pools_view, table_of
-from deploy.ray.config import load_up_config
 from deploy.ray.up import Status, bring_up, cluster_of, take_down
 from engine.errors import ConfigError
 

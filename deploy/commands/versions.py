@@ -12,7 +12,8 @@ from rich.table import Table
 from deploy.admin.client import AdminClient, AdminError
 from deploy.admin.declaring import absolute, read_declaration
 from deploy.admin.schema import Declaration, PoolCounts, PoolsAnswer, UpdateBody, VersionInfo
-from deploy.commands.defaults import pools_of
+from deploy.base.cluster_config import load_up_config, read_yaml
+from deploy.base.defaults import pools_of
 from deploy.commands.operator import follow
 from deploy.commands.options import (
     Decode,
@@ -26,7 +27,6 @@ from deploy.commands.options import (
     parse_seconds,
 )
 from deploy.commands.views import Output, table_of
-from deploy.ray.config import load_up_config, read_yaml
 from engine.config import Config, load_config, read_toml
 from engine.control import SERVING_ROLES
 from engine.errors import ConfigError

@@ -23,7 +23,7 @@ from deploy.admin.schema import (
     StepInfo,
     WorkerInfo,
 )
-from deploy.services.spec import WorkerFacts
+from deploy.base.spec import WorkerFacts
 from engine.config import Config, DashboardMode, DeviceKind, Speculate
 from engine.control import SERVING_ROLES, Pools, with_role
 

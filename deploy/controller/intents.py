@@ -27,10 +27,10 @@ from typing import Protocol
 
 import msgspec
 
+from deploy.base.reasons import explain
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.tasks import ControllerTasks, pause
 from deploy.pools.events import OrdersStored, PoolEvent
-from deploy.services.reasons import explain
 from engine.control import Intent, Members
 from engine.errors import BatonError
 

@@ -5,10 +5,10 @@ Pure: a function of the machine, the planner and what is known of processes.
 
 from collections.abc import Mapping
 
+from deploy.base.spec import GatewayReady, WorkerReady
 from deploy.pools.machine import PoolMachine
 from deploy.pools.planning import Planning
 from deploy.pools.workers.record import PoolWorker
-from deploy.services.spec import GatewayReady, WorkerReady
 from engine.control import (
     SERVING_ROLES,
     CanaryNews,

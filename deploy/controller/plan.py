@@ -6,10 +6,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from deploy.base.spec import GatewayReady, GatewaySpec, StoreSpec, WorkerSpec
 from deploy.model_source import name_of
 from deploy.pools.effects import StartStore, StartWorker
 from deploy.pools.formats import config_of, stretch_of
-from deploy.services.spec import GatewayReady, GatewaySpec, StoreSpec, WorkerSpec
 from engine.config import Config, DeviceKind, GatewayConfig, WorkerConfig
 from engine.control import FIRST_VERSION, SERVING_ROLES, Intent, Members, Pools, Version
 from engine.devices.settings import choose_device, gpus_of_worker

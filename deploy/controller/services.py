@@ -4,10 +4,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
+from deploy.base.launcher import Launcher, ServiceReady
+from deploy.base.spec import GatewayReady, StoreReady, WorkerReady
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
-from deploy.launcher import Launcher, ServiceReady
 from deploy.pools.effects import StartStore, StartWorker
 from deploy.pools.events import (
     GatewayFailed,
@@ -24,7 +25,6 @@ from deploy.pools.events import (
 from deploy.pools.machine import PoolMachine
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
-from deploy.services.spec import GatewayReady, StoreReady, WorkerReady
 from engine.control import RetireStore
 from engine.errors import ConfigError
 from engine.messages import WorkerId

@@ -4,7 +4,8 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 
-from deploy.admin.schema import BlockEventsAnswer
+from deploy.base.spec import GatewayReady, StoreReady
+from deploy.controller.block_access import BlockEventsAnswer
 from deploy.controller.links import (
     ANSWER_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
@@ -18,7 +19,6 @@ from deploy.controller.tasks import ControllerTasks, pause
 from deploy.pools.events import GatewayHeard, GatewayUnheard, Overtaken, PoolEvent
 from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import OrderRefused
-from deploy.services.spec import GatewayReady, StoreReady
 from engine.clock import Clock
 from engine.control import (
     ClusterNews,

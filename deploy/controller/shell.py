@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client.core import Metric
 
+from deploy.base.launcher import Launcher
+from deploy.base.spec import READY_TIMEOUT_S, GatewayReady, StoreReady, WorkerReady
 from deploy.controller.intents import IntentKeeper, IntentStore, declared_by, latest
 from deploy.controller.links import HANDSHAKE_TIMEOUT_S
 from deploy.controller.metrics import controller_families
@@ -20,7 +22,6 @@ from deploy.controller.services import PoolServices
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.tasks import ControllerTasks, pause
 from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.launcher import Launcher
 from deploy.logs.reading import LogPieces, LogsQuery
 from deploy.pools.effects import (
     HistoryStep,
@@ -50,7 +51,6 @@ from deploy.pools.machine import PoolMachine
 from deploy.pools.orders import Order, SetPlanner
 from deploy.pools.planning import Planning, rules_of
 from deploy.pools.wanted import MAX_WORKERS, PoolLimits
-from deploy.services.spec import READY_TIMEOUT_S, GatewayReady, StoreReady, WorkerReady
 from engine.clock import Clock, unix_time_s
 from engine.config import Config, DeviceKind, PoolsConfig, WorkerConfig
 from engine.control import ClusterNews, Intent, Member, Members, PoolNews, Pools

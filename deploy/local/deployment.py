@@ -10,22 +10,22 @@ from pathlib import Path
 import msgspec
 
 from deploy.admin.api import AdminService
-from deploy.commands.defaults import pools_of
+from deploy.base.defaults import pools_of
+from deploy.base.gpus import FoundGpus, num_that_fit
+from deploy.base.launcher import Launcher
+from deploy.base.private_folder import PrivateFolder, sweep
+from deploy.base.salts import kept_salts
+from deploy.base.spec import GatewayReady
+from deploy.base.thread import ServiceThread
 from deploy.controller.intents import IntentFile, IntentStore, forget_orders, orders_path
 from deploy.controller.plan import ControllerPlan, gateway_processes
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
-from deploy.launcher import Launcher
-from deploy.local.gpus import FoundGpus, num_that_fit
-from deploy.local.private_folder import PrivateFolder, sweep
 from deploy.logs.lines import CONTROLLER, LogSource, keep_lines
 from deploy.model_source import default_cache, local_model, name_of, pinned
 from deploy.pools.formats import check_version, formats_of
 from deploy.pools.orders import OrderRefused
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on
-from deploy.services.spec import GatewayReady
 from deploy.services.text import text_model
-from deploy.services.thread import ServiceThread
-from deploy.store.salts import kept_salts
 from deploy.worker.memory import available_bytes
 from engine.clock import MonotonicClock
 from engine.config import Config, ModelConfig, PlannerMode

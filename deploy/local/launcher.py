@@ -9,14 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from deploy.launcher import STOP_TIMEOUT_S, Launcher, ServiceReady
-from deploy.local.gpus import FoundGpus, GpuBooks, find_gpus
-from deploy.local.nursery import SERVICES, Nursery
-from deploy.local.places import PlaceOf, ServicePlace
-from deploy.local.service_process import ServiceProcess
-from deploy.pools.placement import LEAST_ROOM
-from deploy.services.reasons import explain_status
-from deploy.services.spec import (
+from deploy.base.gpus import FoundGpus, GpuBooks, find_gpus
+from deploy.base.launcher import STOP_TIMEOUT_S, Launcher, ServiceReady
+from deploy.base.reasons import explain_status
+from deploy.base.spec import (
     GatewayReady,
     GatewaySpec,
     StoreReady,
@@ -24,6 +20,10 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.local.nursery import SERVICES, Nursery
+from deploy.local.places import PlaceOf, ServicePlace
+from deploy.local.service_process import ServiceProcess
+from deploy.pools.placement import LEAST_ROOM
 from engine.errors import ConfigError
 
 T = TypeVar("T")

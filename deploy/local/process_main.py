@@ -23,15 +23,15 @@ from concurrent.futures import Future, wait
 
 import msgspec
 
-from deploy.local.gpus import VISIBLE
+from deploy.base.gpus import VISIBLE
+from deploy.base.reasons import explain
+from deploy.base.spec import READY_TIMEOUT_S, Fetched, Fetching, Starting, WorkerSpec
+from deploy.base.thread import ServiceThread, freeze_heap
 from deploy.local.leaving import leave
 from deploy.local.nursery import STOP_WORD
 from deploy.logs.lines import configure_logging
 from deploy.services.build import service_of
 from deploy.services.model import fetch, has_to_fetch, start_limit_s
-from deploy.services.reasons import explain
-from deploy.services.spec import READY_TIMEOUT_S, Fetched, Fetching, Starting, WorkerSpec
-from deploy.services.thread import ServiceThread, freeze_heap
 from engine.clock import MonotonicClock
 from engine.errors import BatonError
 

@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
-from deploy.local.nursery import Child, Forks, NoChild
-from deploy.services.reasons import explain_status
-from deploy.services.spec import (
+from deploy.base.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S
+from deploy.base.reasons import explain_status
+from deploy.base.spec import (
     READY_TIMEOUT_S,
     Fetched,
     Fetching,
@@ -26,6 +24,8 @@ from deploy.services.spec import (
     StoreSpec,
     WorkerSpec,
 )
+from deploy.fetching.cache import FETCH_TIMEOUT_S
+from deploy.local.nursery import Child, Forks, NoChild
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 

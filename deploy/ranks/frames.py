@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from deploy.services.spec import WorkerSpec
+from deploy.base.spec import WorkerSpec
 from engine.errors import ProtocolError
 from engine.messages import Incarnation, TransferAddress
 from engine.worker.events import TransferOrder, TransferReport

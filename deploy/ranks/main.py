@@ -24,7 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.run_dir import log_folder
+from deploy.base.run_dir import log_folder
+from deploy.base.thread import die, freeze_heap
 from deploy.logs.lines import LogSource, configure_logging
 from deploy.ranks.frames import (
     IDLE_S,
@@ -39,7 +40,6 @@ from deploy.ranks.frames import (
     TransferOpened,
     TransferRefused,
 )
-from deploy.services.thread import die, freeze_heap
 from deploy.worker.opening import group_of, open_runner, runner_of
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.base.reasons import explain_status
+from deploy.base.spec import READY_TIMEOUT_S, WorkerSpec
 from deploy.ranks.frames import (
     FrameSocket,
     FromRank,
@@ -28,8 +30,6 @@ from deploy.ranks.frames import (
     TransferOpened,
     TransferRefused,
 )
-from deploy.services.reasons import explain_status
-from deploy.services.spec import READY_TIMEOUT_S, WorkerSpec
 from deploy.worker.opening import group_of
 from deploy.worker.step_watch import FIRST_STEPS_FACTOR
 from engine.clock import MonotonicClock

@@ -18,12 +18,9 @@ from typing import Any
 import msgspec
 import ray
 
-from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
-from deploy.ray.hosting import READY_TYPES, Hosting, HostingChild, HostingThread
-from deploy.services.model import fetch, has_to_fetch, start_limit_s
-from deploy.services.reasons import explain
-from deploy.services.spec import (
+from deploy.base.launcher import HURRIED_TIMEOUT_S, LOOK_EVERY_S, STOP_TIMEOUT_S, ServiceReady
+from deploy.base.reasons import explain
+from deploy.base.spec import (
     READY_TIMEOUT_S,
     GatewayReady,
     GatewaySpec,
@@ -32,6 +29,9 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.fetching.cache import FETCH_TIMEOUT_S
+from deploy.ray.hosting import READY_TYPES, Hosting, HostingChild, HostingThread
+from deploy.services.model import fetch, has_to_fetch, start_limit_s
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 

@@ -11,11 +11,11 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from deploy.base.cluster_config import UpConfig
 from deploy.fetching.cache import FETCH_TIMEOUT_S
 from deploy.local.deployment import plan_of
 from deploy.model_source import default_cache, local_model
 from deploy.pools.placement import Node, nodes_to_start_on
-from deploy.ray.config import UpConfig
 from deploy.ray.controller import start_controller
 from deploy.ray.places import nodes
 from engine.errors import ConfigError

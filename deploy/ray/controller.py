@@ -18,18 +18,18 @@ import ray
 from deploy.admin.api import AdminService
 from deploy.admin.client import UPDATE_TIMEOUT_S, AdminClient, AdminError
 from deploy.admin.schema import Declaration, Difference, PoolsAnswer
+from deploy.base.run_dir import log_folder, run_directory
+from deploy.base.spec import READY_TIMEOUT_S
+from deploy.base.thread import LateStart, ServiceThread
 from deploy.controller.intents import forget_orders
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.shell import OPEN_TIMEOUT_S, PoolController
-from deploy.local.run_dir import log_folder, run_directory
 from deploy.logs.lines import configure_logging, controller_logs
 from deploy.pools.placement import ANYWHERE, NodePlacement
 from deploy.ray.actors import node_name
 from deploy.ray.launcher import CONTROLLER, ON_HEAD, ClusterLauncher
 from deploy.ray.orders import RayOrders
 from deploy.ray.own_ray import NAMESPACE
-from deploy.services.spec import READY_TIMEOUT_S
-from deploy.services.thread import LateStart, ServiceThread
 from engine.clock import MonotonicClock
 from engine.errors import BatonError, ConfigError
 from engine.log_context import NEWS

@@ -22,8 +22,8 @@ import ray
 
 from deploy.admin.declaring import read_declaration
 from deploy.admin.schema import RESTART, Declaration, Difference, PoolsAnswer
+from deploy.base.cluster_config import load_up_config
 from deploy.ray.cluster_controller import start_deployment
-from deploy.ray.config import load_up_config
 from deploy.ray.controller import (
     controller_declare,
     controller_differences,

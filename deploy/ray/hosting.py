@@ -16,13 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from deploy.launcher import ServiceReady
-from deploy.local.gpus import VISIBLE
-from deploy.local.nursery_port import DistantNursery
-from deploy.local.service_process import ServiceProcess
-from deploy.logs.lines import LogSource, configure_logging
-from deploy.services.reasons import explain_status
-from deploy.services.spec import (
+from deploy.base.gpus import VISIBLE
+from deploy.base.launcher import ServiceReady
+from deploy.base.reasons import explain_status
+from deploy.base.spec import (
     GatewayReady,
     GatewaySpec,
     StoreReady,
@@ -30,6 +27,9 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.local.nursery_port import DistantNursery
+from deploy.local.service_process import ServiceProcess
+from deploy.logs.lines import LogSource, configure_logging
 from engine.clock import MonotonicClock
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class HostingThread(Hosting):
     """The service runs in a thread of this process."""
 
     def __init__(self, kind: str, spec: bytes, *, host: str, node: str) -> None:
+        from deploy.base.thread import ServiceThread
         from deploy.services.build import service_of  # not where a child hosts the service
-        from deploy.services.thread import ServiceThread
 
         service, source = service_of(kind, spec, host=host, node=node)
         configure_logging(source, MonotonicClock())
@@ -76,7 +76,7 @@ class HostingThread(Hosting):
 
     def start(self, limit_s: float) -> ServiceReady:
         """Opens the service."""
-        from deploy.services.thread import freeze_heap
+        from deploy.base.thread import freeze_heap
 
         ready: ServiceReady = self._thread.open(limit_s)
         freeze_heap()

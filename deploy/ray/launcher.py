@@ -22,19 +22,11 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from deploy.launcher import Launcher, ServiceReady
-from deploy.local.gpus import FoundGpus, find_gpus
-from deploy.local.nursery import SERVICES, Nursery
-from deploy.local.nursery_port import NurseryPort
-from deploy.local.private_folder import PrivateFolder
-from deploy.local.run_dir import log_folder
-from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
-from deploy.pools.placement import ANYWHERE, NodePlacement
-from deploy.ray.actors import NODE_CHARS, ServiceActors, node_name
-from deploy.ray.health import parts_of_ray
-from deploy.ray.own_ray import NAMESPACE, OwnRay
-from deploy.ray.places import RayPlaces, nodes
-from deploy.services.spec import (
+from deploy.base.gpus import FoundGpus, find_gpus
+from deploy.base.launcher import Launcher, ServiceReady
+from deploy.base.private_folder import PrivateFolder
+from deploy.base.run_dir import log_folder
+from deploy.base.spec import (
     GatewayReady,
     GatewaySpec,
     StoreReady,
@@ -42,6 +34,14 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.local.nursery import SERVICES, Nursery
+from deploy.local.nursery_port import NurseryPort
+from deploy.logs.reading import LogPieces, LogsQuery, RingPiece, read_pieces
+from deploy.pools.placement import ANYWHERE, NodePlacement
+from deploy.ray.actors import NODE_CHARS, ServiceActors, node_name
+from deploy.ray.health import parts_of_ray
+from deploy.ray.own_ray import NAMESPACE, OwnRay
+from deploy.ray.places import RayPlaces, nodes
 from engine.control import Pools
 from engine.errors import ConfigError
 

@@ -27,7 +27,7 @@ import secrets
 import threading
 from collections.abc import MutableMapping
 
-from deploy.local.private_folder import PrivateFolder, end_users_of
+from deploy.base.private_folder import PrivateFolder, end_users_of
 from deploy.ray.gcs_keeper import GCS, Keeper, running
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError

@@ -21,9 +21,9 @@ from typing import Protocol
 import msgspec
 
 from deploy.admin.schema import Difference, PoolsAnswer
+from deploy.base.cluster_config import UpConfig, num_nodes_of, read_cluster
 from deploy.model_source import default_cache
 from deploy.ray import leftovers
-from deploy.ray.config import UpConfig, num_nodes_of, read_cluster
 from deploy.ray.files import write_files, write_private
 from deploy.ray.leftovers import LeftProcess
 from engine.clock import MonotonicClock

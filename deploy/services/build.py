@@ -4,10 +4,10 @@ import importlib
 
 import msgspec
 
-from deploy.local.run_dir import log_folder
+from deploy.base.run_dir import log_folder
+from deploy.base.spec import GatewaySpec, StoreSpec, WorkerSpec
+from deploy.base.thread import LoopService
 from deploy.logs.lines import LogSource
-from deploy.services.spec import GatewaySpec, StoreSpec, WorkerSpec
-from deploy.services.thread import LoopService
 
 
 def import_service(kind: str) -> None:

@@ -9,12 +9,12 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.base.spec import GatewayReady, GatewaySpec
+from deploy.base.thread import LoopService
 from deploy.fetching.cache import Parts
 from deploy.services.model import directory_of
 from deploy.services.shared_port import GRPC, HTTP, PortHolder, listen_on, take_or_listen
-from deploy.services.spec import GatewayReady, GatewaySpec
 from deploy.services.text import text_model
-from deploy.services.thread import LoopService
 from engine.clock import Clock, MonotonicClock
 from engine.config import GatewayConfig
 from engine.errors import ConfigError

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.base.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, WorkerSpec
 from deploy.fetching.cache import Parts
 from deploy.fetching.names import is_remote
 from deploy.model_source import default_cache, local_model
-from deploy.services.spec import READY_TIMEOUT_S, SLOWEST_BYTES_PER_S, WorkerSpec
 
 log = logging.getLogger(__name__)
 

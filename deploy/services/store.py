@@ -14,9 +14,9 @@ import subprocess
 
 import msgspec
 
-from deploy.services.spec import READY_TIMEOUT_S, StoreReady, StoreSpec
-from deploy.services.thread import LoopService
-from deploy.store.slab import table_bytes
+from deploy.base.slab import table_bytes
+from deploy.base.spec import READY_TIMEOUT_S, StoreReady, StoreSpec
+from deploy.base.thread import LoopService
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
 from engine.socket_child import start_with_socket

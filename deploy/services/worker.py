@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.base.spec import WorkerFacts, WorkerReady, WorkerSpec
+from deploy.base.thread import LoopService, die
 from deploy.fetching.cache import Parts
 from deploy.services.model import directory_of
-from deploy.services.spec import WorkerFacts, WorkerReady, WorkerSpec
-from deploy.services.thread import LoopService, die
 from deploy.worker.host import ModelFacts, WorkerHost, WorkerIdentity
 from deploy.worker.opening import open_runner, runner_of
 from engine.clock import MonotonicClock

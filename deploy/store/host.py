@@ -23,9 +23,9 @@ from typing import cast
 
 import msgspec
 
+from deploy.base.slab import StoreSlab
 from deploy.store.control import StoreControl
 from deploy.store.peers import StorePeers
-from deploy.store.slab import StoreSlab
 from deploy.store.tiers import DiskShelf, LowerTier, ObjectShelf
 from deploy.worker.block_publisher import BlockPublisher
 from deploy.worker.gateway_sessions import GatewaySessions

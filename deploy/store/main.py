@@ -11,12 +11,12 @@ import threading
 
 import msgspec
 
-from deploy.local.run_dir import log_folder
+from deploy.base.reasons import explain
+from deploy.base.run_dir import log_folder
+from deploy.base.spec import StoreSpec
+from deploy.base.thread import LoopService, ServiceThread, die, freeze_heap
 from deploy.logs.lines import LogSource, configure_logging
-from deploy.services.reasons import explain
-from deploy.services.spec import StoreSpec
 from deploy.services.store import MAX_MESSAGE_BYTES, StoreAnswer, StoreOrder
-from deploy.services.thread import LoopService, ServiceThread, die, freeze_heap
 from deploy.store.host import StoreHost, StoreIdentity, StorePlace
 from engine.clock import MonotonicClock
 from engine.errors import BatonError

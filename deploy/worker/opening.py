@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.services.spec import WorkerSpec
+from deploy.base.spec import WorkerSpec
 from deploy.worker import memory
 from deploy.worker.step_watch import FIRST_STEPS_FACTOR
 from engine.config import DeviceKind

@@ -24,7 +24,7 @@ from bench.chaos.plan import ChaosPlan, due_times_s
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import pause
 from deploy.admin.client import AdminClient
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
 from deploy.local.launcher import ProcessLauncher
 from engine.clock import MonotonicClock

@@ -9,7 +9,7 @@ import pytest
 from openai.types import Batch
 
 from bench.processes.serving import kill_at_once, serving
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from tests.kits.services.served import matching, metrics, poll_until
 
 pytestmark = pytest.mark.torch

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.run_dir import announced, run_directory
+from deploy.base.run_dir import announced, run_directory
 from tests.kits.services.served import Served, matching, metrics, poll_until, serve
 from tests.kits.tree import documents
 from tests.kits.tree.documents import SHELLS, Block

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
+from deploy.base.spec import GatewayReady, GatewaySpec
 from deploy.local.deployment import Deployment
 from deploy.services import gateway as gateway_service
 from deploy.services.gateway import GatewayService
-from deploy.services.spec import GatewayReady, GatewaySpec
 from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig, RouterConfig
 from engine.control import Intent, Members, Version

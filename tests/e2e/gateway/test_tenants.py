@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat, WorkerConfig
 from engine.messages import Role

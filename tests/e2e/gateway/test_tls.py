@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
 from engine.clock import MonotonicClock
 from engine.config import Config, GatewayConfig, PoolsConfig

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
 from engine.config import Config, GatewayConfig, LogFormat, LogsConfig, PoolsConfig
 from tests.kits.services.cluster import NURSERY

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.commands.defaults import BUNDLED_DRAFT
+from deploy.base.defaults import BUNDLED_DRAFT
 from tests.kits.operator import CHANGE_S, baton
 from tests.kits.services.served import Served, poll_until, serve
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from deploy.base.spec import GatewayReady, GatewaySpec
 from deploy.pools.placement import NodePlacement
-from deploy.services.spec import GatewayReady, GatewaySpec
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Members
 from engine.errors import ConfigError

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.admin.client import AdminClient
 from deploy.admin.schema import PoolsAnswer
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.controller.plan import ControllerPlan
 from deploy.local.deployment import with_admin_key
 from deploy.ray.gcs_keeper import GCS, running

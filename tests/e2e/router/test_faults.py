@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import RouterConfig, Transport, WorkerConfig
 from engine.messages import Role, Sampling
 from router.gateway.metrics.meters import GatewayMetrics

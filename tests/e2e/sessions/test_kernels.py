@@ -2,7 +2,7 @@
 
 import httpx
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.local.deployment import Deployment
 from engine.config import Config, GatewayConfig, PoolsConfig
 from tests.kits.services.cluster import NURSERY

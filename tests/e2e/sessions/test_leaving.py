@@ -11,7 +11,7 @@ import textwrap
 import msgspec
 import pytest
 
-from deploy.services.spec import WorkerSpec
+from deploy.base.spec import WorkerSpec
 from engine.config import DeviceKind, WorkerConfig
 from engine.devices.settings import resolve
 from engine.messages import Role, WorkerId

@@ -18,9 +18,9 @@ from itertools import count
 import pytest
 
 from bench.chaos.netns import NetworkPlace, Unavailable
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
+from deploy.base.spec import WorkerReady, WorkerSpec
 from deploy.local.launcher import ProcessLauncher
-from deploy.services.spec import WorkerReady, WorkerSpec
 from engine.config import DeviceKind, Transport, WorkerConfig
 from engine.devices.settings import resolve
 from engine.messages import Role, Sampling, SeqId, WorkerId

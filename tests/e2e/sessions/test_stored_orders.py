@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deploy.admin.client import AdminClient
-from deploy.local.run_dir import AdminAccess, announced
+from deploy.base.run_dir import AdminAccess, announced
 from tests.kits.services.served import (
     MARK,
     START_TIMEOUT_S,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat, WorkerConfig
 from engine.messages import Role, Sampling
 from tests.kits.checkpoints import tiny_checkpoint

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.fetching.cache import SPARE_BYTES, Parts
 from deploy.model_source import local_model, pinned
 from engine.errors import ConfigError, UntrustedFile

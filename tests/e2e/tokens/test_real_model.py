@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from deploy.commands.defaults import DEFAULT_MODEL
+from deploy.base.defaults import DEFAULT_MODEL
 from tests.kits.models.real import CACHE, real_model
 from tests.kits.services.served import serve
 

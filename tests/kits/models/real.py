@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.defaults import DEFAULT_MODEL
+from deploy.base.defaults import DEFAULT_MODEL
 from deploy.model_source import local_model
 from engine.errors import ConfigError
 

@@ -3,7 +3,7 @@
 import random
 from itertools import pairwise
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.grammar.tokens import TokenRules
 from engine.messages import Grammar, GrammarKind, Sampling
 from tests.kits.models.pools import Asked

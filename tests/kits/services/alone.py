@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling, SeqId

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
+from deploy.base.spec import WorkerReady, WorkerSpec
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
 from deploy.pools.formats import config_of
-from deploy.services.spec import WorkerReady, WorkerSpec
 from engine.clock import MonotonicClock
 from engine.config import DeviceKind, PoolsConfig, RouterConfig, Transport, WorkerConfig
 from engine.devices.settings import resolve

@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from deploy.commands.serve import run
 from deploy.local.deployment import Deployment
 from deploy.local.nursery import Nursery

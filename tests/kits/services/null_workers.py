@@ -7,9 +7,9 @@ import msgspec
 
 from bench.gateway.worker import NUM_BLOCKS, NullWorkerOptions
 from bench.processes.driven import Driven
+from deploy.base.spec import WorkerReady, WorkerSpec
 from deploy.local.launcher import ProcessLauncher
 from deploy.local.nursery import Nursery
-from deploy.services.spec import WorkerReady, WorkerSpec
 
 
 class NullWorkers(ProcessLauncher):

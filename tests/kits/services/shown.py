@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import httpx
 
+from deploy.base.spec import WorkerReady
 from deploy.controller.news import news_of
 from deploy.pools.orders import AddVersion, SetPlanner
 from deploy.pools.planning import Planning
-from deploy.services.spec import WorkerReady
 from engine.clock import MonotonicClock, unix_time_s
 from engine.config import PlannerMode
 from engine.control import MAIN_LINE, ClusterNews, GatewayReport, Members, Pools, Version

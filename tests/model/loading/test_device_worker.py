@@ -2,9 +2,9 @@
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
-from deploy.services.spec import WorkerSpec
-from deploy.services.thread import ServiceThread
+from deploy.base.defaults import BUNDLED_MODEL
+from deploy.base.spec import WorkerSpec
+from deploy.base.thread import ServiceThread
 from deploy.services.worker import WorkerService
 from deploy.worker import opening
 from engine.config import DeviceKind, Transport, WeightFormat, WorkerConfig

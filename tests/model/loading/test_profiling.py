@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.model import profiling

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.config import WeightFormat
 from tests.kits.models.requests import NUM_BLOCKS
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import Speculate
 from engine.grammar.guides import LlGuides
 from engine.messages import (

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from deploy.commands.defaults import BUNDLED_MODEL
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat
 from engine.grammar.guides import LlGuides
 from engine.messages import Role

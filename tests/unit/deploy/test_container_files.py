@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import deploy
-from deploy.launcher import STOP_TIMEOUT_S
+from deploy.base.launcher import STOP_TIMEOUT_S
 from engine.config import GatewayConfig
 
 ROOT = Path(deploy.__file__).parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deploy
-from deploy.launcher import STOP_TIMEOUT_S
+from deploy.base.launcher import STOP_TIMEOUT_S
 from engine.config import GatewayConfig, load_config
 
 FOLDER = Path(deploy.__file__).parent / "systemd"

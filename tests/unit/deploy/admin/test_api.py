@@ -17,21 +17,21 @@ from rich.console import Console
 from deploy.admin.api import admin_app
 from deploy.admin.client import AdminError, find_deployment
 from deploy.admin.schema import (
-    BlockEventsAnswer,
     PlannerAnswer,
     PoolsAnswer,
     VersionsAnswer,
 )
+from deploy.base.run_dir import AdminAccess, announce, announced, run_directory
 from deploy.commands.operator import COUNTS, check_role
 from deploy.commands.options import parse_numbers
 from deploy.commands.versions import versions_table
 from deploy.commands.views import planner_view, pools_view
+from deploy.controller.block_access import BlockEventsAnswer
 from deploy.controller.metrics import controller_families
 from deploy.controller.plan import ControllerPlan
 from deploy.controller.sessions import PoolSessions
 from deploy.controller.shell import PoolController
 from deploy.controller.tasks import ControllerTasks
-from deploy.local.run_dir import AdminAccess, announce, announced, run_directory
 from deploy.pools.effects import StartWorker
 from deploy.pools.events import Connected, PoolTick, WorkerStarted
 from deploy.pools.machine import PoolMachine

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from deploy.base.gpus import FoundGpus, HostGpu
 from deploy.commands import doctor
 from deploy.commands.doctor import (
     Finding,
@@ -24,7 +25,6 @@ from deploy.commands.doctor import (
     store_memory,
 )
 from deploy.commands.main import app
-from deploy.local.gpus import FoundGpus, HostGpu
 from engine.config import Config, DeviceKind, PoolsConfig, StoreConfig, WorkerConfig
 
 GIB = 2**30

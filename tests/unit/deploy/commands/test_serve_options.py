@@ -6,8 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from deploy.base.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.commands import serve
-from deploy.commands.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from deploy.commands.main import app
 from deploy.commands.serve import parse_tokens, start_again, without_keys
 from engine.config import StoreConfig, load_config

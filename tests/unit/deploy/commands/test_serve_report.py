@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from deploy.base.spec import GatewayReady, WorkerReady
 from deploy.commands.serve import _say_example, _say_ready
-from deploy.services.spec import GatewayReady, WorkerReady
 from engine.config import (
     Config,
     DashboardMode,

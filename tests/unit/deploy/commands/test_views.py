@@ -7,9 +7,9 @@ import typer
 from rich.console import Group
 
 from deploy.admin.schema import Difference, StepInfo, WorkerInfo
+from deploy.base.spec import WorkerFacts
 from deploy.commands.views import DIFFERS, FIRST_SESSION_S, Output, table_of, workers_view
 from deploy.pools.workers.record import WorkerState
-from deploy.services.spec import WorkerFacts
 from engine.messages import Role, WorkerId
 
 STEP = StepInfo(number=3, age_s=1.0, subject="worker-1", what="starts", why="a worker is missing")

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.admin import api as admin
 from deploy.admin.api import AdminService
+from deploy.base.spec import GatewayReady, WorkerReady
 from deploy.controller import services, sessions, shell, tasks
 from deploy.controller.links import GatewayLink
 from deploy.controller.plan import ControllerPlan
@@ -19,7 +20,6 @@ from deploy.pools.events import Connected
 from deploy.pools.orders import SetPlanner, SetPools, Stop
 from deploy.pools.placement import NoPlace
 from deploy.pools.workers.record import WorkerState
-from deploy.services.spec import GatewayReady, WorkerReady
 from engine.config import AdminConfig, Config, PlannerConfig, PlannerMode, PoolsConfig
 from engine.control import (
     CONTROL_VERSION,

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from deploy.base.gpus import FoundGpus, HostGpu
 from deploy.controller.plan import ControllerPlan, gateway_processes
 from deploy.local.deployment import check_gpus, plan_of
-from deploy.local.gpus import FoundGpus, HostGpu
 from deploy.pools.effects import StartWorker
 from engine.config import (
     Config,

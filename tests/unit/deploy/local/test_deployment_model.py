@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.commands.defaults import BUNDLED_MODEL, DEFAULT_MODEL
+from deploy.base.defaults import BUNDLED_MODEL, DEFAULT_MODEL
 from deploy.fetching.packages import KNOWN
 from deploy.local import deployment
 from deploy.local.deployment import Deployment

@@ -11,12 +11,8 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.local import process_main
-from deploy.local.gpus import FoundGpus, HostGpu
-from deploy.local.launcher import ProcessLauncher
-from deploy.local.service_process import ServiceProcess
-from deploy.services.spec import (
+from deploy.base.gpus import FoundGpus, HostGpu
+from deploy.base.spec import (
     READY_TIMEOUT_S,
     Fetched,
     Fetching,
@@ -25,6 +21,10 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.fetching.cache import FETCH_TIMEOUT_S
+from deploy.local import process_main
+from deploy.local.launcher import ProcessLauncher
+from deploy.local.service_process import ServiceProcess
 from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members
 from engine.devices.settings import resolve

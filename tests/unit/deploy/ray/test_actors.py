@@ -10,13 +10,13 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import pytest
 
-from deploy.fetching.cache import FETCH_TIMEOUT_S
-from deploy.services.spec import (
+from deploy.base.spec import (
     READY_TIMEOUT_S,
     GatewaySpec,
     WorkerReady,
     WorkerSpec,
 )
+from deploy.fetching.cache import FETCH_TIMEOUT_S
 from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members
 from engine.devices.settings import resolve

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import deploy
-from deploy.commands.defaults import pools_of
+from deploy.base.cluster_config import load_up_config, num_nodes_of, read_cluster
+from deploy.base.defaults import pools_of
 from deploy.ray import leftovers, up
-from deploy.ray.config import load_up_config, num_nodes_of, read_cluster
 from deploy.ray.leftovers import LeftProcess
 from deploy.ray.up import ClusterNode, RayUp, Running, Status, bring_up, cluster_of, take_down
 from engine.control import Pools

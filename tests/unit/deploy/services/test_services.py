@@ -7,14 +7,14 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from deploy.services.model import has_to_fetch, start_limit_s
-from deploy.services.spec import (
+from deploy.base.spec import (
     READY_TIMEOUT_S,
     SLOWEST_BYTES_PER_S,
     GatewaySpec,
     WorkerSpec,
 )
-from deploy.services.thread import LateStart, ServiceThread
+from deploy.base.thread import LateStart, ServiceThread
+from deploy.services.model import has_to_fetch, start_limit_s
 from engine.config import DeviceKind, GatewayConfig, RouterConfig, WorkerConfig
 from engine.control import Intent, Members, Version
 from engine.devices.settings import resolve
@@ -69,7 +69,7 @@ def test_a_loop_that_ends_by_itself_ends_the_process(monkeypatch):
             pass
 
     ended: Future[BaseException] = Future()
-    monkeypatch.setattr("deploy.services.thread.die", ended.set_result)
+    monkeypatch.setattr("deploy.base.thread.die", ended.set_result)
     ServiceThread(Broken(), "broken").open()
     assert isinstance(ended.result(10), SystemExit)
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import uvloop
 
-from deploy.services.spec import READY_TIMEOUT_S
+from deploy.base.spec import READY_TIMEOUT_S
 from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from deploy.store.slab import StoreSlab, table_bytes
+from deploy.base.slab import StoreSlab, table_bytes
 from engine.worker.blocks import BlockHash, BlockId
 from kvtransfer.memory import SharedMemory
 from kvtransfer.store.disk.format import HEADER_BYTES

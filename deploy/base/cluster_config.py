@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.commands.defaults import pools_of
+from deploy.base.defaults import pools_of
 from deploy.fetching.names import BUNDLED
 from engine.config import Config, config_of
 from engine.errors import ConfigError

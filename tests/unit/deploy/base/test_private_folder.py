@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import private_folder
-from deploy.local.private_folder import LOCK, PrivateFolder, sweep
+from deploy.base import private_folder
+from deploy.base.private_folder import LOCK, PrivateFolder, sweep
 
 HOLDS = "import os, sys; os.open(sys.argv[1], os.O_DIRECTORY); print(flush=True); sys.stdin.read()"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.store.salts import kept_salts
+from deploy.base.salts import kept_salts
 from engine.config import StoreConfig
 from engine.errors import ConfigError
 

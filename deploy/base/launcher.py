@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deploy.local.gpus import FoundGpus
-from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
-from deploy.services.spec import (
+from deploy.base.gpus import FoundGpus
+from deploy.base.spec import (
     GatewayReady,
     GatewaySpec,
     StoreReady,
@@ -21,6 +20,7 @@ from deploy.services.spec import (
     WorkerReady,
     WorkerSpec,
 )
+from deploy.logs.reading import LogPieces, LogsQuery, read_pieces
 from engine.control import Pools
 
 ServiceReady = WorkerReady | GatewayReady | StoreReady

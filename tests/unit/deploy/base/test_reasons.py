@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from deploy.services.reasons import explain, explain_status
+from deploy.base.reasons import explain, explain_status
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.local.gpus import FoundGpus, GpuBooks, HostGpu, num_that_fit, parse_smi, visible
+from deploy.base.gpus import FoundGpus, GpuBooks, HostGpu, num_that_fit, parse_smi, visible
 from engine.errors import ConfigError
 
 A, B, C = (HostGpu(f"GPU-{letter * 4}", "H200") for letter in "abc")
