@@ -1,0 +1,17 @@
+"""A request enters no more files and functions than it did: a bound that only falls."""
+
+import pytest
+
+from tests.kits.services.trail import entered, of_one_chat, report
+
+pytestmark = [pytest.mark.torch, pytest.mark.long]
+
+MAX_FILES, MAX_FUNCTIONS = 138, 785
+
+
+def test_one_streamed_chat_enters_no_more_files_and_functions_than_it_did():
+    trails = of_one_chat()
+    assert len(trails) == 3  # gateway, prefill and decode worker
+    files, functions = entered(trails)
+    assert len(files) <= MAX_FILES, report(trails)
+    assert len(functions) <= MAX_FUNCTIONS, report(trails)
