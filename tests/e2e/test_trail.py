@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kits.services.trail import entered, of_one_chat, report
+from tests.kits.tree.trail import entered, of_one_chat, report
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 

@@ -1,4 +1,4 @@
-"""Counts what one streamed chat enters: `python -m tests.kits.services.trail` prints files,
+"""Counts what one streamed chat enters: `python -m tests.kits.tree.trail` prints files,
 functions and calls of each process, by folder.
 
 Every process of a deployment gets a profile hook (`sitecustomize`, found through PYTHONPATH). One
