@@ -7,14 +7,15 @@ import inspect
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 NEEDS = {"torch": ("torch", "transformers"), "ray": ("ray",)}  # by mark
 
-# No deadlines: machines that test also do other things. A change is judged by the same examples
-# every time; new ones are searched for by `make fuzz`.
-settings.register_profile("baton", deadline=None, derandomize=True)
-settings.register_profile("search", deadline=None, max_examples=500)
+# No deadlines, and examples may be drawn slowly: machines that test also do other things. A change
+# is judged by the same examples every time; new ones are searched for by `make fuzz`.
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("baton", BUSY, derandomize=True)
+settings.register_profile("search", BUSY, max_examples=500)
 settings.load_profile("baton")
 
 
