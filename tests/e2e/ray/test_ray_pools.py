@@ -144,7 +144,7 @@ def test_requests_survive_a_killed_controller_and_a_killed_gcs(tmp_path, monkeyp
                     w.worker_id for w in after.workers
                 }
                 pids = {w.worker_id: w.pid for w in after.workers}
-                own = os.getpriority(os.PRIO_PROCESS, 0)  # Ray's default is that of background work
+                own = os.getpriority(os.PRIO_PROCESS, 0)  # by default Ray runs actors with nice 15
                 assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids.values()} == {own}
                 assert pids == {w.worker_id: w.pid for w in before.workers}
                 session = ray.get_runtime_context().get_session_name()

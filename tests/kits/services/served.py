@@ -66,7 +66,7 @@ def marked_processes(mark: str) -> list[str]:
 
 
 def services() -> set[int]:
-    """Returns the services that descend from this process, also those of a lent nursery."""
+    """Returns the pids of services that descend from this process, also from a lent nursery."""
     return {pid for pid in descendants_of(os.getpid()) if _name(pid).startswith("baton-")}
 
 

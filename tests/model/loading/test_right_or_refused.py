@@ -308,7 +308,7 @@ def test_layers_with_a_state_are_refused_beside_attention(tmp_path):
 @pytest.mark.parametrize("kind", ["jetmoe", "dbrx", "qwen2_moe"])
 @pytest.mark.parametrize("is_said", [False, True])
 def test_experts_that_stay_in_fp32_give_a_warning(kind, is_said, tmp_path, caplog, monkeypatch):
-    if is_said:  # experts of a kind that nobody knows
+    if is_said:  # as if the experts were of an unknown kind
         monkeypatch.setattr(linear, "kind_of_experts", lambda _module: None)
     save_checkpoint(tmp_path, OWN_CODE[kind])
     Served(tmp_path, weights=WeightFormat.INT8).runner.close()
