@@ -4,8 +4,8 @@ Unknown keys and values of the wrong type are errors that name them. Environment
 `BATON_` and the key's path in capitals, joined by two underscores: BATON_WORKER__KV_MIB=512.
 The text "none" unsets a key whose type allows None, as TOML and variables have no null.
 Defaults run on a laptop. Each part of a process gets only its part of the tree, and none writes to
-it. docs/tuning.md explains the settings that affect performance. The comments at the keys are their
-meanings in `baton config reference` and docs/configuration.md: see `engine.config_reference`.
+it. docs/users/tuning.md explains settings that affect speed. The comments at the keys are their
+meanings in `baton config reference` and docs/users/configuration.md: see `engine.config_reference`.
 """
 
 import ipaddress

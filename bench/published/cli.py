@@ -16,7 +16,7 @@ from bench.router import plan as router
 from bench.validation import results as validation
 from engine.errors import ConfigError
 
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+PAGES = (ROOT / "docs").glob("benchmarks/*.md")
 GOALS = {
     "fluid": fluid.GOALS,
     "fluid_simulated": fluid_simulated.GOALS,
@@ -24,7 +24,7 @@ GOALS = {
     "simulator": simulator.GOALS,
     "validation": validation.GOALS,
 }
-DOCUMENTS = (BENCHMARKS, ROOT / "README.md")
+DOCUMENTS = (*sorted(PAGES), ROOT / "docs/benchmarks.md", ROOT / "README.md")
 
 
 def report(
@@ -36,7 +36,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Fill docs/benchmarks.md and README.md in from the reports in bench/results/."""
+    """Fill the pages of docs/benchmarks and README.md in from the reports in bench/results/."""
     with printed_errors():
         stale = stale_documents()
         for path, text in stale.items():
@@ -56,8 +56,8 @@ def stale_documents() -> dict[Path, str]:
         raise ConfigError("documents are checked and written in a checkout: there is none here")
     reports = read_reports()
     texts = {path: path.read_text() for path in DOCUMENTS}
-    hidden = sorted(reports.keys() - names_in(texts[BENCHMARKS]))
+    hidden = sorted(reports.keys() - set().union(*map(names_in, texts.values())))
     if hidden:
-        raise ConfigError(f"docs/benchmarks.md has no block for: {', '.join(hidden)}")
+        raise ConfigError(f"no page of docs/benchmarks has a block for: {', '.join(hidden)}")
     filled = {path: fill_in(text, reports, HEADLINES, GOALS) for path, text in texts.items()}
     return {path: text for path, text in filled.items() if text != texts[path]}

@@ -134,7 +134,7 @@ def row_of(headline: Headline, report: Report) -> Row:
             f"{result.of_limit:.0%}",
         )
     value = f"{number_text(result.value)} {result.unit}".rstrip()
-    command = report.command.partition(" --")[0]  # its options stand in docs/benchmarks.md
+    command = report.command.partition(" --")[0]  # the page of the benchmark has its options
     return [headline.label, value, beside, ratio, f"`{command}`"]
 
 

@@ -279,7 +279,7 @@ class CpuForward:
         if self._weights is not WeightFormat.FP32 and bare > MOST_BARE * self.weights_bytes:
             log.warning(
                 "%s: %.0f%% of its weights stay in fp32 instead of %s: its own code multiplies by "
-                "them (docs/models.md)",
+                "them (docs/users/models.md)",
                 self._loaded.model.config.model_type,
                 100 * bare / self.weights_bytes,
                 self._weights,

@@ -7,7 +7,7 @@ from tests.kits.tree.documents import ROOT
 
 
 def test_the_document_shows_the_table():
-    text = (ROOT / "docs" / "compatibility.md").read_text()
+    text = (ROOT / "docs/users/compatibility.md").read_text()
     _, _, rest = text.partition("<!-- compat -->\n")
     assert rest.partition("<!-- end -->")[0] == "\n" + compat.table(), (
         "write the output of `python -m tests.kits.tree.compat` there"

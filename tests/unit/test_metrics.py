@@ -1,4 +1,4 @@
-"""docs/metrics.md explains every metric, and every count of a worker has a text."""
+"""docs/users/metrics.md explains every metric, and every count of a worker has a text."""
 
 import json
 import re
@@ -20,7 +20,7 @@ COUNT = re.compile(r"""count(?:er)?s\[f?"([a-z_]+)|_count\(\s*f?"([a-z_]+)|refus
 
 
 def test_the_page_has_the_tables_of_the_code():
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs/users/metrics.md").read_text()
     _, _, rest = text.partition("<!-- metrics -->\n")
     assert rest.partition("<!-- end -->")[0] == "\n" + metric_table.tables(), (
         "write the output of `python -m tests.kits.tree.metric_table` there"

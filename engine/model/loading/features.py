@@ -28,7 +28,7 @@ TERMS = {  # tensors that a model's code gives its attention besides Q, K and V
     "sinks": "attention sinks",
     "position_bias": "a position bias in attention (ALiBi, T5)",
 }
-PAGE = "docs/models.md lists what is served"
+PAGE = "docs/users/models.md lists what is served"
 
 
 def refused(where: str, why: str) -> CheckpointError:

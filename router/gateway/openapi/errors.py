@@ -1,4 +1,4 @@
-"""The errors of the API by status and code. `docs/api.md` has the same table; a test compares."""
+"""Errors of the API by status and code. A test compares the table of `docs/users/api.md`."""
 
 from typing import NamedTuple
 

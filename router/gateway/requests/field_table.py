@@ -5,7 +5,7 @@ refused by name, since an answer without the asked-for penalty or schema is a wr
 changes none passes. Names that are in no table are passed over too, and named in the header
 `x-baton-ignored` of the answer, in the log now and then, and in errors if they are like a field's.
 
-`python -m router.gateway.requests.field_table docs/api.md` writes these tables into that page.
+`python -m router.gateway.requests.field_table docs/users/api.md` writes these tables there.
 
 Sources: OpenAI API reference; vLLM, vllm/entrypoints/openai/*/protocol.py; SGLang,
 python/sglang/srt/entrypoints/openai/protocol.py; llm-d's endpoint picker for `slo_*`.

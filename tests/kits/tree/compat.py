@@ -1,7 +1,7 @@
 """The public tests of vLLM's and SGLang's OpenAI servers, and the tests here that stand for them.
 
 A test here that asserts what theirs asserts names them with `like`. `LEFT_OUT` says why a test of
-theirs has none. `python -m tests.kits.tree.compat` prints the table of docs/compatibility.md.
+theirs has none. `python -m tests.kits.tree.compat` prints the table of docs/users/compatibility.md.
 
 Sources: github.com/vllm-project/vllm, tests/entrypoints; github.com/sgl-project/sglang,
 test/srt/openai_server; both read in November 2026. No code is copied.
@@ -76,7 +76,7 @@ def _text(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
 
 
 def table() -> str:
-    """The Markdown of docs/compatibility.md below its heading."""
+    """The Markdown of docs/users/compatibility.md below its heading."""
     found = list(twins())
     lines = []
     for server, title in (("vllm", "vLLM"), ("sglang", "SGLang")):

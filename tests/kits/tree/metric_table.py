@@ -1,6 +1,6 @@
 """Every metric of a gateway, read from one that has all its parts.
 
-`python -m tests.kits.tree.metric_table` prints the tables of docs/metrics.md.
+`python -m tests.kits.tree.metric_table` prints the tables of docs/users/metrics.md.
 """
 
 import sys
@@ -197,7 +197,7 @@ def full_families() -> list[Metric]:
 
 
 def tables(families: Sequence[Metric] | None = None) -> str:
-    """The Markdown of docs/metrics.md: a table for each part."""
+    """The Markdown of docs/users/metrics.md: a table for each part."""
     found = full_families() if families is None else families
     by_section: dict[str, list[Metric]] = {title: [] for title in ORDER}
     for metric in found:

@@ -10,8 +10,8 @@ KEYS = {key.name: key for key in config_keys()}
 
 
 def test_the_page_is_what_the_code_says():
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == reference_text(), "run `baton config reference > docs/configuration.md`"
+    page = (ROOT / "docs/users/configuration.md").read_text()
+    assert page == reference_text(), "run `baton config reference > docs/users/configuration.md`"
 
 
 def test_every_key_has_a_meaning():

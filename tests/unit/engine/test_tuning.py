@@ -1,4 +1,4 @@
-"""docs/tuning.md names settings that exist, with their true defaults."""
+"""docs/users/tuning.md names settings that exist, with their true defaults."""
 
 import re
 from enum import StrEnum
@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import UNSET, Config
 
-PAGE = Path(__file__).parents[3] / "docs" / "tuning.md"
+PAGE = Path(__file__).parents[3] / "docs/users/tuning.md"
 ROW = re.compile(r"^\| `(\w+)\.(\w+)` \| `([^`]*)` \|", re.MULTILINE)
 WHOLE_SECTIONS = ("worker", "router", "planner")  # whose settings all stand on the page
 

@@ -188,7 +188,7 @@ def test_the_errors_of_the_document_are_those_of_the_code_and_of_the_guide():
     codes = {code for each in ERRORS for code in each.codes}
     source = "".join(p.read_text() for p in (ROOT / "router").rglob("*.py"))
     assert set(re.findall(r'\bcode="([a-z_]+)"', source)) <= codes
-    guide = (ROOT / "docs/api.md").read_text()
+    guide = (ROOT / "docs/users/api.md").read_text()
     rows = re.findall(r"^\| (\d{3}) \| (`[^|]+`) \| (.+) \|$", guide, re.M)
     ours = [(str(e.status), ", ".join(f"`{c}`" for c in e.codes), e.reason) for e in ERRORS]
     assert rows == ours

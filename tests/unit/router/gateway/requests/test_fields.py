@@ -60,9 +60,9 @@ def asked(endpoint, fields):
 
 
 def test_the_document_shows_the_table():
-    text = (ROOT / "docs" / "api.md").read_text()
+    text = (ROOT / "docs/users/api.md").read_text()
     assert field_table.fill_in(text) == text, (
-        "run `python -m router.gateway.requests.field_table docs/api.md`"
+        "run `python -m router.gateway.requests.field_table docs/users/api.md`"
     )
 
 
