@@ -11,15 +11,16 @@ meanings in `baton config reference` and docs/users/configuration.md: see `engin
 import ipaddress
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from enum import StrEnum
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from engine.config_hints import faults_of, hint_of
 from engine.errors import ConfigError
@@ -35,6 +36,14 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY_HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:_\[\]-]+")  # as browsers write it
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]  # a time, a rate, a factor
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Port = Annotated[int, Meta(ge=0, lt=2**16)]
+Text = Annotated[str, Meta(min_length=1)]
 
 
 class WeightFormat(StrEnum):
@@ -170,60 +179,46 @@ def _require(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition, 
         raise ValueError(message)
 
 
-def _require_positive(section: str, config: msgspec.Struct, names: Iterable[str]) -> None:
-    """Raises ValueError if one of these settings is 0, negative or no number. None is allowed."""
-    for name in names:
-        value = getattr(config, name)
-        _require(value is None or value > 0, f"{section}.{name} must be positive")
-
-
-def _require_not_negative(section: str, config: msgspec.Struct, names: Iterable[str]) -> None:
-    """Raises ValueError if one of these settings is negative or no number. None is allowed."""
-    for name in names:
-        value = getattr(config, name)
-        _require(value is None or value >= 0, f"{section}.{name} must not be negative")
-
-
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of every worker."""
 
     # Where workers compute. Each gets GPUs of its own, or a part of one: see pools.num_gpus.
     device: DeviceKind = DeviceKind.AUTO
-    block_size: int = 16  # tokens of one block of KV
+    block_size: Count = 16  # tokens of one block of KV
     weights: WeightFormat = WeightFormat.AUTO  # format of the linear layers
     kv_dtype: KVFormat | None = None  # format of KV in the pools; None: fp32, or bf16 on a GPU
     decode_kv_dtype: KVFormat | None = None  # the same, of decode workers; None: kv_dtype
     kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
-    kv_mib: int | None = None  # memory of the KV pool; None: depends on the memory that is free
+    kv_mib: Count | None = None  # memory of the KV pool; None: depends on the memory that is free
     # Share of its GPU's memory that a worker takes: weights, activations and KV together. Of a part
     # of a GPU it is this share of that part.
-    memory_fraction: float = 0.9
-    max_model_len: int | None = None  # tokens of one request; None: the model's context
-    max_batch_tokens: int | None = None  # tokens of one step; None: 512, or 8192 on a GPU
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    max_model_len: Count | None = None  # tokens of one request; None: the model's context
+    max_batch_tokens: Count | None = None  # tokens of one step; None: 512, or 8192 on a GPU
     # Tokens of one prompt in one step. None: 256, or 8192 on a GPU.
-    chunk_tokens: int | None = None
-    max_running: int | None = None  # sequences that decode at once; None: 64, or 256 on a GPU
+    chunk_tokens: Count | None = None
+    max_running: Count | None = None  # sequences that decode at once; None: 64, or 256 on a GPU
     kv_transport: Transport = Transport.AUTO  # the way of KV between workers
-    threads: int | None = None  # torch threads; None: the cores divided among the workers
+    threads: Count | None = None  # torch threads; None: the cores divided among the workers
     # Ranks of one worker that hold a slice of each layer. Each has a device, or is a process on a
     # CPU.
-    tp: int = 1
-    pp: int = 1  # stages of one worker, of consecutive layers; it has tp x pp ranks
-    ep: int = 1  # 1, or tp: then the ranks of a stage hold whole experts instead of slices of all
-    decode_tp: int | None = None  # `tp` of decode workers; None: as of others
-    decode_pp: int | None = None  # `pp` of decode workers; None: as of others
-    decode_ep: int | None = None  # `ep` of decode workers; None: as of others
+    tp: Count = 1
+    pp: Count = 1  # stages of one worker, of consecutive layers; it has tp x pp ranks
+    ep: Count = 1  # 1, or tp: then the ranks of a stage hold whole experts instead of slices of all
+    decode_tp: Count | None = None  # `tp` of decode workers; None: as of others
+    decode_pp: Count | None = None  # `pp` of decode workers; None: as of others
+    decode_ep: Count | None = None  # `ep` of decode workers; None: as of others
     speculate: Speculate = Speculate.OFF  # the source of tokens that the model verifies
     draft_model: str | None = None  # directory of the model that `speculate` uses
-    max_draft_tokens: int = 8  # guessed tokens of one sequence in one step
+    max_draft_tokens: Count = 8  # guessed tokens of one sequence in one step
     publish_token_ids: bool = False  # in block events, which every subscriber can read
     # A worker whose step takes longer ends, so that another one starts. None: no limit.
-    step_timeout_s: float | None = 60.0
+    step_timeout_s: Positive | None = 60.0
     # Peak of the hardware of one worker, for /metrics: 10¹² flops a second, in the format that it
     # computes in. None: its use is not shown as a share.
-    peak_tflops: float | None = None
+    peak_tflops: Positive | None = None
     # The same, of the memory that holds the weights: 10⁹ bytes a second.
-    peak_gb_per_s: float | None = None
+    peak_gb_per_s: Positive | None = None
 
     @property
     def draft_path(self) -> Path | None:
@@ -233,11 +228,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.draft_model)
 
     def __post_init__(self) -> None:
-        sizes = ("block_size", "max_batch_tokens", "chunk_tokens", "max_running", "memory_fraction")
-        ranks = ("tp", "pp", "ep", "decode_tp", "decode_pp", "decode_ep")
-        optional = ("kv_mib", "max_model_len", "threads", "step_timeout_s")
-        peaks = ("peak_tflops", "peak_gb_per_s")
-        _require_positive("worker", self, (*sizes, *optional, *ranks, *peaks, "max_draft_tokens"))
         _require(
             self.speculate is not Speculate.DRAFT or self.draft_model is not None,
             "worker.speculate = draft needs worker.draft_model",
@@ -248,7 +238,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.ep in (1, self.tp) and decode_ep in (1, decode_tp),
             "worker.ep must be 1 or worker.tp: experts are shared by the ranks of a stage",
         )
-        _require(self.memory_fraction <= 1, "worker.memory_fraction must be at most 1")
         _require(
             self.max_running is None
             or self.max_batch_tokens is None
@@ -262,49 +251,47 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: RouterPolicy = RouterPolicy.SLO  # the choice of workers for a request
     seed: int | None = None  # of the generator that breaks ties; None: each gateway its own
-    max_queue: int = 1024  # requests waiting for a worker
-    queue_timeout_s: float = 60.0  # a request that waits longer is refused
+    max_queue: Count = 1024  # requests waiting for a worker
+    queue_timeout_s: Positive = 60.0  # a request that waits longer is refused
     # Of one key and priority, a short prompt passes a longer one that came up to so many seconds
     # earlier for each second of work by which they differ. 0: the order of arrival.
-    queue_patience: float = 4.0
+    queue_patience: NotNegative = 4.0
     # A key that holds less than another key waits this long for room. Then the youngest sequences
     # of the other are put back. None: it waits until they end.
-    turn_after_s: float | None = 1.0
-    silence_s: float = 3.0  # a worker that sends nothing for this long counts as lost
-    stuck_step_s: float = 5.0  # so counts a step that is longer, and far above its prediction
+    turn_after_s: Positive | None = 1.0
+    silence_s: Positive = 3.0  # a worker that sends nothing for this long counts as lost
+    stuck_step_s: Positive = 5.0  # so counts a step that is longer, and far above its prediction
     # A prompt that takes this many times its predicted time is computed on a second worker as well;
     # the first one to finish goes on. None: no second worker.
-    hedge_after: float | None = 3.0
-    progress_timeout_s: float = 60.0  # a worker without news of a request for this long loses it
-    slowest_prefill_tokens_per_s: float = 100.0  # progress_timeout_s grows by prompt tokens / this
-    max_attempts: int = 5  # placements of one request
-    prefill_backlog_s: float = 0.05  # a prefill worker with more to do gets no further prompt
-    prefill_backlog_tokens: int = 1024  # the same, while the worker's speed is unknown
-    offer_timeout_s: float = 1.0  # longest wait of a prompt for the offer of a cached prefix
-    move_timeout_s: float = 10.0  # longest wait if only a worker that cannot pull its KV has room
+    hedge_after: Positive | None = 3.0
+    progress_timeout_s: Positive = 60.0  # a worker without news of a request for this long loses it
+    # Progress_timeout_s grows by prompt tokens / this
+    slowest_prefill_tokens_per_s: Positive = 100.0
+    max_attempts: Count = 5  # placements of one request
+    prefill_backlog_s: Positive = 0.05  # a prefill worker with more to do gets no further prompt
+    prefill_backlog_tokens: Count = 1024  # the same, while the worker's speed is unknown
+    offer_timeout_s: Positive = 1.0  # longest wait of a prompt for the offer of a cached prefix
+    # Longest wait if only a worker that cannot pull its KV has room
+    move_timeout_s: Positive = 10.0
     # Running sequences move from a full decode worker to one that was started, flipped or paused
     # meanwhile, or to a fluid prefill worker without prompts. False: each stays where it is, unless
     # its worker is to stop decoding.
     balance: bool = True
-    balance_gain: float = 0.2  # the least difference of their predicted steps, as a share
-    slo_ttft_s: float | None = None  # requests predicted to exceed it are refused; None: no bound
-    slo_tpot_s: float | None = None  # decode workers are filled only as far as they keep it
-
-    def __post_init__(self) -> None:
-        amounts = set(self.__struct_fields__) - {"policy", "seed", "balance", "queue_patience"}
-        _require_positive("router", self, sorted(amounts))
-        _require(self.queue_patience >= 0, "router.queue_patience must not be negative")
+    balance_gain: Positive = 0.2  # the least difference of their predicted steps, as a share
+    # Requests predicted to exceed it are refused; None: no bound
+    slo_ttft_s: Positive | None = None
+    slo_tpot_s: Positive | None = None  # decode workers are filled only as far as they keep it
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP side."""
 
     host: str = "127.0.0.1"  # the address to listen on
-    port: int = 8000  # of HTTP; 0: the system chooses
+    port: Port = 8000  # of HTTP; 0: the system chooses
     # The Open Inference Protocol over gRPC, on this port of the same host. None: not served.
-    grpc_port: int | None = None
+    grpc_port: Port | None = None
     # Gateway processes, which share the ports. None: 2 in `baton serve` on 4 or more cores, else 1.
-    processes: int | None = None
+    processes: Count | None = None
     model_name: str | None = None  # in the API; None: the name of the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
     # How the model writes tool calls, by vLLM's names of parsers. auto: as its chat template shows.
@@ -319,35 +306,36 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key: tuple[str, ...] = ()
     # Requests of each key without limits of its own, over all processes of a port. Without keys,
     # this holds for all clients together. None: no limit.
-    requests_per_s: float | None = None
-    tokens_per_min: int | None = None  # the same, of prompts and answers
-    max_streams: int | None = None  # the same, of requests in flight
-    min_priority: int = 0  # lower numbers are served earlier; clients may ask for none below this
-    max_body_bytes: int = 8 * 2**20  # of a request, files aside
-    max_choices: int = 16  # answers to one prompt: `n`, `best_of`
-    max_batch_choices: int = 128  # answers to all prompts of one request
+    requests_per_s: Positive | None = None
+    tokens_per_min: Count | None = None  # the same, of prompts and answers
+    max_streams: Count | None = None  # the same, of requests in flight
+    # Lower numbers are served earlier; clients may ask for none below this
+    min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    max_body_bytes: Count = 8 * 2**20  # of a request, files aside
+    max_choices: Count = 16  # answers to one prompt: `n`, `best_of`
+    max_batch_choices: Count = 128  # answers to all prompts of one request
     # File (SQLite) of kept responses, files and batches, which all processes of a machine share.
     # None: in the memory of each process, so that they end with it.
     store: str | None = None
-    max_file_bytes: int = 200 * 2**20  # of one uploaded file
-    max_tenant_file_bytes: int = 2 * 2**30  # of all files of one key, results of batches too
-    max_store_bytes: int = 16 * 2**30  # of all files; the store in memory has no other bound
+    max_file_bytes: Count = 200 * 2**20  # of one uploaded file
+    max_tenant_file_bytes: Count = 2 * 2**30  # of all files of one key, results of batches too
+    max_store_bytes: Count = 16 * 2**30  # of all files; the store in memory has no other bound
     # Batches run while no other request does. Beside others they get this share of the places in
     # decode workers. After others they wait for `batch_idle_s` before they take all places.
-    batch_share: float = 0.0
-    batch_idle_s: float = 0.5  # without other requests, before batches take all places
+    batch_share: Share = 0.0
+    batch_idle_s: NotNegative = 0.5  # without other requests, before batches take all places
     # Kept responses, of all keys. What was not used for longest goes first.
-    max_responses: int = 20_000
-    max_responses_bytes: int = 256 * 2**20  # of kept responses, of all keys
-    max_key_responses: int = 5_000  # kept responses of one key
-    max_key_responses_bytes: int = 64 * 2**20  # of kept responses of one key
-    response_days: float = 30.0  # a kept response goes this long after its last use
-    max_background_responses: int = 256  # that run at once, in each process
+    max_responses: Count = 20_000
+    max_responses_bytes: Count = 256 * 2**20  # of kept responses, of all keys
+    max_key_responses: Count = 5_000  # kept responses of one key
+    max_key_responses_bytes: Count = 64 * 2**20  # of kept responses of one key
+    response_days: Positive = 30.0  # a kept response goes this long after its last use
+    max_background_responses: Count = 256  # that run at once, in each process
     record_dir: str | None = None  # each process writes its router's events and effects there
-    max_connections: int = 8192  # of each process
-    max_connections_per_address: int = 2048  # the same; a proxy counts as one address
-    max_head_bytes: int = 32 * 2**10  # of a request: its line and header fields
-    head_timeout_s: float = 10.0  # of a head, from its first byte or the connection's start
+    max_connections: Count = 8192  # of each process
+    max_connections_per_address: Count = 2048  # the same; a proxy counts as one address
+    max_head_bytes: Count = 32 * 2**10  # of a request: its line and header fields
+    head_timeout_s: Positive = 10.0  # of a head, from its first byte or the connection's start
     dashboard: DashboardMode = DashboardMode.ON  # landing page, dashboard, playground
     open_to_all: bool = False  # needed to listen beyond this machine without keys
     # Origins, as https://chat.example.com, of pages whose scripts may use the API. "*": all.
@@ -360,8 +348,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_client_ca: str | None = None  # PEM; clients need a certificate that one of these signed
     # OpenTelemetry: the URL of a collector, as http://127.0.0.1:4318/v1/traces. None: no traces.
     trace_endpoint: str | None = None
-    trace_share: float = 1.0  # of requests that come without a trace, for which spans are made
-    drain_timeout_s: float = 30.0  # when the gateway stops, running answers may take this long
+    trace_share: Share = 1.0  # of requests that come without a trace, for which spans are made
+    # When the gateway stops, running answers may take this long
+    drain_timeout_s: NotNegative = 30.0
 
     @property
     def needs_key(self) -> bool:
@@ -379,44 +368,14 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(text.removeprefix("sha256:") for text in self.api_key)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port < 2**16, "gateway.port must be between 0 and 65535")
-        _require(
-            self.grpc_port is None or 0 <= self.grpc_port < 2**16,
-            "gateway.grpc_port must be between 0 and 65535",
-        )
         _require(
             self.grpc_port in (None, 0) or self.grpc_port != self.port,
             "gateway.grpc_port must not be gateway.port",
         )
         _require(
-            abs(self.min_priority) <= MAX_PRIORITY,
-            f"gateway.min_priority must be within ±{MAX_PRIORITY}",
-        )
-        counts = (
-            "processes",
-            "max_choices",
-            "max_batch_choices",
-            "max_connections",
-            "max_connections_per_address",
-        )
-        bounds = ("max_body_bytes", "max_head_bytes", "head_timeout_s")
-        files = ("max_file_bytes", "max_tenant_file_bytes", "max_store_bytes")
-        kept = (
-            "max_responses",
-            "max_responses_bytes",
-            "max_key_responses",
-            "max_key_responses_bytes",
-            "response_days",
-            "max_background_responses",
-        )
-        _require_positive("gateway", self, (*counts, *bounds, *files, *kept))
-        _require_not_negative("gateway", self, ("drain_timeout_s", "batch_idle_s"))
-        _require(0 <= self.trace_share <= 1, "gateway.trace_share must be between 0 and 1")
-        _require(
             self.trace_endpoint is None or self.trace_endpoint.startswith(("http://", "https://")),
             "gateway.trace_endpoint must be the URL of a collector: http://HOST:4318/v1/traces",
         )
-        _require(0 <= self.batch_share <= 1, "gateway.batch_share must be between 0 and 1")
         _require(
             is_loopback(self.host) or self.needs_key or self.open_to_all,
             f"gateway.host = {self.host} can be reached from other machines, and no key is needed:"
@@ -463,56 +422,51 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of workers, and where Ray may put them."""
 
-    prefill: int | None = None  # workers at the start; None: 1, or 0 if there are mixed ones
-    decode: int | None = None  # as `prefill`
-    mixed: int = 0  # workers that do both
+    # Workers at the start; None: 1, or 0 if there are mixed ones
+    prefill: CountOrZero | None = None
+    decode: CountOrZero | None = None  # as `prefill`
+    mixed: CountOrZero = 0  # workers that do both
     # Workers of one pool take work of the other one that would wait there: decode workers compute
     # prompts, idle prefill workers decode. Never if the pools store KV in different formats, send
     # it in another one, or are split into ranks in different ways: answers would differ.
     fluid: bool = True
     # How many times as long prompts may make a step of sequences without a bound on TPOT, in a
     # fluid pool.
-    stretch: float = 6.0
-    max_workers: int | None = None  # of all pools; None: as GPUs allow, or cores, and at least 4
-    spares: int = 0  # workers with the model loaded that wait to take the place of a dead one
-    drain_timeout_s: float = 60.0  # a drained worker that still holds sequences then stops
-    steady_s: float = 60.0  # a worker that ran longer restarts at once, others ever later
-    update_timeout_s: float = 900.0  # an update without progress for this long is given up
+    stretch: Annotated[float, Meta(gt=1)] = 6.0
+    max_workers: Count | None = None  # of all pools; None: as GPUs allow, or cores, and at least 4
+    # Workers with the model loaded that wait to take the place of a dead one
+    spares: CountOrZero = 0
+    drain_timeout_s: Positive = 60.0  # a drained worker that still holds sequences then stops
+    steady_s: Positive = 60.0  # a worker that ran longer restarts at once, others ever later
+    update_timeout_s: Positive = 900.0  # an update without progress for this long is given up
     # All workers of a pool with a KV format of its own have been dead for this long: a worker with
     # the other format stands in for them. Answers go on, but their tokens may differ.
-    inexact_after_s: float = 5.0
+    inexact_after_s: Positive = 5.0
     # GPUs of one worker: whole ones, or a part of one. None: 1 if workers compute on GPUs, else 0.
-    num_gpus: float | None = None
+    num_gpus: NotNegative | None = None
     prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
     decode_resource: str | None = None  # where decode and mixed workers start
     placement: Spread = Spread.PACK  # over the nodes of a cluster
-    price_per_hour: float | None = None  # of one worker, in any currency; for /metrics
+    price_per_hour: NotNegative | None = None  # of one worker, in any currency; for /metrics
 
     def __post_init__(self) -> None:
-        _require_not_negative("pools", self, ("prefill", "decode", "mixed", "spares", "num_gpus"))
         _require(
             self.num_gpus is None or self.num_gpus <= 1 or float(self.num_gpus).is_integer(),
             "pools.num_gpus must be whole, or less than 1",
         )
-        times = ("drain_timeout_s", "steady_s", "update_timeout_s", "inexact_after_s")
-        _require_positive("pools", self, ("max_workers", *times))
-        _require(self.stretch > 1, "pools.stretch must be more than 1")
-        _require_not_negative("pools", self, ("price_per_hour",))
 
 
 class UpdateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How `baton update` shifts requests to a version that takes over, and when it is given up."""
 
     canary: tuple[int, ...] = ()  # shares of new requests that come first, one by one, per cent
-    hold_s: float = 60.0  # each of these shares lasts at least this long
-    min_requests: int = 20  # that the new version must have ended before it is judged
-    max_failed: float = 0.02  # share of its requests; it is given up if more fail
+    hold_s: NotNegative = 60.0  # each of these shares lasts at least this long
+    min_requests: Count = 20  # that the new version must have ended before it is judged
+    max_failed: NotNegative = 0.02  # share of its requests; it is given up if more fail
     # Of its answers that are beyond `router.slo_*`, refused or hang, above the share of the others.
-    max_late: float = 0.1
+    max_late: NotNegative = 0.1
 
     def __post_init__(self) -> None:
-        _require_positive("update", self, ("min_requests",))
-        _require_not_negative("update", self, ("hold_s", "max_failed", "max_late"))
         check_canary(self.canary)
 
 
@@ -532,18 +486,19 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     mode: PlannerMode = PlannerMode.OFF  # at the start; `baton planner` changes it
-    min_prefill: int = 1  # workers
+    min_prefill: Count = 1  # workers
     max_prefill: int | None = None  # workers; None: no bound
-    min_decode: int = 1  # workers
+    min_decode: Count = 1  # workers
     max_decode: int | None = None  # workers; None: no bound
-    min_workers: int = 2  # of both pools
+    min_workers: Count = 2  # of both pools
     max_workers: int | None = None  # None: the number of workers stays as ordered
-    cool_down_s: float = 15.0  # a pool that grew gives no worker back for this long
-    grow_after_s: float = 30.0  # both pools must lack workers for this long before more are ordered
-    shrink_after_s: float = 300.0  # both must have too many for this long before some are stopped
+    cool_down_s: NotNegative = 15.0  # a pool that grew gives no worker back for this long
+    # Both pools must lack workers for this long before more are ordered
+    grow_after_s: NotNegative = 30.0
+    # Both must have too many for this long before some are stopped
+    shrink_after_s: NotNegative = 300.0
 
     def __post_init__(self) -> None:
-        _require_positive("planner", self, ("min_prefill", "min_decode", "min_workers"))
         for what in ("prefill", "decode", "workers"):
             least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             _require(
@@ -554,50 +509,41 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.max_workers is None or self.max_workers >= self.min_prefill + self.min_decode,
             "planner.max_workers must not be below planner.min_prefill + planner.min_decode",
         )
-        times = ("cool_down_s", "grow_after_s", "shrink_after_s")
-        _require_not_negative("planner", self, times)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model that is served beside the main one. NAME is its name in requests."""
 
     model: str  # directory, GGUF file, hf://org/name@revision, pypi:name==version, s3://…, gs://…
-    prefill: int | None = None  # workers of its own; None: 1, or 0 if there are mixed ones
-    decode: int | None = None  # as `prefill`
-    mixed: int = 0  # workers that do both
+    prefill: CountOrZero | None = None  # workers of its own; None: 1, or 0 if there are mixed ones
+    decode: CountOrZero | None = None  # as `prefill`
+    mixed: CountOrZero = 0  # workers that do both
     # After this long without a request its workers end, and the next request starts them again.
     # It gives way sooner if another model needs the room. None: it keeps its workers.
-    idle_s: float | None = None
+    idle_s: Positive | None = None
     # Settings of its workers: those of `[worker]` hold where `[models.NAME.worker]` has none.
     worker: WorkerConfig = WorkerConfig()
-
-    def __post_init__(self) -> None:
-        _require_not_negative("models", self, ("prefill", "decode", "mixed"))
-        _require_positive("models", self, ("idle_s",))
 
 
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The store of KV, which keeps prefixes beyond their workers: one for each node and version."""
 
-    memory_mib: int = 0  # KV blocks in memory; 0: there is no store
+    memory_mib: CountOrZero = 0  # KV blocks in memory; 0: there is no store
     disk: str | None = None  # a directory on a local disk; None: no blocks on disk
-    disk_gib: float = 64.0  # of blocks on disk
+    disk_gib: Positive = 64.0  # of blocks on disk
     objects: str | None = None  # a URL as fsspec takes it: s3://bucket/folder; None: no objects
-    objects_gib: float = 1024.0  # of objects
+    objects_gib: Positive = 1024.0  # of objects
     # A file with the secret that keys hashes of blocks, made if missing. Later deployments find
     # blocks with it alone. None: `salts` in `disk`, or else a new secret at each start.
     salts: str | None = None
     eviction: StoreEviction = StoreEviction.WORTH  # the choice of blocks that leave a full tier
     writes: StoreWrites = StoreWrites.THROUGH  # when blocks go from memory to disk and objects
-    copies: int = 2  # stores that may hold a block; the others do not take it
+    copies: CountOrZero = 2  # stores that may hold a block; the others do not take it
     # New blocks are taken from workers no faster. None: in a quarter of the time, at any speed.
-    take_mib_per_s: float | None = None
-    pinned_share: float = 0.1  # of each tier, that one API key may pin
+    take_mib_per_s: Positive | None = None
+    pinned_share: Share = 0.1  # of each tier, that one API key may pin
 
     def __post_init__(self) -> None:
-        _require_not_negative("store", self, ("memory_mib", "copies"))
-        _require_positive("store", self, ("disk_gib", "objects_gib", "take_mib_per_s"))
-        _require(0 <= self.pinned_share <= 1, "store.pinned_share must be from 0 to 1")
         has_lower = self.disk is not None or self.objects is not None
         _require(
             self.memory_mib > 0 or not has_lower,
@@ -614,13 +560,10 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The operator's API, by default on loopback."""
 
     host: str = "127.0.0.1"  # the address to listen on
-    port: int = 0  # 0: the system chooses; `baton pools` finds it on the same machine
+    port: Port = 0  # 0: the system chooses; `baton pools` finds it on the same machine
     name: str | None = None  # of the deployment, for `--deployment`; None: its ports name it
-    key: str | None = None  # of orders; None: a new one at every start, readable by this user alone
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.port < 2**16, "admin.port must be between 0 and 65535")
-        _require(self.key != "", "admin.key must not be empty")
+    # Of orders; None: a new one at every start, readable by this user alone
+    key: Text | None = None
 
 
 class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -629,12 +572,8 @@ class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: LogLevel = LogLevel.WARNING  # the least that is logged
     format: LogFormat = LogFormat.TEXT  # of each line
     # One line for each request to a gateway. "-": with the other log lines. None: not written.
-    access: str | None = None
-    audit: str | None = None  # a file to append operators' orders to, beside the log
-
-    def __post_init__(self) -> None:
-        _require(self.access != "", 'logs.access must be a file, or "-" for the log')
-        _require(self.audit != "", "logs.audit must be a file")
+    access: Text | None = None
+    audit: Text | None = None  # a file to append operators' orders to, beside the log
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -478,7 +478,7 @@ def test_versions_can_be_ordered_and_listed():
     ("body", "reason"),
     [
         ({"model": "/nowhere"}, "/nowhere: no such model directory"),
-        ({"worker": {"kv_mib": 0}}, "worker.kv_mib must be positive"),
+        ({"worker": {"kv_mib": 0}}, "worker: Expected `int` >= 1 - at `$.kv_mib`"),
         ({"worker": {"kv_mb": 1}}, "unknown field `kv_mb`"),
         ({"worker": {"kv_dtype": "int4", "decode_kv_dtype": "fp8_e4m3"}}, "cannot be combined"),
         ({"weight": -1}, "Expected `int` >= 0"),

