@@ -30,7 +30,7 @@ from bench.simulator.hardware import HardwareProfile, Pricing, StepPrice
 from bench.simulator.prompts import base_of
 from bench.simulator.transfers import Transfers
 from bench.validation.crowd import Crowd
-from decode.scheduler import DecodeScheduler
+from deploy.worker.core import worker_core
 from engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -53,7 +53,6 @@ from engine.messages import (
 from engine.worker.batch import BatchPlan, BatchResult, Row, RowResult, StepTimes
 from engine.worker.block_events import BlockEvent, BlockRemoved, stored
 from engine.worker.blocks import BlockHash, BlockPool, CacheNews, Stored
-from engine.worker.core import Duties, WorkerCore
 from engine.worker.events import (
     Effect,
     Emit,
@@ -62,9 +61,6 @@ from engine.worker.events import (
     FromGateway,
 )
 from engine.worker.intake import Intake, ReadPrompt, read_prompt
-from engine.worker.offers import PrefixOffers
-from engine.worker.pace import StepPace
-from prefill.scheduler import PrefillScheduler
 
 REPORT_EVERY_S = 1.0
 NOTHING = RowResult()
@@ -149,9 +145,16 @@ class SimWorker:
         self._leaps = leaps
         self._block_size = hardware.layout.block_size
         self.pool = BlockPool(hardware.num_blocks, keeps_news=True, tells_tokens=False)
-        self._pace = None if stretch is None else StepPace(stretch)
-        self._duties = Duties(role, is_fluid=stretch is not None)
-        self.core = self._open_core(read)
+        self._stretch_limit = stretch
+        parts = worker_core(
+            self.pool,
+            hardware,
+            intake=Intake(self._block_size, read=read),
+            address=TransferAddress(worker_id, Incarnation("1"), ""),
+            role=role,
+            stretch=stretch,
+        )
+        self.core, self._decode = parts.core, parts.decode
         self._inbox: list[Event] = []
         self._expected: dict[SeqId, _Told] = {}  # sequences that are to decode here
         self._told: dict[SeqId, _Told] = {}  # sequences that have begun to decode
@@ -164,27 +167,6 @@ class SimWorker:
         self._has_news = True  # since its last report
         self.reports = True
 
-    def _open_core(self, read: ReadPrompt) -> WorkerCore:
-        hardware, pool, block_size = self._hardware, self.pool, self._block_size
-        address = TransferAddress(self.worker_id, Incarnation("1"), "")
-        intake = Intake(block_size, read=read)
-        self._decode = DecodeScheduler(pool, intake=intake, max_running=hardware.max_running)
-        prefill = PrefillScheduler(
-            pool,
-            intake=intake,
-            chunk_tokens=hardware.chunk_tokens,
-            address=address,
-            pace=self._pace,
-        )
-        offers = PrefixOffers(pool, block_size=block_size, address=address, read=read)
-        return WorkerCore(
-            [self._decode, prefill, offers],
-            pool,
-            hardware.max_batch_tokens,
-            duties=self._duties,
-            pace=self._pace,
-        )
-
     def welcome(self) -> Welcome:
         """Returns the worker's introduction to the gateway."""
         return Welcome(
@@ -192,7 +174,7 @@ class SimWorker:
             worker_id=self.worker_id,
             incarnation=Incarnation("1"),
             role=self.role,
-            stretch=None if self._pace is None else self._pace.stretch,
+            stretch=self._stretch_limit,
             fingerprint=self._hardware.name,
             layout=self._hardware.layout,
             num_blocks=self._hardware.num_blocks,

@@ -25,8 +25,8 @@ import msgspec
 
 from bench.peers.driver import drive, stdout_for_answers
 from decode.native.ngrams import best_ngrams
-from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
+from deploy.worker.core import worker_core
 from engine.clock import MonotonicClock
 from engine.config import DeviceKind, Speculate, WeightFormat, WorkerConfig
 from engine.devices.settings import resolve
@@ -41,6 +41,7 @@ from engine.messages import (
     Incarnation,
     Limits,
     PrefillDone,
+    Role,
     Sampling,
     SeqId,
     ToGateway,
@@ -50,10 +51,8 @@ from engine.messages import (
 )
 from engine.worker.batch import BatchPlan, BatchResult, Row, Runner
 from engine.worker.blocks import BlockId, BlockPool
-from engine.worker.core import WorkerCore
 from engine.worker.events import Effect, Emit, FromGateway
 from engine.worker.intake import Intake
-from prefill.scheduler import PrefillScheduler
 
 DEFAULTS = resolve(WorkerConfig(), DeviceKind.CPU)
 GATEWAY = GatewayId("bench")
@@ -154,19 +153,15 @@ class MixedCore:
     def __init__(self, runner: Any, pool: BlockPool, *, speculator: Speculator, guides: Guides):
         self._runner = runner
         intake = Intake(runner.layout.block_size, guides, runner.vocab_size, runner.context_len)
-        decode = DecodeScheduler(
+        self.core = worker_core(
             pool,
+            DEFAULTS,
             intake=intake,
-            max_running=DEFAULTS.max_running,
+            address=NOWHERE,
+            role=Role.MIXED,
             speculator=speculator,
             ngrams=best_ngrams(),
-        )
-        prefill = PrefillScheduler(
-            pool, intake=intake, chunk_tokens=DEFAULTS.chunk_tokens, address=NOWHERE
-        )
-        self.core = WorkerCore(
-            [decode, prefill], pool, DEFAULTS.max_batch_tokens, observe=speculator.observe
-        )
+        ).core
         self._names = (SeqId(str(number)) for number in count())
 
     def submit(self, asks: Sequence[CoreAsk]) -> list[SeqId]:

@@ -18,16 +18,16 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from decode.native.ngrams import best_ngrams
-from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
 from deploy.worker.block_publisher import BlockPublisher
+from deploy.worker.core import worker_core
 from deploy.worker.gateway_sessions import GatewaySessions
 from deploy.worker.guide_opening import GuideOpening
 from deploy.worker.process_facts import cpu_s, process_gauges
@@ -62,18 +62,15 @@ from engine.net.trust import Secret
 from engine.worker.batch import BatchPlan, LaunchedStep, Runner
 from engine.worker.block_events import EventLog
 from engine.worker.blocks import BlockPool
-from engine.worker.core import Duties, WorkerCore
+from engine.worker.core import WorkerCore
 from engine.worker.effort import ModelSizes, StepEffort
 from engine.worker.events import Effect, Emit, EmitToAll, Event, GatewayLost, PullFailed
 from engine.worker.intake import Intake
-from engine.worker.offers import PrefixOffers
-from engine.worker.pace import StepPace
 from kvtransfer.endpoint import EndpointConfig, TransferEndpoint
 from kvtransfer.group_endpoint import GroupEndpoint, RemoteEndpoint
 from kvtransfer.lease.sink import ABORTED
 from kvtransfer.memory import Pool
 from kvtransfer.messages import Identity
-from prefill.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +152,8 @@ class WorkerHost:
             listen=self._listen,
             on_lost=self._on_gateway_lost,
         )
-        self._duties = Duties(
-            identity.role, roles_of(identity.role, config), is_fluid=config.stretch is not None
-        )
+        self._role = identity.role
+        self._possible = roles_of(identity.role, config)
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="guides")
         self._stopping = False
         self._in_flight: deque[tuple[BatchPlan, LaunchedStep]] = deque()
@@ -229,26 +225,17 @@ class WorkerHost:
         intake = Intake(
             self._runner.layout.block_size, model.guides, model.vocab_size, model.context_len
         )
-        decode = DecodeScheduler(
+        return worker_core(
             pool,
+            config,
             intake=intake,
-            max_running=config.max_running,
+            address=address,
+            role=self._role,
+            possible=self._possible,
+            stretch=config.stretch,
             speculator=speculator,
             ngrams=best_ngrams() if speculator.uses_ngrams else None,
-        )
-        pace = None if config.stretch is None else StepPace(config.stretch)
-        prefill = PrefillScheduler(
-            pool, intake=intake, chunk_tokens=config.chunk_tokens, address=address, pace=pace
-        )
-        offers = PrefixOffers(pool, block_size=intake.block_size, address=address)
-        return WorkerCore(
-            [decode, prefill, offers],
-            pool,
-            config.max_batch_tokens,
-            duties=self._duties,
-            pace=pace,
-            observe=speculator.observe,
-        )
+        ).core
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -277,7 +264,7 @@ class WorkerHost:
             put=self._inbox.put,
             on_crash=self._on_crash,
         )
-        return _Listener(opening, self._request_ids, self._duties.possible)
+        return _Listener(opening, self._request_ids, self._possible)
 
     def _on_gateway_lost(self, gateway_id: GatewayId) -> None:
         self._inbox.put(GatewayLost(gateway_id))
@@ -287,7 +274,7 @@ class WorkerHost:
             version=PROTOCOL_VERSION,
             worker_id=self._identity.worker_id,
             incarnation=self._incarnation,
-            role=self._duties.role,
+            role=self._role,
             fingerprint=served_as(self._identity.fingerprint, self._config.kv_wire_dtype),
             layout=self._model.layout or self._runner.layout,
             num_blocks=self._runner.num_blocks,
@@ -441,9 +428,9 @@ class WorkerHost:
 
     def _change_role(self, message: RoleChanged) -> None:
         """Sends a new role to all connected gateways. Later ones learn it from Welcome."""
-        if message.role is not self._duties.role:
+        if message.role is not self._role:
             log.info("this worker is a %s worker now", message.role)
-        self._duties = replace(self._duties, role=message.role)
+        self._role = message.role
         self._sessions.post_all(encode_frame([message]))
 
 

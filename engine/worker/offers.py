@@ -48,7 +48,7 @@ from engine.worker.events import (
     Leaving,
     RevokeLease,
 )
-from engine.worker.intake import ReadPrompt, read_prompt
+from engine.worker.intake import Intake
 from engine.worker.leases import LeaseTable
 
 
@@ -69,14 +69,12 @@ class PrefixOffers:
         self,
         pool: BlockPool,
         *,
-        block_size: int,
+        intake: Intake,
         address: TransferAddress,
-        read: ReadPrompt = read_prompt,
     ) -> None:
-        """`read` is that of `engine.worker.intake.Intake`."""
         self._pool = pool
-        self._read = read
-        self._block_size = block_size
+        self._read = intake.read
+        self._block_size = intake.block_size
         self.leases = LeaseTable(pool, address)
         self._counters: Counter[str] = Counter()
 

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 
 from decode.acceptance import Proposer
 from decode.choosing import Proposal
-from decode.scheduler import DecodeScheduler
+from deploy.worker.core import worker_core
 from engine.messages import (
     Cancel,
     Decode,
@@ -43,7 +43,6 @@ from engine.messages import (
 )
 from engine.worker.batch import BatchResult, Row, RowResult, StepTimes
 from engine.worker.blocks import BlockCounts, BlockId, BlockPool
-from engine.worker.core import Duties, WorkerCore
 from engine.worker.events import (
     AbortPull,
     Effect,
@@ -62,9 +61,7 @@ from engine.worker.events import (
     StartPull,
 )
 from engine.worker.intake import Intake
-from engine.worker.offers import PrefixOffers
-from engine.worker.pace import StepPace
-from prefill.scheduler import PrefillScheduler
+from tests.kits.fakes.worker import WorkerShape
 
 BLOCK_SIZE = 4
 ROOM = 100  # tokens that an answer may have by default
@@ -338,6 +335,9 @@ class FixedSpeculator:
     def forget(self, seq_id):
         self.forgotten.append(seq_id)
 
+    def observe(self, plan, result, now_s):
+        pass
+
 
 class Rig:
     """A core of one role around a small pool; with a `stretch` it is fluid."""
@@ -357,29 +357,18 @@ class Rig:
     ) -> None:
         """`intake`: guides, vocab_size, context_len."""
         self.pool = BlockPool(num_blocks)
-        self.decode = DecodeScheduler(
+        parts = worker_core(
             self.pool,
+            WorkerShape(role, max_batch_tokens=budget, chunk_tokens=chunk, max_running=max_running),
             intake=Intake(BLOCK_SIZE, **intake),
-            max_running=max_running,
-            growth_tokens=growth,
-            speculator=speculator,
-        )
-        pace = None if stretch is None else StepPace(stretch)
-        self.prefill = PrefillScheduler(
-            self.pool,
-            intake=Intake(BLOCK_SIZE, **intake),
-            chunk_tokens=chunk,
             address=HERE,
-            pace=pace,
+            role=role,
+            stretch=stretch,
+            speculator=speculator,
+            growth_tokens=growth,
         )
-        self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=HERE)
-        self.core = WorkerCore(
-            [self.decode, self.prefill, self.offers],
-            self.pool,
-            budget,
-            duties=Duties(role, is_fluid=stretch is not None),
-            pace=pace,
-        )
+        self.core = parts.core
+        self.decode, self.prefill, self.offers = parts.decode, parts.prefill, parts.offers
         self.rows: tuple[Row, ...] = ()  # of the last step
         self.seconds: float | None = None  # the runner's time of a step
         self.now_s = 0.0

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING
 
 from decode.acceptance import Proposer
 from decode.choosing import Candidate, Proposal
-from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
+from deploy.worker.core import worker_core
 from engine.config import Speculate
 from engine.messages import Role, SeqId, WorkerId, encode_frame
 from engine.worker.batch import BatchPlan, BatchResult
 from engine.worker.blocks import BlockHash, BlockId, BlockPool
-from engine.worker.core import Duties, WorkerCore
 from engine.worker.events import Effect, Emit, EmitToAll, Event
 from engine.worker.intake import Intake
-from engine.worker.offers import PrefixOffers
-from engine.worker.pace import StepPace
 from engine.worker.sequence import Sequence as EngineSequence
 from kvtransfer.messages import MAX_BLOCKS_PER_READ
-from prefill.scheduler import PrefillScheduler
 from tests.kits.fakes.endpoint import FakeEndpoint
 from tests.kits.fakes.model import BLOCK_SIZE, VOCAB_SIZE, FakeGuides, FakeRunner, FakeStep
 
@@ -171,32 +167,18 @@ class FakeWorker:
         )
         self.pool = SpoilingPool(self.runner)
         self.endpoint = FakeEndpoint(self, cluster)
-        speculator = shape.speculator()
-        intake = Intake(BLOCK_SIZE, FakeGuides(), VOCAB_SIZE)
-        self.decode = DecodeScheduler(
+        parts = worker_core(
             self.pool,
-            intake=intake,
-            max_running=shape.max_running,
-            growth_tokens=shape.growth_tokens,
-            speculator=speculator,
-        )
-        pace = None if shape.stretch is None else StepPace(shape.stretch)
-        self.prefill = PrefillScheduler(
-            self.pool,
-            intake=intake,
-            chunk_tokens=shape.chunk_tokens,
+            shape,
+            intake=Intake(BLOCK_SIZE, FakeGuides(), VOCAB_SIZE),
             address=self.endpoint.address,
-            pace=pace,
+            role=shape.role,
+            stretch=shape.stretch,
+            speculator=shape.speculator(),
+            growth_tokens=shape.growth_tokens,
         )
-        self.offers = PrefixOffers(self.pool, block_size=BLOCK_SIZE, address=self.endpoint.address)
-        self.core = WorkerCore(
-            [self.decode, self.prefill, self.offers],
-            self.pool,
-            shape.max_batch_tokens,
-            duties=Duties(shape.role, is_fluid=shape.stretch is not None),
-            pace=pace,
-            observe=speculator.observe,
-        )
+        self.core = parts.core
+        self.decode, self.prefill, self.offers = parts.decode, parts.prefill, parts.offers
         self.inbox: deque[Event] = deque()
         self.in_flight: deque[FakeStep] = deque()
         self._early: list[object] = []  # what each row of the first of them will yield

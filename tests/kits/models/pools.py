@@ -18,8 +18,8 @@ import numpy as np
 
 from decode.acceptance import Proposer
 from decode.choosing import Candidate, Proposal
-from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculator
+from deploy.worker.core import worker_core
 from engine.config import Speculate
 from engine.grammar.guide import Guides
 from engine.messages import (
@@ -45,7 +45,6 @@ from engine.messages import (
 )
 from engine.worker.batch import LaunchedStep
 from engine.worker.blocks import BlockId, BlockPool
-from engine.worker.core import Duties, Scheduler, WorkerCore
 from engine.worker.events import (
     AbortPull,
     Effect,
@@ -62,9 +61,7 @@ from engine.worker.events import (
     StartPull,
 )
 from engine.worker.intake import Intake
-from engine.worker.offers import PrefixOffers
-from engine.worker.pace import StepPace
-from prefill.scheduler import PrefillScheduler
+from tests.kits.fakes.worker import WorkerShape
 
 GATEWAY = GatewayId("here")
 MAX_STEPS = 20_000
@@ -151,31 +148,19 @@ class Worker:
         self.inbox: deque[Event] = deque()
         self.in_flight: deque[LaunchedStep] = deque()
         self.pool = BlockPool(num_blocks or runner.num_blocks)
-        intake = Intake(runner.layout.block_size, guides)
         self.speculator = speculator(
             speculate, max_draft_tokens=8, has_draft_model=runner.draft_forward is not None
         )
-        decode = DecodeScheduler(
+        self.core = worker_core(
             self.pool,
-            intake=intake,
-            max_running=max_running,
-            growth_tokens=growth_tokens,
+            WorkerShape(role, max_batch_tokens=256, chunk_tokens=64, max_running=max_running),
+            intake=Intake(runner.layout.block_size, guides),
+            address=self.address,
+            role=role,
+            stretch=stretch,
             speculator=self.speculator,
-        )
-        pace = None if stretch is None else StepPace(stretch)
-        prefill = PrefillScheduler(
-            self.pool, intake=intake, chunk_tokens=64, address=self.address, pace=pace
-        )
-        offers = PrefixOffers(self.pool, block_size=intake.block_size, address=self.address)
-        self.schedulers: list[Scheduler] = [decode, prefill, offers]
-        self.core = WorkerCore(
-            self.schedulers,
-            self.pool,
-            256,
-            duties=Duties(role, is_fluid=stretch is not None),
-            pace=pace,
-            observe=self.speculator.observe,
-        )
+            growth_tokens=growth_tokens,
+        ).core
 
     @property
     def blocks(self) -> np.ndarray:
