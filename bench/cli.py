@@ -2,14 +2,12 @@
 
 baton bench serve --url http://127.0.0.1:8000 --rate 4 --requests 200 --json serve.json
 baton bench compare before.json after.json
-baton bench clients --peer aiperf=/path/to/its/python --json clients.json
 baton bench engine --peer vllm=/path/to/its/python --json engine.json
 baton bench quality --json quality.json
 baton bench kv --peer mooncake=/path/to/its/python --json kv.json
 baton bench store --json store.json
 baton bench speculate --json speculate.json
 baton bench router --json router.json
-baton bench simulator --trace conversation_trace.jsonl --peer dynamo=/path/to/its/python
 baton bench elastic --json elastic.json
 baton bench elastic-live --json elastic-live.json
 baton bench validation --json validation.json
@@ -19,12 +17,9 @@ baton bench fluid --json fluid.json
 baton bench fluid --simulated --trace conversation_trace.jsonl --json fluid_simulated.json
 baton bench chaos --seed 1 --json chaos.json
 baton bench moves --json moves.json
-baton bench starts --json starts.json
 baton bench hostile --json hostile.json
 baton bench batches --kills 2 --json batches.json
 baton bench schemas --suite maskbench/data --peer xgrammar=/path/to/its/python --json schemas.json
-baton bench eviction --trace conversation_trace.jsonl --json eviction.json
-baton bench tiers --trace conversation_trace.jsonl --json tiers.json
 baton bench report --write
 """
 
@@ -32,13 +27,10 @@ import typer
 
 from bench.batches.cli import batches
 from bench.chaos.cli import chaos
-from bench.clients.cli import clients
 from bench.compare.cli import compare
-from bench.comparison.cli import simulator
 from bench.elastic.cli import elastic
 from bench.elastic_live.cli import elastic_live
 from bench.engine.cli import engine
-from bench.eviction.cli import eviction
 from bench.fluid.cli import fluid
 from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
@@ -52,15 +44,12 @@ from bench.router.cli import router
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
-from bench.starts.cli import starts
 from bench.store.cli import store
-from bench.tiers.cli import tiers
 from bench.validation.cli import validation
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
-app.command()(clients)
 app.command()(engine)
 app.command()(quality)
 app.command()(kv)
@@ -70,18 +59,14 @@ app.command()(interference)
 app.command()(fluid)
 app.command()(speculate)
 app.command()(router)
-app.command()(simulator)
 app.command()(elastic)
 app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
 app.command()(moves)
-app.command()(starts)
 app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)
-app.command()(eviction)
-app.command()(tiers)
 app.command()(report)
 
 

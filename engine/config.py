@@ -139,7 +139,6 @@ class StoreEviction(StrEnum):
     """The rule by which the store's tiers give up blocks. A block goes before those before it."""
 
     LRU = "lru"  # the least recently used
-    ARC = "arc"  # recency against frequency, by what was evicted too early
     WORTH = "worth"  # the least likely to be used again, as learned; believes hints of sessions
 
 

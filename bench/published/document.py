@@ -22,6 +22,9 @@ from engine.errors import ConfigError
 BLOCK = re.compile(
     r"^(<!-- (report: [^\n]+?|headline) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE
 )
+# Studies that are finished: their reports are kept, and their programs left after this commit.
+FINISHED = frozenset({"clients", "eviction", "simulator", "starts", "tiers"})
+LAST_COMMIT = "b099256"
 NO_REPORT = "No report is kept yet.\n"
 
 Row = Sequence[str]
@@ -71,9 +74,11 @@ def report_block(
     ]
     if not chosen:
         raise ConfigError(f"{name} has no result {' '.join(patterns)}")
-    return (
-        f"```bash\n{report.command}\n```\n\n{provenance(report)}\n\n{results_table(chosen, goals)}"
+    begin, note = (
+        ("```text", f"  # at commit {LAST_COMMIT}") if name in FINISHED else ("```bash", "")
     )
+    table = results_table(chosen, goals)
+    return f"{begin}\n{report.command}{note}\n```\n\n{provenance(report)}\n\n{table}"
 
 
 def provenance(report: Report) -> str:

@@ -19,7 +19,6 @@ from engine.errors import ConfigError
 from engine.layout import KVLayout
 from engine.worker.block_events import Medium
 from kvtransfer.store.events import BlockLoaded, BlockWritten, LoadBlock, WriteBlock
-from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.eviction.leaf_worth import LeafWorth
 from kvtransfer.store.eviction.seam import Eviction
@@ -83,13 +82,7 @@ class SimulatedStores:
 
     def policy(self, num_blocks: int) -> Eviction:
         """Returns the eviction of a tier of this size."""
-        match self.eviction:
-            case StoreEviction.LRU:
-                return LeafLru()
-            case StoreEviction.ARC:
-                return LeafArc(num_blocks)
-            case StoreEviction.WORTH:
-                return LeafWorth(num_blocks)
+        return LeafLru() if self.eviction is StoreEviction.LRU else LeafWorth(num_blocks)
 
 
 @dataclass(frozen=True, slots=True)

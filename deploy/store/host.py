@@ -82,7 +82,6 @@ from kvtransfer.store.events import (
     StoreTick,
     WriteBlock,
 )
-from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.eviction.leaf_worth import LeafWorth
 from kvtransfer.store.eviction.seam import Eviction
@@ -584,11 +583,8 @@ def _tier_report(
 
 
 def _eviction(config: StoreConfig, num_slots: int) -> Eviction:
-    match config.eviction:
-        case StoreEviction.LRU:
-            return LeafLru()
-        case StoreEviction.ARC:
-            return LeafArc(num_slots)
+    if config.eviction is StoreEviction.LRU:
+        return LeafLru()
     budget = HintBudget.of_tier(num_slots)
     pinned_blocks = int(config.pinned_share * num_slots)
     return LeafWorth(num_slots, replace(budget, pinned_blocks=pinned_blocks))

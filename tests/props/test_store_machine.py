@@ -10,14 +10,13 @@ from collections import Counter
 
 import pytest
 
-from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.eviction.leaf_worth import LeafWorth
 from kvtransfer.store.shelf import Shelf
 from tests.kits.fakes.store import StoreRig
 from tests.kits.seeds import seeds
 
-POLICIES = {"lru": lambda num: LeafLru(), "arc": LeafArc, "worth": LeafWorth}
+POLICIES = {"lru": lambda num: LeafLru(), "worth": LeafWorth}
 NUM_STEPS = 400
 
 

@@ -12,7 +12,6 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from bench import cli
-from bench.clients.server import KnownServer
 from bench.common.report import from_json
 from bench.serve.run import measure
 
@@ -29,18 +28,40 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-class Counter(KnownServer):
-    """Serves at most `slots` requests at a time, and keeps the prompts in order of arrival."""
+class Counter:
+    """Streams completions, at most `slots` at a time, and keeps the prompts in order of arrival."""
 
-    def __init__(self, ttft_s=0.0, itl_s=0.0, slots=1000):
+    def __init__(self, ttft_s=0.0, slots=1000):
         self.prompts = []
+        self._ttft_s = ttft_s
         self._slots = asyncio.Semaphore(slots)
-        super().__init__(ttft_s, itl_s)
+        self.app = web.Application(client_max_size=2**26)
+        self.app.router.add_get("/health", self._models)
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_post("/v1/completions", self._answer)
+
+    async def _models(self, request):
+        return web.json_response({"object": "list", "data": [{"id": "known", "object": "model"}]})
 
     async def _answer(self, request):
-        self.prompts.append((await request.json())["prompt"].split())
+        body = await request.json()
+        self.prompts.append(body["prompt"].split())
+        num_prompt, num_tokens = len(self.prompts[-1]), body["max_tokens"]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         async with self._slots:
-            return await super()._answer(request)
+            await response.prepare(request)
+            await asyncio.sleep(self._ttft_s)
+            for _ in range(num_tokens):
+                await response.write(event_of([{"index": 0, "text": " word"}]))
+            usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
+            finished = [{"index": 0, "text": "", "finish_reason": "length"}]
+            await response.write(event_of(finished, usage=usage) + b"data: [DONE]\n\n")
+        return response
+
+
+def event_of(choices, **fields):
+    event = {"id": "known", "object": "text_completion", "created": 0, "model": "known"}
+    return b"data: " + json.dumps(event | {"choices": choices} | fields).encode() + b"\n\n"
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 from deploy.commands.main import app
 
-COMPARE = "bench simulator --trace none.jsonl"
 PLAN = (
     "plan --model qwen3-8b --rps 30 --input 2000 --output 20 --slo-ttft 1000 --slo-tpot 25"
     " --formula-only"
@@ -37,10 +36,6 @@ SIMULATE = "simulate --trace synthetic --requests 3"
         ("bench speculate --shape 9b", "9b"),
         ("bench speculate --batches 1,0", "--batches must be positive"),
         ("bench speculate --weights fp8", "--weights must be fp32, bf16 or int8, not fp8"),
-        (f"{COMPARE} --splits 6", "PREFILL+DECODE"),
-        (f"{COMPARE} --splits 0+2", "both roles"),
-        (f"{COMPARE} --peer vllm=x", "a NAME of dynamo"),
-        (f"{COMPARE} --hardware h300", "h300"),
         (f"{PLAN} --slo-tpot 0.1", "no number of workers"),
         (f"{PLAN} --weights fp32", "--weights must be"),
         (f"{PLAN} --model qwen4", "neither a directory nor one of"),

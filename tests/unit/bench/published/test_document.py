@@ -60,6 +60,11 @@ Text after.
     )
 
 
+def test_the_command_of_a_finished_study_names_its_commit():
+    text = fill_in("<!-- report: tiers -->\n<!-- end -->", {"tiers": REPORT}, ())
+    assert "```text\nbaton bench engine --peer vllm=PYTHON  # at commit b099256\n```" in text
+
+
 def test_marker_within_a_line_is_text():
     mentioned = f"A block begins with `<!-- report: NAME -->` and has an end.\n{DOCUMENT}"
     assert names_in(mentioned) == {"engine"}

@@ -7,14 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.worker.blocks import BlockHash
-from kvtransfer.store.eviction.leaf_arc import LeafArc
 from kvtransfer.store.eviction.leaf_lru import LeafLru
 from kvtransfer.store.eviction.leaf_worth import LeafWorth
 from kvtransfer.store.eviction.seam import Eviction
 
 POLICIES: dict[str, Callable[[], Eviction]] = {
     "lru": LeafLru,
-    "arc": lambda: LeafArc(10),
     "worth": lambda: LeafWorth(10),
 }
 FEW = settings(max_examples=60, deadline=None)

@@ -1,1 +1,0 @@
-"""`baton bench clients`: the load harness beside another one, on a server of known latencies."""

@@ -1,1 +1,0 @@
-"""`baton bench simulator`: this simulator and Dynamo's on the same trace."""

@@ -1,1 +1,0 @@
-"""`baton bench eviction`: hit rates of policies that choose what leaves the store."""

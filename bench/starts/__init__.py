@@ -1,1 +1,0 @@
-"""`baton bench starts`: how long `baton serve` takes until it serves."""

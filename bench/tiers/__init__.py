@@ -1,1 +1,0 @@
-"""Simulates a trace with and without stores of KV, of several sizes."""
