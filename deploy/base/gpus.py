@@ -139,7 +139,7 @@ class GpuBooks:
         part = min(num_gpus, 1.0)
         last = self._last.get(worker, ())
         fit = [name for name in self._names if self._free[name] > part - _LEAST_PART]
-        # Those of its predecessor first, then those with the least left.
+        # GPUs of its predecessor first, then GPUs with the least left.
         fit.sort(key=lambda name: (name not in last, self._free[name]))
         num = max(1, round(num_gpus))
         if len(fit) < num:
@@ -158,7 +158,7 @@ class GpuBooks:
             self._free[name] = min(1.0, self._free[name] + part)
 
     def room(self, num_gpus: float) -> int:
-        """Returns how many workers fit in all if each takes so many."""
+        """Returns how many workers fit in all if each takes `num_gpus`."""
         return num_that_fit(len(self._names), num_gpus)
 
     def _there(self) -> str:
@@ -169,7 +169,7 @@ class GpuBooks:
 
 
 def num_that_fit(num_gpus: int, each: float) -> int:
-    """Returns for how many workers so many GPUs suffice. No worker gets parts of two GPUs."""
+    """Returns for how many workers `num_gpus` suffice. No worker gets parts of two GPUs."""
     if each >= 1:
         return int(num_gpus / each)
     return num_gpus * int(1 / each + _LEAST_PART)

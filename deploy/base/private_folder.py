@@ -1,4 +1,4 @@
-"""Folders of a running deployment, and the removal of those that dead ones left.
+"""Folders of a running deployment, and the removal of folders that dead deployments left.
 
 Only its user may enter a folder. While the deployment runs, it holds a lock on a file in it. The
 kernel frees the lock when the process ends, however it ends. So a folder whose lock is free belongs
@@ -131,7 +131,7 @@ def _is_python(process: Path) -> bool:
 
 
 def _left(pidfds: list[int], timeout_s: float) -> list[int]:
-    """Waits for the ends of processes. Returns those that have not ended."""
+    """Waits for processes to end. Returns the processes that still run."""
     poll = select.poll()
     left = set(pidfds)
     for pidfd in pidfds:

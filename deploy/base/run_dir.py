@@ -48,7 +48,7 @@ def log_folder(name: str | None, node: str = "") -> Path | None:
 
 
 def announce(directory: Path, access: AdminAccess) -> Path:
-    """Writes the file, which replaces those of ended deployments of the same URL.
+    """Writes the file. It replaces files of ended deployments with the same URL.
 
     Returns its path. Raises ConfigError if another user can change it.
     """
@@ -76,7 +76,7 @@ def announced(directory: Path) -> list[AdminAccess]:
 
 
 def ended(directory: Path) -> list[AdminAccess]:
-    """Returns those that ended without removing their file. Raises ConfigError as `announced`."""
+    """Returns deployments that left their file behind. Raises ConfigError as `announced`."""
     return [each for each in _all(directory) if not _is_alive(each.pid)]
 
 

@@ -28,7 +28,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     threads: int
     memory_bytes: int | None = None  # for all workers of the machine; None: all that is available
     num_workers: int = 1  # workers that share this memory
-    kept_bytes: int = 0  # of this memory, that a store will take
+    kept_bytes: int = 0  # the part of this memory that a store will take
     host: str = "127.0.0.1"
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as `run_dir.log_folder` takes it; None: no lines are kept
@@ -76,7 +76,7 @@ class WorkerReady(msgspec.Struct, frozen=True):
     max_len: int = 0  # tokens of one request: the context, or less if KV memory is smaller
     # Whether logits of a sequence do not depend on the batch; measured for this model and format.
     is_batch_invariant: bool = True
-    facts: WorkerFacts | None = None  # of a worker with a runner
+    facts: WorkerFacts | None = None  # None for a worker without a runner
 
 
 class GatewaySpec(msgspec.Struct, frozen=True):
@@ -114,10 +114,10 @@ class StoreSpec(msgspec.Struct, frozen=True):
     members: Members  # at the time of the start
     config: StoreConfig
     token: str
-    version: str = FIRST_VERSION  # of the model whose blocks it keeps
+    version: str = FIRST_VERSION  # the model whose blocks it keeps
     transport: Transport = Transport.AUTO
     host: str = "127.0.0.1"
-    node: str = ""  # of a cluster, where it runs
+    node: str = ""  # the cluster's node that it runs on
     logs: LogsConfig = LogsConfig()
     log_folder: str | None = None  # as of a worker
 

@@ -33,7 +33,7 @@ def end(status: int) -> NoReturn:
 
 
 def kill_descendants() -> None:
-    """Kills the processes that this process started, and those that they started."""
+    """Kills the descendants of this process."""
     for _ in range(MAX_ROUNDS):
         found = list(_descendants())
         if not found:
@@ -44,7 +44,7 @@ def kill_descendants() -> None:
 
 
 def _descendants() -> Iterator[int]:
-    """All that run now, children first. Those that have ended and wait for their parent do not."""
+    """All descendants that run now, children first. Zombies are left out."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -86,7 +86,7 @@ class NurseryPort:
 
 
 class DistantNursery(Forks):
-    """The side of a process that asks. `path` is that of the port."""
+    """The side of a process that asks. `path` is the port's."""
 
     def __init__(self, path: str) -> None:
         self._path = path

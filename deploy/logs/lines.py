@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 CONTROLLER = "controller"  # the name of its process in lines
 MOST_OF_A_KIND = 10
 PERIOD_S = 10.0
-AUDIT_MODE = 0o600  # of the file of orders: it names people and models
+AUDIT_MODE = 0o600  # the file of orders names people and models
 MAX_KINDS = 256  # further kinds share one
 MAX_MESSAGE_CHARS = 2000
 MAX_TRACEBACK_CHARS = 20_000
@@ -187,7 +187,7 @@ class RecordFile(logging.handlers.WatchedFileHandler):
         """Writes a line, or logs why it cannot be written."""
         try:
             super().emit(record)
-        except OSError:  # of opening the file again
+        except OSError:  # the file cannot be opened again
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

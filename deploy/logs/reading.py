@@ -20,9 +20,9 @@ from deploy.logs.ring import MAX_LINE_BYTES, RingFile, rings
 from engine.errors import ConfigError
 
 DEFAULT_LINES = 100
-MAX_LINES = 5000  # of one answer to a question without a cursor
-READ_BYTES = 4 * 2**20  # of all rings of a node, at once
-LEAST_READ_BYTES = 2 * MAX_LINE_BYTES  # of each ring; more than one line
+MAX_LINES = 5000  # in one answer to a question without a cursor
+READ_BYTES = 4 * 2**20  # from all rings of a node, at once
+LEAST_READ_BYTES = 2 * MAX_LINE_BYTES  # from each ring; more than one line
 MAX_CURSOR_BYTES = 2**20
 TORN = "[the end of this line is lost] "
 

@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-FILE_BYTES = 2 * 2**20  # of each of the two files
+FILE_BYTES = 2 * 2**20  # each of the two files
 MAX_LINE_BYTES = 32 * 2**10
 MAX_RINGS = 256  # in a folder; those not written for longest are removed
 SUFFIX = ".log"

@@ -31,7 +31,7 @@ def _formats_of(config: WorkerConfig, device: DeviceKind) -> Mapping[Role, KVFor
 def config_of(role: Role, config: WorkerConfig, device: DeviceKind) -> WorkerSettings:
     """Returns the settings with which workers of that role start. Raises ConfigError.
 
-    `tp`, `pp` and `ep` become those of the role, `kv_dtype` the format of its pool.
+    `tp`, `pp` and `ep` become the role's own, `kv_dtype` the format of its pool.
     `decode_kv_dtype` stays, so a worker can refuse a role whose format is not its own.
     """
     settings = resolve(config, device)

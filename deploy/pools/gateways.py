@@ -1,4 +1,4 @@
-"""Starts gateways, and stops those that have no session.
+"""Starts gateways, and stops gateways without a session.
 
 A part of the machine of the pools (`deploy.pools.machine`), and as pure:
 

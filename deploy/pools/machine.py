@@ -106,7 +106,7 @@ class PoolMachine:
         version: int = 0,
         is_guess: bool = False,
     ) -> None:
-        """`version` is that of the last members that an earlier controller published.
+        """`version` is the version of the last members that an earlier controller published.
 
         `is_guess`: an earlier controller ran, and no gateway could tell its intent yet.
         """
@@ -126,7 +126,7 @@ class PoolMachine:
         self.stores: Mapping[str, PoolStore] = self._stores.by_name
         self.workers: Mapping[WorkerId, PoolWorker] = workers.by_id
         self.gateways: Mapping[str, GatewayState] = self._gateways.states
-        self.dead_parts: tuple[str, ...] = ()  # of what services depend on, as Ray's GCS
+        self.dead_parts: tuple[str, ...] = ()  # dead dependencies, such as Ray's GCS
         self._unstored: str | None = None  # why the latest orders are not stored
         self.history = history.steps  # the latest ones, oldest first
         self.counters = history.counters  # how often each kind of trouble happened
@@ -135,7 +135,7 @@ class PoolMachine:
         self._updates = VersionUpdates(workers, self.wanted, self.restarts, history)
         self._sleep = ModelSleep(workers, self.wanted, history)
         orders = WorkerOrders(workers, self.wanted, history)
-        # Each handler yields effects. Those of orders raise OrderRefused before any change.
+        # Each handler yields effects. Handlers of orders raise OrderRefused before any change.
         self._handlers: Mapping[type, Callable[[Any, float], Iterator[PoolEffect]]] = {
             Found: self._on_found,
             Died: self._on_died,

@@ -78,7 +78,7 @@ class AddVersion:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Lets the version that was replaced last take over again, or that of this name.
+    """Brings the version back that was replaced last, or the version named `name`.
 
     While a version takes over, that is given up.
     """
@@ -97,7 +97,7 @@ class SetWeights:
 class Finish:
     """Replaces all other versions with this version.
 
-    `pools` are its final workers. By default they are at least those of the current version.
+    `pools` are its final workers. By default, at least the workers of the current version.
     """
 
     name: str

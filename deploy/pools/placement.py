@@ -133,7 +133,7 @@ class NodePlacement:
     def bundles(
         self, num_workers: int, roles: Sequence[Role], wanted: Pools
     ) -> list[dict[str, float]]:
-        """Returns the resources of `num_workers` workers; `roles` are those that have a place.
+        """Returns the resources of `num_workers` workers; `roles` are the roles that have a place.
 
         Further workers get the role that lacks the largest share of its `wanted` number.
         """

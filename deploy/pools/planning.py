@@ -151,7 +151,7 @@ class Planning:
         self._planners: dict[str, Planner] = {}  # by line; empty while it is off
         self._needs: dict[str, int] = {}  # workers of each line, if the planner asks for room
         self._num_decisions = 0
-        self.reasons: tuple[str, ...] = ()  # of the latest proposal, also if nothing changes
+        self.reasons: tuple[str, ...] = ()  # for the latest proposal, also if nothing changes
         self.room_for: int | None = None  # workers of all roles; None: ask for nothing
         self.decisions: deque[PlannerDecision] = deque(maxlen=MAX_DECISIONS)
         self.counts: Counter[tuple[DecisionKind, DecisionOutcome]] = Counter()

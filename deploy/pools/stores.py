@@ -1,4 +1,4 @@
-"""Starts a store of KV on each node for each version, and stops those of versions that are over.
+"""Starts a store of KV on each node for each version, and stops the stores of removed versions.
 
 A part of the machine of the pools (`deploy.pools.machine`), and as pure:
 
@@ -22,7 +22,7 @@ from deploy.pools.restarts import Restarts
 from engine.control import Member, Version
 from engine.messages import WorkerId
 
-NODE_CHARS = 12  # of a node's id, in the name of its store
+NODE_CHARS = 12  # characters of a node's id in the name of its store
 
 
 class StoreState(StrEnum):
@@ -84,7 +84,7 @@ class Stores:
         yield from ()
 
     def reconcile(self, versions: Iterable[Version], now_s: float) -> Iterator[PoolEffect]:
-        """Starts stores that are missing, and stops those that are not wanted."""
+        """Starts missing stores, and stops stores that are not wanted."""
         nodes = self.nodes
         if not self._is_on or nodes is None:
             return

@@ -23,7 +23,7 @@ class PoolLimits:
     update_timeout_s: float = 900.0  # an update without a step for this long is given up
     gateways_share_socket: bool = False  # so others take the connections of a silent one
     steady_s: float = STEADY_S  # after a run of this length, a failure counts as the first again
-    has_stores: bool = False  # of KV: one for each version on each node
+    has_stores: bool = False  # one store of KV for each version on each node
     inexact_after_s: float = 5.0  # a stand-in may have another KV format than a pool so long dead
 
 
@@ -39,7 +39,7 @@ class Wanted:
     limits: PoolLimits
     is_guess: bool = False
     is_unheard: bool = False  # no gateway has told an earlier controller's intent yet
-    followed: LiveSettings | None = None  # of the intent, that the limits are by
+    followed: LiveSettings | None = None  # the settings that the limits come from
 
     def follow(self) -> None:
         """Takes limits from the intent if an operator has changed their settings."""

@@ -47,7 +47,7 @@ from kvtransfer.messages import Identity
 
 log = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 30.0  # of a rank that opens its transfer endpoint
+ANSWER_TIMEOUT_S = 30.0  # for a rank to open its transfer endpoint
 SEND_TIMEOUT_S = 30.0  # a rank that reads no steps and no orders for so long has failed
 STOP_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 0.5  # a process that closes its socket has ended by then
@@ -260,7 +260,7 @@ class RankProcesses:
             endpoint.await_start(READY_TIMEOUT_S)
 
     def reason_of(self, error: Exception) -> Exception:
-        """The reason why rank 0 does not open: `error`, or that of the rank that failed first.
+        """The reason why rank 0 does not open: `error`, or the error of the rank that failed first.
 
         When a rank ends, operations of the others fail. Such an error says nothing to an operator.
         """
@@ -274,7 +274,7 @@ class RankProcesses:
     def endpoints_of(
         self, config: EndpointConfig, shards: Sequence[Shard]
     ) -> Sequence[RankEndpoint]:
-        """The transfer endpoints of the other ranks, to be opened as those of `config`'s worker."""
+        """The transfer endpoints of the other ranks of `config`'s worker, not yet open."""
         for endpoint, shard in zip(self.endpoints, shards[1:], strict=True):
             identity = msgspec.structs.replace(config.identity, shard=shard)
             endpoint.serve_as(config, identity)

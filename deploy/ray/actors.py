@@ -134,7 +134,7 @@ class ServiceActors:
 
     @property
     def names(self) -> set[str]:
-        """Names of all actors, those that still start included."""
+        """Names of all actors, also of actors that still start."""
         return set(self._hosted)
 
     def ready(self) -> dict[str, ServiceReady]:

@@ -65,7 +65,7 @@ class OwnRayLauncher(Launcher):
     def __init__(self, nursery: Nursery | None = None) -> None:
         self._nursery = nursery or Nursery()
         self._port: NurseryPort | None = None
-        self._folder = PrivateFolder()  # of the port
+        self._folder = PrivateFolder()  # holds the port
         self._ray = OwnRay()
         self._actors = ServiceActors({})
         self._session = ""
@@ -207,13 +207,13 @@ class ClusterLauncher(Launcher):
     def __init__(self, placement: NodePlacement) -> None:
         self._places = RayPlaces(placement)
         self._actors = ServiceActors({"lifetime": "detached", "namespace": NAMESPACE})
-        self._session = ""  # of Ray, known once it is asked for
+        self._session = ""  # Ray's session; "" until it is asked for
 
     def open(self) -> None:
         """Does nothing: Ray runs already."""
 
     def gpus(self) -> FoundGpus:
-        """Returns none: those of the nodes count, and this may be a node without workers."""
+        """Returns no GPUs: the nodes' GPUs count, and this may be a node without workers."""
         return FoundGpus(why_none="workers start on the cluster's nodes")
 
     def room(self, num_gpus: float) -> int:
@@ -266,7 +266,7 @@ class ClusterLauncher(Launcher):
         self._places.give_up(name)
 
     def running(self) -> Mapping[str, ServiceReady]:
-        """Returns this launcher's actors and those of launchers before it, which it adopts.
+        """Returns this launcher's actors, and actors of earlier launchers, which it adopts.
 
         An older actor that does not answer, or never started, is ended: its name must be free.
         """

@@ -5,7 +5,7 @@ Ray's own report is not enough: `ray down` says that no node remains even if it 
 a process has the session's unique name in its arguments, or holds a file of its folder open. Nodes
 of a cloud are ended by the cloud and are not searched.
 
-Paths and options of ssh are those of the cluster file, as Ray uses them.
+Paths and options of ssh come from the cluster file, as Ray uses them.
 """
 
 import os
@@ -82,7 +82,7 @@ def look(
 
 
 def end(cluster: Mapping[str, Any], session: str) -> list[LeftProcess]:
-    """Ends the session's processes on all nodes, by their ids. Returns those that are left."""
+    """Ends the session's processes on all nodes, by their ids. Returns the survivors."""
     assert session, "every process would match"
     script = f"session={session} grace_s={GRACE_S}\n{_LOOK}{_END}\nlook"
     return [left for node in nodes_of(cluster) for left in _ask(cluster, node, script)]

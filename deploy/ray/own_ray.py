@@ -35,7 +35,7 @@ from engine.errors import ConfigError
 NAMESPACE = "baton"
 LOOPBACK = "127.0.0.1"
 RECONNECT_TIMEOUT_S = 600  # then Ray's processes end without a GCS
-HEALTH_CHECKS = 200  # of 3 s: so long actors without a raylet count as alive
+HEALTH_CHECKS = 200  # every 3 s; until then, actors without a raylet count as alive
 OBJECT_STORE_BYTES = 80 * 2**20  # the minimum of Ray; no value goes there
 INLINE_BYTES = 64 * 2**20  # more than any argument or answer of an actor
 

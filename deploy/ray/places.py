@@ -128,7 +128,7 @@ class RayPlaces:
         self._free(held.worker, lambda there: there is held)
 
     def give_up_all(self) -> None:
-        """Frees all places, those of earlier controllers included."""
+        """Frees all places, also places of earlier controllers."""
         self.adopt()
         for worker in list(self._held):
             self.give_up(worker)

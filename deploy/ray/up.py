@@ -290,7 +290,7 @@ def _status(printed: str) -> Status:
 
 
 def _reason(printed: str) -> str:
-    """Returns the last lines, without those that ssh prints at every end."""
+    """Returns the last lines, without the lines that ssh prints at every end."""
     lines = [line.strip() for line in printed.splitlines()]
     said = [line for line in lines if line and not re.match(r"(Shared c|C)onnection to ", line)]
     return " / ".join(said[-3:]) or "it printed nothing"

@@ -117,7 +117,7 @@ class StoreIdentity:
     """Who a store is."""
 
     name: WorkerId
-    version: str  # of the model
+    version: str  # the model's
     secret: Secret
     host: str = "127.0.0.1"
     transport: Transport = Transport.AUTO
@@ -163,7 +163,7 @@ class StoreHost:
         self._on_crash = on_crash
         self._run: _Running | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._faults: dict[Medium, str] = {}  # of tiers that could not be opened
+        self._faults: dict[Medium, str] = {}  # why a tier could not be opened
         self._is_closed = False
         self._is_retired = False  # nothing of its blocks shall be left
         self._gateways = GatewaySessions(

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 1.0  # for a tier that has stepped back or works again
-REFRESH_EVERY_S = 300.0  # of the list of objects, which other stores write too
+REFRESH_EVERY_S = 300.0  # list the objects again: other stores write too
 SEGMENT_WAIT_S = 2.0  # for more blocks, before a segment that is not full is written
 
 

@@ -33,7 +33,7 @@ from deploy.terminal.rows import (
 from engine.errors import ConfigError
 
 ASK_EVERY_S = 1.0
-MAX_LINES = 30  # of a preview
+MAX_LINES = 30  # in a preview
 
 
 class TopDeployment(Protocol):

@@ -33,7 +33,7 @@ class RecordConverter(Protocol):
 
 
 class Rows(NamedTuple):
-    """Records one after the other at an address, and those that are meant. None: all in order."""
+    """Consecutive records at an address. `ids` chooses some of them; None means all in order."""
 
     address: int
     record_bytes: int

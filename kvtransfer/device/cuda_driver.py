@@ -59,7 +59,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 class CudaDriver:
-    """One GPU of this process, by its number among those that are visible."""
+    """One GPU of this process, by its number among the visible GPUs."""
 
     stream: int = 0  # set by the first `enter`
 
@@ -69,7 +69,7 @@ class CudaDriver:
         self._device = c_int()
         self._context = c_void_p()
         self._pinned: list[int] = []
-        self._mapped: dict[int, int] = {}  # address → that of the whole allocation
+        self._mapped: dict[int, int] = {}  # address → address of the whole allocation
         self._idle_events: list[int] = []
 
     def enter(self) -> None:
@@ -130,7 +130,7 @@ class CudaDriver:
         return SharedAddress(bytes(handle.reserved), address - base.value)
 
     def map(self, shared: SharedAddress, num_bytes: int) -> int:
-        """Maps the allocation, which must hold so many bytes behind the offset."""
+        """Maps the allocation, which must hold `num_bytes` behind the offset."""
         if len(shared.handle) != HANDLE_BYTES or shared.offset < 0:
             raise DriverError("the handle of the source's memory is none of CUDA")
         base, size = c_uint64(), c_size_t()

@@ -14,7 +14,7 @@ from kvtransfer.wire import Wire
 class CopyReader:
     """A `Reader` of memory on this host: another GPU's, or shared memory of a store.
 
-    Copies are queued by `fetch`; `poll` asks the device for those that have ended. `source` is the
+    Copies are queued by `fetch`; `poll` asks the device which copies have ended. `source` is the
     mapped pool, and `num_blocks` its size. `let_go` unmaps it.
     """
 

@@ -40,7 +40,7 @@ class Holdings:
         self.shelves = dict(shelves)
         self.memory = shelves[Medium.HOST]
         self.loads: dict[BlockHash, Load] = {}  # the oldest first
-        self.num_loads: Counter[Medium] = Counter()  # of these, by medium
+        self.num_loads: Counter[Medium] = Counter()  # blocks that are being loaded, by medium
         self.off: dict[Medium, str] = {}  # tiers that have stepped back, and why
         self.counters: Counter[str] = Counter()
         self._news: list[CacheNews] = []

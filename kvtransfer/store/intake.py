@@ -1,7 +1,7 @@
 """What a store takes in from workers: when, in which order, and how much at once.
 
 Block events of workers are hints. The store asks a worker for a lease on blocks by their hashes;
-the worker leases those that it still holds, and the store pulls them like any sink.
+the worker leases the blocks that it still holds, and the store pulls them like any sink.
 
 One pull runs at a time, of a limited number of blocks. After it the store pauses in proportion to
 the pull's time and bytes. It waits longer while sinks pull from it, within a bound, so writes give
@@ -35,7 +35,7 @@ from engine.worker.events import HoldLease, PullDone, PullFailed, StartPull
 from kvtransfer.store.events import AskPeer, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
-ANSWER_TIMEOUT_S = 5.0  # of a worker, which answers between two steps
+ANSWER_TIMEOUT_S = 5.0  # a worker answers between two steps
 MAX_HELD = 4_000_000  # blocks of one peer that are remembered; more are ignored
 
 
@@ -43,7 +43,7 @@ MAX_HELD = 4_000_000  # blocks of one peer that are remembered; more are ignored
 class IntakePace:
     """The limits of what is taken in."""
 
-    batch_blocks: int = 64  # of one pull
+    batch_blocks: int = 64  # in one pull
     settle_s: float = 0.25  # new blocks wait so long for others to be pulled with
     bytes_per_s: float = math.inf
     duty: float = 0.25  # share of the time in which blocks may be on their way
@@ -53,7 +53,7 @@ class IntakePace:
 
 @dataclass(slots=True)
 class _Peer:
-    """A peer's cached blocks, and those of them that the store has not looked at yet."""
+    """A peer's cached blocks, and the blocks among them that the store has not examined yet."""
 
     is_store: bool
     held: dict[BlockHash, BlockHash | None] = field(default_factory=dict)  # to parent
@@ -68,8 +68,8 @@ class _Taking:
     seq_id: SeqId
     blocks: tuple[BlockHash, ...]
     parents: tuple[BlockHash | None, ...]
-    due_s: float  # of the answer
-    places: tuple[int, ...] = ()  # of the blocks that the lease covers
+    due_s: float  # when the answer is due
+    places: tuple[int, ...] = ()  # which of the blocks the lease covers
     slots: tuple[BlockId, ...] = ()
 
 
@@ -296,7 +296,7 @@ class StoreIntake:
 
 
 def _fits(held: Sequence[int], num_asked: int, num_leased: int) -> bool:
-    """True if the places are those of distinct blocks that were asked for, in order."""
+    """True if the places name distinct blocks that were asked for, in order."""
     ascends = all(a < b for a, b in pairwise(held))
     return (
         bool(held)

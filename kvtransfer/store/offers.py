@@ -29,7 +29,7 @@ from kvtransfer.store.events import LoadBlock, StoreEffect
 from kvtransfer.store.holdings import Holdings
 
 LOAD_TIMEOUT_S = 5.0  # then leases do not wait for the block any more
-PREFETCH_SHARE = 0.25  # of memory, that loads without a lease may take at once
+PREFETCH_SHARE = 0.25  # share of memory that loads without a lease may take at once
 MAX_ROOTS = 512  # prefixes whose offers are counted
 
 
@@ -98,7 +98,7 @@ class StoreOffers:
     def _gather(
         self, blocks: Sequence[BlockHash], now_s: float
     ) -> tuple[list[BlockId], list[StoreEffect]]:
-        """Leases a slot of memory for each block, and loads those of lower tiers.
+        """Leases a slot of memory for each block, and loads the blocks of lower tiers.
 
         Where memory ends, the blocks behind are left out.
         """

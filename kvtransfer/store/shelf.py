@@ -28,7 +28,7 @@ class Shelf:
         self._slots: dict[BlockHash, BlockId] = {}
         self._blocks: dict[BlockId, BlockHash] = {}  # the same, reversed
         self._parents: dict[BlockHash, BlockHash | None] = {}
-        self._free: list[BlockId] = []  # of those that were in use before
+        self._free: list[BlockId] = []  # slots that were in use before
         self._num_touched = 0  # slots that were in use before: the first ones
         self._writing: set[BlockId] = set()
         self._leased: Counter[BlockId] = Counter()

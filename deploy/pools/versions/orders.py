@@ -65,14 +65,14 @@ def added(intent: Intent, order: AddVersion, room: int) -> Intent:
 
 
 def _with(intent: Intent, version: Version) -> Intent:
-    """Adds a version behind those of its line."""
+    """Adds a version behind the others of its line."""
     place = max(n for n, each in enumerate(intent.versions) if each.line == version.line) + 1
     there = intent.versions
     return replace(intent, versions=(*there[:place], version, *there[place:]))
 
 
 def former(intent: Intent, name: str | None) -> Version:
-    """Returns the version that was replaced last, or that of this name, as it was declared."""
+    """Returns the version that was replaced last, or the version `name`, as it was declared."""
     not_rolling(intent)
     found = [each for each in intent.former if name in (None, each.name)]
     if not found:

@@ -39,7 +39,7 @@ from engine.errors import ConfigError
 from engine.messages import Role, WorkerId
 
 MAX_FORMER = 4  # versions that a rollback can choose among
-MAX_VERSIONS = 4  # of a line; each has a router, a tokenizer and series of metrics in each gateway
+MAX_VERSIONS = 4  # per line; each has a router, a tokenizer and series of metrics in each gateway
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Puts models that nobody asks for to sleep, and wakes them for the next request. Pure.
+"""Puts models without requests to sleep, and wakes them for the next request. Pure.
 
 A model with `idle_s` has no workers while it sleeps. Gateways go on to list it, and hold its
 requests. A version falls asleep in two cases:

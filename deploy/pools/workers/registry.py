@@ -61,7 +61,7 @@ class PoolWorkers:
         return [worker.worker_id for worker in self.by_id.values() if self._is_kept(worker)]
 
     def room(self) -> int:
-        """Returns how many workers can serve: the limit without those that are kept drained."""
+        """Returns how many workers can serve: the limit without the workers kept drained."""
         return self._wanted.limits.max_workers - len(self.kept())
 
     def serve_enough(self) -> bool:

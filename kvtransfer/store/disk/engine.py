@@ -50,9 +50,9 @@ class DiskOperation:
 
     tag: int
     verb: DiskVerb
-    table_offset: int  # of the slot's header, in bytes
+    table_offset: int  # where the slot's header begins, in bytes
     slab_fd: int = -1
-    offset: int = 0  # of the slot in its slab, in bytes
+    offset: int = 0  # where the slot begins in its slab, in bytes
     row: Row | None = None
     header: bytes = EMPTY  # that a write leaves, without checksums
     checksum: int = 0  # that a read expects

@@ -31,7 +31,7 @@ import xxhash
 from engine.messages import HASH_BYTES
 
 HEADER_BYTES = 128
-ALIGNMENT = 4096  # of slots and of direct I/O, bytes
+ALIGNMENT = 4096  # bytes; slots and direct I/O need it
 VERSION = 1
 SEQUENCE_END = 1 << 63
 MAGIC = b"BATON-KV"
@@ -101,7 +101,7 @@ class RecoveredBlocks:
     parents: npt.NDArray[np.void]  # V16, zeros if there is none
     has_parent: npt.NDArray[np.bool_]
     sequences: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]  # of payloads
+    checksums: npt.NDArray[np.uint64]  # one for each payload
 
     def __len__(self) -> int:
         return len(self.slots)

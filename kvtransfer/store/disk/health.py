@@ -8,7 +8,7 @@ Pure: the time is an argument.
 
 
 class DiskHealth:
-    """Counts failures in a row. `off_reason` is that of the last, or None while all is fine."""
+    """Counts failures in a row. `off_reason` says why the disk is off, or None while it is on."""
 
     def __init__(self, most_failures: int, *, pause_s: float = 1.0, most_pause_s: float = 60.0):
         self.off_reason: str | None = None

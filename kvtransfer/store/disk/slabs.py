@@ -179,7 +179,7 @@ class SlabFiles:
             except OSError as error:
                 if not there or error.errno not in NO_ROOM:
                     raise
-                slots = there  # of an earlier process
+                slots = there  # an earlier process made them
                 _allocate(self.table_fd, self._table_bytes(index, slots))
         except OSError:
             os.close(fd)

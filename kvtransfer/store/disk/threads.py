@@ -44,7 +44,7 @@ class ThreadEngine:
         self._files = files
         self._arrivals: SimpleQueue[DiskOperation | None] = SimpleQueue()
         self._outcomes: deque[DiskOutcome] = deque()
-        self._lock = threading.Lock()  # of those below, and of all rows that are written to
+        self._lock = threading.Lock()  # guards the fields below and all rows that are written to
         self._cancelled: set[int] = set()
         self._is_closing = False
         self._is_abandoned = False

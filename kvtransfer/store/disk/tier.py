@@ -58,7 +58,7 @@ from kvtransfer.store.disk.uring import UringEngine, UringUnavailable, header_ch
 
 log = logging.getLogger(__name__)
 
-BUFFER_BYTES = 64 << 20  # of buffers for requests under way, unless blocks are very large
+BUFFER_BYTES = 64 << 20  # for requests in flight, unless blocks are very large
 FEWEST_UNDER_WAY = 2
 _abandoned: list["DiskTier"] = []  # their engines may still use rows: these must stay in memory
 
@@ -68,7 +68,7 @@ class DiskTuning:
     """How a disk is used, and when it is left alone."""
 
     depth: int = 32  # requests under way at once
-    timeout_s: float = 10.0  # of a request
+    timeout_s: float = 10.0  # for a request
     most_failures: int = 8  # in a row, until the disk is off
     pause_s: float = 1.0  # the first one
     most_pause_s: float = 60.0

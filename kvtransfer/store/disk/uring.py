@@ -1,6 +1,6 @@
 """The engine in C++: io_uring on a thread of its own, without the interpreter's lock.
 
-Structures mirror those of the same names in native/src/disk.h.
+Structures mirror the structures of the same names in native/src/disk.h.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 A session is one conversation or one agent. Its requests carry its id. All hints are claims of one
 API key: a policy bounds what each key can gain by them, and never believes them beyond that.
-The hashes in a hint are those of the request's own prompt, as the server hashed it. They never come
+The server computes the hashes in a hint from the request's own prompt. They never come
 from the client, which could otherwise speak of blocks that are not its own.
 """
 

@@ -51,7 +51,7 @@ class Forest:
         return True
 
     def add_all(self, links: list[Link]) -> list[BlockHash]:
-        """Adds many blocks. Returns those that were not there, in order."""
+        """Adds many blocks. Returns the new ones, in order."""
         known = self.parents
         fresh = dict(links)
         lies = any(map(eq, fresh.keys(), fresh.values()))

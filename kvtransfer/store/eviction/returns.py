@@ -22,8 +22,8 @@ from collections.abc import Sequence
 STEPS_PER_OCTAVE = 2
 SHORTEST = 0.25  # ages below this are one bucket; the unit is the class's
 NUM_BUCKETS = 44  # up to 12 days of SHORTEST = 0.25 s
-PRIOR_WEIGHT = 4.0  # a class with so many blocks is believed as much as its family
-PRIOR_HAZARD = 0.15  # of each bucket: worth falls with age, as least recently used wants it
+PRIOR_WEIGHT = 4.0  # a class with this number of blocks counts as much as its family
+PRIOR_HAZARD = 0.15  # in each bucket: worth falls with age, as in LRU
 MEMORY = 65_536.0  # events after which old counts weigh half
 LEAST_EVENTS = 256  # between two computations of the worths
 
@@ -106,7 +106,7 @@ class ReturnTable:
         return self._waiting.total()
 
     def _count(self, now_s: float) -> None:
-        """Computes the worths anew after so many events that it costs each of them little."""
+        """Computes the worths anew, rarely enough that the cost per event stays small."""
         self._num_events += 1
         if self._num_events >= LEAST_EVENTS + 4 * len(self._waiting):
             self._learn(now_s)

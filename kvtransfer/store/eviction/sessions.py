@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from engine.worker.blocks import BlockHash
 
-LONGEST_CHAIN = 1 << 16  # blocks of one hint that are read
-MOST_LATE = 4.0  # a return within so many times `keep_s` keeps the promise
+LONGEST_CHAIN = 1 << 16  # blocks that are read from one hint
+MOST_LATE = 4.0  # times `keep_s`: a return within that time keeps the promise
 TRUST = 8.0  # promises that a key is taken to have kept before its first
 RECORD = 512.0  # promises that a key's record remembers
 
@@ -25,7 +25,7 @@ class HintBudget:
 
     kept_blocks: int
     pinned_blocks: int
-    all_pinned_blocks: int  # of all keys together: the rest of the tier can always leave
+    all_pinned_blocks: int  # for all keys together: the rest of the tier can always be evicted
     num_sessions: int = 4096
     num_keys: int = 1024
 
@@ -114,7 +114,7 @@ class Sessions:
     ) -> tuple[Chain, Chain]:
         """Replaces a session's last turn by this one.
 
-        Returns the last turn's blocks, and those of a session that the key has no room for now.
+        Returns the last turn's blocks, and blocks of a session that exceeds the key's share.
         """
         before = record.sessions.pop(name, None)
         if before is not None:

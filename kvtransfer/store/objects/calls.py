@@ -73,7 +73,7 @@ class CallThreads:
         self._count = count
         self._breaker = CallBreaker()
         self._changed = threading.Condition()
-        self._calls: dict[TimedCall[Any], _Lane] = {}  # those that are not over
+        self._calls: dict[TimedCall[Any], _Lane] = {}  # calls that have not ended
         self._threads: set[threading.Thread] = set()
         self._num_stuck = 0
         self._is_open = False

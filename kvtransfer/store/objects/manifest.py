@@ -42,7 +42,7 @@ class ManifestFault(StrEnum):
     VERSION = "manifest_version"
     CHECKSUM = "manifest_checksum"
     FORMAT = "manifest_format"
-    FOREIGN = "manifest_foreign"  # of another segment, model or layout
+    FOREIGN = "manifest_foreign"  # it describes another segment, model or layout
 
 
 class ManifestBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

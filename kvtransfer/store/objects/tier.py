@@ -11,7 +11,7 @@ only if its length and checksum are right.
 
 One thread writes, lists and deletes. So a listing never meets a half-written segment of this store.
 
-`max_bytes` bounds all segments of this identity, those of other stores included. When there is no
+`max_bytes` bounds all segments of this identity, also segments of other stores. When there is no
 room, the oldest segments are deleted. A listing itself is not bounded in size: fsspec returns it
 whole. Objects of others under this URL are neither read nor deleted.
 """
@@ -97,7 +97,7 @@ class ObjectTier:
         self._block_bytes = block_bytes
         self._limits = limits
         self._files = ObjectFiles(url, f"kv{MANIFEST_VERSION}-{identity.hex()}")
-        self._lock = threading.Lock()  # of the three below; never held during a call
+        self._lock = threading.Lock()  # guards the three fields below; never held during a call
         self._index = SegmentIndex(max_bytes)
         self._counts: Counter[str] = Counter()
         self._num_written = 0
@@ -135,7 +135,7 @@ class ObjectTier:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all known objects, and of those that are being written or deleted."""
+        """Bytes of all known objects, also of objects that are being written or deleted."""
         with self._lock:
             return self._index.num_bytes
 
@@ -159,7 +159,7 @@ class ObjectTier:
     def put(self, blocks: Sequence[ObjectBlock]) -> Future[frozenset[BlockHash]]:
         """Writes up to 64 blocks as a segment; known ones are left out.
 
-        The value: those that are in the object store afterwards. Payloads must not change until
+        The result: blocks that are in the object store afterwards. Payloads must not change until
         then. Raises ValueError if there are too many blocks, or one has another size.
         """
         with self._lock:
