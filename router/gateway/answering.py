@@ -38,7 +38,6 @@ from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.following import follow
 from router.gateway.answers.searching import Searches
 from router.gateway.answers.writing import (
-    DECISION_HEADER,
     TIMED_OUT,
     AnswerWriter,
     Ending,
@@ -64,8 +63,6 @@ from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
 from router.gateway.tracing.trace import Tracing, context_of
 from router.gateway.versions import (
-    AFFINITY_HEADER,
-    VERSION_HEADER,
     NotReady,
     ServedVersion,
     Versions,
@@ -83,7 +80,6 @@ IGNORED_EVERY_S = 60.0  # between log lines about fields without effect
 LONG_BODY_BYTES = 4096  # takes about a millisecond to encode; a thread costs a tenth of that
 MANY_ITEMS = 256  # commas in a body: a short body may have a thousand prompts
 NUM_IN_TURN = 16  # choices begun or counted in one turn, some 0.1 ms each
-TIMELINE_HEADER = "x-baton-timeline"
 ID_HEADER = "x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_LEN = 128  # characters
@@ -151,16 +147,11 @@ class AnswerService:
             RequestId(f"{self._dialect.id_prefix}{rng.getrandbits(128):032x}"),
             rng.getrandbits(64),
             self._parts.clock.now_s(),
-            tenant=tenant,
+            tenant,
+            headers,
             client_id=_client_id(headers.get(ID_HEADER)),
             timeout_s=seconds_in(headers, TIMEOUT_HEADER, MIN_TIMEOUT_S, MAX_TIMEOUT_S),
-            version=headers.get(VERSION_HEADER),
-            affinity=headers.get(AFFINITY_HEADER),
-            trace_context=None if self._parts.tracing is None else context_of(headers),
             session=claim_of(headers, tenant, self._parts.settings.secret),
-            # Both reveal the load of other tenants.
-            timeline=tenant.may_debug and headers.get(TIMELINE_HEADER) == "1",
-            decision=tenant.may_debug and headers.get(DECISION_HEADER) == "1",
         )
 
     async def answer(self, call: ApiCall, replies: Replies, meter: RequestMeter) -> None:
@@ -174,7 +165,7 @@ class AnswerService:
                 self._dialect.id_prefix.rstrip("-_"),
                 call.request_id,
                 received_s,
-                call.trace_context or {},
+                context_of(call.headers),
             )
         try:
             try:
@@ -183,7 +174,7 @@ class AnswerService:
                 while not parts.versions.takes(checked.served):  # it began to leave meanwhile
                     checked = await self._checked(call)
                 if use.account is not None:
-                    use.hold_prompts(checked.num_prompts, received_s)
+                    use.hold_prompts(len(checked.echoes), received_s)
                     use.hold_tokens(checked.most_tokens, received_s)
             except InvalidRequest as error:
                 meter.refuse()
@@ -219,19 +210,19 @@ class AnswerService:
         )
         writer = replies.open(heading)
         port, clock = self._port_of(call.served), parts.clock
-        searches = None if call.beams is None else Searches(port, clock, call)
+        searches = Searches(port, clock, call) if call.body.use_beam_search else None
         outcome, last_s = None, 0.0
         uncounted = iter(choices)
         try:
             async for choice in _by_turns(choices, turn):
-                shown_id = call.client_id or choice.request.request_id
+                shown_id = call.asked.client_id or choice.request.request_id
                 parts.recent.begin(RunningChoice(shown_id, call.served.name, choice))
             if searches is None:
                 following = follow(port, clock, choices, writer, turn)
             else:
                 following = searches.follow(choices, writer, turn)
-            if call.timeout_s is not None:
-                following = self._in_time(call, call.timeout_s, following)
+            if call.asked.timeout_s is not None:
+                following = self._in_time(call, call.asked.timeout_s, following)
             last = await following
             outcome, last_s = last.outcome, choices[last.choice].last_s
             assert outcome is not None
@@ -254,7 +245,7 @@ class AnswerService:
     ) -> list[AnswerChoice]:
         """The choices of an answer, of which there may be two thousand."""
         parts = self._parts
-        prompts = [PromptScores() for _ in range(call.num_prompts)]
+        prompts = [PromptScores() for _ in call.echoes]
         return [
             AnswerChoice(
                 index,
@@ -262,7 +253,7 @@ class AnswerService:
                 prompts[index // call.num_candidates],
                 parser=None if call.reader is None else call.reader.parser(parts.rng),
                 meter=meter.choice(len(request.token_ids)),
-                in_cpp=parts.batch is not None and call.stream,
+                in_cpp=parts.batch is not None and bool(call.body.stream),
             )
             async for index, request in _by_turns(enumerate(call.requests), turn)
         ]
@@ -356,7 +347,7 @@ def _tell_stores(call: CheckedCall, notes: SessionNotes, choice: AnswerChoice) -
 
 def _ended(call: CheckedCall, choice: AnswerChoice) -> EndedChoice:
     return EndedChoice(
-        shown_id=call.client_id or choice.request.request_id,
+        shown_id=call.asked.client_id or choice.request.request_id,
         version=call.served.name,
         request=choice.request,
         outcome=choice.outcome,

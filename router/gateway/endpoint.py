@@ -88,6 +88,6 @@ class _HttpReplies:
 
     def open(self, heading: Heading) -> AnswerWriter:
         """Returns the writer of a stream or of a whole answer, as the client asked."""
-        if heading.call.stream:
+        if heading.call.body.stream:
             return StreamedAnswer(heading, self._send, pipe_of(self._scope), self._batch)
         return whole_answer(heading, self._send)

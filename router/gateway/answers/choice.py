@@ -132,44 +132,46 @@ class AnswerChoice:
         )
         self._parser = parser
         self._echo = call.echoes[index // call.num_candidates]
-        self._echoes_scores = call.echoes_scores
-        self._is_only_prompt = call.is_only_prompt
-        self._return_token_ids = call.return_token_ids
+        body = call.body
+        self._echoes_scores = body.echoes_scores
+        self._is_only_prompt = body.is_only_prompt
+        self._return_token_ids = bool(body.return_token_ids)
         self._stop_token_ids = call.stop_token_ids
         self._last_id: int | None = None
-        self._shows_reasoning = call.shows_reasoning
+        self._shows_reasoning = body.shows_reasoning
+        has_scores, scores_all = body.num_top_logprobs is not None, body.scores_all_tokens
         self.num_reasoning_tokens = 0
         # Tokens become text and nothing else, and only tokens end the choice.
         self.is_plain = not (
             self._is_scored
             or self._echo is not None
-            or call.num_top is not None
-            or call.stop
-            or call.stop_token_ids
-            or call.return_token_ids
+            or has_scores
+            or body.stop
+            or self._stop_token_ids
+            or self._return_token_ids
             or parser is not None
         )
         self._vocabulary: NativeVocabulary | None = None
-        if in_cpp and self.is_plain and self.noted_ids is None and not call.is_only_prompt:
+        if in_cpp and self.is_plain and self.noted_ids is None and not self._is_only_prompt:
             self._vocabulary = call.served.text.vocabulary
         self._state = PlainTextState() if self._vocabulary is None else NativeText()
         self._settle: Callable[[], None] = _do_nothing  # takes what C++ has to take before
         meter.state = self._state
-        self._shows_special_tokens = call.shows_special_tokens
+        self._shows_special_tokens = body.skip_special_tokens is False
         marks = () if call.reader is None else call.reader.marks
         self._text = AnswerText(
             call.served.text.detokenizer(
-                request.token_ids, marks, shows_all=call.shows_special_tokens, state=self._state
+                request.token_ids, marks, shows_all=self._shows_special_tokens, state=self._state
             ),
             prompt_len=len(request.token_ids),
             limits=request.limits,
-            stop=call.stop,
-            shows_stop=call.shows_stop,
+            stop=body.stop_strings,
+            shows_stop=bool(body.include_stop_str_in_output),
             state=self._state,
         )
         self._scored: ScoredText | None = None
-        self._scores_all_tokens = call.num_top is not None and call.scores_all_tokens
-        if call.num_top is not None and not call.scores_all_tokens:
+        self._scores_all_tokens = has_scores and scores_all
+        if has_scores and not scores_all:
             self._scored = ScoredText(self._text)
 
     def take(self, update: Update, now_s: float) -> AnswerPiece:

@@ -6,7 +6,13 @@ from starlette.types import Send
 
 from router.edge.responses import send_data, send_parts
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.writing import Ending, Heading, send_failure, usage_of
+from router.gateway.answers.writing import (
+    TIMELINE_HEADER,
+    Ending,
+    Heading,
+    send_failure,
+    usage_of,
+)
 from router.inbox.json_parts import LazyItems, encode_lazy, json_parts
 from router.machine.requests import Failed, Finished
 from router.text.embeddings import EmbeddingForm, are_numbers, shaped
@@ -70,7 +76,7 @@ class EmbeddingAnswer:
         body: dict[str, Any] = heading.fields(heading.dialect.object_name)
         body["data"] = LazyItems(range(len(self._found)), self._item)
         body["usage"] = usage_of(ending.prompt_tokens, 0)
-        if heading.call.timeline:
+        if heading.call.asked.debugs(TIMELINE_HEADER):
             body["baton_timeline"] = ending.timeline
         return body
 

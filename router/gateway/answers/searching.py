@@ -33,12 +33,10 @@ class Searches:
     """The searches of one call: one for each of its prompts."""
 
     def __init__(self, port: RequestPort, clock: Clock, call: CheckedCall) -> None:
-        assert call.beams is not None
         self.num_tokens = 0  # generated for hypotheses, also for those that were dropped
         self._port = port
         self._clock = clock
         self._call = call
-        self._beams = call.beams
 
     async def follow(
         self, choices: Sequence[AnswerChoice], writer: AnswerWriter, turn: Turn
@@ -70,13 +68,13 @@ class Searches:
 
     async def _search(self, leader: Request) -> list[Update]:
         """Returns the best answers to one prompt, best first, each as one update."""
-        prompt_len = len(leader.token_ids)
+        prompt_len, body = len(leader.token_ids), self._call.body
         rules = BeamRules(
-            width=self._beams.width,
+            width=body.num_candidates,
             end_ids=frozenset(leader.limits.stop_token_ids),
             prompt_len=prompt_len,
             max_tokens=leader.limits.max_len - prompt_len,
-            length_penalty=self._beams.length_penalty,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         )
         search = BeamSearch(rules)
         # Hashes of the prompt's blocks, which all steps need; the first one computes them.
@@ -89,14 +87,14 @@ class Searches:
             search.step([update.logprobs[0] for update in updates])
             step += 1
         assert first is not None
-        best = search.best(self._call.num_shown)
+        best = search.best(body.num_choices)
         return [_answer(each, first, is_first=not at) for at, each in enumerate(best)]
 
     async def _step(
         self, leader: Request, rules: BeamRules, step: int, hypotheses: Sequence[Hypothesis]
     ) -> list[Update]:
         """The next token of each hypothesis, with the likeliest ones beside it."""
-        num_top = max(rules.num_extensions, self._call.num_top or 0)
+        num_top = max(rules.num_extensions, self._call.body.num_top_logprobs or 0)
         requests = [
             replace(
                 leader,

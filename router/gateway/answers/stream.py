@@ -14,6 +14,7 @@ from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.choice import SCORED_AT_ONCE, AnswerPiece
 from router.gateway.answers.dialects import call_delta, reasoning_fields
 from router.gateway.answers.writing import (
+    TIMELINE_HEADER,
     Ending,
     Heading,
     failure_body,
@@ -64,7 +65,7 @@ class StreamedAnswer:
     @property
     def shows_text_alone(self) -> bool:
         """False if each chunk reports the number of tokens so far."""
-        return not self._heading.call.usage_in_every_chunk
+        return not self._heading.call.body.usage_in_every_chunk
 
     def frame_of(self, choice: int) -> tuple[BodyPipe, tuple[bytes, bytes]]:
         """The pipe of a stream that is open, and what is around the text of each chunk."""
@@ -132,9 +133,9 @@ class StreamedAnswer:
 
     def _extras(self, chunk: "_ChunkEncoder", ending: Ending) -> bytes:
         data = b""
-        if self._heading.call.usage:
+        if self._heading.call.body.usage_in_stream:
             data += chunk.extra(b"usage", ending.usage())
-        if self._heading.call.timeline:
+        if self._heading.call.asked.debugs(TIMELINE_HEADER):
             data += chunk.extra(b"baton_timeline", ending.timeline)
         return data
 
@@ -161,26 +162,27 @@ class _ChunkEncoder:
     """Encodes the events of one stream; their common parts are encoded once."""
 
     def __init__(self, heading: Heading) -> None:
-        dialect, call = heading.dialect, heading.call
+        dialect, call, body = heading.dialect, heading.call, heading.call.body
         head = _encode(heading.fields(dialect.chunk_name)).removesuffix(b"}")
         self._head = b"data: " + head + b',"choices":'
         begin = self._head + _INDEX
         self._before_index = [begin + b"%d" % index for index in range(heading.num_choices)]
         self._before_text = [before + dialect.text_start for before in self._before_index]
-        self._after = b',"usage":null}\n\n' if call.usage else b"}\n\n"
+        self._after = b',"usage":null}\n\n' if body.usage_in_stream else b"}\n\n"
         self._after_text = dialect.text_end + _UNSCORED + _UNFINISHED + self._after
         self._dialect = dialect
         self._call = call
-        self._is_plain = call.num_top is None and not (
-            call.usage_in_every_chunk or call.return_token_ids
-        )
-        has_ids = call.return_token_ids and not dialect.is_chat
+        self._counts = body.usage_in_every_chunk
+        num_top = body.num_top_logprobs
+        self._has_scores = num_top is not None
+        self._is_plain = num_top is None and not (self._counts or body.return_token_ids)
+        has_ids = body.return_token_ids and not dialect.is_chat
         self._without_prompt = set(range(heading.num_choices)) if has_ids else set()
         self._logprobs: list[LogprobsWriter] = []
-        if call.num_top is not None:
-            bytes_of, by_id = call.served.text.bytes_of, call.ids_for_names
+        if num_top is not None:
+            bytes_of, by_id = call.served.text.bytes_of, bool(body.return_tokens_as_token_ids)
             self._logprobs = [
-                dialect.logprobs_writer(bytes_of, call.num_top, ids_for_names=by_id)
+                dialect.logprobs_writer(bytes_of, num_top, ids_for_names=by_id)
                 for _ in self._before_index
             ]
 
@@ -189,7 +191,7 @@ class _ChunkEncoder:
         if not self._dialect.is_chat:
             return b""
         chunk = _ROLE + _UNSCORED + _UNFINISHED
-        if self._call.return_token_ids:
+        if self._call.body.return_token_ids:
             chunk += b',"prompt_token_ids":' + _encode(self._call.first.token_ids)
         befores = enumerate(self._before_index)
         return b"".join([before + chunk + self._counted(i, 0) for i, before in befores])
@@ -235,7 +237,7 @@ class _ChunkEncoder:
     def _behind(self, piece: AnswerPiece, reasons: bytes) -> bytes:
         """The chunk of a piece behind its text."""
         data = self._scores(piece) + reasons
-        if self._call.return_token_ids:
+        if self._call.body.return_token_ids:
             data += b',"token_ids":' + _encode(piece.token_ids)
         if piece.choice in self._without_prompt:
             self._without_prompt.remove(piece.choice)
@@ -260,14 +262,14 @@ class _ChunkEncoder:
         return self._head + b'[],"' + name + b'":' + _encode(value) + b"}\n\n"
 
     def _scores(self, piece: AnswerPiece) -> bytes:
-        if self._call.num_top is None or (self._dialect.is_chat and not piece.entries):
+        if not self._has_scores or (self._dialect.is_chat and not piece.entries):
             return _UNSCORED
         scores = self._logprobs[piece.choice].shape(piece.entries)
         return b',"logprobs":' + encode_lazy(scores)
 
     def _counted(self, choice: int, num_tokens: int) -> bytes:
         """The end of a chunk, with its choice's usage so far if the client wants that."""
-        if not self._call.usage_in_every_chunk:
+        if not self._counts:
             return self._after
         usage = usage_of(len(self._call.requests[choice].token_ids), num_tokens)
         return b',"usage":' + _encode(usage) + b"}\n\n"

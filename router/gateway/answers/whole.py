@@ -14,6 +14,7 @@ from router.edge.responses import send_data, send_parts
 from router.gateway.answers.choice import AnswerPiece, CallDelta
 from router.gateway.answers.embedded import EmbeddingAnswer
 from router.gateway.answers.writing import (
+    TIMELINE_HEADER,
     AnswerWriter,
     Ending,
     Heading,
@@ -34,7 +35,7 @@ SHORT_TOKENS = 8192  # token ids and text take as long
 
 def whole_answer(heading: Heading, send: Send) -> AnswerWriter:
     """Returns the writer of an answer that is not streamed."""
-    form = heading.call.embeddings
+    form = heading.call.body.embedding_form(heading.call.served.text)
     if form is not None:
         return EmbeddingAnswer(heading, form, send)
     return WholeAnswer(heading, send)
@@ -123,7 +124,7 @@ class WholeAnswer:
         num_entries = sum([len(kept.entries) for kept in self._kept])
         num_entries += sum(map(len, ending.prompt_entries))
         num_tokens = ending.completion_tokens
-        if self._heading.call.return_token_ids:
+        if self._heading.call.body.return_token_ids:
             num_tokens += ending.prompt_tokens
         return num_entries <= SHORT_ENTRIES and num_tokens <= SHORT_TOKENS
 
@@ -134,7 +135,7 @@ class WholeAnswer:
         body["choices"] = [{"index": i, **choice} for i, choice in enumerate(choices)]
         body["usage"] = ending.usage()
         self._add_prompts(body, ending.prompt_entries)
-        if heading.call.timeline:
+        if heading.call.asked.debugs(TIMELINE_HEADER):
             body["baton_timeline"] = ending.timeline
         return body
 
@@ -144,15 +145,15 @@ class WholeAnswer:
         assert last is not None
         assert last.finish is not None
         logprobs = None
-        if call.num_top is not None:
-            bytes_of = call.served.text.bytes_of
+        if (num_top := call.body.num_top_logprobs) is not None:
+            by_id = bool(call.body.return_tokens_as_token_ids)
             writer = dialect.logprobs_writer(
-                bytes_of, call.num_top, ids_for_names=call.ids_for_names
+                call.served.text.bytes_of, num_top, ids_for_names=by_id
             )
             logprobs = writer.shape(kept.entries)
         choice = dialect.whole_choice(kept.text, kept.calls, last.finish, logprobs, kept.reasoning)
         choice["stop_reason"] = last.stop_reason
-        choice["token_ids"] = kept.token_ids.tolist() if call.return_token_ids else None
+        choice["token_ids"] = kept.token_ids.tolist() if call.body.return_token_ids else None
         return choice
 
     def _add_prompts(self, body: dict[str, Any], prompts: Sequence[tuple[Entry, ...]]) -> None:
@@ -163,13 +164,14 @@ class WholeAnswer:
         call = self._heading.call
         for index, (leader, entries) in enumerate(zip(call.leaders, prompts, strict=True)):
             scores = None
-            if call.num_prompt_top is not None:
-                scores = prompt_logprobs(entries, call.served.text.bytes_of, call.num_prompt_top)
+            if (num_top := call.body.prompt_logprobs) is not None:
+                scores = prompt_logprobs(entries, call.served.text.bytes_of, num_top)
             prompt = {
-                "prompt_token_ids": leader.token_ids if call.return_token_ids else None,
+                "prompt_token_ids": leader.token_ids if call.body.return_token_ids else None,
                 "prompt_logprobs": scores,
             }
-            first = index * call.num_shown
+            num_shown = call.body.num_choices
+            first = index * num_shown
             is_chat = self._heading.dialect.is_chat
-            for place in [body] if is_chat else body["choices"][first : first + call.num_shown]:
+            for place in [body] if is_chat else body["choices"][first : first + num_shown]:
                 place |= prompt

@@ -22,6 +22,7 @@ from router.policies.base import Decision
 from router.text.logprobs import Entry
 
 DECISION_HEADER = "x-baton-decision"
+TIMELINE_HEADER = "x-baton-timeline"
 IGNORED_HEADER = "x-baton-ignored"  # names of fields that mean nothing here
 TIMED_OUT = "request_timeout"  # the code of an answer that took longer than the client allowed
 MAX_RETRY_AFTER_S = 3600.0
@@ -48,13 +49,13 @@ class Heading(msgspec.Struct, frozen=True):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of every answer. The decision is JSON, which has no line breaks."""
-        shown_id = self.call.client_id or self.call.first.request_id
-        headers = {"x-request-id": shown_id, **self.limit_headers()}
+        headers = {"x-request-id": self.call.asked.shown_id, **self.limit_headers()}
         if self.trace_headers:
             headers.update(self.trace_headers)
         if self.call.ignored:
             headers[IGNORED_HEADER] = ", ".join(self.call.ignored)
-        if self.call.decision and (decision := self.decision()) is not None:
+        decision = self.decision() if self.call.asked.debugs(DECISION_HEADER) else None
+        if decision is not None:
             shown = msgspec.structs.replace(decision, candidates=())  # a head stays short
             headers[DECISION_HEADER] = _encode(shown).decode()
         return headers
@@ -62,7 +63,7 @@ class Heading(msgspec.Struct, frozen=True):
     def fields(self, object_name: str) -> dict[str, Any]:
         """The fields that each chunk, or the whole answer, begins with."""
         call = self.call
-        own = call.client_id
+        own = call.asked.client_id
         return {
             "id": call.first.request_id if own is None else self.dialect.id_prefix + own,
             "object": object_name,
@@ -83,13 +84,13 @@ class Ending(msgspec.Struct, frozen=True):
     def shown(self) -> Sequence[int]:
         """The choices to send, in order: of each prompt the best mean log-probabilities."""
         call, choices = self.call, self.choices
-        if call.num_shown == call.num_candidates or not isinstance(self.outcome, Finished):
+        if call.body.num_choices == call.num_candidates or not isinstance(self.outcome, Finished):
             return range(len(choices))
         shown: list[int] = []
         for first in range(0, len(choices), call.num_candidates):
             group = range(first, first + call.num_candidates)
             ranked = sorted(group, key=lambda index: -choices[index].mean_logprob)
-            shown += ranked[: call.num_shown]
+            shown += ranked[: call.body.num_choices]
         return shown
 
     @property

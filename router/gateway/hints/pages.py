@@ -32,7 +32,7 @@ from router.gateway.requests.calls import (
 from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body, ChatBody, CompletionBody
-from router.gateway.versions import Versions
+from router.gateway.versions import AFFINITY_HEADER, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 
 SESSION_PARAM = "session_id"
@@ -133,8 +133,9 @@ class HintPages:
 def _pin_of(call: ApiCall, versions: Versions, settings: GatewaySettings) -> _Pin:
     """Checks a pin. Raises InvalidRequest."""
     body_type: type[Body] = ChatBody if endpoint_of(call.data) == CHAT else CompletionBody
-    if call.affinity is None:
-        call = msgspec.structs.replace(call, affinity=_ANY_KEY)
+    if AFFINITY_HEADER not in call.headers:
+        headers = {**call.headers, AFFINITY_HEADER: _ANY_KEY}
+        call = msgspec.structs.replace(call, headers=headers)
     checked = parse(call, body_type, versions, settings)
     block_size = checked.served.port.store_block_size()
     if block_size is None:

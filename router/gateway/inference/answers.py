@@ -69,7 +69,7 @@ class WholeInference:
             return
         heading = self._heading
         prompts = await self._prompts() if self._form.has_prompt else None
-        num_each = len(ending.shown) // heading.call.num_prompts
+        num_each = len(ending.shown) // len(heading.call.echoes)
         choices, scores = [], []
         for place, index in enumerate(ending.shown):
             kept = self._kept[index]
@@ -197,4 +197,4 @@ def _sum_of(entries: Sequence[Entry]) -> float:
 def _scores_of(heading: Heading, entries: Sequence[Entry]) -> LazyItems[Entry]:
     """A JSON list with an object for each token: tokens by id, the chosen one and the likeliest."""
     call = heading.call
-    return prompt_logprobs(entries, call.served.text.bytes_of, call.num_top or 0)
+    return prompt_logprobs(entries, call.served.text.bytes_of, call.body.num_top_logprobs or 0)

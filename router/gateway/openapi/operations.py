@@ -10,10 +10,9 @@ from router.gateway.answering import (
     MAX_ID_LEN,
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
-    TIMELINE_HEADER,
     TIMEOUT_HEADER,
 )
-from router.gateway.answers.writing import DECISION_HEADER
+from router.gateway.answers.writing import DECISION_HEADER, TIMELINE_HEADER
 from router.gateway.batches.pages import MAX_PAGE, BatchBody
 from router.gateway.hints.claims import (
     KEEP_HEADER,

@@ -42,10 +42,9 @@ from router.gateway.requests.parameters import (
 )
 from router.gateway.requests.scores import check_answer_scores, check_prompt_scores
 from router.gateway.responses.limits import ResponseLimits
-from router.gateway.versions import ServedVersion, Versions
+from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import ApiError, invalid_value
 from router.machine.requests import Request
-from router.text.embeddings import EmbeddingForm
 from router.text.forms.chosen import AnswerParsing
 from router.text.structured import Structure
 from router.text.tokenizer import TextModel
@@ -88,13 +87,9 @@ class ApiCall(msgspec.Struct, frozen=True):
     random_seed: int
     received_s: float
     tenant: Tenant
+    headers: Mapping[str, str]  # names are in lower case
     client_id: str | None  # the client's own id of the call
     timeout_s: float | None  # for the whole answer, from `received_s`
-    version: str | None  # that the client asked for
-    affinity: str | None
-    timeline: bool  # the client wants it in the answer
-    decision: bool  # the client wants it in the head of the response
-    trace_context: Mapping[str, str] | None = None  # W3C headers; None: nothing is traced
     session: SessionClaim | None = None
     # For the body of another API: all its fields, and a function that gives the client's names of
     # the fields without effect.
@@ -106,56 +101,27 @@ class ApiCall(msgspec.Struct, frozen=True):
         """The id in the head of the response: the client's own, if it gave one."""
         return self.client_id or self.request_id
 
-
-class Beams(msgspec.Struct, frozen=True):
-    """A wish for beam search, with so many hypotheses for each prompt."""
-
-    width: int
-    length_penalty: float
+    def debugs(self, header: str) -> bool:
+        """True if the client asks for what a header shows: the load of other tenants."""
+        return self.headers.get(header) == "1" and self.tenant.may_debug
 
 
 class CheckedCall(msgspec.Struct, frozen=True):
-    """A call that passed all checks, and the form in which the client wants its answer.
+    """A call that passed all checks, with its requests. `body` says how to answer it.
 
-    There are as many requests for each of the `num_prompts`: first all of the first prompt, then
-    all of the next. The answer shows the best `num_shown` of each prompt. Each choice begins with
-    its prompt's text in `echoes`, if that is not None. Each token comes with `num_top` of the
-    likeliest tokens; None means no log-probabilities at all.
+    There are as many requests for each prompt: first all of the first prompt, then all of the
+    next. The answer shows the best `body.num_choices` of each prompt.
     """
 
+    asked: ApiCall
+    body: Body  # without its prompt
     served: ServedVersion
     requests: tuple[Request, ...]
-    num_prompts: int
-    num_candidates: int  # choices that are generated for each prompt, shown or not
-    prompt_len: int  # tokens of all prompts
-    client_id: str | None
-    timeout_s: float | None
-    num_shown: int
-    model: str
+    echoes: tuple[str | None, ...]  # the text with which the choices of each prompt begin
     structure: Structure
-    stream: bool
-    stop: tuple[str, ...]
-    usage: bool
-    usage_in_every_chunk: bool
-    timeline: bool
-    decision: bool  # in the head of the response
-    echoes: tuple[str | None, ...]
-    echoes_scores: bool  # the log-probabilities of the prompt come with it
-    num_top: int | None
-    num_prompt_top: int | None
-    shows_stop: bool  # the answer ends with what ended it
-    shows_special_tokens: bool
-    stop_token_ids: frozenset[int]  # the client's own, which end an answer with a reason
-    is_only_prompt: bool  # the one token that is generated is dropped
-    scores_all_tokens: bool  # also those that are not shown
-    return_token_ids: bool
-    ids_for_names: bool  # of tokens in log-probabilities
-    beams: Beams | None  # if the choices are the best results of a search
-    embeddings: EmbeddingForm | None = None  # if they are wanted, and no text
-    reader: AnswerParsing | None = None  # what parses answers; None: they are text
-    shows_reasoning: bool = True
-    ignored: tuple[str, ...] = ()  # names of fields that mean nothing here
-    notes: SessionNotes | None = None  # if the call is of a session, and there is a store
+    reader: AnswerParsing | None  # what parses answers; None: they are text
+    ignored: tuple[str, ...]  # names of fields that mean nothing here
+    notes: SessionNotes | None  # if the call is of a session, and there is a store
 
     @property
     def first(self) -> Request:
@@ -163,16 +129,36 @@ class CheckedCall(msgspec.Struct, frozen=True):
         return self.requests[0]
 
     @property
+    def model(self) -> str:
+        """The name of the model, as the client said it."""
+        return self.body.model or self.served.model_names[0]
+
+    @property
+    def num_candidates(self) -> int:
+        """Choices that are generated for each prompt, shown or not."""
+        return len(self.requests) // len(self.echoes)
+
+    @property
     def leaders(self) -> tuple[Request, ...]:
         """The first request of each prompt."""
         return self.requests[:: self.num_candidates]
 
     @property
+    def prompt_len(self) -> int:
+        """Tokens of all prompts."""
+        return sum([len(leader.token_ids) for leader in self.leaders])
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of all prompts and of the longest answers allowed."""
-        num_each = self.num_candidates if self.beams is None else self.beams.width
         answers = (each.limits.max_len - len(each.token_ids) for each in self.leaders)
-        return self.prompt_len + num_each * sum(answers)
+        return self.prompt_len + self.body.num_candidates * sum(answers)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The client's own stop tokens, which end an answer with a reason."""
+        ending_ids = () if self.body.ignore_eos else self.served.text.eos_token_ids
+        return frozenset(self.body.stop_token_ids or ()).difference(ending_ids)
 
 
 class _Prompt(NamedTuple):
@@ -244,7 +230,9 @@ def _checked(
 ) -> CheckedCall:
     body = body_of(fields, body_type)
     served = versions.choose(
-        key=call.affinity or call.request_id, model=body.model, version=call.version
+        key=call.headers.get(AFFINITY_HEADER) or call.request_id,
+        model=body.model,
+        version=call.headers.get(VERSION_HEADER),
     )
     text = served.text
     body.check_model(text)
@@ -253,11 +241,12 @@ def _checked(
     check_num_choices(body, settings.max_choices)
     check_batch(body, settings.max_batch_choices)
     check_answer_scores(body)
-    beams = _beams(body, structure, text)
+    _check_beams(body, structure, text)
+    body.embedding_form(text)  # which the model may not have
     prompts = _prompts(body.singles(), served, structure, settings)
     check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
-    if beams is not None:
-        _check_steps(beams, prompts)
+    if body.use_beam_search:
+        _check_steps(body.num_candidates, prompts)
     reader = body.reader(text, structure.calling, prompts[0].token_ids)
     sampling = sampling_of(
         body,
@@ -281,45 +270,13 @@ def _checked(
         deadline_s=_after(call.received_s, body.slo_ttft_ms),
         tpot_bound_s=_after(0.0, body.slo_tpot_ms),
     )
-    usage, usage_in_every_chunk = body.usage_in_stream
-    ending_ids = () if body.ignore_eos else text.eos_token_ids
-    num_candidates = body.num_candidates if beams is None else body.num_choices
+    num_candidates = body.num_choices if body.use_beam_search else body.num_candidates
     requests = _requests(first, prompts, num_candidates)
-    return CheckedCall(
-        served=served,
-        requests=requests,
-        num_prompts=len(prompts),
-        num_candidates=num_candidates,
-        prompt_len=sum([len(prompt.token_ids) for prompt in prompts]),
-        client_id=call.client_id,
-        timeout_s=call.timeout_s,
-        num_shown=body.num_choices,
-        model=body.model or served.model_names[0],
-        structure=structure,
-        stream=bool(body.stream),
-        stop=body.stop_strings,
-        usage=usage,
-        usage_in_every_chunk=usage_in_every_chunk,
-        timeline=call.timeline,
-        decision=call.decision,
-        echoes=tuple([prompt.echo for prompt in prompts]),
-        echoes_scores=body.echoes_scores,
-        num_top=body.num_top_logprobs,
-        num_prompt_top=body.prompt_logprobs,
-        shows_stop=bool(body.include_stop_str_in_output),
-        shows_special_tokens=body.skip_special_tokens is False,
-        stop_token_ids=frozenset(body.stop_token_ids or ()).difference(ending_ids),
-        is_only_prompt=body.is_only_prompt,
-        scores_all_tokens=body.scores_all_tokens,
-        return_token_ids=bool(body.return_token_ids),
-        ids_for_names=bool(body.return_tokens_as_token_ids),
-        beams=beams,
-        embeddings=body.embedding_form(text),
-        reader=reader,
-        shows_reasoning=body.shows_reasoning,
-        ignored=(*structure.unheld, *ignored_names(call.data, fields, body_type)),
-        notes=_notes(call.session, served, requests[::num_candidates]),
-    )
+    setattr(body, body.prompt_field, [])  # the answer does not need it
+    ignored = (*structure.unheld, *ignored_names(call.data, fields, body_type))
+    notes = _notes(call.session, served, requests[::num_candidates])
+    echoes = tuple([prompt.echo for prompt in prompts])
+    return CheckedCall(call, body, served, requests, echoes, structure, reader, ignored, notes)
 
 
 def with_structure(call: CheckedCall, structure: Structure) -> CheckedCall:
@@ -343,25 +300,23 @@ def _notes(
     return notes_of(claim, block_size, leaders)
 
 
-def _beams(body: Body, structure: Structure, text: TextModel) -> Beams | None:
-    """The beam search that a body asks for. Raises ApiError."""
+def _check_beams(body: Body, structure: Structure, text: TextModel) -> None:
+    """Raises ApiError for a beam search that is not possible."""
     if not body.use_beam_search:
-        return None
+        return
     if structure.grammar is not None:
         raise unsupported("use_beam_search", "with a grammar")
     if 2 * body.num_candidates >= text.vocab_size:
         message = f"a model of {text.vocab_size} tokens cannot have {body.num_candidates} beams"
         raise invalid_value(message, "n")
-    penalty = 1.0 if body.length_penalty is None else body.length_penalty
-    return Beams(body.num_candidates, penalty)
 
 
-def _check_steps(beams: Beams, prompts: Sequence[_Prompt]) -> None:
+def _check_steps(width: int, prompts: Sequence[_Prompt]) -> None:
     """Raises ApiError if the steps of a beam search would be too large for the gateway."""
-    num_tokens = beams.width * sum(prompt.limits.max_len for prompt in prompts)
+    num_tokens = width * sum(prompt.limits.max_len for prompt in prompts)
     if num_tokens > MAX_STEP_TOKENS:
         message = (
-            f"{beams.width} beams of prompts and answers of this length have {num_tokens} tokens; "
+            f"{width} beams of prompts and answers of this length have {num_tokens} tokens; "
             f"at most {MAX_STEP_TOKENS} are allowed"
         )
         raise invalid_value(message, "use_beam_search")

@@ -230,12 +230,19 @@ class Body(msgspec.Struct, kw_only=True):
         return bool(self.return_token_ids)
 
     @property
-    def usage_in_stream(self) -> tuple[bool, bool]:
-        """Two answers: does the end of a stream have its usage, and has each chunk?"""
-        options = self.stream_options or StreamOptions()
-        continuous = bool(options.continuous_usage_stats)
-        usage = continuous if options.include_usage is None else options.include_usage
-        return usage, usage and continuous
+    def usage_in_stream(self) -> bool:
+        """True if a stream ends with its usage."""
+        options = self.stream_options
+        if options is None:
+            return False
+        asked, continuous = options.include_usage, options.continuous_usage_stats
+        return bool(continuous if asked is None else asked)
+
+    @property
+    def usage_in_every_chunk(self) -> bool:
+        """True if each chunk of a stream has the usage so far."""
+        options = self.stream_options
+        return options is not None and self.usage_in_stream and bool(options.continuous_usage_stats)
 
     @property
     def num_choices(self) -> int:

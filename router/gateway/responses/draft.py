@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from router.gateway.answers.choice import AnswerPiece
-from router.gateway.answers.writing import TIMED_OUT, Ending
+from router.gateway.answers.writing import TIMED_OUT, TIMELINE_HEADER, Ending
 from router.gateway.requests.calls import CheckedCall
 from router.gateway.responses.items import NewId
 from router.gateway.responses.output import Event, OutputItems
@@ -56,8 +56,8 @@ class ResponseDraft:
             "incomplete_details": None,
             "usage": None,
         }
-        self._shows_timeline = call.timeline
-        self._writer = ChatLogprobs(call.served.text.bytes_of, call.num_top or 0)
+        self._shows_timeline = call.asked.debugs(TIMELINE_HEADER)
+        self._writer = ChatLogprobs(call.served.text.bytes_of, call.body.num_top_logprobs or 0)
         self._output = OutputItems(new_id, self._scores, origins)
         self._finish: str | None = None
         self._num_events = 0
