@@ -29,12 +29,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-import msgspec
 import zmq
 
 from engine.clock import Clock
 from engine.config import Transport
 from engine.errors import ConfigError
+from engine.layout import Shard
 from engine.messages import Incarnation, WorkerId
 from engine.messages import TransferAddress as Address
 from engine.net.curve import Channel, Doorkeeper
@@ -56,7 +56,7 @@ from engine.worker.events import (
 from kvtransfer.device.driver import DriverError
 from kvtransfer.device.pool import DevicePool, reach
 from kvtransfer.lease.effects import Peer
-from kvtransfer.lease.group import GroupEffect, PullGroups, ToMember, part_id, whole_of
+from kvtransfer.lease.group import RankedPulls
 from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.source import SourceMachine
 from kvtransfer.lease.terms import Timing, counts_of
@@ -68,13 +68,13 @@ from kvtransfer.nixl_backend import NixlAgent, NixlUnavailable, has_rdma
 from kvtransfer.sink_end import SinkEnd
 from kvtransfer.source_end import SourceEnd
 from kvtransfer.stream.source import SealedSource
-from kvtransfer.wire import Disagreement, ranks_to_hold
 
 log = logging.getLogger(__name__)
 
 MAX_POLL_S = 0.25
 BUFFER_WAIT_S = 0.001  # longest wait for a buffer before sockets and orders have their turn
 SHORT_PULL_BYTES = 2**20  # the thread that orders it may copy that itself
+WHOLE = Shard()  # what the only rank of a worker holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,9 @@ class TransferEndpoint:
         self._turn = threading.Lock()  # of all below but the queue of orders
         self._due_s = 0.0  # when the machines are to be swept, as of the thread's last turn
         self._stopping = False
-        self._pulls = PullGroups()
         self._untouched: deque[BlockId] = deque()  # blocks that are written soon, perhaps first
         self._touched: set[BlockId] = set()
-        self._ends: deque[PullDone | PullFailed] = deque()  # of parts
+        self._part_ends: deque[PullDone | PullFailed] = deque()  # of pulls from several ranks
         self._counters: Counter[str] = Counter()
         self._doorkeeper = Doorkeeper(config.secret, Channel.KV, clock)
 
@@ -154,6 +153,7 @@ class TransferEndpoint:
             identity=config.identity,
             timing=config.timing,
         )
+        self._ranked = RankedPulls(config.identity, self.sink)
         self._source_end = SourceEnd(
             self.source,
             blocks,
@@ -171,7 +171,7 @@ class TransferEndpoint:
             timing=config.timing,
             clock=self._clock,
             nixl=self._nixl,
-            on_end=self._ends.append,
+            on_end=self._on_end,
             count=self._count,
         )
         address = self._source_end.open(self._context, config.secret, config.host)
@@ -285,10 +285,9 @@ class TransferEndpoint:
             if self._stopping:
                 return False
             self._order(order)
-            self._take_ends()
             if self._sink_end.must_poll:
                 self._sink_end.poll()
-                self._take_ends()
+            self._take_part_ends()
             self._sink_end.send()
             return self._must_go_on
         except BaseException as error:
@@ -336,10 +335,13 @@ class TransferEndpoint:
         if (now_s := self._clock.now_s()) >= self._due_s:
             self._source_end.perform(self.source.sweep(now_s))
             self._sink_end.perform(self.sink.sweep(now_s))
-        self._take_ends()
+        self._take_part_ends()
         self._sink_end.send()
         if not ready:
             self._touch_next()
+
+    def _touch_soon(self, blocks: list[BlockId]) -> None:
+        self._untouched.extend(block for block in blocks if block not in self._touched)
 
     def _touch_next(self) -> None:
         """Touches one block, so that sockets and orders have their turn between two."""
@@ -382,10 +384,10 @@ class TransferEndpoint:
     def _take_orders(self) -> None:
         while not self._orders.empty():
             self._order(self._orders.get())
-            self._take_ends()
 
     def _order(self, order: TransferOrder) -> None:
         now_s = self._clock.now_s()
+        sink = self._sink_end
         match order:
             case OpenLease():
                 effects = self.source.open(order.lease_id, order.num_blocks, now_s)
@@ -394,52 +396,30 @@ class TransferEndpoint:
                 self._source_end.perform(self.source.grow(order.lease_id, order.block_ids, now_s))
             case RevokeLease():
                 self._source_end.perform(self.source.revoke(order.lease_id, now_s))
-            case HoldLease():
-                self._hold(order)
-            case StartPull():
-                self._pass_on(self._pulls.start(order))
-            case AbortPull():
-                self._pass_on(self._pulls.abort(order))
+            case HoldLease(seq_id, lease) if (
+                lease.source.shard == WHOLE and not lease.source.others
+            ):
+                sink.perform(self.sink.hold(seq_id, lease, now_s))
+            case StartPull(seq_id, blocks) if seq_id not in self._ranked:
+                sink.perform(self.sink.start(seq_id, blocks, now_s))
+                self._touch_soon(self.sink.awaited(seq_id))
+            case AbortPull(seq_id) if seq_id not in self._ranked:
+                sink.perform(self.sink.abort(seq_id, now_s))
+            case HoldLease() | StartPull() | AbortPull():
+                sink.perform(self._ranked.order(order, now_s))
+                self._touch_soon(self._ranked.awaited(order.seq_id))
+                self._take_part_ends()
 
-    # ------------------------------------------------------------ pulls, by rank of their source
+    def _on_end(self, end: PullDone | PullFailed) -> None:
+        if self._ranked.is_part(end.seq_id):
+            self._part_ends.append(end)
+        else:
+            self._report(end)
 
-    def _hold(self, order: HoldLease) -> None:
-        """Holds a lease at those ranks of its source that have a share for this rank."""
-        own, ranks = self._config.identity, order.lease.source.ranks
-        shards = tuple(rank.shard for rank in ranks)
-        try:
-            found = ranks_to_hold(own.layout, shards, own.ranks, own.shard)
-        except Disagreement as error:
-            self._report(PullFailed(order.seq_id, f"source refused: {error.field} differs"))
-            return
-        leases = {i: msgspec.structs.replace(order.lease, source=ranks[i]) for i in found.held}
-        self._pass_on(self._pulls.hold(order.seq_id, leases, idle=found.idle))
-
-    def _pass_on(self, effects: list[GroupEffect]) -> None:
-        now_s = self._clock.now_s()
-        for effect in effects:
-            match effect:
-                case ToMember(rank, HoldLease(seq_id, lease)):
-                    self._sink_end.perform(self.sink.hold(part_id(seq_id, rank), lease, now_s))
-                case ToMember(rank, StartPull(seq_id, blocks)):
-                    part = part_id(seq_id, rank)
-                    self._sink_end.perform(self.sink.start(part, blocks, now_s))
-                    awaited = self.sink.awaited(part)
-                    self._untouched.extend(b for b in awaited if b not in self._touched)
-                case ToMember(rank, AbortPull(seq_id)):
-                    self._sink_end.perform(self.sink.abort(part_id(seq_id, rank), now_s))
-                case PullDone() | PullFailed():
-                    self._report(effect)
-
-    def _take_ends(self) -> None:
-        """Takes in the ends of parts, once all effects that came with them are performed.
-
-        Earlier, the end of the whole could overtake a fetch of another part.
-        """
-        while self._ends:
-            end = self._ends.popleft()
-            seq_id, rank = whole_of(end.seq_id)
-            self._pass_on(self._pulls.ended(rank, msgspec.structs.replace(end, seq_id=seq_id)))
+    def _take_part_ends(self) -> None:
+        while self._part_ends:
+            end = self._part_ends.popleft()
+            self._sink_end.perform(self._ranked.ended(end, self._clock.now_s()))
 
     def _report(self, report: TransferReport) -> None:
         for name, amount in counts_of(report).items():

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.messages import LeaseId, LeaseRef, SeqId
+from engine.worker.blocks import BlockId
 from engine.worker.events import (
     AbortPull,
     GrowLease,
@@ -46,7 +47,11 @@ from engine.worker.events import (
     TransferOrder,
     TransferReport,
 )
+from kvtransfer.lease.effects import SinkEffect
+from kvtransfer.lease.sink import SinkMachine
 from kvtransfer.lease.terms import LOST_WHILE_WAITING, RELEASED
+from kvtransfer.messages import Identity
+from kvtransfer.wire import Disagreement, ranks_to_hold
 
 Member = int
 
@@ -61,12 +66,6 @@ class ToMember(msgspec.Struct, frozen=True):
 def part_id(seq_id: SeqId, member: Member) -> SeqId:
     """Returns the name of a member's part of a pull, for members that share one machine."""
     return SeqId(f"{seq_id}#{member}")
-
-
-def whole_of(part: SeqId) -> tuple[SeqId, Member]:
-    """Returns the pull to which a part belongs, and its member."""
-    seq_id, _, member = part.rpartition("#")
-    return SeqId(seq_id), int(member)
 
 
 GroupEffect = ToMember | TransferReport
@@ -180,6 +179,85 @@ class PullGroups:
             assert not self._lost.keys() & pull.open
             assert pull.failure is None or pull.is_ending
             assert pull.missing <= (pull.wanted or frozenset())
+
+
+class RankedPulls:
+    """The pulls of one rank from workers of several ranks, with a part for each of their ranks.
+
+    `sink` holds the parts, each under a name of its own. The other pulls of `sink` pass by here.
+    """
+
+    def __init__(self, identity: Identity, sink: SinkMachine) -> None:
+        self._identity = identity
+        self._sink = sink
+        self._pulls = PullGroups()
+        self._parts: dict[SeqId, list[SeqId]] = {}  # of each pull
+        self._wholes: dict[SeqId, tuple[SeqId, Member]] = {}  # by part
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        """True for a pull whose end was not reported."""
+        return seq_id in self._parts
+
+    def is_part(self, seq_id: SeqId) -> bool:
+        """True if `ended` must hear of the end of this pull of `sink`."""
+        return seq_id in self._wholes
+
+    def order(self, order: HoldLease | StartPull | AbortPull, now_s: float) -> list[SinkEffect]:
+        """Carries out an order of the worker."""
+        match order:
+            case HoldLease():
+                return self._hold(order, now_s)
+            case StartPull():
+                return self._perform(self._pulls.start(order), now_s)
+            case AbortPull():
+                return self._perform(self._pulls.abort(order), now_s)
+
+    def awaited(self, seq_id: SeqId) -> list[BlockId]:
+        """Returns the places of blocks that some part has not asked for yet."""
+        parts = self._parts.get(seq_id, ())
+        return [*dict.fromkeys(block for part in parts for block in self._sink.awaited(part))]
+
+    def ended(self, end: PullDone | PullFailed, now_s: float) -> list[SinkEffect]:
+        """Takes the end of a part, once all effects that came with it are performed.
+
+        Earlier, the end of the whole could overtake a fetch of another part.
+        """
+        if end.seq_id not in self._wholes:
+            return []  # a part that failed twice, of a pull that has ended
+        seq_id, member = self._wholes[end.seq_id]
+        whole = msgspec.structs.replace(end, seq_id=seq_id)
+        return self._perform(self._pulls.ended(member, whole), now_s)
+
+    def _hold(self, order: HoldLease, now_s: float) -> list[SinkEffect]:
+        """Holds the lease at those ranks of the source that have a share for this rank."""
+        own, ranks = self._identity, order.lease.source.ranks
+        shards = tuple(rank.shard for rank in ranks)
+        try:
+            found = ranks_to_hold(own.layout, shards, own.ranks, own.shard)
+        except Disagreement as error:
+            return [PullFailed(order.seq_id, f"source refused: {error.field} differs")]
+        self._parts[order.seq_id] = []
+        leases = {i: msgspec.structs.replace(order.lease, source=ranks[i]) for i in found.held}
+        return self._perform(self._pulls.hold(order.seq_id, leases, idle=found.idle), now_s)
+
+    def _perform(self, effects: list[GroupEffect], now_s: float) -> list[SinkEffect]:
+        performed: list[SinkEffect] = []
+        for effect in effects:
+            match effect:
+                case ToMember(rank, HoldLease(seq_id, lease)):
+                    part = part_id(seq_id, rank)
+                    self._wholes[part] = seq_id, rank
+                    self._parts[seq_id].append(part)
+                    performed += self._sink.hold(part, lease, now_s)
+                case ToMember(rank, StartPull(seq_id, blocks)):
+                    performed += self._sink.start(part_id(seq_id, rank), blocks, now_s)
+                case ToMember(rank, AbortPull(seq_id)):
+                    performed += self._sink.abort(part_id(seq_id, rank), now_s)
+                case PullDone(seq_id) | PullFailed(seq_id):
+                    for part in self._parts.pop(seq_id, ()):
+                        del self._wholes[part]
+                    performed.append(effect)
+        return performed
 
 
 @dataclass(slots=True)

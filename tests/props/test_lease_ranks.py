@@ -29,7 +29,6 @@ from kvtransfer.lease.group import (
     PullGroups,
     ToMember,
     part_id,
-    whole_of,
 )
 from tests.kits.seeds import seeds
 from tests.props.test_lease_protocol import FAULTS, RANKS, Pull, Sink, World, deliver_some
@@ -142,8 +141,10 @@ class RankedWorld:
         for sink, groups in self.groups.items():
             while sink.ended:
                 part, end = sink.ended.popleft()
-                seq_id, rank = whole_of(part.seq_id)
-                self.perform(sink, groups.ended(rank, msgspec.structs.replace(end, seq_id=seq_id)))
+                seq_id, _, rank = part.seq_id.rpartition("#")
+                self.perform(
+                    sink, groups.ended(int(rank), msgspec.structs.replace(end, seq_id=seq_id))
+                )
                 groups.validate()
         while any(source.ended for source in self.sources):
             for rank, source in enumerate(self.sources):
