@@ -34,8 +34,9 @@ from bench.engine.cli import engine
 from bench.fluid.cli import fluid
 from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
-from bench.interference.cli import interference
 from bench.kv.cli import kv
+from bench.lab.experiment import command_of
+from bench.lab.interference import Interference
 from bench.moves.cli import moves
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
@@ -47,6 +48,7 @@ from bench.speculate.cli import speculate
 from bench.store.cli import store
 from bench.validation.cli import validation
 
+STUDIES = (Interference,)
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
@@ -55,7 +57,6 @@ app.command()(quality)
 app.command()(kv)
 app.command()(store)
 app.command()(gateway)
-app.command()(interference)
 app.command()(fluid)
 app.command()(speculate)
 app.command()(router)
@@ -68,6 +69,9 @@ app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)
 app.command()(report)
+
+for kind in STUDIES:
+    app.command(kind.NAME)(command_of(kind))
 
 
 @app.callback()

@@ -25,7 +25,7 @@ from bench.elastic_live.plan import (
     order_of,
 )
 from bench.elastic_live.results import LiveRun
-from bench.interference.run import linked_checkpoint
+from bench.lab.streams import linked_checkpoint
 from bench.processes.deployment import OperatedDeployment, operated
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient, run_open_loop

@@ -52,7 +52,7 @@ from bench.fluid.simulated import (
     study,
 )
 from bench.fluid.simulated import GOALS as SIMULATED_GOALS
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.goodput import ATTAINMENT
 from bench.simulator.hardware import hardware_named
@@ -137,8 +137,8 @@ def fluid(  # noqa: PLR0913 (one parameter for each option is how typer declares
             FluidPlan(
                 shape,
                 mixes_of(mixes),
-                streams=InterferenceRequests(streams, 64, stream_output),
-                prompts=InterferenceRequests(1, prompt_input, prompt_output),
+                streams=StreamAsk(streams, 64, stream_output),
+                prompts=StreamAsk(1, prompt_input, prompt_output),
                 parts=parts_of(parts, LIVE_PARTS),
                 num_clients=clients,
                 window_s=window_s,

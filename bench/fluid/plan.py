@@ -28,7 +28,7 @@ from random import Random
 from bench.common.command import values_of
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 from engine.errors import ConfigError
 
 SLACK = 1.25  # of the bound over the pace of streams alone
@@ -112,8 +112,8 @@ class FluidPlan:
 
     shape: str
     mixes: tuple[TokenMix, ...]
-    streams: InterferenceRequests
-    prompts: InterferenceRequests
+    streams: StreamAsk
+    prompts: StreamAsk
     parts: frozenset[FluidPart] = LIVE_PARTS
     num_clients: int = 8
     ramp_s: float = RAMP_S

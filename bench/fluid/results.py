@@ -32,7 +32,7 @@ from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
 from bench.elastic_live.plan import answered_per_s
 from bench.fluid.plan import COMPARED, BoundSetting, FluidDeployment
-from bench.interference.results import TOKENS_PER_CHUNK, gaps_within, window_of
+from bench.lab.streams import TOKENS_PER_CHUNK, gaps_within, window_of
 
 GOALS = Goals({"fluid/*": 0.95, "itl_ratio/bound": 1.3}, at_most=("itl_ratio/*",))
 

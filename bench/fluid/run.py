@@ -40,13 +40,13 @@ from bench.fluid.plan import (
     stream_order_of,
 )
 from bench.fluid.results import FluidRun, MixRun, StreamsRun
-from bench.interference.plan import bodies
-from bench.interference.results import window_of
-from bench.interference.run import (
+from bench.lab.streams import (
     FAILED_PAUSE_S,
     REQUEST_TIMEOUT_S,
     StreamsApart,
+    bodies,
     linked_checkpoint,
+    window_of,
 )
 from bench.processes.serving import ServedDeployment, serving
 from bench.serve.plan import ServeTarget

@@ -8,7 +8,7 @@ from bench.common.command import JsonOption, SeedOption, printed_errors, publish
 from bench.common.machine import report_here
 from bench.common.progress import say_on_stderr
 from bench.common.shapes import SHAPES
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 from bench.moves.join_run import measure_joins
 from bench.moves.joining import join_results
 from bench.moves.plan import MovesPlan, check, config_of, quick
@@ -34,9 +34,7 @@ def moves(  # noqa: PLR0913 (one parameter for each option is how typer declares
     """Flip a worker whose streams run, and measure the gap that their clients see."""
     with printed_errors():
         plan = check(
-            MovesPlan(
-                shape, InterferenceRequests(streams, input_len, output_len), repeat, seed, beside
-            )
+            MovesPlan(shape, StreamAsk(streams, input_len, output_len), repeat, seed, beside)
         )
         plan = quick(plan) if quick_ else plan
         if join:

@@ -12,8 +12,7 @@ from bench.client.load import whole
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
 from bench.common.waiting import holds_within, pause
-from bench.interference.plan import bodies
-from bench.interference.run import linked_checkpoint
+from bench.lab.streams import bodies, linked_checkpoint
 from bench.moves.joining import AFTER_S, JoinRun
 from bench.moves.plan import CALM_S, MovesPlan
 from bench.moves.run import ORDER_WITHIN_S, REQUEST_TIMEOUT_S, NotFlipped

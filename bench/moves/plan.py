@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 from engine.errors import ConfigError
 
 OPTIONS: Mapping[str, Scalar] = {"--prefill": 1, "--decode": 2, "--threads": 1}
@@ -30,7 +30,7 @@ class MovesPlan:
     """One benchmark of moves. `shape` names a checkpoint of random weights."""
 
     shape: str
-    streams: InterferenceRequests
+    streams: StreamAsk
     num_repeats: int = 6
     seed: int = 0
     num_beside: int = 0  # streams of the same kind that run in the target already

@@ -22,8 +22,8 @@ from random import Random
 from bench.common.options import PeerProgram
 from bench.common.report import Scalar
 from bench.common.shapes import shape_named
-from bench.interference.plan import InterferencePlan, InterferenceRequests
 from bench.kv.plan import KIB, MIB, KvPlan
+from bench.lab.streams import StreamAsk
 from engine.errors import ConfigError
 
 BLOCK_TOKENS = 16
@@ -32,6 +32,8 @@ PULL_SIZES = (64 * KIB, 1 * MIB)  # beside the size of the shape's own blocks
 PULL_TOTAL_BYTES = 48 * MIB
 PULLS_IN_A_REPETITION = 5
 DISK_TOTAL_BYTES = 512 * MIB
+STREAMS = StreamAsk(at_once=4, input_len=64, output_len=480)
+PROMPTS = StreamAsk(at_once=1, input_len=512, output_len=1)  # whose blocks the store takes
 DISK_DEPTH = 32  # requests under way at once
 PEERS = ("vllm",)
 MIN_PROMPT_LEN = 2 * BLOCK_TOKENS
@@ -116,17 +118,6 @@ class StorePlan:
             num_repeats=self.num_repeats,
             handoff=None,
             total_bytes=PULL_TOTAL_BYTES,
-            seed=self.seed,
-        )
-
-    @property
-    def streams(self) -> InterferencePlan:
-        """The streams of `itl`, and the prompts beside them, whose blocks the store takes."""
-        return InterferencePlan(
-            self.shape,
-            streams=InterferenceRequests(at_once=4, input_len=64, output_len=480),
-            load=InterferenceRequests(at_once=1, input_len=512, output_len=1),
-            num_repeats=self.num_repeats,
             seed=self.seed,
         )
 

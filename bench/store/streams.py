@@ -13,15 +13,19 @@ from random import Random
 
 import uvloop
 
-from bench.client.answers import Answer
 from bench.common.progress import Say, say_nothing
 from bench.common.prompts import plain_token_ids
-from bench.interference.plan import InterferencePlan, PoolSetting, bodies
-from bench.interference.results import InterferenceRun
-from bench.interference.run import WARM_UP_TOKENS, StreamsApart, linked_checkpoint, run_beside
+from bench.lab.streams import (
+    WARM_UP_TOKENS,
+    BesideRun,
+    StreamAsk,
+    bodies,
+    linked_checkpoint,
+    run_beside,
+)
 from bench.processes.serving import ServedDeployment
 from bench.store.clients import StoreClient, StoreNotReady, served_with_store, store_client
-from bench.store.plan import SERVED, StorePlan, StreamSetting, order_of_streams
+from bench.store.plan import PROMPTS, SERVED, STREAMS, StorePlan, StreamSetting, order_of_streams
 from engine.clock import MonotonicClock
 
 TAKEN = "taken_blocks_total"
@@ -78,10 +82,9 @@ async def _measure(
             is_on: await stack.enter_async_context(store_client(one))
             for is_on, one in served.items()
         }
-        asked = plan.streams
-        brief = replace(asked, streams=replace(asked.streams, output_len=WARM_UP_TOKENS))
+        brief = replace(STREAMS, output_len=WARM_UP_TOKENS)
         for is_on, client in clients.items():
-            await _run(brief, client, vocab, name=f"warm-up/{is_on}")
+            await _run(brief, plan.seed, client, vocab, name=f"warm-up/{is_on}")
         before = await clients[True].samples()
         clock, with_store_s = MonotonicClock(), 0.0
         runs = []
@@ -90,13 +93,10 @@ async def _measure(
                 say(f"streams, repetition {repeat + 1} of {plan.num_repeats}: store {setting}")
                 client = clients[setting is StreamSetting.ON]
                 sent_s = clock.now_s()
-                found = await _run(asked, client, vocab, name=f"{setting}/{repeat}")
+                found = await _run(STREAMS, plan.seed, client, vocab, name=f"{setting}/{repeat}")
                 if setting is StreamSetting.ON:
                     with_store_s += clock.now_s() - sent_s
-                begun_s, ended_s = found.window_s
-                if begun_s >= ended_s:
-                    raise StreamsApart(f"{setting}: the streams did not run at the same time")
-                runs.append(StreamGaps(setting, tuple(found.gaps_s)))
+                runs.append(StreamGaps(setting, tuple(found.together().gaps_s)))
         after = await clients[True].samples()
     counted = (after.get(n, 0.0) - before.get(n, 0.0) for n in (TAKEN, WRITTEN, CPU))
     taken, written, cpu_s = counted
@@ -106,20 +106,11 @@ async def _measure(
 
 
 async def _run(
-    plan: InterferencePlan, client: StoreClient, vocab: Sequence[int], *, name: str
-) -> InterferenceRun:
+    asked: StreamAsk, seed: int, client: StoreClient, vocab: Sequence[int], *, name: str
+) -> BesideRun:
     """Runs streams and prompts once; `name` keeps its prompts apart from those of other runs."""
-    rng = Random(f"{plan.seed}/{name}")
-    streams, load = (
-        bodies(ask, vocab, model=client.model, rng=rng) for ask in (plan.streams, plan.load)
-    )
-    some = [*islice(streams, plan.streams.at_once)]
-    answers, others = await run_beside(client.send, some, load, num_loaders=plan.load.at_once)
-    return InterferenceRun(
-        PoolSetting.DISAGGREGATED,
-        streams=answers,
-        prompts=tuple(other for other in others if isinstance(other, Answer)),
-        wall_s=0.0,
-        gateway_cpu_s=0.0,
-        client_cpu_s=0.0,
-    )
+    rng = Random(f"{seed}/{name}")
+    streams, load = (bodies(ask, vocab, model=client.model, rng=rng) for ask in (asked, PROMPTS))
+    some = [*islice(streams, asked.at_once)]
+    answers, others = await run_beside(client.send, some, load, num_loaders=PROMPTS.at_once)
+    return BesideRun(name, answers, tuple(others))

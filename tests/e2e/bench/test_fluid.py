@@ -5,15 +5,15 @@ import pytest
 from bench.fluid.plan import COMPARED, BoundSetting, FluidPlan, mixes_of
 from bench.fluid.results import MixRun, StreamsRun, results, warnings
 from bench.fluid.run import measure
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 PLAN = FluidPlan(
     "tiny",
     mixes_of("256/8"),
-    streams=InterferenceRequests(2, 8, 512),
-    prompts=InterferenceRequests(1, 256, 1),
+    streams=StreamAsk(2, 8, 512),
+    prompts=StreamAsk(1, 256, 1),
     num_clients=2,
     ramp_s=0.2,
     window_s=1.0,

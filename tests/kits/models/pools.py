@@ -68,7 +68,7 @@ MAX_STEPS = 20_000
 
 
 @dataclass(slots=True)
-class Asked:
+class StreamAsk:
     """A request and its answer."""
 
     token_ids: tuple[int, ...]
@@ -182,20 +182,20 @@ class Pools:
         self._prefill = prefill
         self._decode = decode
         self._workers = list(dict.fromkeys((prefill, decode)))
-        self._asked: dict[SeqId, Asked] = {}
+        self._asked: dict[SeqId, StreamAsk] = {}
         self._granted: dict[LeaseId, list[BlockId]] = {}  # blocks of a lease that are computed
         self._lease_of: dict[SeqId, LeaseId] = {}
         self._lease_blocks: dict[LeaseId, int] = {}
         self._wanted: dict[SeqId, tuple[tuple[int, BlockId], ...]] = {}  # pulls that wait
         self._num_attempts = 0
-        self._given_back: deque[Asked] = deque()
+        self._given_back: deque[StreamAsk] = deque()
 
     @property
     def num_local(self) -> int:
         """Number of attempts that were not handed over."""
         return len(self._local)
 
-    def answer(self, requests: Sequence[Asked]) -> list[Asked]:
+    def answer(self, requests: Sequence[StreamAsk]) -> list[StreamAsk]:
         """Answers all requests together; afterwards every block is free or cached."""
         for asked in requests:
             self._send(asked)
@@ -221,7 +221,7 @@ class Pools:
             assert counts.free + counts.cached == counts.total, counts
         return list(requests)
 
-    def _send(self, asked: Asked) -> None:
+    def _send(self, asked: StreamAsk) -> None:
         self._num_attempts += 1
         seq_id = SeqId(f"s{self._num_attempts}")
         self._asked[seq_id] = asked

@@ -3,13 +3,13 @@
 import pytest
 
 from bench.client.answers import Answer
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 from bench.moves.plan import QUICK_REPEATS, MovesPlan, check, config_of, quick
 from bench.moves.results import MovesRun, figures_of, moved_of
 from engine.errors import ConfigError
 from tests.kits.answers import answer_at
 
-PLAN = MovesPlan("tiny", InterferenceRequests(16, 100, 100))
+PLAN = MovesPlan("tiny", StreamAsk(16, 100, 100))
 
 
 def stream(*, gap_s: float, pull_s: float | None = 0.01) -> Answer:
@@ -72,5 +72,5 @@ def test_a_quick_plan_moves_once_in_each_direction():
 
 def test_what_does_not_fit_the_model_is_refused():
     with pytest.raises(ConfigError, match="room for"):
-        check(MovesPlan("tiny", InterferenceRequests(1, 5000, 1)))
+        check(MovesPlan("tiny", StreamAsk(1, 5000, 1)))
     assert check(PLAN) is PLAN

@@ -21,14 +21,14 @@ from bench.fluid.plan import (
     starts_s,
     stream_order_of,
 )
-from bench.interference.plan import InterferenceRequests
+from bench.lab.streams import StreamAsk
 from engine.errors import ConfigError
 
 PLAN = FluidPlan(
     "tiny",
     mixes_of("1024/16,64/256,turning"),
-    streams=InterferenceRequests(2, 8, 300),
-    prompts=InterferenceRequests(1, 512, 1),
+    streams=StreamAsk(2, 8, 300),
+    prompts=StreamAsk(1, 512, 1),
     num_repeats=3,
     seed=7,
 )
@@ -118,8 +118,8 @@ def test_plan_that_fits_is_kept_and_told_in_the_report():
     "rest",
     [
         {"mixes": mixes_of("4000/100")},
-        {"streams": InterferenceRequests(1, 4000, 100)},
-        {"prompts": InterferenceRequests(1, 4096, 1)},
+        {"streams": StreamAsk(1, 4000, 100)},
+        {"prompts": StreamAsk(1, 4096, 1)},
         {"shape": "huge"},
     ],
 )

@@ -1,1 +1,0 @@
-"""`baton bench interference`: how much prompts hold up running streams."""

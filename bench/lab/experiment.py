@@ -1,0 +1,208 @@
+"""The form of every study in the lab: options, arms in turn, findings, and a report.
+
+A study is a frozen dataclass. Its fields are the options of its command, the configuration in its
+report and the plan of its run. `__post_init__` raises ConfigError for options that do not fit.
+The form adds `--seed`, `--quick`, `--json` and, for a study with a plot, `--plot`.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Interference(Experiment):
+        "Measure how much long prompts hold up running streams."
+        streams: Annotated[int, typer.Option(min=1, help="Streams that run at once.")] = 4
+
+        def measure(self, say): ... return Findings(results)
+
+`rounds` runs the arms of a study in an order of its own in each repetition, so that a drift of the
+machine affects all arms alike. `results_by_arm` and `held_against` name and compare their figures.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_type_hints
+
+import typer
+from rich.console import Console
+
+from bench.common.command import (
+    JsonOption,
+    PlotOption,
+    SeedOption,
+    printed_errors,
+    publish,
+    quick_option,
+)
+from bench.common.goals import NO_GOALS, Goals
+from bench.common.machine import report_here
+from bench.common.plots import require_matplotlib
+from bench.common.progress import Say, say_on_stderr
+from bench.common.report import Figure, Report, Result, Scalar, results_of
+from bench.common.shapes import SHAPES, shape_named
+from bench.common.tables import print_lines, print_results
+from engine.errors import ConfigError
+
+ShapeOption = Annotated[str, typer.Option(help=f"Random weights: {', '.join(SHAPES)}.")]
+Arm = TypeVar("Arm")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The results of a study, and facts that a reader should know before trusting them."""
+
+    results: Sequence[Result]
+    warnings: Sequence[str] = ()
+    lines: Sequence[str] = ()  # printed below the table
+    config: Mapping[str, Scalar] = field(default_factory=dict)  # measured on the way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment(ABC):
+    """The options of one study. Subclasses add their own, and the run."""
+
+    NAME: ClassVar[str]
+    QUICK: ClassVar[str]  # the help of `--quick`
+    GOALS: ClassVar[Goals] = NO_GOALS
+
+    seed: SeedOption = 0
+
+    @property
+    def report_name(self) -> str:
+        """Returns the name of the report."""
+        return self.NAME
+
+    @property
+    def goals(self) -> Goals:
+        """Returns the bounds that the results are held against."""
+        return self.GOALS
+
+    @property
+    def title(self) -> str:
+        """Returns the line above the table."""
+        return self.NAME
+
+    @abstractmethod
+    def quick(self) -> Self:
+        """Returns a smaller study of the same kind."""
+
+    @abstractmethod
+    def measure(self, say: Say) -> Findings:
+        """Carries the study out. Raises BatonError."""
+
+    def show(self, console: Console, report: Report) -> None:
+        """Prints the results."""
+        print_results(console, report, self.goals)
+
+    def plot(self, report: Report, path: Path) -> None:
+        """Draws the report. A study that defines this method has the option `--plot`."""
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Scalar]:
+        """Returns the options as a flat mapping, without the seed, paths and peers."""
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "seed"}
+        return {
+            name: value if isinstance(value, Scalar) else ",".join(map(str, value))
+            for name, value in values.items()
+            if name != "peer" and not isinstance(value, Path)
+        }
+
+
+def command_of(kind: type[Experiment]) -> Callable[..., None]:
+    """Returns the function that typer makes the study's command of."""
+
+    def command(
+        *, quick: bool = False, json: Path | None = None, plot: Path | None = None, **options: Any
+    ) -> None:
+        with printed_errors():
+            study = kind(**options)
+            _run(study.quick() if quick else study, json, plot)
+
+    hints = get_type_hints(kind, include_extras=True)
+    parameters = {one.name: (hints[one.name], one.default) for one in fields(kind)}
+    parameters["quick"] = (Annotated[bool, quick_option(kind.QUICK)], False)
+    parameters["json"] = (JsonOption, None)
+    if kind.plot is not Experiment.plot:
+        parameters["plot"] = (PlotOption, None)
+    command.__doc__ = kind.__doc__
+    command.__annotations__ = {name: hint for name, (hint, _) in parameters.items()}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+            )
+            for name, (hint, default) in parameters.items()
+        ]
+    )
+    return command
+
+
+def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:
+    if plot:
+        require_matplotlib()
+    found = study.measure(say_on_stderr())
+    config = study.config() | dict(found.config)
+    report = report_here(study.report_name, seed=study.seed, config=config, results=found.results)
+    publish(report, json, title=study.title, show=study.show, warnings=found.warnings)
+    print_lines(Console(), found.lines)
+    if plot:
+        study.plot(report, plot)
+
+
+def rounds(arms: Sequence[Arm], repeat: int, seed: int, say: Say) -> Iterator[tuple[int, Arm]]:
+    """Yields all arms in each repetition, in the repetition's own order."""
+    for number in range(repeat):
+        order = [*arms]
+        Random(f"{seed}/order/{number}").shuffle(order)
+        for arm in order:
+            say(f"repetition {number + 1} of {repeat}: {arm}")
+            yield number, arm
+
+
+def by_thing(figures: Mapping[str, Mapping[str, Figure]]) -> dict[str, Figure]:
+    """Returns the figures of arms as `thing/arm`: all arms of one thing, then of the next."""
+    things = dict.fromkeys(thing for found in figures.values() for thing in found)
+    return {
+        f"{thing}/{arm}": found[thing]
+        for thing in things
+        for arm, found in figures.items()
+        if thing in found
+    }
+
+
+def results_by_arm(
+    found: Iterable[tuple[int, str, Mapping[str, Figure]]], arms: Iterable[str]
+) -> tuple[Result, ...]:
+    """Returns the results `thing/arm`; `found` has figures with their repetition and arm."""
+    repeats: dict[int, dict[str, Mapping[str, Figure]]] = {}
+    for repeat, arm, figures in found:
+        repeats.setdefault(repeat, {})[arm] = figures
+    order = [*arms]
+    return results_of(
+        [by_thing({arm: one[arm] for arm in order if arm in one}) for one in repeats.values()]
+    )
+
+
+def held_against(results: Sequence[Result], peers: Mapping[str, str]) -> tuple[Result, ...]:
+    """Returns the results, with those named by `peers` beside another result of the same thing.
+
+    `peers` has the arm to compare with, by the name of a result.
+    """
+    values = {result.name: result.value for result in results}
+    found = []
+    for result in results:
+        arm = peers.get(result.name, "")
+        theirs = values.get(f"{result.name.rpartition('/')[0]}/{arm}")
+        found.append(result.beside({arm: theirs}) if theirs else result)
+    return tuple(found)
+
+
+def check_lengths(shape: str, *lengths: tuple[int, int]) -> None:
+    """Raises ConfigError if tokens in and out are more than a shape has room for."""
+    context_len = shape_named(shape).max_positions
+    for input_len, output_len in lengths:
+        if input_len + output_len > context_len:
+            raise ConfigError(
+                f"{input_len} tokens in and {output_len} out are more than {shape} has room for:"
+                f" {context_len}"
+            )

@@ -1,0 +1,254 @@
+"""What studies of running streams share: deployments with clients, requests, windows and gaps.
+
+Times are taken at the client. It shares the cores with the deployments, so the CPU time of both is
+reported. No two prompts begin alike, so no prefix cache helps.
+"""
+
+import asyncio
+import os
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from time import process_time
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from bench.client.answers import Answer, Endpoint, Failure, request_body
+from bench.client.load import kinds_of, whole
+from bench.common import background
+from bench.common.background import busy_warning
+from bench.common.shapes import SPECIAL_TOKENS, cached_checkpoint, shape_named, tokenizer_over
+from bench.processes.serving import ServedDeployment
+from bench.serve.plan import ServeTarget
+from bench.serve.run import Send, ServeClient
+from engine.clock import MonotonicClock
+from engine.errors import BatonError
+
+REQUEST_TIMEOUT_S = 120.0
+FAILED_PAUSE_S = 1.0
+TOKENIZER = "tokenizer.json"
+WARM_UP_TOKENS = 16  # of each stream; its length does not change what gets warm
+TOKENS_PER_CHUNK = 1.002  # with more, gaps are those between chunks, not tokens
+
+
+class StreamsApart(BatonError):
+    """The streams of a run never decoded all at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAsk:
+    """Requests of one length; `at_once` of them are open."""
+
+    at_once: int
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class BesideRun:
+    """Streams on one arm and requests beside them. Times in seconds, of one clock."""
+
+    arm: str
+    streams: tuple[Answer, ...]  # of at least three chunks
+    others: tuple[Answer | Failure, ...] = ()
+    wall_s: float = 0.0
+    gateway_cpu_s: float = 0.0
+    client_cpu_s: float = 0.0
+    others_share: float | None = None  # of all cores, used by other programs
+    repeat: int = 0
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """From the second chunk of the last stream to begin until the first stream's end."""
+        return window_of(self.streams)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between the chunks of all streams, in the window."""
+        return gaps_within(self.streams, self.window_s)
+
+    @property
+    def prompts(self) -> list[Answer]:
+        """The requests beside the streams that were answered."""
+        return [one for one in self.others if isinstance(one, Answer)]
+
+    @property
+    def answered(self) -> list[Answer]:
+        """The requests beside the streams that had their first token in the window."""
+        begin_s, end_s = self.window_s
+        return [one for one in self.prompts if begin_s <= one.chunk_times_s[0] <= end_s]
+
+    def together(self) -> "BesideRun":
+        """Returns the run. Raises StreamsApart if its streams never decoded all at once."""
+        begin_s, end_s = self.window_s
+        if begin_s >= end_s:
+            raise StreamsApart(f"{self.arm}: the streams did not run at the same time")
+        return self
+
+
+def window_of(streams: Sequence[Answer]) -> tuple[float, float]:
+    """From the second chunk of the last stream to begin until the first stream's end."""
+    begin_s = max(stream.chunk_times_s[1] for stream in streams)
+    return begin_s, min(stream.chunk_times_s[-1] for stream in streams)
+
+
+def gaps_within(streams: Sequence[Answer], window_s: tuple[float, float]) -> list[float]:
+    """Gaps between the chunks of these answers that lie in the window."""
+    begin_s, end_s = window_s
+    return [
+        later - earlier
+        for stream in streams
+        for earlier, later in pairwise(stream.chunk_times_s)
+        if begin_s <= earlier and later <= end_s
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    """A deployment and a client of it."""
+
+    served: ServedDeployment
+    send: Send
+    model: str
+    workers: tuple[int, ...]  # sessions
+
+    @property
+    def sessions(self) -> list[int]:
+        """Sessions of all its processes."""
+        return [self.served.pid, *self.served.sessions()]
+
+    def gateway_cpu_s(self) -> float:
+        """CPU seconds of its gateways."""
+        return sum(map(background.session_seconds, self.served.services("gateway")))
+
+    def worker_seconds(self) -> list[float]:
+        """CPU seconds of each worker."""
+        return [background.session_seconds(session) for session in self.workers]
+
+
+async def live_server(served: ServedDeployment, session: aiohttp.ClientSession) -> LiveServer:
+    """Connects to a deployment. Raises ServerUnreachable."""
+    client = ServeClient(session, ServeTarget(served.url), MonotonicClock())
+    model = await client.first_model()
+    return LiveServer(served, client.send, model, tuple(served.services("worker")))
+
+
+def our_sessions(servers: Mapping[str, LiveServer]) -> list[int]:
+    """Sessions of this process and of all servers: what the CPU time of others leaves out."""
+    return [os.getsid(0), *(session for one in servers.values() for session in one.sessions)]
+
+
+@contextmanager
+def linked_checkpoint(shape: str, *, seed: int) -> Iterator[Path]:
+    """A folder with the weights of that shape and an `ascii_tokenizer`."""
+    with TemporaryDirectory(prefix="baton-") as folder:
+        path = Path(folder)
+        for file in cached_checkpoint(shape, seed).iterdir():
+            if file.name != TOKENIZER:
+                (path / file.name).symlink_to(file)
+        ascii_tokenizer(shape_named(shape).vocab_size).save(str(path / TOKENIZER))
+        yield path
+
+
+def ascii_tokenizer(vocab_size: int) -> Tokenizer:
+    """Builds a tokenizer with a whole text for each id, special tokens aside.
+
+    Half a character is shown only with the next token, and the client would see one gap for two
+    steps. Nearly 1 % of the ids of `bench.common.shapes` have no text of their own.
+    """
+    letters = string.digits + string.ascii_letters + string.punctuation
+    return tokenizer_over(letters, vocab_size - len(SPECIAL_TOKENS) - len(letters))
+
+
+def bodies(ask: StreamAsk, vocab: Sequence[int], *, model: str, rng: Random) -> Iterator[bytes]:
+    """Requests without end, each with a prompt of its own."""
+    while True:
+        yield body_of(ask.input_len, ask.output_len, vocab, model=model, rng=rng)
+
+
+def body_of(
+    input_len: int, output_len: int, vocab: Sequence[int], *, model: str, rng: Random
+) -> bytes:
+    """A request with a random prompt, whose answer has this length."""
+    prompt = rng.choices(vocab, k=input_len)
+    return request_body(
+        Endpoint.COMPLETIONS, prompt, model=model, output_len=output_len, temperature=0.0
+    )
+
+
+async def measured_beside(
+    server: LiveServer,
+    streams: Iterator[bytes],
+    load: Iterator[bytes],
+    *,
+    at_once: tuple[int, int],
+    sessions: Sequence[int],
+    arm: str,
+) -> BesideRun:
+    """Runs streams with loaders beside them, and measures CPU time; `at_once` are both numbers."""
+    num_streams, num_loaders = at_once
+    before, cpu_s = background.read(sessions), (server.gateway_cpu_s(), process_time())
+    clock = MonotonicClock()
+    begin_s = clock.now_s()
+    answers, others = await run_beside(
+        server.send, [*islice(streams, num_streams)], load, num_loaders=num_loaders
+    )
+    return BesideRun(
+        arm,
+        answers,
+        tuple(others),
+        wall_s=clock.now_s() - begin_s,
+        gateway_cpu_s=server.gateway_cpu_s() - cpu_s[0],
+        client_cpu_s=process_time() - cpu_s[1],
+        others_share=background.share_of_others(before, background.read(sessions)),
+    )
+
+
+async def run_beside(
+    send: Send, streams: Sequence[bytes], load: Iterator[bytes], *, num_loaders: int
+) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
+    """Runs all streams, and loaders that send one request after the other until all streams end.
+
+    Raises RequestsFailed if a stream fails.
+    """
+    others: list[Answer | Failure] = []
+    ended = asyncio.Event()
+
+    async def loader() -> None:
+        while not ended.is_set():
+            others.append(result := await send(next(load)))
+            if isinstance(result, Failure):  # or a refused loader would repeat without a pause
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), FAILED_PAUSE_S)
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(send(body)) for body in streams]
+        for _ in range(num_loaders):
+            group.create_task(loader())
+        results = await asyncio.gather(*running)
+        ended.set()
+    return whole(results), others
+
+
+def answer_warnings(
+    streams: Sequence[Answer], others: Sequence[Answer | Failure], shares: Sequence[float | None]
+) -> list[str]:
+    """Facts of requests and of the machine that a reader should know before trusting results."""
+    failures = [one for one in others if isinstance(one, Failure)]
+    lines = [f"failed: {kind}" for kind in kinds_of(failures)]
+    lines += busy_warning(share or 0.0 for share in shares)
+    num_tokens = sum(stream.num_output_tokens for stream in streams)
+    num_chunks = sum(len(stream.chunk_times_s) for stream in streams)
+    if num_tokens > TOKENS_PER_CHUNK * num_chunks:
+        lines.append(f"{num_tokens / num_chunks:.2f} tokens came in a chunk: gaps are of chunks")
+    answers = [one for one in others if isinstance(one, Answer)]
+    num_cached = sum(answer.num_cached_tokens or 0 for answer in answers)
+    if num_cached:
+        lines.append(f"{num_cached} tokens of prompts were cached: another --seed asks anew")
+    return lines

@@ -1,0 +1,134 @@
+"""Streams, the requests beside them, and the gaps in a run's window."""
+
+import asyncio
+import json
+from itertools import count, islice
+from random import Random
+
+import pytest
+
+from bench.client.answers import Failure
+from bench.client.load import RequestsFailed
+from bench.lab.streams import (
+    BesideRun,
+    StreamAsk,
+    StreamsApart,
+    answer_warnings,
+    ascii_tokenizer,
+    bodies,
+    run_beside,
+)
+from tests.kits.answers import answer_at
+
+
+def test_only_gaps_count_in_which_all_streams_decode():
+    early = answer_at([0, 5, 6, 7, 8, 9])  # the first gap: alone; the last two: it is alone again
+    late = answer_at([4, 5.5, 6.5, 7.5])  # the first gap: it is handed over
+    run = BesideRun("idle", (early, late))
+    assert run.together().window_s == (5.5, 7.5)
+    assert run.gaps_s == [1, 1, 1]
+
+
+def test_streams_that_never_ran_together_have_no_window():
+    with pytest.raises(StreamsApart):
+        BesideRun("idle", (answer_at([0, 1, 2]), answer_at([3, 4, 5]))).together()
+
+
+def test_disturbed_measurements_warn():
+    even = (answer_at([0, 1, 2], num_tokens=3),)
+    assert answer_warnings(even, even, [0.01, None]) == []
+    merged = (answer_at([0, 1, 2], num_tokens=4),)
+    others = (answer_at([1], num_cached=64), Failure("http_500", "no"))
+    told = answer_warnings(merged, others, [0.2])
+    assert [line[:20] for line in told] == [
+        "failed: 1 http_500 (",
+        "other processes used",
+        "1.33 tokens came in ",
+        "64 tokens of prompts",
+    ]
+
+
+def test_no_two_prompts_are_alike():
+    some = bodies(StreamAsk(1, 16, 4), range(3, 512), model="m", rng=Random(1))
+    asked = [json.loads(body) for body in islice(some, 50)]
+    assert len({tuple(body["prompt"]) for body in asked}) == 50
+    assert {len(body["prompt"]) for body in asked} == {16}
+    assert {(body["max_tokens"], body["ignore_eos"], body["stream"]) for body in asked} == {
+        (4, True, True)
+    }
+
+
+def test_every_token_has_a_text_of_its_own():
+    tokenizer = ascii_tokenizer(512)
+    texts = [tokenizer.decode([i]) for i in range(512)]
+    assert texts[:3] == ["", "", ""]  # special
+    assert all(1 <= len(text) <= 2 and text.isascii() for text in texts[3:])
+    assert len(set(texts[3:])) == 509
+
+
+class FakeServer:
+    """Ends streams once `num_prompts` prompts were answered; answers prompts at once, or fails."""
+
+    def __init__(self, num_prompts=0, fails=()):
+        self.num_prompts = num_prompts
+        self.fails = fails
+        self.prompts = []
+        self.under_way = self.most_under_way = 0
+        self.enough = asyncio.Event()
+        if not num_prompts:
+            self.enough.set()
+
+    async def send(self, body):
+        if body in self.fails:
+            return Failure("http_500", body.decode())
+        if body.startswith(b"stream"):
+            await self.enough.wait()
+            return answer_at([1, 2, 3])
+        self.prompts.append(body)
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        for _ in range(3):  # turns of the loop: time enough for others to be sent
+            await asyncio.get_running_loop().run_in_executor(None, int)
+        self.under_way -= 1
+        if len(self.prompts) >= self.num_prompts:
+            self.enough.set()
+        return answer_at([1])
+
+
+def beside(server, *, num_loaders, streams=(b"stream 1", b"stream 2")):
+    load = (b"prompt %d" % i for i in count())
+    return asyncio.run(run_beside(server.send, streams, load, num_loaders=num_loaders))
+
+
+def test_a_loader_sends_each_prompt_when_the_one_before_is_answered_until_all_streams_end():
+    server = FakeServer(num_prompts=5)
+    answers, others = beside(server, num_loaders=1)
+    assert len(answers) == 2
+    assert server.most_under_way == 1
+    assert server.prompts[:5] == [b"prompt %d" % i for i in range(5)]
+    assert len(others) == len(server.prompts) <= 6
+
+
+def test_several_loaders_keep_as_many_prompts_under_way():
+    server = FakeServer(num_prompts=9)
+    beside(server, num_loaders=3)
+    assert server.most_under_way == 3
+    assert len(set(server.prompts)) == len(server.prompts)
+
+
+def test_without_loaders_there_is_no_prompt():
+    server = FakeServer()
+    assert beside(server, num_loaders=0) == ((answer_at([1, 2, 3]),) * 2, [])
+    assert server.prompts == []
+
+
+def test_a_prompt_that_fails_is_told_and_the_load_goes_on():
+    _, others = beside(FakeServer(num_prompts=3, fails=(b"prompt 1",)), num_loaders=1)
+    assert Failure("http_500", "prompt 1") in others
+    assert len(others) >= 4
+
+
+def test_run_with_a_failed_stream_has_no_figures():
+    server = FakeServer(num_prompts=3, fails=(b"stream 2",))
+    with pytest.raises(RequestsFailed, match="1 of 2 streams failed: 1 http_500"):
+        beside(server, num_loaders=1)
