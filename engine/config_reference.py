@@ -32,7 +32,7 @@ class ConfigKey(msgspec.Struct, frozen=True):
     type: str  # in words
     default: str  # as TOML writes it; UNSET too
     meaning: str
-    values: dict[str, str]  # of a choice: each value with its meaning, which may be empty
+    values: dict[str, str]  # a choice's values, each with its meaning, which may be empty
 
     @property
     def variable(self) -> str:
@@ -87,7 +87,7 @@ def settings_of(config: Config) -> Iterator[tuple[ConfigKey, str, bool]]:
 def _settings_of_model(
     chosen: str, model: ModelConfig, worker: WorkerConfig
 ) -> Iterator[tuple[ConfigKey, str, bool]]:
-    """Yields the settings of a model, and those of its workers that others do not have."""
+    """Yields the settings of a model, and the settings that only its workers have."""
     keys = {key.name: key for key in config_keys()}
     for field in msgspec.structs.fields(ModelConfig):
         if field.name == "worker":
@@ -170,7 +170,7 @@ def _words(kind: Any) -> str:
 
 
 def _parts(kind: Any) -> tuple[type, ...]:
-    """The types of a union without None; of a list, those of its elements."""
+    """The types of a union without None; for a list, the types of its elements."""
     if isinstance(kind, type) and not get_args(kind):
         return () if kind is NoneType else (kind,)
     return tuple(part for each in get_args(kind) if each is not ... for part in _parts(each))

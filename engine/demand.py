@@ -23,7 +23,7 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A gateway's observations of about the last second. Those of several gateways add up.
+    """A gateway's observations of about the last second. Observations of several gateways add up.
 
     Rates are per second and include refused requests. Amounts are of the gateway's own requests.
     """
@@ -38,7 +38,7 @@ class Observation:
     num_decoding: int = 0  # sequences that decode, or will once their prompt is computed
     context_tokens: int = 0  # context of these, halfway through their predicted growth
     reserved_tokens: int = 0  # KV of these at their predicted final lengths
-    decode_cost: DecodeCost | None = None  # of one worker; None until it is learned
+    decode_cost: DecodeCost | None = None  # on one worker; None until it is learned
     num_gateways: int = 1  # gateways in this sum
 
     def __add__(self, other: "Observation") -> "Observation":

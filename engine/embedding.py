@@ -25,7 +25,7 @@ _LAST_TOKEN = "pooling_mode_lasttoken"
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """How hidden states become an embedding: that of the last token, perhaps of length 1."""
+    """How hidden states become an embedding: the last token's state, perhaps scaled to length 1."""
 
     is_normalized: bool
     size: int  # numbers

@@ -39,7 +39,7 @@ import msgspec
 # A cache line. Misaligned `rep movsb` copies are ten times slower on some CPUs.
 ALIGNMENT_BYTES = 64
 SCALE_BYTES = 4
-MAX_RANKS = 64  # of a worker
+MAX_RANKS = 64  # in a worker
 
 
 class KVFormat(StrEnum):
@@ -85,7 +85,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     holds a range of each section's `layers`; without any, it holds all.
     """
 
-    rank: int = 0  # of tensor parallelism
+    rank: int = 0  # in tensor parallelism
     size: int = 1
     layers: tuple[LayerRange, ...] = ()
 

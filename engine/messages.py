@@ -31,8 +31,8 @@ WRONG_ROLE = "wrong role"  # the worker's role does not accept it
 PULL_FAILED = "pull failed"  # how the reason begins if its KV did not come
 ROLE_CHANGED = "role changed"  # the worker had accepted it in its earlier role
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_HASHES = 65_536  # of blocks, in one message
-HASH_BYTES = 16  # of a block, as `engine.worker.blocks` computes it
+MAX_HASHES = 65_536  # block hashes in one message
+HASH_BYTES = 16  # a block's hash, as `engine.worker.blocks` computes it
 MAX_ENDPOINT_LEN = 512  # characters of a ZeroMQ endpoint
 MAX_HINT_ID_LEN = 64  # characters of an id in a client's hint
 MAX_KEEP_S = 86_400.0  # that a client may ask the store to keep a session for
@@ -50,7 +50,7 @@ Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 # The key of the tenant's block hashes: see `engine.net.trust.Secret.salt`.
 Salt = Annotated[bytes, msgspec.Meta(max_length=SALT_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
-Endpoint = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LEN)]  # of ZeroMQ
+Endpoint = Annotated[str, msgspec.Meta(max_length=MAX_ENDPOINT_LEN)]  # an address of ZeroMQ
 Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAX_HASHES)]
 # Names an API key or a session to stores, and tells them nothing else about it.
 HintId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HINT_ID_LEN)]
@@ -72,7 +72,7 @@ class Role(StrEnum):
     prefills: bool  # computes prompts, also for other workers to go on from
     decodes: bool  # can generate tokens
 
-    __hash__ = str.__hash__  # that of an enum is made in Python, and costs are found by role
+    __hash__ = str.__hash__  # an enum's own hash runs in Python, and costs are looked up by role
 
     def __init__(self, name: str) -> None:
         self.prefills = name in ("prefill", "mixed")
@@ -200,7 +200,7 @@ class RankAddress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TransferAddress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The address from which other workers pull a worker's blocks: that of each of its ranks.
+    """The addresses from which other workers pull a worker's blocks, one for each rank.
 
     All ranks have the worker's incarnation. `others` has the ranks after the first.
     """
@@ -324,7 +324,7 @@ class OfferPrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfferBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Lease those of these blocks that this worker holds, in this order: a store keeps them."""
+    """Asks a worker to lease the blocks that it holds, in this order: a store keeps them."""
 
     seq_id: SeqId
     hashes: Hashes
@@ -419,10 +419,10 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     role: Role
     fingerprint: str
-    layout: KVLayout  # of the whole model, of which each rank has a share
+    layout: KVLayout  # the whole model's; each rank has a share
     num_blocks: int
     max_running: int
-    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: that of the pool
+    kv_wire_dtype: KVFormat | None = None  # format of KV on its way; None: the pool's format
     events: EventsAddress | None = None  # None: it does not publish which blocks it caches
     stretch: float | None = None  # None: it does the work of its role only
     step: "StillStepping | None" = None  # the step that runs now, if it is long
@@ -470,15 +470,15 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     seq_id: SeqId
     token: int
     finish: FinishReason | None
-    logprobs: Logprobs | None = None  # of `token`, if requested
-    prompt_logprobs: list[Logprobs] = []  # of the prompt from its second token on
+    logprobs: Logprobs | None = None  # for `token`, if requested
+    prompt_logprobs: list[Logprobs] = []  # for the prompt from its second token on
     embedding: bytes = b""  # fp32 [hidden], little-endian; of models that embed
 
 
 class KvReady(msgspec.Struct, frozen=True, tag=True):
     """All KV of a handed-over sequence is in the decode worker.
 
-    `transfer_s` and `exposed_s` are those of `engine.worker.events.PullDone`.
+    `transfer_s` and `exposed_s` are as in `engine.worker.events.PullDone`.
     """
 
     seq_id: SeqId
@@ -557,7 +557,7 @@ class HandedOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class RoleChanged(msgspec.Struct, frozen=True, tag=True):
-    """The worker's role is no longer that of its `Welcome`. Every gateway gets this message."""
+    """The worker's role has changed since its `Welcome`. Every gateway gets this message."""
 
     role: Role
 
@@ -600,7 +600,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     decode_blocks: int = 0
     context_tokens: int = 0
     steps: list[StepReport] = []
-    gauges: dict[str, float] = {}  # of the process, by the name of the metric
+    gauges: dict[str, float] = {}  # the process's own, by the name of the metric
 
     @property
     def num_blocks(self) -> int:

@@ -53,7 +53,7 @@ counters = {"private_builds": 0}  # libraries built for this process alone
 class Sources:
     """The files of a library: `main` is compiled and includes others of the same folder."""
 
-    name: str  # of the library, in the cache
+    name: str  # the library's, in the cache
     folder: Path
     main: str
     flags: tuple[str, ...] = FLAGS

@@ -1,7 +1,7 @@
 """Starts a Python process that talks to its parent over a socket pair.
 
 The child gets its end as a descriptor, whose number is the last argument of its command line. Its
-standard input and output are /dev/null, so it cannot disturb those of the parent. The child learns
+standard input and output are /dev/null, so it cannot disturb the parent's. The child learns
 of the parent's end because its socket ends, and the parent of the child's end in the same way.
 """
 

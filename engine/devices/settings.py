@@ -29,7 +29,7 @@ _DEFAULTS: dict[DeviceKind, dict[str, Any]] = {
 class WorkerSettings(WorkerConfig, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker's configuration in which no default is open. `device` is not `auto`.
 
-    `stretch` is that of the pools, if the worker is fluid (`engine.messages.Welcome`).
+    `stretch` is the pools' own, if the worker is fluid (`engine.messages.Welcome`).
     """
 
     kv_dtype: KVFormat

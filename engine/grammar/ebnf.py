@@ -154,7 +154,7 @@ def _check_counts(token: _Token) -> None:
 
 
 def _terminals(rules: dict[str, _Rule]) -> frozenset[str]:
-    """The rules that do not lead to a recursive one: those of which all parts are terminals."""
+    """The rules that do not lead to a recursive one: all their parts are terminals."""
     needs = {n: {t.text for t in rule.body if t.kind == "name"} for n, rule in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, parts in needs.items():

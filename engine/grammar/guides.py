@@ -42,14 +42,14 @@ from engine.messages import Grammar, GrammarKind
 
 MAX_SOURCE_LEN = 128 * 2**10  # characters
 MAX_MESSAGE_LEN = 300  # characters of an error
-MAX_LEXER_STATES = 16_000  # of about 2 kB each
+MAX_LEXER_STATES = 16_000  # each takes about 2 kB
 COMPILING_FUEL = 500_000  # expressions; the largest schemas in use take as many
 MASK_FUEL = 100_000  # expressions for one mask
-MASK_ITEMS = 5_000  # of the parser, for one mask: 0.05 s where rules are ambiguous
+MASK_ITEMS = 5_000  # parser items for one mask: 0.05 s where rules are ambiguous
 MAX_CACHED_BYTES = 2**30  # estimated memory of the kept grammars
 STATES_BYTES = MAX_LEXER_STATES * 2048  # memory that following a grammar adds at most
 COMPILED_BYTES_PER_S = 150 * 2**20  # memory per second of compiling: the most that was measured
-MAX_TOKEN_S = 0.1  # of CPU time for one token; large schemas take 0.04
+MAX_TOKEN_S = 0.1  # CPU time for one token; large schemas take 0.04
 STACK_BYTES = 256 * 2**20  # address space, of which little is touched
 WORD_BITS = 32
 

@@ -35,8 +35,8 @@ from engine.grammar.rewriting.patterns import translated
 MAX_NESTING = 64  # subschemas inside one another
 MAX_DEPTH = 200  # the same, through references too
 MAX_EXACT_INT = 2**53  # beyond it, not every integer is a double
-MAX_JSON_NESTING = 200  # of the document, values included
-MAX_PROPERTIES = 1000  # of one object: the compiler's work grows with their square
+MAX_JSON_NESTING = 200  # in the document, values included
+MAX_PROPERTIES = 1000  # in one object: the compiler's work grows with their square
 MAX_COMMON_MULTIPLE = 10_000  # the compiler makes a state for each remainder
 
 COMPACT = {"whitespace_flexible": False}  # options of a schema whose values have no blanks

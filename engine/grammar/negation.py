@@ -7,8 +7,8 @@
     allOf              one part does not hold; anyOf: none does
     lengths, bounds    what lies beyond
 
-A schema does not hold if one of its keywords does not. So the parts that can be said are joined;
-those that cannot are left out, and the result allows less.
+A schema does not hold if one of its keywords does not. So the parts that can be
+expressed are joined; the others are left out, and the result allows less.
 
 Source: JSON Schema 2020-12, core and validation.
 """
@@ -34,7 +34,7 @@ MAX_TEXTS = 64  # that a negation may exclude
 MAX_NUMBERS = 64  # the same for numbers
 MAX_TEXTS_LEN = 2048  # characters of all of them
 MAX_INSIDE = 8  # negations inside one another, references included
-MAX_NEGATIONS = 1000  # of one document: each may repeat a part of it
+MAX_NEGATIONS = 1000  # in one document: each may repeat a part of it
 
 Json = Any
 Schema = dict[str, Any]
@@ -157,7 +157,7 @@ class Negation:
     def _no_exclusive_maximum(self, bound: Json, _: int) -> list[Json]:
         return [{"type": "number", "minimum": bound}] if is_number(bound) else []
 
-    # Of other keywords nothing is known: what does not satisfy them is left out of the result.
+    # Values that violate other keywords are unknown, so the result leaves them out.
     _COMPLEMENTS: ClassVar[dict[str, Callable[..., list[Json]]]] = {
         "type": _no_type,
         "enum": _no_values,

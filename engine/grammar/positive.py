@@ -11,7 +11,7 @@ alternative, so none of the others. Here these become positive:
     format             one that the compiler knows and that allows no more; else a note
     $ref               to a place by its pointer, also where an anchor or the own $id names it
 
-`engine.grammar.keywords` has rewritten those that only have other names.
+`engine.grammar.keywords` has rewritten the keywords that are only other names.
 
 The result allows nothing that the schema forbids. It may allow less, where a part of a negation has
 no positive form. If nothing of it has one, the schema is refused by name.

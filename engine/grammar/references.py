@@ -87,7 +87,7 @@ def _anchors(root: Json) -> Iterator[tuple[str, str]]:
 def _names(schema: dict[str, Json]) -> Iterator[str]:
     if isinstance(name := schema.get("$anchor"), str):
         yield name
-    for keyword in ("$id", "id"):  # of drafts 4 to 7
+    for keyword in ("$id", "id"):  # drafts 4 to 7 have both
         if isinstance(name := schema.get(keyword), str) and name.startswith("#"):
             yield name[1:]
 

@@ -50,7 +50,7 @@ class TokenGuide:
             if len(sequence) > 1:
                 self._by_last[sequence[-2]].append(sequence)
         self._tail_len = max(map(len, rules.banned), default=1) - 1
-        self._tail: list[int] = []  # of the answer
+        self._tail: list[int] = []  # the answer's last tokens
         self.fault: str | None = None
 
     def consume(self, token_id: int) -> None:

@@ -49,7 +49,7 @@ from engine.worker.batch import Row
 log = logging.getLogger(__name__)
 
 MOST_BARE = 0.2  # share of a model's bytes; a larger one is worth a warning
-FUSED_TOLERANCE = 1e-4  # of the spread of the logits
+FUSED_TOLERANCE = 1e-4  # relative to the spread of the logits
 PACKED_TOLERANCE = {  # the same, for packed weights of each format
     WeightFormat.FP32: 1e-3,
     WeightFormat.BF16: 0.1,
@@ -71,7 +71,7 @@ def resolve_weights(wanted: WeightFormat) -> WeightFormat:
 class CpuPass(NamedTuple):
     """The inputs of one forward pass."""
 
-    token_ids: Sequence[int]  # of the flat batch
+    token_ids: Sequence[int]  # in the flat batch
     positions: Sequence[int]
     keep: Sequence[int]  # indices of tokens whose logits are needed
     batch: AttentionBatch
@@ -161,7 +161,7 @@ class CpuForward:
         return self.launch(self.prepare(rows, keep))
 
     def prepare(self, rows: Sequence[Row], keep: Sequence[int]) -> CpuPass | PreparedCall:
-        """Makes the inputs of `launch` from those of `logits`."""
+        """Makes the inputs of `launch` from the inputs of `logits`."""
         if self._decoder is not None:
             return self._decoder.prepare(rows, keep)
         token_ids = [token for row in rows for token in row.token_ids]
@@ -173,7 +173,7 @@ class CpuForward:
         return None
 
     def unpack(self, step: PackedStep) -> CpuPass:
-        """Makes the inputs of `launch` from those that rank 0 packed."""
+        """Makes the inputs of `launch` from the inputs that rank 0 packed."""
         inputs = packing.arrays(step.memory, packing.plan(step.shape))
         starts, ends = inputs.cu_seqlens_q.tolist(), inputs.context_lens.tolist()
         lens = np.diff(inputs.cu_seqlens_q).tolist()

@@ -70,11 +70,11 @@ MAX_CAPTURED_ROWS = 256
 MAX_CHOSEN = 8192  # tokens of one step that rows of the next may follow
 MAX_CAPTURE_S = 60.0
 MAX_CAPTURE_BYTES = 2 << 30
-MAX_COMPILATIONS = 64  # of one layer's code, which models of one kind in a process share
+MAX_COMPILATIONS = 64  # for one layer's code, which models of one kind in a process share
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 WARM_UP_RUNS = 2  # before a capture: libraries choose their kernels in the first
 WARM_UP_LENS = (2, 8, 32, 128)  # tokens of a row, so that every kind of launch is compiled
-WARM_UP_ROWS = 64  # of the last length: a step of 8,192 tokens
+WARM_UP_ROWS = 64  # rows of the last length: a step of 8,192 tokens
 
 
 Sampler = Callable[[torch.Tensor, Sequence[TokenChoice]], torch.Tensor]
@@ -172,7 +172,7 @@ class CudaForward:
         self._wanted_sizes = packing.captured_sizes(captured_rows, captured_lens)
         self._sizes: tuple[StepSize, ...] = ()  # to which steps are padded
         self._graphs: dict[StepSize, Captured] = {}
-        self._table_width = 0  # of captured steps
+        self._table_width = 0  # in captured steps
         self._memory: torch.Tensor | None = None  # the inputs of captured steps
         self._staged: tuple[Staged, ...] = ()
         self._num_prepared = 0
@@ -269,7 +269,7 @@ class CudaForward:
     ) -> CudaStep:
         """Packs a step's inputs. Reads and writes host memory only.
 
-        `follows` names for each row the token that it takes from those of the last step, or None.
+        `follows` names for each row the last step's token that it takes, or None.
         """
         size = self._padded_size(rows)
         if size is not None:
@@ -282,7 +282,7 @@ class CudaForward:
         return None if size is None else (size.packed(self._table_width), size.row_len)
 
     def unpack(self, step: PackedStep) -> CudaStep:
-        """Makes the inputs of `launch` from those that rank 0 packed."""
+        """Makes the inputs of `launch` from the inputs that rank 0 packed."""
         size = StepSize(step.row_len, step.shape.num_rows) if step.row_len else None
         plan = packing.plan(step.shape)
         staged = self._next_staged()

@@ -36,7 +36,7 @@ from engine.model.native.experts import holds_experts, router_layers
 
 LARGEST = 448.0  # the largest e4m3 number
 MULTIPLE = 16  # sizes must be multiples of this
-LEAST_SCALE = 1e-12  # of an activation, for rows of zeros
+LEAST_SCALE = 1e-12  # an activation's, for rows of zeros
 FIRST_CAPABILITY = (8, 9)  # the first compute capability with fp8
 GROUPED_CAPABILITIES = (9, 10)  # those with products of groups
 
@@ -45,7 +45,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], to
 
 
 class Replaced(NamedTuple):
-    """Names of the layers or experts that were replaced, and of those that were not."""
+    """Names of the replaced layers or experts, and names of the others."""
 
     replaced: tuple[str, ...]
     kept: tuple[str, ...]
@@ -128,7 +128,7 @@ class Fp8Experts(nn.Module):
     ) -> torch.Tensor:
         """Sums of the experts' results, [num_tokens, hidden]."""
         num_tokens, top_k = top_k_index.shape
-        chosen, order = top_k_index.reshape(-1).sort(stable=True)  # of pairs: expert by expert
+        chosen, order = top_k_index.reshape(-1).sort(stable=True)  # the pairs, expert by expert
         numbers = torch.arange(self.num_experts, device=chosen.device, dtype=chosen.dtype)
         ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
         x = self.first(hidden_states[order // top_k], ends, chosen)
@@ -172,7 +172,7 @@ def replace_linears(
 
 
 def replace_experts(model: nn.Module, read_outside: Collection[str] = ()) -> Replaced:
-    """Replaces every module of experts, but those of which other modules read the weights."""
+    """Replaces every module of experts, unless other modules read its weights."""
     replaced, kept = [], []
     for name in [name for name, module in model.named_modules() if holds_experts(module)]:
         experts = model.get_submodule(name)

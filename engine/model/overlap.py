@@ -1,6 +1,6 @@
 """Steps that are queued on a GPU while the step before them is still computed.
 
-The tokens that a step chooses stay on the device, where the next step finds those that it needs
+The tokens that a step chooses stay on the device, where the next step finds the tokens it needs
 (`CudaForward.remember`). So the next step can be queued before the host knows them. The host reads
 them behind the step's fence, from pinned memory to which the device has copied them.
 
@@ -83,7 +83,7 @@ class OverlappedStep:
             self.choose()
 
     def places(self) -> Mapping[SeqId, int]:
-        """The place of each sequence's token among those that the step chooses."""
+        """The index of each sequence's token among the tokens that the step chooses."""
         chosen = (p.row.seq_id for p in self._proposals if p.row.sampling is not None)
         return {seq_id: place for place, seq_id in enumerate(chosen)}
 

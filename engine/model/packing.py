@@ -32,10 +32,10 @@ from engine.worker.blocks import BlockId
 
 KNOWN = -1  # in `follows`: `token_ids` has the token
 PAD_SLOT = -1  # in a slot mapping: a token that is not stored
-ALIGNMENT_BYTES = 64  # of each array: kernels load 16 bytes at once, copies a cache line
+ALIGNMENT_BYTES = 64  # for each array: kernels load 16 bytes at once, copies a cache line
 SMALL_SIZES = (1, 2, 4, 8)  # rows of captured steps; then powers of two and midpoints
 ROW_LENS = (1, 2, 4, 8)  # tokens of a row of captured steps
-MAX_VERIFIED_TOKENS = 512  # of a captured step with several tokens a row
+MAX_VERIFIED_TOKENS = 512  # in a captured step with several tokens a row
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ def fill(  # noqa: PLR0913 - all but two have names at the call
     row_of = np.repeat(np.arange(num_rows), query_lens)  # [num_tokens]
     index = np.arange(num_tokens)
     position = index + (ends - query_ends)[row_of]
-    place = index  # of each token among those that fill up
+    place = index  # where each token is among the padding
     padded_ends = query_ends
     if row_len is not None:
         padded_ends = np.arange(1, len(inputs.context_lens) + 1) * row_len

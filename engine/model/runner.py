@@ -66,7 +66,7 @@ from engine.worker.ranks import shards_of
 
 WARM_UP_TOKENS = 32
 WARM_UP_DRAFTED = 2
-PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # of a weight
+PACKED_BYTES = {WeightFormat.FP32: 4, WeightFormat.INT8: 1, WeightFormat.FP8: 1}  # each weight
 
 Allocate = Callable[[int], memoryview]  # bytes wanted → writable memory that starts on a cache line
 
@@ -77,7 +77,7 @@ class KVNeeds(NamedTuple):
     weights_bytes: int  # estimate of the weights' final size
     block_bytes: int
     num_context_blocks: int  # blocks that hold a whole context
-    device: DeviceNeeds | None = None  # of a GPU
+    device: DeviceNeeds | None = None  # what a GPU needs
 
 
 SizeKV = Callable[[KVNeeds], int]  # → bytes for KV
@@ -132,8 +132,8 @@ ATTENTIONS = {"cuda": "triton", "plain": "torch", "native": "c++"}  # by module
 class TorchRunner:
     """A `Runner`. `open` sets every attribute that the constructor does not set."""
 
-    layout: KVLayout  # of this rank's blocks
-    whole_layout: KVLayout  # of the blocks of all ranks
+    layout: KVLayout  # this rank's blocks
+    whole_layout: KVLayout  # the blocks of all ranks
     shards: tuple[Shard, ...] = ()  # what each rank's blocks hold of them, if there are several
     num_blocks: int
     context_len: int  # tokens; no row may end beyond it
@@ -143,11 +143,11 @@ class TorchRunner:
     eos_token_ids: tuple[int, ...]
     fingerprint: str
     weights: WeightFormat  # resolved: never `auto`
-    weights_bytes: int  # of linear layers, the draft's too
-    sizes: ModelSizes  # of the target, to estimate the work of steps
+    weights_bytes: int  # linear layers, the draft's too
+    sizes: ModelSizes  # the target's, to estimate the work of steps
     buffer: memoryview | None  # num_blocks * block_bytes; None if it is not host memory
     draft_forward: CpuForward | CudaForward | SharedForward | None = None  # over the same blocks
-    kv_address: int  # of the buffer, in the memory of its device
+    kv_address: int  # where the buffer begins, in the memory of its device
 
     def __init__(  # noqa: PLR0913 - all but the path have defaults
         self,
@@ -236,7 +236,7 @@ class TorchRunner:
         if callable(kv_bytes):
             kv_bytes = kv_bytes(self._needs(models)._replace(device=self._device_needs(target)))
         if self._group is not None and kv_bytes is not None and not self._is_cuda:
-            kv_bytes //= self._group.place.size  # of one machine's memory
+            kv_bytes //= self._group.place.size  # one machine's memory is shared
         self.num_blocks = _resolve_num_blocks(self.layout, self._num_blocks, kv_bytes)
         if self._group is not None:
             self.num_blocks = self._group.least(self.num_blocks)

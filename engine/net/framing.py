@@ -33,7 +33,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        self._wanted_bytes = HEAD_BYTES  # of `_rest`, before there can be another frame
+        self._wanted_bytes = HEAD_BYTES  # bytes of `_rest` that the next frame needs
         self.has_ended = False
 
     def feed(self, data: bytes) -> list[bytes]:

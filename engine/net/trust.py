@@ -26,8 +26,8 @@ class Secret:
             raise ConfigError("the deployment's secret is empty")
         encoded = token.encode(errors="surrogatepass")
         self._root = blake2b(encoded, person=b"baton secret").digest()
-        self._keys: dict[str, bytes] = {}  # those that were derived, by purpose: few
-        self._salts: dict[str, bytes] = {}  # of groups without a salt of the client
+        self._keys: dict[str, bytes] = {}  # the derived keys by purpose: few
+        self._salts: dict[str, bytes] = {}  # for groups without a salt of the client
 
     def __repr__(self) -> str:
         return "Secret(…)"

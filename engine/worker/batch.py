@@ -9,7 +9,7 @@ row's own token and the drafted ones behind it.
 
 A drafted token is kept if the target chooses it there, with the noise of that position. The token
 after the last kept one is the target's choice too. So a row that drafts k tokens yields between 1
-and k + 1 tokens. They equal those of k + 1 steps without a draft.
+and k + 1 tokens. They equal the tokens of k + 1 steps without a draft.
 """
 
 from array import array

@@ -62,7 +62,7 @@ MediumName = Annotated[str, msgspec.Meta(max_length=MAX_MEDIUM_CHARS)]  # other 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Blocks became cached. Each follows the one before it, and the first follows the parent.
 
-    `token_ids` are those of all the blocks, or none. `medium` says where a store keeps them, and
+    `token_ids` has all the blocks' tokens, or none. `medium` says where a store keeps them, and
     workers leave it empty. The fields about LoRA are vLLM's, and empty.
     """
 
@@ -190,7 +190,7 @@ def events_of(
 
 
 def _continues(last: BlockEvent | None, item: Stored) -> TypeGuard[BlockStored]:
-    """True if the block follows those of the last event, on the same medium."""
+    """True if the block follows the last event's blocks, on the same medium."""
     return (
         isinstance(last, BlockStored)
         and last.block_hashes[-1] == item.parent

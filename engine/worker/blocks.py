@@ -11,7 +11,7 @@ its content until the free list, least recently used first, reaches it. *Spare* 
 out before other cached ones: the last sequence or lease that held them said that another worker
 keeps a copy. Blocks before one that is kept are no spare ones, or nothing would be found of the
 prefix. Generated blocks do not count here: the next prompt repeats the answer, or cannot use it.
-*Recurring* blocks are those that the last sequence took for more likely to be used again. They stay
+*Recurring* blocks are likely to be used again, as the last sequence's request said. They stay
 `RECURRING_STAY` times as long as others, counted in blocks handed out. So at all times
 
     num_blocks = free + cached + owned + leased + in flight        (each block counted once)
@@ -150,7 +150,7 @@ class BlockPool:
         self._hash: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
         self._num_children: dict[BlockHash, int] = {}  # blocks of prompts after this one
-        self._parent: list[BlockHash | None] = [None] * num_blocks  # of blocks of prompts
+        self._parent: list[BlockHash | None] = [None] * num_blocks  # set for blocks of prompts
         self._num_cached = 0  # idle blocks whose hash is known
         self._num_leased = self._num_in_flight = (
             0  # blocks with this kind of holder; some have both
@@ -159,7 +159,7 @@ class BlockPool:
         self._freed_in_flight: deque[list[BlockId]] = deque()
         # Blocks with no holder, next to be handed out first. An ordered dict, not a deque, because
         # a prefix hit takes a block out of the middle. All of the first are handed out before any
-        # others: those without a hash and spare ones, then those that are worth keeping.
+        # others: blocks without a hash and evict-first blocks, then blocks worth keeping.
         self._spare: OrderedDict[BlockId, None] = OrderedDict(
             (BlockId(i), None) for i in range(num_blocks)
         )

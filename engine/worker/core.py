@@ -68,13 +68,13 @@ class Scheduled(msgspec.Struct):  # made in each step
     """The rows and effects that a scheduler wants in this step."""
 
     rows: list[Row] = []
-    num_tokens: int = 0  # of these rows, drafted ones too
+    num_tokens: int = 0  # in these rows, drafted ones too
     effects: list[Effect] = []
     held_until_s: float | None = None  # hold the step until then, or until the next event
     waits: bool = False  # plan nothing before the step in flight has ended
 
 
-NOTHING = Scheduled()  # of a scheduler without work; its lists stay empty
+NOTHING = Scheduled()  # what a scheduler without work returns; its lists stay empty
 
 
 class Workload(msgspec.Struct, frozen=True):
@@ -265,7 +265,7 @@ class WorkerCore:
         return self._settled(effects, now_s)
 
     def _settled(self, effects: Iterable[Effect | PassedOn], now_s: float) -> list[Effect]:
-        """The effects, with those that follow from sequences passed on between schedulers."""
+        """The effects, and the effects of passing sequences on between schedulers."""
         settled: list[Effect] = []
         for effect in effects:
             if isinstance(effect, _PASSED_ON):

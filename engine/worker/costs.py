@@ -19,7 +19,7 @@ next. After many in a row on the same side the workers have changed, and the fit
 Each fit also keeps its recent prediction errors. Read them before you trust a prediction.
 
 Pure: no clock, no tensor. Sources: the shape of the formulas, DistServe (Zhong et al., OSDI 2024,
-appendix A) and AIConfigurator's tables; that of the pull, NIXL's cost of a descriptor.
+appendix A) and AIConfigurator's tables; for the pull, NIXL's cost of a descriptor.
 """
 
 import math
@@ -104,7 +104,7 @@ _NUM_SURPRISES = 4  # errors cut in a row on one side before the fit starts anew
 _NUM_YOUNG = 8  # the first observations, which are never cut
 _NUM_EAGER = 16  # the first observations are each solved for, later one in _SOLVE_EVERY
 _SOLVE_EVERY = 8
-_RIDGE = 1e-6  # of the average observation: keeps coefficients of collinear features finite
+_RIDGE = 1e-6  # times the average observation: keeps coefficients of collinear features finite
 
 
 class Fit:

@@ -52,7 +52,7 @@ OfGateway = (
 
 
 class FromGateway(msgspec.Struct, frozen=True):  # a struct, as `Emit` is
-    """A gateway's message. `guide` is that of its grammar if the shell opened it, or the error."""
+    """A gateway's message. `guide` is its grammar's, if the shell opened it, or the error."""
 
     gateway_id: GatewayId
     message: OfGateway

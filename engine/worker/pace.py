@@ -28,7 +28,7 @@ from engine.messages import StepReport
 from engine.worker.batch import Row
 from engine.worker.costs import OnlineCosts, PrefillCost
 
-FIRST_TOKENS = 16  # of a prompt in a step, before any was timed
+FIRST_TOKENS = 16  # a prompt's tokens in a step, before any step was timed
 LEAST_TOKENS = 4  # in a step that has room for nothing
 KEPT = 0.9  # aimed at, as a share of the limit: hand-overs and short predictions need the rest
 EAGER = 32  # steps of a kind that are all learned from; later one in `EVERY`

@@ -25,7 +25,7 @@ _SPLIT = re.compile(r"tp\d+ pp\d+ ep\d+$")  # `RankPlace.name`
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """The place of one rank among those of its worker."""
+    """The place of one rank among its worker's ranks."""
 
     rank: int = 0
     tp: int = 1

@@ -16,7 +16,7 @@ class Sequence:
     """Tokens, and the blocks that hold the KV of the first `num_computed_tokens` of them.
 
     Always `num_cached_tokens <= num_computed_tokens <= len(token_ids)`, and the block table covers
-    at least the computed tokens. Cached tokens are those that this sequence did not compute: their
+    at least the computed tokens. Cached tokens were not computed by this sequence: their
     KV was found here or pulled.
 
     `block_hashes` are the hashes of all full blocks of the tokens, computed here unless given.
@@ -183,7 +183,7 @@ class Sequence:
         self.num_hashed_blocks = num_full
 
     def trim(self, pool: BlockPool) -> None:
-        """Gives back blocks behind those that the tokens need: rejected drafts used them."""
+        """Frees blocks that the tokens no longer need: rejected drafts used them."""
         num_blocks = -(-len(self.token_ids) // self.block_size)
         if len(self.block_table) > num_blocks:
             pool.disown(self.block_table[num_blocks:])

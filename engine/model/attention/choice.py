@@ -21,9 +21,9 @@ from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
 KERNELS = "triton"  # the candidate that uses no other way
-MEASURED_TOKENS = 2048  # of each row; fewer if the cache is small
+MEASURED_TOKENS = 2048  # in each row; fewer if the cache is small
 MEASURED_RUNS = 5
-TOLERANCE = 0.03  # of the largest element: bf16 has 8 bits
+TOLERANCE = 0.03  # relative to the largest element: bf16 has 8 bits
 
 # (query, key, value, cache, layer, batch, scoring, way) → attention
 AttendBy = Callable[..., torch.Tensor]
@@ -43,7 +43,7 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_fastest(candidates: Mapping[str, Callable[[], float]]) -> AttentionChoice:
-    """Calls each candidate for the seconds that it takes. Those that raise are out.
+    """Calls each candidate for the seconds that it takes. A candidate that raises is left out.
 
     Of equally fast ones the first is chosen. Raises what the first raised if all do.
     """
@@ -52,7 +52,7 @@ def choose_fastest(candidates: Mapping[str, Callable[[], float]]) -> AttentionCh
     for name, measure in candidates.items():
         try:
             seconds[name] = measure()
-        except Exception as error:  # of another's library: it may raise anything
+        except Exception as error:  # a library may raise anything
             errors[name] = error
     if not seconds:
         raise next(iter(errors.values()))

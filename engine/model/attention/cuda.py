@@ -77,8 +77,8 @@ class LaunchPlan(NamedTuple):
 class RowLimits(NamedTuple):
     """The least numbers of queries with which rows are attended elsewhere."""
 
-    fresh: int  # of rows with nothing before them
-    cached: int  # of others
+    fresh: int  # tokens of rows with nothing before them
+    cached: int  # tokens of other rows
 
 
 class Tiling(NamedTuple):
@@ -164,7 +164,7 @@ def plan_launches(
     limits: RowLimits,
     all_rows_m: Sequence[int],
 ) -> LaunchPlan:
-    """Sorts rows into launches and those that are attended elsewhere.
+    """Sorts rows into launches, and rows that are attended elsewhere.
 
     `group` is the number of query heads of a KV head, `all_rows_m` the tile rows of the launches.
     """
@@ -210,7 +210,7 @@ def tiling(kv_format: KVFormat, width: int, rows_m: int) -> Tiling:
     if rows_m <= 16:
         tile = 16384 * 8 // (width * kv_format.element_bits)
         return Tiling(tile=min(max(tile, 16), 128), num_warps=4, num_stages=3)
-    elements = 4096 if kv_format is KVFormat.FP32 else 8192  # of a tile: registers are the limit
+    elements = 4096 if kv_format is KVFormat.FP32 else 8192  # in a tile: registers are the limit
     return Tiling(
         tile=min(max(elements // width, 16), 128 if rows_m <= 64 else 64),
         num_warps=4 if rows_m <= 64 else 8,

@@ -14,7 +14,7 @@ and windows. RECORDING only notes what each layer asks for. That includes the wi
 that transformers would have built: the mask decides when a model runs by itself, while PAGED trusts
 the layer's arguments.
 
-Some layers compute no K and V but attend to those of an earlier layer. They get that layer's place
+Some layers compute no K and V but attend to an earlier layer's. They get that layer's place
 in the cache, so that nothing is stored twice.
 """
 

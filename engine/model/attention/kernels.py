@@ -19,7 +19,7 @@ never more items than the host expects.
 A query may stand before its row's first token. Such queries fill captured rows up: they see
 nothing, and their result is zero.
 
-**Scales** never touch elements: those of K multiply a column of scores and those of V a column of
+**Scales** never touch elements: scales of K multiply a column of scores, scales of V a column of
 probabilities, so an element is only converted, in registers. An int4 element is low + q * step, so
 
     score = step * sum(query * q) + low * sum(query)       and likewise for V.
@@ -43,7 +43,7 @@ HEADROOM: tl.constexpr = tl.constexpr(14.0)  # weights reach 2**14: fp16 then ke
 LEAST_EXPONENT: tl.constexpr = tl.constexpr(63)  # 2**-64, as fp32 stores it
 SIGN_AND_FRACTION: tl.constexpr = tl.constexpr(~0x7F800000)  # a step of int4 may be negative
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it drops a fraction
-ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)  # of a batch, when items are counted
+ROWS_AT_ONCE: tl.constexpr = tl.constexpr(128)  # when a batch's items are counted
 SUBNORMAL_ROUNDER: tl.constexpr = tl.constexpr(24576.0)  # 1.5 * 2**14: drops less than 2**-9
 
 # Two words become four (eight) pairs of fp16: byte (nibble) i of both stand side by side. Of an
@@ -320,7 +320,7 @@ def _work(
 
 @triton.jit
 def _splits(tiles, share, SPLIT: tl.constexpr):
-    """The splits of each unit of rows with so many tiles."""
+    """The splits of each unit of rows with this number of tiles."""
     if SPLIT:
         return (tiles + share - 1) // share
     return tl.full(tiles.shape, 1, tl.int32)
@@ -466,7 +466,7 @@ def attention_kernel(
     splits = _splits(tiles, share, SPLIT)
     unit = (item - before) // splits
     split = (item - before) % splits
-    first_position = context_len - query_len  # of the row's first query; negative before its start
+    first_position = context_len - query_len  # the row's first query; negative before its start
     begin, end = _stretch(context_len, first_position, query_len, unit, split, splits, window,
                           UNIT_LEN, TILE)  # fmt: skip
 

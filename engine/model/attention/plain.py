@@ -143,7 +143,7 @@ def _attend(
 def _plan_spans(
     batch: AttentionBatch, cache: KVCache, scoring: Scoring, dtype: torch.dtype
 ) -> list[Span]:
-    """Divides all rows into spans. `dtype` is that of the scores."""
+    """Divides all rows into spans. `dtype` is the scores' type."""
     spans = []
     groups = defaultdict(list)
     for row, extent in enumerate(batch.extents):

@@ -1,4 +1,4 @@
-"""Ways to attend long rows on a GPU, beside the Triton kernels: those of torch and of FlashInfer.
+"""Ways to attend long rows on a GPU, beside the Triton kernels: torch's and FlashInfer's.
 
 A way gets rows whose K and V are stored already, in a record in bf16. `takes_cached` says if it
 reads the record, and so can attend rows with earlier tokens. Otherwise it reads the projections.
@@ -33,7 +33,7 @@ from engine.model.pinned import brought, held
 LONG_ROW = 256  # queries; shorter rows are not worth their own launch
 FLASH_HEAD_DIMS = range(8, 257, 8)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
-FLASHINFER_BYTES = 128 << 20  # of workspace, as its documentation advises
+FLASHINFER_BYTES = 128 << 20  # workspace, as its documentation advises
 FA3_MODULE = "flash_attn_interface"
 FA3_CAPABILITY = 9
 
@@ -79,7 +79,7 @@ class Way(Protocol):
 class RaggedRows(NamedTuple):
     """Some rows of a batch, as the libraries want them."""
 
-    tokens: slice | torch.Tensor  # of the flat batch
+    tokens: slice | torch.Tensor  # in the flat batch
     cu_seqlens_q: torch.Tensor
     max_q: int
     max_k: int

@@ -1,11 +1,11 @@
 """Loads a model so that its attention runs over paged KV, or refuses the model.
 
-transformers knows hundreds of decoders. Baton keeps no list of those that it can serve; it tries
+transformers knows hundreds of decoders. Baton keeps no list of servable ones; it tries
 the model when it is opened:
 
 1. One token, with an attention that only records. Every layer must call it once, all with the same
    KV heads and head size. The `KVSection` comes from these calls, not from names in the config.
-   The window that a layer tells its attention must be that of its mask.
+   The window that a layer tells its attention must equal its mask's window.
    A layer that attends to K and V of an earlier one has no KV of its own.
 2. A short row with eager and with sdpa attention: some models are causal in one of them only.
 3. The rows of `probe`, near and far, with the model's own attention, and the same in two passes
@@ -73,7 +73,7 @@ from engine.model.parallel.stages import keep_stage
 
 log = logging.getLogger(__name__)
 
-PROBE_TOLERANCE = {  # of the spread of the logits
+PROBE_TOLERANCE = {  # relative to the spread of the logits
     torch.float32: 1e-3,
     torch.float16: 0.02,
     torch.bfloat16: 0.1,
@@ -97,9 +97,9 @@ class LoadedModel:
     quant_method: str | None  # how the checkpoint's weights are quantised
     probe: Probe | None = None  # repeated after changes; None: the model was built, not loaded
     read_outside: frozenset[str] = frozenset()  # modules whose weights other modules read
-    embedding: Embedding | None = None  # of a model whose logits are hidden states
-    group: RankGroup | None = None  # of a model that spans several ranks
-    whole_layout: KVLayout | None = None  # of all ranks; None: `layout`
+    embedding: Embedding | None = None  # set if the model's logits are hidden states
+    group: RankGroup | None = None  # set if the model spans several ranks
+    whole_layout: KVLayout | None = None  # all ranks together; None: `layout`
 
 
 def load(  # noqa: PLR0913 - all but three have defaults
@@ -117,13 +117,13 @@ def load(  # noqa: PLR0913 - all but three have defaults
     Without a dtype, that is bf16 on a GPU. On a CPU it is fp32, but weights are kept as they are
     stored and made fp32 only while in use, until `pack_linears` or `stored.widen`.
 
-    If contexts up to `max_len` tokens are asked for, rotary embeddings that change may be those of
-    long contexts throughout (`positions`).
+    If contexts up to `max_len` tokens are asked for, changing rotary embeddings may be taken from long
+    contexts throughout (`positions`).
 
     With a `group`, it loads this rank's part. All ranks call it together.
 
     Raises CheckpointError, in one line that names the file or the property. Raises ConfigError if
-    the model cannot be shared by so many ranks.
+    the model cannot be shared by this number of ranks.
     """
     check_files(path)
     as_is = dtype is None and device == "cpu"
@@ -211,7 +211,7 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _whole(model: PreTrainedModel, section: KVSection, group: RankGroup | None) -> KVSection:
-    """The KV shape of all ranks, given that of one."""
+    """The KV shape of all ranks, given one rank's."""
     if group is None:
         return section
     text = model.config.get_text_config(decoder=True)
@@ -258,7 +258,7 @@ def load_draft(
     """Loads the model that proposes tokens to `target`: on its device, for its KV format.
 
     Raises CheckpointError. That includes two models that use the same ids for different tokens:
-    speculation would be right, but useless. Raises ConfigError if so many ranks cannot share it.
+    speculation would be right, but useless. Raises ConfigError if the ranks cannot share it.
     """
     try:
         draft = load(
@@ -275,7 +275,7 @@ def load_draft(
         raise kind(f"draft: {error}") from error
     if draft.vocab_size != target.vocab_size:
         raise CheckpointError(
-            f"draft: {path}: logits of {draft.vocab_size} tokens, those of {target_path} are of "
+            f"draft: {path}: logits of {draft.vocab_size} tokens, but {target_path} has "
             f"{target.vocab_size}"
         )
     if _vocabulary(path) != _vocabulary(target_path):
@@ -284,7 +284,7 @@ def load_draft(
 
 
 def _vocabulary(path: Path) -> object:
-    """Ids and texts of a tokenizer's tokens, without those that fine-tunes add later."""
+    """Ids and texts of a tokenizer's tokens, without tokens that fine-tunes add later."""
     tokenizer = read_json(path, "tokenizer.json")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     return model.get("vocab") if isinstance(model, dict) else None

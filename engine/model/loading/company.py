@@ -4,7 +4,7 @@ The kernels, and the functions that `native.invariant` replaces, keep that promi
 A model's own code may use other functions of torch; only a trial shows how these behave.
 
 The trial is one short sequence, computed several times: whole and alone, in chunks, and behind and
-before other rows. There are so many other rows that the sequence's elements move between vector
+before other rows. There are enough other rows that the sequence's elements move between vector
 loops and remainders, and its rows move within a matrix product.
 """
 
@@ -39,7 +39,7 @@ def keeps_bits(compute: Compute, block_size: int) -> bool:
         for i, (tokens, table) in enumerate(zip(OTHERS, theirs, strict=True))
     ]
     alone = _logits(compute, mine, (len(TOKENS),), [], [])
-    found = [  # of every trial: the ranks of a worker compute them together
+    found = [  # run every trial: the ranks of a worker compute them together
         _logits(compute, mine, chunks, others[:first], others[first:end])
         for chunks, first, end in TRIALS
     ]

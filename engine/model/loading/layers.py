@@ -73,7 +73,7 @@ def check_windows(
     calls: Sequence[AttentionCall], cached: dict[int, int | None], context_len: int
 ) -> None:
     """Raises CheckpointError if, within the context, a layer's window differs from its mask or
-    cache. The cache of a layer that shares K and V is that of their source.
+    cache. A layer that shares K and V has the cache of their source.
     """
     for call in calls:
         windows = call.window, call.mask_window, cached.get(call.source)

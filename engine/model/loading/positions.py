@@ -10,7 +10,7 @@ distances, so the others decide how long the context may be.
 
 Embeddings that change as a sequence grows leave K and V of its earlier tokens wrong; transformers
 does not compute them anew either. So the context ends where they change. If a longer one is asked
-for, they are those of the longest context from the first token on, as in vLLM.
+for, the longest context's embeddings count from the first token on, as in vLLM.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength
     if max_len is not None and max_len > constant:
         return ContextLength(
             longest,
-            f"rotary embeddings of type {names} are those of {longest} tokens from the first one "
+            f"rotary embeddings of type {names} are computed for {longest} tokens from the first one "
             "on, so short prompts may get other answers than from transformers",
             is_stretched=True,
         )
@@ -62,12 +62,12 @@ def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength
         constant,
         f"its context is limited to {constant} of {longest} tokens: rotary embeddings of type "
         f"{names} change there, which would leave K and V of earlier tokens wrong; with "
-        f"max_model_len up to {longest} they are those of long contexts throughout",
+        f"max_model_len up to {longest} they are computed for long contexts throughout",
     )
 
 
 def stretch(text: PreTrainedConfig) -> None:
-    """Makes changing embeddings constant: those of the longest context. For a config that no model
+    """Makes changing embeddings constant: the longest context's. For a config that no model
     has read yet.
     """
     for rope, _ in _ropes(text):

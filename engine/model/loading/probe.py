@@ -6,7 +6,7 @@ config names, around powers of four, and at the end of the context. Possible fau
 that show them:
 
     absolute positions       the far rows: embeddings, and queries scaled by their position, are
-                             those of a long context, though a row attends to itself alone
+                             as in a long context, though a row attends to itself alone
     state besides K and V    the cut of row 0
     the length of a batch    the cut, too: its first chunk runs alone, the second beside far rows
     distances, as windows    not here: what a layer tells its attention is compared with its mask,
@@ -32,8 +32,8 @@ from engine.model.attention.kvcache import KVCache, allocate_buffer
 from engine.worker.batch import Row
 from engine.worker.blocks import BlockId
 
-TOKENS = (5, 3, 8, 2, 9)  # of every row
-CUT = 3  # of row 0: inside a block
+TOKENS = (5, 3, 8, 2, 9)  # in every row
+CUT = 3  # where row 0 is cut: inside a block
 BLOCK_SIZE = 2
 BLOCKS_PER_ROW = 3
 NUM_KEPT = 2  # logits of each row's last tokens, which depend on all before
@@ -51,7 +51,7 @@ class Probe:
 
     origins: tuple[int, ...]
     expected: torch.Tensor  # [num_rows, NUM_KEPT, vocab] fp32
-    tolerance: float  # of the spread of the logits
+    tolerance: float  # relative to the spread of the logits
     kv_format: KVFormat  # exact for the dtype that the model computes in
     has_logits: bool = True  # false for ranks that only compute earlier layers
 

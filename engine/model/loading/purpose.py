@@ -34,8 +34,8 @@ LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 MAKES_NO_TOKEN = re.compile(
     r"\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"  # causal masks of old checkpoints
     r"|(^|\.)mtp\."  # predicts tokens after the next
-    r"|(^|\.)(vision|visual|audio|image)"  # of a model that also sees or hears
-    r"|\.[kqv]v?_scale$"  # of a quantised cache
+    r"|(^|\.)(vision|visual|audio|image)"  # the model also sees or hears
+    r"|\.[kqv]v?_scale$"  # scales for a quantised cache
 )
 MAX_NAMES_SAID = 3
 
@@ -90,7 +90,7 @@ def _answers_with_text(architecture: str, model_type: str) -> bool:
 def check_left_over(path: Path, names: Iterable[str], config: PreTrainedConfig) -> None:
     """Raises CheckpointError for weights in the files that the model has no place for.
 
-    Logs those that are known to make no difference.
+    Logs the entries that are known to make no difference.
     """
     num_layers = config.num_hidden_layers
     num_extra = getattr(config, "num_nextn_predict_layers", None) or 0

@@ -9,7 +9,7 @@ Instead:
    modules read too are fp32 for good (`watch`, `widen_own`).
 3. Code that packs a weight takes it as it is. `widen` ends this: the rest becomes fp32 for good.
 
-fp32 holds every number of bf16 and fp16, so results are bit for bit those of a model loaded as
+fp32 holds every number of bf16 and fp16, so results are bit for bit equal to a model loaded as
 fp32. The model is also built as for fp32: values that it makes itself (rotary frequencies, the
 factor of an embedding) are in no file and must not lose bits.
 """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.worker.ranks import RankPlace
 
-TIMEOUT_S = 60.0  # of one operation: a rank waits so long for the others
+TIMEOUT_S = 60.0  # for one operation, in which a rank waits for the others
 # Reading their parts from a disk may take ranks much longer, and not all of them equally long.
 # The start as a whole has a deadline elsewhere.
 LOAD_TIMEOUT_S = 4 * 3600.0

@@ -110,7 +110,7 @@ def cut(model: PreTrainedModel, group: RankGroup) -> None:
     """Replaces the layers of `model` by this rank's slices.
 
     Raises CheckpointError if transformers has no plan for the model, ConfigError if heads or
-    experts cannot be shared by so many ranks.
+    experts cannot be shared by the ranks.
     """
     place = group.place
     if place.tp == 1:

@@ -29,7 +29,7 @@ class Blank(nn.Module):
     """Stands for an embedding or a head of another stage: zeros [..., width]."""
 
     def __init__(self, width: int, dtype: torch.dtype, num_embeddings: int = 0) -> None:
-        """`num_embeddings` is that of the embedding for which it stands."""
+        """`num_embeddings` is taken from the embedding that it replaces."""
         super().__init__()
         self.num_embeddings = num_embeddings
         self._width = width

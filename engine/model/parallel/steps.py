@@ -24,7 +24,7 @@ class PackedStep(NamedTuple):
 
     model: int  # 0: the target, 1: the draft
     shape: PackingShape
-    num_kept: int  # of the tokens to keep; the others fill up
+    num_kept: int  # tokens to keep; the others are padding
     row_len: int  # to which each row is filled up; 0: none is
     memory: np.ndarray  # [num_bytes] uint8, as `packing.plan(shape)` places the inputs
 
@@ -97,7 +97,7 @@ class StepChannel:
         self._connection.close()
 
     def _read(self, num_bytes: int) -> bytearray | None:
-        """Reads so many bytes; None if the connection ends before."""
+        """Reads `num_bytes`; None if the connection ends before."""
         memory = bytearray(num_bytes)
         rest = memoryview(memory)
         while rest:

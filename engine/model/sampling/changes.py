@@ -6,8 +6,8 @@ numbers. The result of each of these steps is limited likewise, for the ids that
     1  repetition  of ids in prompt or answer: x / penalty where x > 0, else x * penalty
     2  frequency   of ids in the answer: x - penalty * (how often it is there)
     3  presence    of ids in the answer: x - penalty
-    4  bias        x + bias; of an id that is given several, the last counts
-    5  mask        banned ids, and those that a grammar does not allow: minus infinity
+    4  bias        x + bias; if an id is given several, the last counts
+    5  mask        banned ids, and ids that a grammar does not allow: minus infinity
 
 So an allowed id is chosen as long as there is one. Penalties and biases are limited likewise.
 
@@ -113,7 +113,7 @@ def _contexts(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
 def _marks(choices: Sequence[TokenChoice], vocab: int) -> list[np.ndarray]:
     """Places in the flat logits of biased ids, biases, places of banned ids, and masks as words.
 
-    The words are those of all rows, or of none if no row has a mask.
+    Has the words of all rows, or no words if no row has a mask.
     """
     biases = [dict(choice.sampling.logit_bias) for choice in choices]
     words = np.empty((0, 2), np.uint32)

@@ -116,7 +116,7 @@ class Forward(Protocol):
 
 
 def draft_step_by_step(forward: Forward, proposals: Sequence[DraftedRow], masks: Masks) -> None:
-    """Computes the rows that the draft model sees, those that propose first, and proposes."""
+    """Computes the rows that the draft model sees, proposing rows first, and proposes."""
     rows = [proposal.seen() for proposal in proposals]
     proposing = [proposal for proposal in proposals if proposal.row.num_to_draft > 0]
     keep = last_tokens(rows[: len(proposing)])

@@ -1,4 +1,4 @@
-"""The Triton kernel that chooses tokens, exactly those that `choosing` defines.
+"""The Triton kernel that chooses tokens, exactly as `choosing` defines them.
 
 Importing it needs triton. `cuda.py` launches it. One program does a row, however large the
 vocabulary: it reads the row's logits a few times, from the cache of the GPU.
@@ -7,7 +7,7 @@ vocabulary: it reads the row's logits a few times, from the cache of the GPU.
 2. Bounds (top_k, top_p, min_p), each as a lower bound for the score (logit - best) / temperature,
    and from it the lowest logit that survives.
 3. The race. With e = -log(u), the argmax of score + g is the argmin of e * exp(-score). All tokens
-   run in fp32. Those that may have won are compared in fp64, as the definition says.
+   run in fp32. Tokens that may have won are compared in fp64, as the definition says.
 
 **The race** may err by less than 1e-4 of a finishing time, while LATEST and MARGIN leave ten times
 that:
@@ -40,7 +40,7 @@ NUM_PARAMETERS: tl.constexpr = tl.constexpr(6)  # words of a row
 HOPELESS: tl.constexpr = tl.constexpr(-27.0)  # a token with a lower score cannot win
 LATEST: tl.constexpr = tl.constexpr(23.0)  # by then the best token has finished
 MARGIN: tl.constexpr = tl.constexpr(1.001)
-DOUBT: tl.constexpr = tl.constexpr(1e-4)  # of a mass: ten times its error in fp32
+DOUBT: tl.constexpr = tl.constexpr(1e-4)  # relative to a mass: ten times its error in fp32
 GREATEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # above all numbers, as argmax has it

@@ -31,7 +31,7 @@ class Verified(NamedTuple):
     logits: torch.Tensor  # [wanted, vocab]
     forward_s: float
     prepare_s: float
-    draft_s: float = 0.0  # of a draft model's passes in the same call
+    draft_s: float = 0.0  # time of a draft model's passes in the same call
 
 
 def verify_by_parts(
@@ -151,7 +151,7 @@ def _logprobs(
 def _scored(
     proposals: Sequence[DraftedRow], logits: torch.Tensor
 ) -> dict[int, tuple[Logprobs, ...]]:
-    """Log-probabilities of scored tokens, by row; `logits` are those of all of these tokens."""
+    """Log-probabilities of scored tokens, by row; `logits` has a row for each of them."""
     asking = [i for i, proposal in enumerate(proposals) if proposal.row.scored]
     if not asking:
         return {}
