@@ -52,8 +52,6 @@ BatonError
 ├── ServerUnreachable         a benchmark: no OpenAI-compatible server answers
 ├── RequestsFailed            a benchmark: too many requests failed for a result
 ├── DrivenFailed              a benchmark: a process that it drives failed
-├── ClientFailed              a benchmark: another load harness failed, or its report is unusable
-├── PeerError                 a benchmark: another project's simulator failed
 ├── DeploymentFailed          a benchmark: workers did not join, or a request was not answered
 ├── OrderFailed               a benchmark: the controller did not take an order
 ├── BatchNotCompleted         a benchmark: a batch ended in another way, or not at all

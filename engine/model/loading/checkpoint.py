@@ -117,8 +117,8 @@ def load(  # noqa: PLR0913 - all but three have defaults
     Without a dtype, that is bf16 on a GPU. On a CPU it is fp32, but weights are kept as they are
     stored and made fp32 only while in use, until `pack_linears` or `stored.widen`.
 
-    If contexts up to `max_len` tokens are asked for, changing rotary embeddings may be taken from long
-    contexts throughout (`positions`).
+    If contexts up to `max_len` tokens are asked for, changing rotary embeddings may be taken from
+    long contexts throughout (`positions`).
 
     With a `group`, it loads this rank's part. All ranks call it together.
 

@@ -54,8 +54,8 @@ def context_length(text: PreTrainedConfig, max_len: int | None) -> ContextLength
     if max_len is not None and max_len > constant:
         return ContextLength(
             longest,
-            f"rotary embeddings of type {names} are computed for {longest} tokens from the first one "
-            "on, so short prompts may get other answers than from transformers",
+            f"rotary embeddings of type {names} are computed for {longest} tokens from the first "
+            "one on, so short prompts may get other answers than from transformers",
             is_stretched=True,
         )
     return ContextLength(

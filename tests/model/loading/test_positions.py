@@ -135,7 +135,7 @@ def test_longrope_beyond_its_change_is_long_throughout(tmp_path, caplog):
         assert model.runner.context_len == 200
         assert model.answer(prompt(100), 8, chunk=48) == generate(tmp_path, prompt(100), 8)
         stretched = model.runner.fingerprint
-    assert "are those of 256 tokens from the first one on" in caplog.text
+    assert "are computed for 256 tokens from the first one on" in caplog.text
     with Served(tmp_path, max_len=60) as model:
         assert model.answer(prompt(40), 8) == generate(tmp_path, prompt(40), 8)
         assert model.runner.fingerprint != stretched
