@@ -13,7 +13,7 @@ from engine.log_context import ACCESS
 from router.access.guard import tenant_of
 from router.gateway.metrics.meters import RequestMeter
 
-_METER = "baton.meter"
+METER = "baton.meter"  # the key of a request's meter in its scope, for its line
 _ID = b"x-request-id"
 
 
@@ -41,11 +41,6 @@ class AccessLog:
             await self._app(scope, receive, noted)
         finally:
             _log(scope, head, self._clock.now_s() - begin_s)
-
-
-def show_meter(scope: Scope, meter: RequestMeter) -> None:
-    """Lets the line of this request have what the meter knows at its end."""
-    scope[_METER] = meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +90,4 @@ def _log(scope: Scope, head: Message, seconds: float) -> None:
         key=tenant_of(scope).name,
         request_id=shown_id.decode("latin-1"),
     )
-    line.write(scope.get(_METER))
+    line.write(scope.get(METER))

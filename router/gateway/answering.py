@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -57,7 +57,6 @@ from router.gateway.requests.calls import (
     with_structure,
 )
 from router.gateway.requests.grammar_checker import Asker, GrammarCheck, check_structure
-from router.gateway.requests.headers import seconds_in
 from router.gateway.requests.json_fields import MAX_IGNORED, suggestions
 from router.gateway.requests.openai_schema import Body
 from router.gateway.storage import Storage
@@ -68,6 +67,7 @@ from router.gateway.versions import (
     Versions,
 )
 from router.inbox.api_errors import invalid_value
+from router.inbox.json_values import seconds_in
 from router.inbox.lanes import Lanes
 from router.inbox.loop_turns import LoopTurns, Turn
 from router.machine.requests import Failed
@@ -86,6 +86,7 @@ MAX_ID_LEN = 128  # characters
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86_400.0
 
 T = TypeVar("T")
+OpenWriter = Callable[[Heading], AnswerWriter]  # returns the writer of the answer to a checked call
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +106,6 @@ class GatewayParts:
     recent: RecentRequests
     tracing: Tracing | None = None
     batch: TextBatch | None = None  # None: tokens become text in Python
-
-
-class Replies(Protocol):
-    """The way to the client of one call. Either method is called once."""
-
-    async def refuse(self, error: InvalidRequest) -> None:
-        """Answers a call that failed a check."""
-        ...
-
-    def open(self, heading: Heading) -> AnswerWriter:
-        """Returns the writer of the answer to a checked call."""
-        ...
 
 
 class AnswerService:
@@ -154,12 +143,15 @@ class AnswerService:
             session=claim_of(headers, tenant, self._parts.settings.secret),
         )
 
-    async def answer(self, call: ApiCall, replies: Replies, meter: RequestMeter) -> None:
-        """Answers a call, and returns when the client has got the end of the answer."""
+    async def answer(self, call: ApiCall, open: OpenWriter, meter: RequestMeter) -> None:
+        """Answers a call, and returns when the client has got the end of the answer.
+
+        Raises InvalidRequest if the call fails a check, before `open` is called.
+        """
         parts, tenant, received_s = self._parts, call.tenant, call.received_s
         use: KeyUse | None = None
         logged = REQUEST.set(request_ids(call.request_id, call.client_id))
-        meter.identify(call.request_id, tenant.name)
+        meter.identify(call.request_id, call.shown_id, tenant.name)
         if parts.tracing is not None:
             meter.trace = parts.tracing.begin(
                 self._dialect.id_prefix.rstrip("-_"),
@@ -176,15 +168,14 @@ class AnswerService:
                 if use.account is not None:
                     use.hold_prompts(len(checked.echoes), received_s)
                     use.hold_tokens(checked.most_tokens, received_s)
-            except InvalidRequest as error:
+            except InvalidRequest:
                 meter.refuse()
-                await replies.refuse(error)
-                return
+                raise
             meter.accept(received_s, checked.prompt_len, checked.served.name, key=tenant.name)
             parts.versions.begin(checked.served)
             try:
                 turn = partial(parts.turns.take, tenant.turn)
-                await self._serve(checked, replies, meter, use, turn)
+                await self._serve(checked, open, meter, use, turn)
             finally:
                 parts.versions.end(checked.served)
         finally:
@@ -195,7 +186,7 @@ class AnswerService:
             REQUEST.reset(logged)
 
     async def _serve(
-        self, call: CheckedCall, replies: Replies, meter: RequestMeter, use: KeyUse, turn: Turn
+        self, call: CheckedCall, open: OpenWriter, meter: RequestMeter, use: KeyUse, turn: Turn
     ) -> None:
         parts = self._parts
         choices = await self._choices(call, meter, turn)
@@ -208,7 +199,7 @@ class AnswerService:
             trace_headers={} if meter.trace is None else meter.trace.headers,
             turn=turn,
         )
-        writer = replies.open(heading)
+        writer = open(heading)
         port, clock = self._port_of(call.served), parts.clock
         searches = Searches(port, clock, call) if call.body.use_beam_search else None
         outcome, last_s = None, 0.0

@@ -35,7 +35,7 @@ from router.gateway.dashboard.pages import WebPages
 from router.gateway.dashboard.recent import RecentRequests
 from router.gateway.dashboard.records import Bounds
 from router.gateway.dashboard.service import Dashboard
-from router.gateway.endpoint import AnswerEndpoint, Invocations
+from router.gateway.endpoint import CallEndpoint, ClientLeft, HttpAnswers, Invocations
 from router.gateway.hints.pages import HintPages
 from router.gateway.metrics.collectors import edge_families
 from router.gateway.metrics.meters import GatewayMetrics
@@ -54,7 +54,7 @@ from router.gateway.pages.replies import (
 )
 from router.gateway.pages.status import StatusPages
 from router.gateway.pages.tokens import TokenPages
-from router.gateway.requests.calls import ClientLeft, GatewaySettings
+from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.embedding_schema import EmbeddingBody
 from router.gateway.requests.grammar_checker import GrammarCheck
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
@@ -199,15 +199,16 @@ def app_of(  # noqa: PLR0913 - all that it shows
     mode = parts.settings.dashboard
     has_pages = mode is not DashboardMode.OFF
     description = DescriptionPages(version, needs_key=keys is not None, has_home=has_pages)
-    chat = AnswerEndpoint(parts, CHAT, ChatBody)
-    texts = AnswerEndpoint(parts, COMPLETION, CompletionBody)
-    numbers = AnswerEndpoint(parts, EMBEDDING, EmbeddingBody)
-    by_name = {ChatBody.endpoint: chat, CompletionBody.endpoint: texts}
+    by_name = {
+        ChatBody.endpoint: HttpAnswers(parts, CHAT, ChatBody),
+        CompletionBody.endpoint: HttpAnswers(parts, COMPLETION, CompletionBody),
+        EmbeddingBody.endpoint: HttpAnswers(parts, EMBEDDING, EmbeddingBody),
+    }
     answers: dict[str, ASGIApp] = {
-        "/v1/chat/completions": chat,
-        "/v1/completions": texts,
-        "/v1/embeddings": numbers,
-        "/invocations": Invocations(parts, by_name | {EmbeddingBody.endpoint: numbers}),
+        "/v1/chat/completions": CallEndpoint(parts, by_name[ChatBody.endpoint].serve),
+        "/v1/completions": CallEndpoint(parts, by_name[CompletionBody.endpoint].serve),
+        "/v1/embeddings": CallEndpoint(parts, by_name[EmbeddingBody.endpoint].serve),
+        "/invocations": CallEndpoint(parts, Invocations(parts, by_name).serve),
         "/v1/responses": responses.create,
     }
     others = Starlette(

@@ -1,93 +1,209 @@
-"""An HTTP endpoint that answers a prompt: chat completions or completions.
+"""The HTTP side of calls with a body, whatever their API: read, watched, measured, answered.
 
-Decides how the answer is sent. `router.gateway.shell` reads the body and watches the client;
-`router.gateway.answering` does what is between. The response's head waits for the first token.
+The body is read within bounds of size and time. From then on a watcher waits for the client to
+leave. When the client leaves, everything that runs for the call is cancelled and awaited.
+`router.gateway.answering` makes the answer. The response's head waits for the first token.
 """
 
-from collections.abc import Awaitable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
-from router.edge.extension import pipe_of
+from router.edge.extension import Caller, caller_of, pipe_of
 from router.edge.responses import send_invalid
+from router.gateway.access_log import METER
 from router.gateway.answering import (
     ID_HEADER,
     LONG_BODY_BYTES,
     AnswerService,
     GatewayParts,
 )
-from router.gateway.answers.batching import TextBatch
 from router.gateway.answers.dialects import Dialect
 from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
-from router.gateway.requests.calls import ApiCall
+from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.field_table import EMBEDDINGS
-from router.gateway.requests.headers import headers_of
 from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body
-from router.gateway.shell import CallShell
+from router.inbox.api_errors import ApiError
+from router.inbox.task_groups import LightTaskGroup
 
 
-class AnswerEndpoint:
-    """One endpoint, as an ASGI application."""
+class ClientLeft(Exception):
+    """The client closed the connection."""
+
+
+class Serve(Protocol):
+    """Answers one call."""
+
+    async def __call__(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
+        """Sends the answer. Raises InvalidRequest if nothing of it is sent."""
+        ...
+
+
+class CallEndpoint:
+    """An ASGI application that reads a call, and gives it to `serve` while its client is there."""
+
+    def __init__(self, parts: GatewayParts, serve: Serve) -> None:
+        self._parts = parts
+        self._serve = serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        with self._parts.metrics.request() as meter:
+            scope[METER] = meter
+            caller = caller_of(scope)
+            try:
+                body = None if caller is None else caller.take_body()
+                if body is None:
+                    body = await read_body(receive, self._parts.settings)
+                check_size(len(body), self._parts.settings)
+                if caller is not None:
+                    with _UntilCallerLeaves(caller):
+                        await self._serve(body, scope, meter, send)
+                    return
+                async with until_client_leaves(receive):
+                    await self._serve(body, scope, meter, send)
+            except InvalidRequest as error:
+                meter.refuse()
+                shown = {ID_HEADER: meter.shown_id} if meter.shown_id else None
+                await send_invalid(send, error, shown)
+            except ClientLeft:
+                return
+
+
+class HttpAnswers:
+    """Answers calls of one dialect over HTTP."""
 
     def __init__(self, parts: GatewayParts, dialect: Dialect, body_type: type[Body]) -> None:
         self._service = AnswerService(parts, dialect, body_type)
-        self._shell = CallShell(parts, self.serve)
         self._batch = parts.batch
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Answers one request."""
-        return self._shell(scope, receive, send)
-
     async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
-        """Answers a request that was read."""
+        """Sends the answer, as a stream or whole. Raises InvalidRequest."""
+
+        def writer(heading: Heading) -> AnswerWriter:
+            if heading.call.body.stream:
+                return StreamedAnswer(heading, send, pipe_of(scope), self._batch)
+            return whole_answer(heading, send)
+
         call = self._service.call(body, tenant_of(scope), headers_of(list(scope["headers"])))
-        await self._service.answer(call, _HttpReplies(call, scope, send, self._batch), meter)
+        await self._service.answer(call, writer, meter)
 
 
 class Invocations:
     """POST /invocations, as SageMaker asks: the endpoint follows from the body."""
 
-    def __init__(self, parts: GatewayParts, endpoints: Mapping[str, AnswerEndpoint]) -> None:
-        """`endpoints` are by their names in the table of fields."""
-        self._shell = CallShell(parts, self._serve)
-        self._endpoints = endpoints
+    def __init__(self, parts: GatewayParts, answers: Mapping[str, HttpAnswers]) -> None:
+        """`answers` are by the names of endpoints in the table of fields."""
+        self._answers = answers
         self._parts = parts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
-        await self._shell(scope, receive, send)
-
-    async def _serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
+    async def serve(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:
+        """Sends the answer. Raises InvalidRequest."""
         lanes, find = self._parts.lanes, partial(endpoint_of, body)
         is_long = len(body) >= LONG_BODY_BYTES
         name = await lanes.run(tenant_of(scope).turn, len(body), find) if is_long else find()
         if all(served.text.embedding is not None for served in self._parts.versions.table):
             name = EMBEDDINGS  # also of messages
-        await self._endpoints[name].serve(body, scope, meter, send)
+        await self._answers[name].serve(body, scope, meter, send)
 
 
-class _HttpReplies:
-    """Sends the answer to one HTTP request; implements `router.gateway.answering.Replies`."""
+def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The headers of an ASGI scope, by name. Of several with one name, the first one.
 
-    def __init__(self, call: ApiCall, scope: Scope, send: Send, batch: TextBatch | None) -> None:
-        self._batch = batch
-        self._call = call
-        self._scope = scope
-        self._send = send
+    Starlette's own mapping searches all of them for each name.
+    """
+    named = reversed(headers)
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in named}
 
-    async def refuse(self, error: InvalidRequest) -> None:
-        """Sends an error response."""
-        await send_invalid(self._send, error, {ID_HEADER: self._call.shown_id})
 
-    def open(self, heading: Heading) -> AnswerWriter:
-        """Returns the writer of a stream or of a whole answer, as the client asked."""
-        if heading.call.body.stream:
-            return StreamedAnswer(heading, self._send, pipe_of(self._scope), self._batch)
-        return whole_answer(heading, self._send)
+async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
+    """Reads the whole body.
+
+    Raises ApiError if it is too long or too slow, ClientLeft if it breaks off.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            more_body = True
+            while more_body:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                body += message.get("body", b"")
+                more_body = message.get("more_body", False)
+                check_size(len(body), settings)
+    except TimeoutError:
+        text = f"the body did not come within {settings.body_timeout_s:g} s"
+        raise ApiError(text, code="request_timeout", status=408) from None
+    return bytes(body)
+
+
+def check_size(num_bytes: int, settings: GatewaySettings) -> None:
+    """Raises ApiError if a body is too long."""
+    if num_bytes > settings.max_body_bytes:
+        text = f"the body is longer than {settings.max_body_bytes} bytes"
+        raise ApiError(text, code="request_too_large", status=413)
+
+
+@asynccontextmanager
+async def until_client_leaves(receive: Receive) -> AsyncIterator[None]:
+    """Cancels what runs inside, and waits for it, as soon as the client has left."""
+    refused: InvalidRequest | None = None
+    try:
+        async with LightTaskGroup() as group:
+            watcher = group.create_task(_wait_until_gone(receive))
+            try:
+                yield
+            except InvalidRequest as error:  # the group would wrap it
+                refused = error
+            watcher.cancel()
+    except* ClientLeft:
+        pass
+    try:
+        if refused is not None:
+            raise refused
+    finally:
+        del refused  # its traceback holds this frame
+
+
+class _UntilCallerLeaves:
+    """Cancels what runs inside, on a server that calls back when the client has left."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._has_left = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        if not self._caller.watch(self._leave):
+            self._leave()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> bool:
+        self._caller.watch(None)
+        if self._has_left:
+            self._task.uncancel()
+        return self._has_left and isinstance(error, asyncio.CancelledError)
+
+    def _leave(self) -> None:
+        self._has_left = True
+        self._task.cancel()
+
+
+async def _wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientLeft

@@ -17,7 +17,7 @@ from router.access.keys import Tenant
 from router.access.limits import KeyLimits
 from router.gateway.answering import GatewayParts
 from router.gateway.answers.dialects import CHAT, COMPLETION
-from router.gateway.endpoint import AnswerEndpoint
+from router.gateway.endpoint import CallEndpoint, HttpAnswers
 from router.gateway.requests.openai_schema import ChatBody, CompletionBody
 from router.gateway.versions import VERSION_HEADER, ServedVersion
 from router.probes import ANSWER_LEN, SHORT_TEXT, TENANT, WITHIN_S
@@ -38,8 +38,8 @@ class StreamProbe:
 
     def __init__(self, parts: GatewayParts) -> None:
         self._versions = parts.versions
-        self._chat = AnswerEndpoint(parts, CHAT, ChatBody)
-        self._text = AnswerEndpoint(parts, COMPLETION, CompletionBody)
+        self._chat = CallEndpoint(parts, HttpAnswers(parts, CHAT, ChatBody).serve)
+        self._text = CallEndpoint(parts, HttpAnswers(parts, COMPLETION, CompletionBody).serve)
 
     async def fault_of(self, version: str) -> str:
         """Returns what was wrong with the answers of a version; empty if nothing was."""

@@ -1,5 +1,6 @@
-"""Decodes JSON values of any shape, after a check of their size."""
+"""Decodes values of clients: JSON of any shape after a check of its size, and seconds."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import msgspec
 from router.inbox.api_errors import ApiError, invalid_value
 
 MAX_VALUE_BYTES = 2**20
+MAX_SHOWN_LEN = 40  # characters of a client's text in an error
 MAX_CONTAINERS = 65_536  # arrays and objects; brackets inside strings count too
 
 
@@ -33,3 +35,23 @@ def not_json(error: Exception) -> ApiError:
 def no_object() -> ApiError:
     """The error for a body that is JSON but not an object."""
     return ApiError("the body must be a JSON object", code="invalid_json")
+
+
+def seconds_in(
+    headers: Mapping[str, str], name: str, least_s: float, most_s: float
+) -> float | None:
+    """Returns the seconds that a header names; None without this header. Raises ApiError."""
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not least_s <= seconds <= most_s:
+        message = (
+            f"{name} is {text[:MAX_SHOWN_LEN]!r}; expected seconds from {least_s:g}, "
+            f"at most {most_s:g}"
+        )
+        raise invalid_value(message, name)
+    return seconds

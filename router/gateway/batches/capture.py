@@ -9,7 +9,7 @@ from router.gateway.answers.writing import AnswerWriter, Heading
 
 
 class CapturedAnswer:
-    """Keeps the response to one call; implements `router.gateway.answering.Replies`."""
+    """Keeps the response to one call."""
 
     def __init__(self) -> None:
         self.status = 0

@@ -35,7 +35,10 @@ class CompletionEndpoint:
         """Answers a request, with this seed if it has none. Returns the id of the call."""
         call = self._service.call(body, tenant, {})
         call = msgspec.structs.replace(call, random_seed=seed)
-        await self._service.answer(call, answer, meter)
+        try:
+            await self._service.answer(call, answer.open, meter)
+        except InvalidRequest as error:
+            await answer.refuse(error)
         return call.request_id
 
 
@@ -60,5 +63,8 @@ class ResponsesEndpoint:
             await answer.refuse(error)
             return ""
         call = msgspec.structs.replace(call, random_seed=seed)
-        await self._service.answer(prepared, call, meter, answer.send, None)
+        try:
+            await self._service.answer(prepared, call, meter, answer.send, None)
+        except InvalidRequest as error:
+            await answer.refuse(error)
         return call.request_id

@@ -25,8 +25,9 @@ from router.gateway.batches.records import (
 )
 from router.gateway.batches.settings import BatchSettings
 from router.gateway.batches.uploads import UploadForm
+from router.gateway.endpoint import ClientLeft, read_body
 from router.gateway.pages.replies import json_reply
-from router.gateway.requests.calls import ClientLeft, GatewaySettings, read_body
+from router.gateway.requests.calls import GatewaySettings
 from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError, invalid_value
 

@@ -16,8 +16,8 @@ import msgspec
 from engine.messages import MAX_KEEP_S
 from engine.net.trust import Secret
 from router.access.keys import Tenant
-from router.gateway.requests.headers import seconds_in
 from router.inbox.api_errors import invalid_value
+from router.inbox.json_values import seconds_in
 
 SESSION_HEADER = "x-baton-session"
 KEEP_HEADER = "x-baton-keep-s"

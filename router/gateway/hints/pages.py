@@ -20,6 +20,7 @@ from router.access.guard import tenant_of
 from router.edge.content_types import check_content
 from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
 from router.gateway.answers.dialects import CHAT as CHAT_DIALECT
+from router.gateway.endpoint import read_body
 from router.gateway.hints.claims import check_session, key_id, session_id
 from router.gateway.hints.uses import prompt_hashes
 from router.gateway.requests.calls import (
@@ -27,7 +28,6 @@ from router.gateway.requests.calls import (
     CheckedCall,
     GatewaySettings,
     parse,
-    read_body,
 )
 from router.gateway.requests.field_table import CHAT
 from router.gateway.requests.json_fields import endpoint_of

@@ -34,12 +34,12 @@ from router.gateway.answers.writing import (
     failure_body,
     failure_head,
 )
+from router.gateway.endpoint import check_size
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.answers import StreamedInference, WholeInference
 from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
 from router.gateway.inference.wire import check_wire, no_message
 from router.gateway.metrics.meters import RequestMeter
-from router.gateway.requests.calls import check_size
 from router.gateway.requests.openai_schema import CompletionBody
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.task_groups import LightTaskGroup
@@ -93,7 +93,7 @@ class _StreamEnds(Exception):
 
 @dataclass(slots=True)
 class _Replies:
-    """The way to the client of one request; implements `router.gateway.answering.Replies`."""
+    """The way to the client of one request."""
 
     send: Callable[[Any], Awaitable[None]]
     id: str = ""  # the request's id, known once the message is read
@@ -107,7 +107,7 @@ class _Replies:
             return self.failure.status
         return int(HTTPStatus.OK) if is_over else 0
 
-    async def refuse(self, error: InvalidRequest) -> None:
+    def refuse(self, error: InvalidRequest) -> None:
         """Keeps the error."""
         _, headers = refusal_of(error)
         headers.pop("connection", None)
@@ -336,11 +336,10 @@ class InferenceService:
                     headers = _metadata(context) | call.headers
                     api_call = self._answers.call(call.data, tenant, headers)
                     shown_id = api_call.shown_id
+                    await self._answers.answer(api_call, replies.open, meter)
                 except InvalidRequest as error:
                     meter.refuse()
-                    await replies.refuse(error)
-                else:
-                    await self._answers.answer(api_call, replies, meter)
+                    replies.refuse(error)
             is_over = True
         except grpc.aio.BaseError:  # the client left
             raise

@@ -302,6 +302,7 @@ class RequestMeter:
         self._usage = UNKNOWN_KEY
         self.num_tokens = self._longest = 0  # of its answers
         self.request_id = ""  # known once its call is read
+        self.shown_id = ""  # the id in the head of its response
         self.key = ""  # the name of its API key
         self.trace: RequestTrace | None = None
         self.num_sent_tokens = 0  # of all its choices, known when it ends
@@ -315,10 +316,9 @@ class RequestMeter:
         if not self.is_detached:
             self._metrics.count(self)
 
-    def identify(self, request_id: str, key: str) -> None:
-        """Notes the server's id of the request, and the name of its key."""
-        self.request_id = request_id
-        self.key = key
+    def identify(self, request_id: str, shown_id: str, key: str) -> None:
+        """Notes both ids of the request, and the name of its key."""
+        self.request_id, self.shown_id, self.key = request_id, shown_id, key
 
     def accept(self, received_s: float, prompt_tokens: int, version: str, *, key: str = "") -> None:
         """Notes that the request is valid and goes to the router of a version.

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from router.access.guard import tenant_of
 from router.gateway.answering import LONG_BODY_BYTES, GatewayParts
-from router.gateway.requests.calls import read_body
+from router.gateway.endpoint import read_body
 from router.gateway.requests.json_fields import decode_fields
 from router.gateway.requests.openai_schema import (
     ChatBody,

@@ -3,7 +3,6 @@
 This module does not know how the answer is sent.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
-from starlette.types import Receive
 
 from engine.config import DashboardMode
 from engine.errors import InvalidRequest
@@ -43,7 +41,7 @@ from router.gateway.requests.parameters import (
 from router.gateway.requests.scores import check_answer_scores, check_prompt_scores
 from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
-from router.inbox.api_errors import ApiError, invalid_value
+from router.inbox.api_errors import invalid_value
 from router.machine.requests import Request
 from router.text.forms.chosen import AnswerParsing
 from router.text.structured import Structure
@@ -73,10 +71,6 @@ class GatewaySettings:
     dashboard: DashboardMode = DashboardMode.ON
     responses: ResponseLimits = field(default_factory=ResponseLimits)
     batches: BatchSettings = field(default_factory=BatchSettings)
-
-
-class ClientLeft(Exception):
-    """The client closed the connection."""
 
 
 class ApiCall(msgspec.Struct, frozen=True):
@@ -167,35 +161,6 @@ class _Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     limits: Limits
     echo: str | None
-
-
-async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
-    """Reads the whole body.
-
-    Raises ApiError if it is too long or too slow, ClientLeft if it breaks off.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            more_body = True
-            while more_body:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                body += message.get("body", b"")
-                more_body = message.get("more_body", False)
-                check_size(len(body), settings)
-    except TimeoutError:
-        text = f"the body did not come within {settings.body_timeout_s:g} s"
-        raise ApiError(text, code="request_timeout", status=408) from None
-    return bytes(body)
-
-
-def check_size(num_bytes: int, settings: GatewaySettings) -> None:
-    """Raises ApiError if a body is too long."""
-    if num_bytes > settings.max_body_bytes:
-        text = f"the body is longer than {settings.max_body_bytes} bytes"
-        raise ApiError(text, code="request_too_large", status=413)
 
 
 def parse(

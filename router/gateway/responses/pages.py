@@ -23,14 +23,12 @@ from router.edge.responses import (
     send_parts,
 )
 from router.gateway.answering import ID_HEADER, GatewayParts
+from router.gateway.endpoint import CallEndpoint, headers_of, read_body, until_client_leaves
 from router.gateway.metrics.meters import RequestMeter
 from router.gateway.pages.replies import json_reply
-from router.gateway.requests.calls import read_body
-from router.gateway.requests.headers import headers_of
 from router.gateway.responses.items import Item
 from router.gateway.responses.service import ResponseService
 from router.gateway.responses.writers import STREAM_HEADERS
-from router.gateway.shell import CallShell, until_client_leaves
 from router.inbox.api_errors import ApiError, invalid_value
 from router.inbox.json_parts import json_parts
 
@@ -58,7 +56,7 @@ class ResponsePages:
         self._parts = parts
         self._service = ResponseService(parts)
         self._store = self._service.store
-        self.create = CallShell(parts, self._create)  # answers POST /v1/responses
+        self.create = CallEndpoint(parts, self._create)  # answers POST /v1/responses
 
     def routes(self) -> list[Route]:
         """The routes of all endpoints but the one that makes responses."""

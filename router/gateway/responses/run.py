@@ -20,7 +20,7 @@ from router.inbox.loop_turns import Turn, no_turn
 
 
 class BackgroundRun:
-    """Takes the answer of one call; `Replies` and `AnswerWriter` in one.
+    """Takes the answer of one call, as its `AnswerWriter`.
 
     `checked` is done when the call is: it has what is kept at first, or the error. No client waits
     for pieces, so they are taken at once. Events of a response that can be streamed are encoded.
@@ -79,7 +79,7 @@ class BackgroundRun:
             data = await joined_in_turns(event_parts(event), self._turn)
             self.events.append(KeptEvent(event["sequence_number"], data))
 
-    async def refuse(self, error: InvalidRequest) -> None:
+    def refuse(self, error: InvalidRequest) -> None:
         """Tells the caller."""
         if not self.checked.done():
             self.checked.set_exception(error)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from engine.errors import InvalidRequest
 from router.gateway.answering import AnswerService
 from router.gateway.metrics.meters import GatewayMetrics, RequestMeter
 from router.gateway.requests.calls import ApiCall
@@ -127,9 +128,11 @@ class BackgroundRuns:
     async def _go(self, call: ApiCall, run: BackgroundRun, meter: RequestMeter) -> None:
         try:
             with self._metrics.detached(meter):
-                await self._service.answer(call, run, meter)
-            if run.draft is not None:  # it was not refused
-                await self._finish(run, run.draft)
+                await self._service.answer(call, run.open, meter)
+            assert run.draft is not None
+            await self._finish(run, run.draft)
+        except InvalidRequest as error:
+            run.refuse(error)
         except asyncio.CancelledError:
             if self._is_closing:
                 await self._fail(run, "the server was stopped before the response was complete")

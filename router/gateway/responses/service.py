@@ -21,8 +21,7 @@ from starlette.types import Send
 from engine.errors import InvalidRequest
 from router.access.keys import Tenant
 from router.edge.extension import BodyPipe
-from router.edge.responses import send_invalid
-from router.gateway.answering import ID_HEADER, LONG_BODY_BYTES, AnswerService, GatewayParts
+from router.gateway.answering import LONG_BODY_BYTES, AnswerService, GatewayParts
 from router.gateway.answers.dialects import CHAT
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
@@ -113,7 +112,7 @@ class ResponseService:
                 return counting().count
             return (await self._parts.lanes.run(tenant.turn, num_bytes, counting)).count
         except InvalidRequest as error:
-            raise prepared.form.translated(error) from error
+            raise prepared.form.translated(error) from None
 
     def call(self, prepared: Prepared, tenant: Tenant, headers: Mapping[str, str]) -> ApiCall:
         """The call of a chat completion that makes the response. Raises ApiError."""
@@ -129,16 +128,19 @@ class ResponseService:
         send: Send,
         pipe: BodyPipe | None,
     ) -> None:
-        """Makes a response for the client that waits for it."""
+        """Makes a response for the client that waits for it. Raises InvalidRequest."""
         keeper = ResponseKeeper(self.store, call.tenant.owner, prepared.input)
         draft = partial(self._draft, call, prepared)
 
-        def open(heading: Heading) -> AnswerWriter:
+        def writer(heading: Heading) -> AnswerWriter:
             if prepared.body.stream:
                 return StreamedResponse(heading, draft(heading), keeper, send, pipe)
             return WholeResponse(heading, draft(heading), keeper, send)
 
-        await self._answers.answer(call, _ResponseReplies(call, prepared.form, open, send), meter)
+        try:
+            await self._answers.answer(call, writer, meter)
+        except InvalidRequest as error:
+            raise prepared.form.translated(error) from None
 
     async def start(self, prepared: Prepared, call: ApiCall, meter: RequestMeter) -> Accepted:
         """Makes a response in the background. Raises InvalidRequest."""
@@ -149,7 +151,7 @@ class ResponseService:
         try:
             body = await self.runs.start(call, run, meter)
         except InvalidRequest as error:
-            raise prepared.form.translated(error) from error
+            raise prepared.form.translated(error) from None
         return Accepted(run.id, body, run.headers, is_streamed=has_events)
 
     def _draft(self, call: ApiCall, prepared: Prepared, heading: Heading) -> ResponseDraft:
@@ -175,24 +177,3 @@ class ResponseService:
 
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}{self._parts.rng.getrandbits(128):032x}"
-
-
-class _ResponseReplies:
-    """The way to the client of one call; refuses with the names of our fields."""
-
-    def __init__(
-        self,
-        call: ApiCall,
-        form: ChatForm,
-        open: Callable[[Heading], AnswerWriter],
-        send: Send,
-    ) -> None:
-        self.open = open
-        self._call = call
-        self._form = form
-        self._send = send
-
-    async def refuse(self, error: InvalidRequest) -> None:
-        """Sends an error response."""
-        shown = {ID_HEADER: self._call.shown_id}
-        await send_invalid(self._send, self._form.translated(error), shown)

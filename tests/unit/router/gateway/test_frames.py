@@ -6,7 +6,7 @@ import sqlite3
 import msgspec
 import pytest
 
-from router.gateway.shell import until_client_leaves
+from router.gateway.endpoint import until_client_leaves
 from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError
 from router.inbox.lanes import WIDE_BODY_BYTES, Lane
