@@ -28,10 +28,10 @@ from bench.common.waiting import holds_within
 from bench.processes.serving import ServedDeployment, kill_at_once, serving
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient, run_open_loop
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock, unix_time_s
 from engine.errors import BatonError
 
-MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
 OPTIONS = {"--mixed": 1, "--threads": 1}
 REQUEST_TIMEOUT_S = 60.0
 BATCH_TIMEOUT_S = 3600.0
@@ -56,7 +56,7 @@ def measure(plan: BesidePlan, say: Say = say_nothing) -> BatchesMeasured:
 @contextmanager
 def _kept_in(store: Path) -> Iterator[ServedDeployment]:
     """A deployment with its batches in a file."""
-    with serving(MODEL, OPTIONS, {"BATON_GATEWAY__STORE": str(store)}) as deployment:
+    with serving(BUNDLED_MODEL, OPTIONS, {"BATON_GATEWAY__STORE": str(store)}) as deployment:
         yield deployment
 
 

@@ -5,7 +5,6 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import uvloop
@@ -43,10 +42,10 @@ from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, 
 from bench.processes.serving import Options, free_port
 from bench.serve.plan import ServeTarget
 from bench.serve.run import ServeClient
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Role
 
-MODEL = Path(__file__).parent.parent.parent / "engine" / "model" / "bundled" / "target"
 PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network place of its own
 REQUEST_TIMEOUT_S = 120.0
 REPLACES_ALL = frozenset({FaultKind.RAYLET, FaultKind.EVERYTHING})
@@ -129,7 +128,7 @@ def measure(plan: ChaosPlan, say: Say = say_nothing) -> ChaosRun:
             stack.enter_context(netns.hub())
             options = {**options, "--places": PLACES}
         say(f"starting {plan.prefill} + {plan.decode} workers")
-        deployment = stack.enter_context(operated(MODEL, options, environment))
+        deployment = stack.enter_context(operated(BUNDLED_MODEL, options, environment))
         run: ChaosRun = uvloop.run(_measure(plan, deployment, say))
     return run
 
@@ -141,7 +140,7 @@ async def _measure(plan: ChaosPlan, deployment: OperatedDeployment, say: Say) ->
     async with deployment.connected(REQUEST_TIMEOUT_S, reuses_connections=False) as session:
         model = await ServeClient(session, ServeTarget(deployment.url), clock).first_model()
         asked = chaos_requests(
-            plan.num_requests, vocab=plain_token_ids(MODEL), model=model, seed=plan.seed
+            plan.num_requests, vocab=plain_token_ids(BUNDLED_MODEL), model=model, seed=plan.seed
         )
         refused_for_s = REFUSED_FOR_S if REPLACES_ALL & set(plan.kinds) else 0.0
         client = ReconnectingClient(session, deployment.url, clock, refused_for_s=refused_for_s)

@@ -14,6 +14,7 @@ from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
 from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
 from bench.processes.driven import Driven, begun
 from bench.processes.services import launched, listening
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import GatewayConfig, RouterConfig
 from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId
@@ -24,7 +25,6 @@ MANY = 2**30
 TOKEN = "null"
 CONTEXT_LEN = 4096
 TEXT = "def add(a, b):\n    return the sum of a and b, and of all others that are given\n"
-TOKENIZER = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
 PEERS = Path(__file__).parents[1] / "peers"
 BARE_SERVER = (sys.executable, str(PEERS / "uvloop_server.py"))
 
@@ -86,13 +86,13 @@ def _open(
 
 
 def _open_ours(stack: ExitStack) -> Server:
-    token_ids = tuple(load_text_model(TOKENIZER).encode_text(TEXT, CONTEXT_LEN))
+    token_ids = tuple(load_text_model(BUNDLED_MODEL).encode_text(TEXT, CONTEXT_LEN))
     options = msgspec.json.encode(NullWorkerOptions(TOKEN, STEP_S, token_ids)).decode()
     command = [sys.executable, "-m", "bench.gateway.worker", options]
     worker = begun(Driven("worker", command), stack)
     address = worker.ready(START_TIMEOUT_S)["address"]
     member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)
-    served = Version(model=str(TOKENIZER), model_name=MODEL)
+    served = Version(model=str(BUNDLED_MODEL), model_name=MODEL)
     spec = {  # a `deploy.base.spec.GatewaySpec`
         "members": Members(1, (member,), Intent((served,))),
         "gateway": GatewayConfig(port=0),

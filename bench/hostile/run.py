@@ -10,7 +10,6 @@ import aiohttp
 import msgspec
 import uvloop
 
-from bench.chaos.run import MODEL
 from bench.common.progress import Say, say_nothing
 from bench.common.waiting import pause
 from bench.hostile.assaulting import AssaultRun, Attacker
@@ -29,6 +28,7 @@ from bench.hostile.waves import Outcomes, Slow, disconnect, drip, send_bodies
 from bench.processes.child import ChildProcess
 from bench.processes.deployment import STEADY_S, OperatedDeployment, SeenPools, operated, settle
 from bench.processes.serving import ServedDeployment, free_port
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import Clock, MonotonicClock
 
 HONEST = "bench.hostile.honest"
@@ -97,7 +97,7 @@ def measure(plan: HostilePlan, say: Say = say_nothing) -> HostileRun:
     grpc_port = free_port()
     options = {**OPTIONS, "--kv-mib": KV_MIB, "--grpc-port": grpc_port}
     say("starting 1 + 1 workers")
-    with operated(MODEL, options, ENVIRONMENT) as deployment:
+    with operated(BUNDLED_MODEL, options, ENVIRONMENT) as deployment:
         run: HostileRun = uvloop.run(_measure(plan, deployment, grpc_port, say))
     return run
 

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-import engine.model.bundled
 from bench.common.command import (
     JsonOption,
     PlotOption,
@@ -21,9 +20,9 @@ from bench.common.plots import plot_bars, require_matplotlib
 from bench.common.progress import say_on_stderr
 from bench.common.report import Report
 from bench.common.tables import print_pivot
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.errors import ConfigError
 
-BUNDLED = Path(engine.model.bundled.__file__).parent / "target"
 QUICK_WINDOWS = 8
 PLOTTED = ("capacity", "attention_error", "perplexity_change", "top1_agreement")
 
@@ -32,7 +31,7 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
     *,
     checkpoint: Annotated[
         Path, typer.Option(exists=True, file_okay=False, help="The model.", show_default="bundled")
-    ] = BUNDLED,
+    ] = BUNDLED_MODEL,
     num_windows: Annotated[int, typer.Option("--windows", min=1, help="Pieces of text.")] = 64,
     window_len: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 512,
     threads: Annotated[int | None, typer.Option(min=1, show_default="all cores")] = None,
@@ -55,7 +54,7 @@ def quality(  # noqa: PLR0913 (one parameter for each option is how typer declar
             "quality",
             seed=seed,
             config={
-                "checkpoint": "bundled" if checkpoint == BUNDLED else str(checkpoint),
+                "checkpoint": "bundled" if checkpoint == BUNDLED_MODEL else str(checkpoint),
                 "num_windows": len(windows),
                 "window_len": window_len,
                 "num_threads": threads,

@@ -1,6 +1,6 @@
 """Measures what KV formats and weight formats cost in quality, on held-out text.
 
-The text is the part of the bundled corpus (`engine.model.bundled.corpus`) that the model was not
+The text is the part of the bundled corpus (`bench.quality.corpus`) that the model was not
 trained on. It is cut into windows, each with a context of its own. The model is forced along the
 text. Attention reads K and V only from the cache record, so one pass over a window stores and reads
 the same values as decoding it token by token.
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from bench.common.progress import Say, say_nothing
 from bench.common.report import Figure, Result, results_of
+from bench.quality import corpus
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
 from engine.messages import SeqId
@@ -31,7 +32,6 @@ from engine.model.attention import plain as torch_attention
 from engine.model.attention.base import AttentionBatch, Scoring, build_batch
 from engine.model.attention.hook import forward
 from engine.model.attention.kvcache import KVCache, allocate_buffer
-from engine.model.bundled import corpus
 from engine.model.cpu import CpuForward
 from engine.model.loading.checkpoint import load
 from engine.worker.batch import Row

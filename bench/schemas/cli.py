@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from tokenizers import Tokenizer
 
-import engine.model.bundled
 from bench.common.command import (
     JsonOption,
     SeedOption,
@@ -23,9 +22,10 @@ from bench.schemas.ours import NAME
 from bench.schemas.plan import SchemasPlan, config_of
 from bench.schemas.results import reasons, results, warnings
 from bench.schemas.run import PEERS, measure
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.errors import ConfigError
 
-BUNDLED = Path(engine.model.bundled.__file__).parent / "target" / "tokenizer.json"
+BUNDLED = BUNDLED_MODEL / "tokenizer.json"
 QUICK_SCHEMAS = 100
 NUM_REASONS = 10
 ENDS = ("<|endoftext|>", "<|eot_id|>", "<|im_end|>", "</s>", "<EOT>", "<eos>")

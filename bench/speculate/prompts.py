@@ -1,6 +1,6 @@
 """Prompts of `bench speculate`, and the requests whose answers must agree in all modes.
 
-Text is what the bundled models were not trained on (`engine.model.bundled.corpus`): beginnings of
+Text is what the bundled models were not trained on (`bench.quality.corpus`): beginnings of
 source files, and questions that ask for a function. Everything is a function of the seed.
 """
 
@@ -14,10 +14,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from bench.common.prompts import PromptShape, token_prompts
+from bench.quality import corpus
 from bench.speculate.plan import EDIT_EVERY, PROMPT_LEN
 from bench.speculate.worker import CoreAsk
 from engine.messages import Grammar, GrammarKind, Sampling
-from engine.model.bundled import corpus
 
 NUM_DOCUMENTS = 100  # of those held out; to read all of them takes seconds
 MOST_REPEATED = 96  # tokens of an earlier answer
@@ -51,8 +51,8 @@ def text_prompts(tokenizer_file: Path, count: int, seed: int) -> list[Tokens]:
             code.append(_encoded(tokenizer, document.text))
     rng = Random(f"{seed}/text")
     prompts: list[Tokens] = []
-    for question in rng.sample(questions, k=count // 2):
-        prompts += [_cut(rng.choice(code), rng), question]
+    for asked in rng.sample(questions, k=count // 2):
+        prompts += [_cut(rng.choice(code), rng), asked]
     return prompts
 
 

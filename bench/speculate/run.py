@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-import engine.model.bundled
 from bench.common.background import BusyWatch
 from bench.common.progress import Say, say_nothing
 from bench.common.shapes import cached_pair
@@ -48,6 +47,7 @@ from bench.speculate.prompts import (
 )
 from bench.speculate.results import BatchRun, Passes, RunKey, SpeculateMeasured, is_same, joined
 from bench.speculate.worker import CoreAsk, CoreOptions
+from deploy.base.defaults import BUNDLED_DRAFT, BUNDLED_MODEL
 from engine.config import Speculate, WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling
@@ -56,7 +56,6 @@ LOAD_TIMEOUT_S = 300.0
 JOB_TIMEOUT_S = 300.0
 WARM_UP = -1  # no repetition has this number
 LONGEST_PROMPT = 512
-BUNDLED_MODELS = Path(engine.model.bundled.__file__).parent
 IDENTITY_WEIGHTS = {WeightFormat.INT8: KVFormat.INT8, WeightFormat.FP32: KVFormat.FP32}
 
 Asks = Mapping[SpeculateWorkload, Sequence[CoreAsk]]
@@ -70,7 +69,7 @@ def measure(plan: SpeculatePlan, say: Say = say_nothing) -> SpeculateMeasured:
     for weights, kv_format in _identity_weights(plan).items():
         if plan.num_identity and weights not in measured.identical:
             say(f"loading: {BUNDLED}, {weights}")
-            with _worker(plan, *_bundled(), weights, kv_format) as (worker, facts):
+            with _worker(plan, BUNDLED_MODEL, BUNDLED_DRAFT, weights, kv_format) as (worker, facts):
                 _compare(plan, worker, facts, weights, measured, say)
     return measured
 
@@ -154,7 +153,7 @@ def _asks_of(plan: SpeculatePlan, setup: SpeculateSetup, worker: Driven, facts: 
 
 
 def _texts(plan: SpeculatePlan) -> list[list[int]]:
-    return text_prompts(BUNDLED_MODELS / "target" / "tokenizer.json", plan.num_prompts, plan.seed)
+    return text_prompts(BUNDLED_MODEL / "tokenizer.json", plan.num_prompts, plan.seed)
 
 
 def _identity_weights(plan: SpeculatePlan) -> Mapping[WeightFormat, KVFormat]:
@@ -205,13 +204,9 @@ def _answers(worker: Driven, mode: Speculate, asks: Sequence[CoreAsk]) -> list[l
 def _checkpoints(plan: SpeculatePlan, setup: SpeculateSetup) -> tuple[Path, Path]:
     """Target and draft."""
     if setup.shape is None:
-        return _bundled()
+        return BUNDLED_MODEL, BUNDLED_DRAFT
     pair = cached_pair(setup.shape, plan.seed)
     return pair.target, pair.draft if setup.agrees else pair.stranger
-
-
-def _bundled() -> tuple[Path, Path]:
-    return BUNDLED_MODELS / "target", BUNDLED_MODELS / "draft"
 
 
 @contextmanager
@@ -237,7 +232,7 @@ def _worker(
     environment = {**os.environ, "OMP_NUM_THREADS": str(plan.num_threads)}
     with Driven(str(target), command, environment) as worker:
         worker.start()
-        if target.parent == BUNDLED_MODELS:
+        if target == BUNDLED_MODEL:
             _texts(plan)  # while it loads: reading the corpus takes seconds too
         yield worker, worker.ready(LOAD_TIMEOUT_S)
 

@@ -33,11 +33,11 @@ from bench.validation.live import deployment, play
 from bench.validation.plan import BLOCK_TOKENS, ValidationPlan, made
 from bench.validation.recordings import RecordedRun
 from bench.validation.results import Samples, SplitComparison, measured_samples, simulated_samples
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import DeviceKind, PoolsConfig, RouterConfig, WorkerConfig
 from engine.devices.settings import WorkerSettings, resolve
 from router.native.machine import native_machine
 
-MODEL = Path(__file__).parents[2] / "engine" / "model" / "bundled" / "target"
 KV_MIB = 256  # of each worker: nothing is evicted
 NUM_WARM_UP = 8
 STRETCH = PoolsConfig().stretch  # pools are fluid, as by default
@@ -56,7 +56,7 @@ def _measure(
     name = f"{split[0]}+{split[1]}"
     ids = count()
     calibrated, measured = [], []
-    with deployment(pools, worker, MODEL) as live:
+    with deployment(pools, worker, BUNDLED_MODEL) as live:
 
         def played(what: str, trace: Trace) -> RecordedRun:
             say(f"{name}: {what}, {len(trace.requests)} requests in {trace.duration_s:.0f} s")

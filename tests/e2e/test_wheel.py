@@ -12,8 +12,6 @@ from tests.kits.tree.wheels import TREE, build_wheel, install, outside_environme
 
 pytest.importorskip("setuptools", reason="setuptools is not installed")
 
-TRAINING = {"corpus", "distil", "evaluate", "muon", "on_policy", "train"}
-
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
@@ -30,14 +28,12 @@ def files(*folders: str) -> set[str]:
     return {str(path.relative_to(TREE)) for path in found}
 
 
-def test_wheel_holds_every_module_but_the_trainers(names):
+def test_wheel_holds_every_module(names):
     floors = ("engine", "kvtransfer", "prefill", "decode", "router", "deploy", "bench")
     modules = {
         str(path.relative_to(TREE)) for floor in floors for path in (TREE / floor).rglob("*.py")
     }
-    bundled = {name for name in modules if name.startswith("engine/model/bundled/")}
-    assert {Path(name).stem for name in bundled} >= TRAINING
-    assert {name for name in names if name.endswith(".py")} == modules - bundled
+    assert {name for name in names if name.endswith(".py")} == modules
 
 
 def test_wheel_holds_model_cpp_sources_and_cluster_files(names):

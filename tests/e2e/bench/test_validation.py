@@ -8,7 +8,8 @@ import pytest
 from bench.simulator.cluster import SimulatedPools
 from bench.validation.live import deployment, play
 from bench.validation.plan import ValidationLoad, made
-from bench.validation.run import MODEL, STRETCH, worker_settings
+from bench.validation.run import STRETCH, worker_settings
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import RouterConfig
 from engine.messages import Role
 
@@ -19,7 +20,7 @@ NUM_REQUESTS = 6
 def test_a_deployment_of_fluid_workers_answers_a_trace_and_is_recorded(tmp_path):
     load = ValidationLoad(20.0, NUM_REQUESTS, input_tokens=64, output_tokens=8)
     trace = made(load, Random(0), count())
-    with deployment(SimulatedPools(1, 1), worker_settings(), MODEL) as live:
+    with deployment(SimulatedPools(1, 1), worker_settings(), BUNDLED_MODEL) as live:
         told = play(live, trace, RouterConfig(seed=0), tmp_path)
     assert [len(asked.times_s) for asked in told.asked.values()] == [
         asked.output_len for asked in trace.requests

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import bench.quality.run as quality
+from bench.quality import corpus
 from bench.quality.run import (
     EXACT,
     SETTINGS,
@@ -22,7 +23,6 @@ from bench.quality.run import (
 )
 from engine.config import WeightFormat
 from engine.layout import KVFormat, KVLayout
-from engine.model.bundled import corpus
 from engine.model.native.library import kernels
 from tests.kits.checkpoints import tiny_checkpoint
 

@@ -1,21 +1,21 @@
 """Training and evaluation of the bundled draft; the evaluation measures what decoding drafts."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.model import bundled
-from engine.model.bundled import corpus, on_policy
-from engine.model.bundled.distil import Done, begin_as, distil, distillation_loss
-from engine.model.bundled.evaluate import TEMPERATURES, evaluate
-from engine.model.bundled.on_policy import TOP, Lessons, Prompts
+from bench.quality import corpus
+from deploy.base.defaults import BUNDLED_MODEL
+from tools.bundled_model import on_policy
+from tools.bundled_model.distil import Done, begin_as, distil, distillation_loss
+from tools.bundled_model.evaluate import TEMPERATURES, evaluate
+from tools.bundled_model.on_policy import TOP, Lessons, Prompts
 
 pytestmark = pytest.mark.torch
 
-BUNDLED = Path(bundled.__file__).parent
+BUNDLED = BUNDLED_MODEL.parent
 END, USER, ANSWER = (
     corpus.SPECIAL_TOKENS.index(token)
     for token in (corpus.END_OF_TEXT, "<|user|>", corpus.ANSWER_BEGINS)

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat
 from engine.errors import CheckpointError
 from engine.layout import KVFormat, KVSection
 from engine.messages import Sampling
-from engine.model import bundled, cpu
+from engine.model import cpu
 from engine.model import runner as runner_module
 from engine.model.cuda import CudaForward
 from engine.model.loading.checkpoint import load
@@ -37,7 +38,7 @@ NUM_BLOCKS = 60
 BLOCK_SIZE = 4
 NUM_NEW_TOKENS = 9
 SAMPLING = Sampling(temperature=0.9, seed=5)
-BUNDLED = Path(bundled.__file__).parent
+BUNDLED = BUNDLED_MODEL.parent
 PAIRS = (  # target, draft: both are fused, or only one of them; their heads differ
     ("llama", "qwen3"),
     ("gemma2", "gpt_neox"),

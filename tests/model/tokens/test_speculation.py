@@ -8,7 +8,6 @@ import random
 from array import array
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from threading import Lock
 
 import msgspec
@@ -16,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock
 from engine.config import WeightFormat
 from engine.layout import KVFormat
 from engine.messages import Sampling
-from engine.model import bundled, cpu
+from engine.model import cpu
 from engine.model import runner as runner_module
 from engine.model.runner import TorchRunner
 from engine.model.sampling.draft import DraftedRow, Masks, draft_step_by_step
@@ -32,7 +32,7 @@ from tests.kits.models.sequences import as_on_a_gpu, scattered
 
 pytestmark = pytest.mark.torch
 
-BUNDLED = Path(bundled.__file__).parent
+BUNDLED = BUNDLED_MODEL.parent
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160
 NUM_NEW_TOKENS = 24

@@ -4,23 +4,22 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from math import log
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.config import WeightFormat
 from engine.grammar.guide import Guide
 from engine.grammar.guides import LlGuides
 from engine.messages import Grammar, GrammarKind, Sampling, SeqId
-from engine.model import bundled
 from engine.model.runner import TorchRunner
 from engine.worker.batch import BatchPlan, Row
 from tests.kits.schemas import faults, random_schema, terseness
 
 pytestmark = pytest.mark.torch
 
-BUNDLED = Path(bundled.__file__).parent
+BUNDLED = BUNDLED_MODEL.parent
 TOKENIZER = BUNDLED / "target" / "tokenizer.json"
 SEEDS = range(300, 500)  # the unit test uses lower ones
 BLOCK_SIZE = 16

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from engine.model.bundled.on_policy import Written
 from engine.model.sampling.choosing import gumbel_noise
+from tools.bundled_model.on_policy import Written
 
 WINDOW = 1024
 TEMPERATURES = (0.0, 0.7, 1.0)

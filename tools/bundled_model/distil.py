@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine.clock import Clock
-from engine.model.bundled.muon import Optimisers
-from engine.model.bundled.on_policy import Lessons
+from tools.bundled_model.muon import Optimisers
+from tools.bundled_model.on_policy import Lessons
 
 BATCH_TOKENS = 1024
 MUON_LR, ADAM_LR = 0.01, 5e-4

@@ -1,7 +1,7 @@
 """Trains the bundled model: tokenizer, target and draft, from CPython's standard library.
 
-    python -m engine.model.bundled.train --minutes 240 --out engine/model/bundled
-    python -m engine.model.bundled.train --draft-only --minutes 60 --lessons /tmp/lessons.pt
+    python -m tools.bundled_model.train --minutes 240 --out engine/model/bundled
+    python -m tools.bundled_model.train --draft-only --minutes 60 --lessons /tmp/lessons.pt
 
 1. A byte-level BPE tokenizer of 4,096 tokens.
 2. The target, a Llama shape of 5.8 M parameters, by next-token loss.
@@ -29,12 +29,14 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.quality import corpus
+from deploy.base.defaults import BUNDLED_MODEL
 from engine.clock import MonotonicClock
-from engine.model.bundled import corpus, on_policy
-from engine.model.bundled.distil import Done, begin_as, distil
-from engine.model.bundled.evaluate import TEMPERATURES, evaluate
-from engine.model.bundled.muon import Optimisers
-from engine.model.bundled.on_policy import Lessons, Prompts, Written
+from tools.bundled_model import on_policy
+from tools.bundled_model.distil import Done, begin_as, distil
+from tools.bundled_model.evaluate import TEMPERATURES, evaluate
+from tools.bundled_model.muon import Optimisers
+from tools.bundled_model.on_policy import Lessons, Prompts, Written
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 4096
@@ -138,13 +140,18 @@ def sample_batch(data: Corpus, window: int, rng: random.Random) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves a Hugging Face model directory with bf16 weights."""
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Saves the config and the weights, in bf16, of a Hugging Face model directory."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
     copy.save_pretrained(folder)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Saves the tokenizer's files."""
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -157,6 +164,14 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def link_tokenizer(out: Path) -> None:
+    """Links the target's tokenizer files into the draft's folder."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        link = out / "draft" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"../target/{name}")
+
+
 TARGET_CARD = """\
 # Baton's bundled model
 
@@ -166,7 +181,7 @@ Baton's quick start, tests and benchmarks run without a network. It completes Py
 answers "Write a Python function `name`: what it does" with text that looks like Python. It is far too
 small to be right: it knows nothing of the world. Do not run what it writes.
 
-It was trained by `python -m engine.model.bundled.train` from the standard library of CPython {python}:
+It was trained by `python -m tools.bundled_model.train` from the standard library of CPython {python}:
 source, docstrings and tests (PSF License Version 2, see NOTICE). One file in {held_out_one_in} was held out.
 
 | target | |
@@ -204,9 +219,7 @@ their end, or to {window} tokens with the prompt. All is computed in fp32.
 """
 
 
-def train_target(
-    data: Corpus, tokenizer: Tokenizer, out: Path, *, minutes: float, rng: random.Random
-) -> None:
+def train_target(data: Corpus, out: Path, *, minutes: float, rng: random.Random) -> None:
     """Trains for the given time; writes target/ and the target's part of the card below `out`."""
     clock = MonotonicClock()
     target = LlamaForCausalLM(target_config())
@@ -215,7 +228,7 @@ def train_target(
     step = 0
 
     def checkpoint() -> None:
-        save(target, tokenizer, out / "target")
+        save(target, out / "target")
         card = TARGET_CARD.format(
             vocab=VOCAB_SIZE,
             target_params=target.num_parameters(),
@@ -253,10 +266,9 @@ def train_target(
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Inputs of the draft's training and evaluation; all but `target` in tokens of `tokenizer`."""
+    """Inputs of the draft's training and evaluation; `target` computes, the rest is tokens."""
 
     target: LlamaForCausalLM
-    tokenizer: Tokenizer
     lessons: Sequence[Lessons]
     held_out: torch.Tensor
     answers: Sequence[Written]
@@ -271,7 +283,8 @@ def train_draft(inputs: DraftInputs, out: Path, *, minutes: float, rng: random.R
 
     def checkpoint(done: Done, max_windows: int = 8) -> None:
         minutes = (clock.now_s() - begin_s) / 60
-        save(draft, inputs.tokenizer, out / "draft")
+        save(draft, out / "draft")
+        link_tokenizer(out)
         figures = evaluate(inputs.target, draft, inputs.held_out, inputs.answers, max_windows)
         print(json.dumps({"steps": done.steps, "loss": done.loss, **figures}), flush=True)
         write_draft_card(out / "MODEL_CARD.md", inputs, draft, done, minutes, figures)
@@ -349,7 +362,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=240)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--out", type=Path, default=BUNDLED_MODEL.parent)
     parser.add_argument("--draft-only", action="store_true")
     parser.add_argument("--lessons", type=Path, help="file that keeps what the draft learns from")
     args = parser.parse_args()
@@ -362,18 +375,18 @@ def main() -> None:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     else:
         tokenizer = train_tokenizer([d.text for d in docs if not (d.held_out or d.is_dialogue)])
+        save_tokenizer(tokenizer, folder)
     data = encode(tokenizer, docs, rng)
     print(f"{len(data.code):,} code, {len(data.dialogues):,} dialogue tokens", flush=True)
     draft_minutes = args.minutes * (1 if args.draft_only else DRAFT_SHARE)
     if not args.draft_only:
         minutes = args.minutes - draft_minutes
-        train_target(data, tokenizer, args.out, minutes=minutes, rng=rng)
+        train_target(data, args.out, minutes=minutes, rng=rng)
 
     prompts = prompts_of(data.code, data.dialogues, tokenizer)
     seconds = draft_minutes * WRITING_SHARE * 60
     inputs = DraftInputs(
         target=LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
-        tokenizer=tokenizer,
         lessons=lessons_of(folder, prompts, args.lessons, seconds=seconds, rng=rng),
         held_out=data.held_out,
         answers=judged_answers(

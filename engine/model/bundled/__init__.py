@@ -1,1 +1,0 @@
-"""The bundled model: a tiny Python-code model that lets everything run offline (MODEL_CARD.md)."""

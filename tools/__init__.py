@@ -1,0 +1,1 @@
+"""Programs that made files of the tree. The product imports none of them."""
