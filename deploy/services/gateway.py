@@ -22,7 +22,6 @@ from engine.net.trust import Secret
 from router.access.file import KeyFile
 from router.access.fixed import FixedKeys
 from router.access.guard import KeyFinder
-from router.access.limits import KeyLimits
 from router.access.shared_accounts import SharedAccounts
 from router.edge.limits import Book, EdgeLimits
 from router.edge.listener import Listener
@@ -30,15 +29,13 @@ from router.edge.tls import TlsFiles
 from router.gateway.answering import GatewayParts
 from router.gateway.app import app_of, parts_of, version_of_baton
 from router.gateway.background import BackgroundWork
-from router.gateway.batches.settings import BatchSettings
-from router.gateway.inference.server import InferenceLimits, InferenceServer
+from router.gateway.inference.server import InferenceServer
 from router.gateway.inference.service import InferenceService
 from router.gateway.metrics.pools import PoolBoard
 from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.grammar_checker import GrammarChecker
-from router.gateway.responses.limits import ResponseLimits
 from router.gateway.storage import Storage
 from router.gateway.stream_probe import StreamProbe
 from router.membership import ControlServer
@@ -98,35 +95,7 @@ class GatewayService(LoopService[GatewayReady]):
             load_text=lambda version: text_model(directory_of(version.model, Parts.TEXT), config),
         )
         keys = _open_keys(config, clock)
-        settings = GatewaySettings(
-            secret=Secret(spec.salts or spec.token),
-            max_body_bytes=config.max_body_bytes,
-            key_limits=KeyLimits(config.requests_per_s, config.tokens_per_min, config.max_streams),
-            max_choices=config.max_choices,
-            max_batch_choices=config.max_batch_choices,
-            min_priority=config.min_priority,
-            allowed_hosts=(config.host.lower(), *config.allowed_hosts),
-            cors_origins=config.cors_origins,
-            slo_ttft_s=spec.router.slo_ttft_s,
-            slo_tpot_s=spec.router.slo_tpot_s,
-            hold_s=spec.router.queue_timeout_s,
-            dashboard=config.dashboard,
-            batches=BatchSettings(
-                max_file_bytes=config.max_file_bytes,
-                max_tenant_bytes=config.max_tenant_file_bytes,
-                max_total_bytes=config.max_store_bytes,
-                share=config.batch_share,
-                idle_s=config.batch_idle_s,
-            ),
-            responses=ResponseLimits(
-                max_kept=config.max_responses,
-                max_kept_bytes=config.max_responses_bytes,
-                max_kept_of_key=config.max_key_responses,
-                max_kept_bytes_of_key=config.max_key_responses_bytes,
-                keep_s=config.response_days * 86_400.0,
-                max_background=config.max_background_responses,
-            ),
-        )
+        settings = GatewaySettings(Secret(spec.salts or spec.token), config, spec.router)
         rng = random.Random(os.urandom(16))
         if spec.siblings is not None:
             self._siblings = Siblings(Path(spec.siblings), str(spec.process))
@@ -207,12 +176,7 @@ class GatewayService(LoopService[GatewayReady]):
         self._inference = InferenceServer(
             InferenceService(parts, keys, version_of_baton()),
             parts.versions,
-            InferenceLimits(
-                max_body_bytes=config.max_body_bytes,
-                max_head_bytes=config.max_head_bytes,
-                max_connections=config.max_connections,
-                handshake_timeout_s=config.head_timeout_s,
-            ),
+            config,
             tls,
         )
         if self._spec.ports is None or not config.shares_port:

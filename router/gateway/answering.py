@@ -274,7 +274,7 @@ class AnswerService:
     async def _checked(self, call: ApiCall) -> CheckedCall:
         """Checks a call. Holds the call while no worker of its version is known."""
         parts = self._parts
-        held_s = min(parts.settings.hold_s, call.timeout_s or inf)
+        held_s = min(parts.settings.router.queue_timeout_s, call.timeout_s or inf)
         while True:
             table = parts.versions.table
             try:

@@ -20,7 +20,7 @@ from engine.config import DashboardMode
 from engine.errors import InvalidRequest
 from router.access.guard import KeyFinder, KeyGuard
 from router.access.hosts import HostGuard
-from router.access.limits import KeyAccounts
+from router.access.limits import KeyAccounts, KeyLimits
 from router.access.shared_accounts import SharedAccounts
 from router.edge.content_types import check_content
 from router.edge.limits import Book
@@ -80,52 +80,6 @@ EXPOSED_HEADERS = (  # that scripts of other origins may read
 OTHER_PATHS = "other"  # the label of paths that answer no prompt, known or not
 
 
-def create_app(  # noqa: PLR0913 - all that an application is wired with
-    versions: Versions,
-    *,
-    settings: GatewaySettings,
-    clock: Clock,
-    rng: random.Random,
-    grammars: GrammarCheck,
-    keys: KeyFinder | None = None,
-    siblings: Siblings | None = None,
-    edge: Book | None = None,
-    storage: Storage | None = None,
-    background: BackgroundWork | None = None,
-    board: PoolBoard | None = None,
-    logs_requests: bool = False,
-    tracing: Tracing | None = None,
-    has_native_text: bool = False,
-) -> ASGIApp:
-    """Returns the application, for any ASGI server.
-
-    `siblings` are the gateway processes that share its port. `edge` holds the counts of its
-    listener, for /metrics. Without `keys` the application is open to all clients. Without `storage`
-    what it keeps is in memory. Without `background` no batch runs. `board` has what a controller
-    says of the pools.
-    """
-    parts = parts_of(
-        versions,
-        settings=settings,
-        clock=clock,
-        rng=rng,
-        grammars=grammars,
-        siblings=siblings,
-        storage=storage,
-        tracing=tracing,
-        has_native_text=has_native_text,
-    )
-    return app_of(
-        parts,
-        keys=keys,
-        siblings=siblings,
-        edge=edge,
-        background=background,
-        board=board,
-        logs_requests=logs_requests,
-    )
-
-
 def parts_of(  # noqa: PLR0913 - all that they are
     versions: Versions,
     *,
@@ -144,6 +98,8 @@ def parts_of(  # noqa: PLR0913 - all that they are
     With `has_native_text` most tokens become text in C++. Raises BuildError where there is none.
     """
     process = None if siblings is None else siblings.process
+    gateway, router = settings.gateway, settings.router
+    limits = KeyLimits(gateway.requests_per_s, gateway.tokens_per_min, gateway.max_streams)
     metrics = GatewayMetrics(versions, version=version_of_baton(), process=process)
     return GatewayParts(
         versions=versions,
@@ -152,12 +108,12 @@ def parts_of(  # noqa: PLR0913 - all that they are
         rng=rng,
         metrics=metrics,
         grammars=grammars,
-        accounts=KeyAccounts(settings.key_limits, shared=shared),
+        accounts=KeyAccounts(limits, shared=shared),
         lanes=Lanes(),
         turns=LoopTurns(),
         storage=storage or Storage(None),
         tracing=tracing,
-        recent=RecentRequests(Bounds(settings.slo_ttft_s, settings.slo_tpot_s), versions.tallies),
+        recent=RecentRequests(Bounds(router.slo_ttft_s, router.slo_tpot_s), versions.tallies),
         batch=TextBatch(metrics) if has_native_text else None,
     )
 
@@ -196,7 +152,8 @@ def app_of(  # noqa: PLR0913 - all that it shows
         background.add(batches)
     status = StatusPages(versions, metrics, version, siblings, board)
     models, tokens = ModelPages(versions), TokenPages(parts)
-    mode = parts.settings.dashboard
+    config = parts.settings.gateway
+    mode = config.dashboard
     has_pages = mode is not DashboardMode.OFF
     description = DescriptionPages(version, needs_key=keys is not None, has_home=has_pages)
     by_name = {
@@ -250,10 +207,10 @@ def app_of(  # noqa: PLR0913 - all that it shows
     app: ASGIApp = _Front(answers, others, metrics, web)
     if keys is not None:
         app = KeyGuard(app, keys)
-    if parts.settings.cors_origins:
-        app = _with_cors(app, parts.settings.cors_origins)
+    if config.cors_origins:
+        app = _with_cors(app, config.cors_origins)
     if keys is None:
-        app = HostGuard(app, parts.settings.allowed_hosts)
+        app = HostGuard(app, (config.host.lower(), *config.allowed_hosts))
     if logs_requests:
         app = AccessLog(app, parts.clock)
     return app
@@ -271,7 +228,7 @@ def dashboard_of(
         board=board or PoolBoard(parts.versions, parts.clock),
         baton=version_of_baton(),
         siblings=siblings,
-        takes_orders=parts.settings.dashboard is DashboardMode.ON,
+        takes_orders=parts.settings.gateway.dashboard is DashboardMode.ON,
     )
 
 

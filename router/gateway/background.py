@@ -20,7 +20,7 @@ class BackgroundPart(Protocol):
 
 
 class BackgroundWork:
-    """All such work of one application: `create_app` adds it, and who serves the app opens it."""
+    """All such work of one application: `app_of` adds it, and who serves the app opens it."""
 
     def __init__(self) -> None:
         self._parts: list[BackgroundPart] = []

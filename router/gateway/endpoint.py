@@ -13,6 +13,7 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
+from engine.config import GatewayConfig
 from engine.errors import InvalidRequest
 from router.access.guard import tenant_of
 from router.edge.extension import Caller, caller_of, pipe_of
@@ -29,12 +30,13 @@ from router.gateway.answers.stream import StreamedAnswer
 from router.gateway.answers.whole import whole_answer
 from router.gateway.answers.writing import AnswerWriter, Heading
 from router.gateway.metrics.meters import RequestMeter
-from router.gateway.requests.calls import GatewaySettings
 from router.gateway.requests.field_table import EMBEDDINGS
 from router.gateway.requests.json_fields import endpoint_of
 from router.gateway.requests.openai_schema import Body
 from router.inbox.api_errors import ApiError
 from router.inbox.task_groups import LightTaskGroup
+
+BODY_TIMEOUT_S = 30.0  # from the first part of a body to its last one
 
 
 class ClientLeft(Exception):
@@ -64,8 +66,8 @@ class CallEndpoint:
             try:
                 body = None if caller is None else caller.take_body()
                 if body is None:
-                    body = await read_body(receive, self._parts.settings)
-                check_size(len(body), self._parts.settings)
+                    body = await read_body(receive, self._parts.settings.gateway)
+                check_size(len(body), self._parts.settings.gateway)
                 if caller is not None:
                     with _UntilCallerLeaves(caller):
                         await self._serve(body, scope, meter, send)
@@ -126,14 +128,14 @@ def headers_of(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in named}
 
 
-async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
+async def read_body(receive: Receive, config: GatewayConfig) -> bytes:
     """Reads the whole body.
 
     Raises ApiError if it is too long or too slow, ClientLeft if it breaks off.
     """
     body = bytearray()
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             more_body = True
             while more_body:
                 message = await receive()
@@ -141,17 +143,17 @@ async def read_body(receive: Receive, settings: GatewaySettings) -> bytes:
                     raise ClientLeft
                 body += message.get("body", b"")
                 more_body = message.get("more_body", False)
-                check_size(len(body), settings)
+                check_size(len(body), config)
     except TimeoutError:
-        text = f"the body did not come within {settings.body_timeout_s:g} s"
+        text = f"the body did not come within {BODY_TIMEOUT_S:g} s"
         raise ApiError(text, code="request_timeout", status=408) from None
     return bytes(body)
 
 
-def check_size(num_bytes: int, settings: GatewaySettings) -> None:
+def check_size(num_bytes: int, config: GatewayConfig) -> None:
     """Raises ApiError if a body is too long."""
-    if num_bytes > settings.max_body_bytes:
-        text = f"the body is longer than {settings.max_body_bytes} bytes"
+    if num_bytes > config.max_body_bytes:
+        text = f"the body is longer than {config.max_body_bytes} bytes"
         raise ApiError(text, code="request_too_large", status=413)
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from engine.clock import unix_time_s
+from engine.config import GatewayConfig
 from router.access.guard import tenant_of
 from router.access.keys import Tenant
 from router.edge.extension import caller_of
@@ -23,11 +24,9 @@ from router.gateway.batches.records import (
     FileRecord,
     window_s,
 )
-from router.gateway.batches.settings import BatchSettings
 from router.gateway.batches.uploads import UploadForm
 from router.gateway.endpoint import ClientLeft, read_body
 from router.gateway.pages.replies import json_reply
-from router.gateway.requests.calls import GatewaySettings
 from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError, invalid_value
 
@@ -68,7 +67,7 @@ class BatchPages:
     def __init__(
         self,
         storage: Storage,
-        settings: GatewaySettings,
+        config: GatewayConfig,
         *,
         endpoints: Collection[str],
         rng: random.Random,
@@ -76,8 +75,7 @@ class BatchPages:
     ) -> None:
         """`wake` tells the runner of a change."""
         self._storage = storage
-        self._settings = settings
-        self._bounds = settings.batches
+        self._config = config
         self._endpoints = sorted(endpoints)
         self._rng = rng
         self._wake = wake
@@ -107,10 +105,10 @@ class BatchPages:
 
     async def upload(self, request: HttpRequest, tenant: Tenant) -> Response:
         """POST /v1/files."""
-        bounds = self._bounds
+        config = self._config
         size = request.headers.get("content-length", "")
-        if size.isdigit() and int(size) > bounds.max_file_bytes + FORM_BYTES:
-            raise _too_large(bounds)
+        if size.isdigit() and int(size) > config.max_file_bytes + FORM_BYTES:
+            raise tables.too_large(config)
         file_id = f"file-{self._rng.getrandbits(96):024x}"
         now_s = unix_time_s()
         record = FileRecord(file_id, tenant.owner, FilePurpose.BATCH, "", 0, now_s, None)
@@ -135,24 +133,21 @@ class BatchPages:
 
     async def _receive(self, request: HttpRequest, file_id: str) -> tuple[str, Mapping[str, str]]:
         """Reads a form and stores its file piece by piece. Returns the name and other fields."""
-        bounds = self._bounds
-        quota = tables.FileQuota(
-            bounds.max_file_bytes, bounds.max_tenant_bytes, bounds.max_total_bytes
-        )
+        config = self._config
         waiting = bytearray()
         form = UploadForm(request.headers.get("content-type", ""), waiting.extend)
         num_bytes = 0
 
         async def store(data: bytes) -> None:
             append = partial(
-                tables.append_piece, file_id=file_id, data=data, now_s=unix_time_s(), quota=quota
+                tables.append_piece, file_id=file_id, data=data, now_s=unix_time_s(), config=config
             )
             await self._storage.run(append)
 
         async for data in _body_of(request):
             num_bytes += len(data)
-            if num_bytes > bounds.max_file_bytes + FORM_BYTES:
-                raise _too_large(bounds)
+            if num_bytes > config.max_file_bytes + FORM_BYTES:
+                raise tables.too_large(config)
             form.feed(data)
             if len(waiting) >= PIECE_BYTES:
                 await store(bytes(waiting))
@@ -251,7 +246,7 @@ class BatchPages:
         return json_reply(200, batch.shown())
 
     async def _batch_body(self, request: HttpRequest) -> BatchBody:
-        data = await read_body(request.receive, self._settings)
+        data = await read_body(request.receive, self._config)
         if len(data) > MAX_BODY_BYTES:
             message = f"the body of a batch is longer than {MAX_BODY_BYTES} bytes"
             raise ApiError(message, code="request_too_large", status=413)
@@ -379,8 +374,3 @@ def _field_of(message: str) -> str | None:
     """The field that an error of msgspec names: the last name in backquotes, without `$.`."""
     names = message.split("`")[1::2]
     return names[-1].removeprefix("$.") if names else None
-
-
-def _too_large(bounds: BatchSettings) -> ApiError:
-    text = f"file is longer than {bounds.max_file_bytes} bytes"
-    return ApiError(text, param="file", code="request_too_large", status=413)

@@ -107,7 +107,7 @@ class BatchRunner:
         self._versions = parts.versions
         self._metrics = parts.metrics  # of requests that are no batch's
         self._clock = parts.clock
-        self._max_line_bytes = parts.settings.max_body_bytes
+        self._max_line_bytes = parts.settings.gateway.max_body_bytes
         self._endpoints = endpoints
         self._gate = gate
         self._idleness = idleness

@@ -45,17 +45,17 @@ class Batches:
             "/v1/embeddings": CompletionEndpoint(embeddings),
             "/v1/responses": ResponsesEndpoint(ResponseService(own, self._port_of)),
         }
-        bounds = parts.settings.batches
+        config = parts.settings.gateway
         self._runner = BatchRunner(
             parts,
             endpoints,
             gate=self._gate,
-            idleness=Idleness(share=bounds.share, idle_s=bounds.idle_s),
+            idleness=Idleness(share=config.batch_share, idle_s=config.batch_idle_s),
             quiet=self._quiet,
         )
         self._pages = BatchPages(
             parts.storage,
-            parts.settings,
+            config,
             endpoints=endpoints,
             rng=parts.rng,
             wake=self._runner.wake,

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from engine.config import GatewayConfig
 from router.gateway.batches.lines import (
     InputLine,
     duplicate,
@@ -122,15 +123,6 @@ class LeaseLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class FileQuota:
-    """The most bytes of a file, of the files of a tenant, and of all files."""
-
-    file_bytes: int
-    tenant_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Page:
     """A page of a listing: `limit` rows after the one with the id `after`."""
 
@@ -168,7 +160,11 @@ def begin_file(
 
 
 def append_piece(
-    connection: Connection, file_id: str, data: bytes, now_s: int, quota: FileQuota | None = None
+    connection: Connection,
+    file_id: str,
+    data: bytes,
+    now_s: int,
+    config: GatewayConfig | None = None,
 ) -> None:
     """Adds a piece to a file that is being written. Raises ApiError if that is too much."""
     row = connection.execute(
@@ -177,8 +173,8 @@ def append_piece(
     if row is None:  # it was given up as too slow
         raise ApiError("the upload took too long", code="request_timeout", status=408)
     start, tenant = row
-    if quota is not None:
-        _check_quota(connection, tenant, start + len(data), len(data), quota)
+    if config is not None:
+        _check_quota(connection, tenant, start + len(data), len(data), config)
     connection.execute(
         "INSERT INTO file_pieces (file_id, start, data) VALUES (?, ?, ?)", (file_id, start, data)
     )
@@ -188,20 +184,25 @@ def append_piece(
     )
 
 
+def too_large(config: GatewayConfig) -> ApiError:
+    """Returns the error of a file that is longer than one may be."""
+    text = f"file is longer than {config.max_file_bytes} bytes"
+    return ApiError(text, param="file", code="request_too_large", status=413)
+
+
 def _check_quota(
-    connection: Connection, tenant: str, file_bytes: int, more_bytes: int, quota: FileQuota
+    connection: Connection, tenant: str, file_bytes: int, more_bytes: int, config: GatewayConfig
 ) -> None:
-    if file_bytes > quota.file_bytes:
-        text = f"file is longer than {quota.file_bytes} bytes"
-        raise ApiError(text, param="file", code="request_too_large", status=413)
+    if file_bytes > config.max_file_bytes:
+        raise too_large(config)
     total, theirs = connection.execute(
         "SELECT sum(num_bytes), sum(CASE tenant WHEN ? THEN num_bytes ELSE 0 END) FROM files",
         (tenant,),
     ).fetchone()
-    if theirs + more_bytes > quota.tenant_bytes:
-        text = f"the files of one tenant may have {quota.tenant_bytes} bytes: delete some"
+    if theirs + more_bytes > config.max_tenant_file_bytes:
+        text = f"the files of one tenant may have {config.max_tenant_file_bytes} bytes: delete some"
         raise ApiError(text, param="file", code="file_quota_exceeded")
-    if total + more_bytes > quota.total_bytes:
+    if total + more_bytes > config.max_store_bytes:
         text = "the server has no room for more files"
         raise ApiError(text, param="file", code="file_quota_exceeded")
 

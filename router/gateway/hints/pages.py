@@ -117,7 +117,7 @@ class HintPages:
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
         try:
-            data = await read_body(request.receive, parts.settings)
+            data = await read_body(request.receive, parts.settings.gateway)
             call = self._calls.call(data, tenant, request.headers)
             work = partial(_pin_of, call, parts.versions, parts.settings)
             if len(data) < LONG_BODY_BYTES:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from engine.config import GatewayConfig
 from engine.errors import ConfigError
 from engine.net.grpc_library import grpc
 from router.edge.relay import Relay
@@ -36,16 +36,6 @@ INNER = "inner-"  # begins the name of the socket of gRPC's library
 _NO_COMPRESSION = 1  # a bit for each allowed algorithm
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceLimits:
-    """Bounds of one process."""
-
-    max_body_bytes: int
-    max_head_bytes: int
-    max_connections: int
-    handshake_timeout_s: float
-
-
 class InferenceServer:
     """Serves from open to close. Belongs to one event loop."""
 
@@ -53,13 +43,13 @@ class InferenceServer:
         self,
         service: InferenceService,
         versions: Versions,
-        limits: InferenceLimits,
+        config: GatewayConfig,
         tls: TlsFiles | None = None,
     ) -> None:
         """`tls` must be open."""
         self._service = service
         self._versions = versions
-        self._limits = limits
+        self._config = config
         self._tls = tls
         self._health = health_aio.HealthServicer()
         self._closing = asyncio.Event()
@@ -84,7 +74,7 @@ class InferenceServer:
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         path = f"/proc/self/fd/{self._directory}/{INNER}{process}"
         await self._open(f"unix:{path}")
-        self._relay = Relay(path, self._limits.max_connections)
+        self._relay = Relay(path, self._config.max_connections)
         await self._relay.open(sock)
         return int(sock.getsockname()[1])
 
@@ -92,7 +82,7 @@ class InferenceServer:
         self._server = grpc.aio.server(
             options=self._options(),
             interceptors=(SmallMessages(),),
-            maximum_concurrent_rpcs=self._limits.max_connections,
+            maximum_concurrent_rpcs=self._config.max_connections,
         )
         self._server.add_generic_rpc_handlers((self._service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -150,15 +140,15 @@ class InferenceServer:
             await self._health.set(name, states.SERVING if is_ready else states.NOT_SERVING)
 
     def _options(self) -> list[tuple[str, int]]:
-        limits = self._limits
+        config = self._config
         return [
-            ("grpc.max_receive_message_length", limits.max_body_bytes + MORE_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", config.max_body_bytes + MORE_MESSAGE_BYTES),
             ("grpc.max_send_message_length", -1),
-            ("grpc.max_metadata_size", limits.max_head_bytes),
-            ("grpc.absolute_max_metadata_size", limits.max_head_bytes),
+            ("grpc.max_metadata_size", config.max_head_bytes),
+            ("grpc.absolute_max_metadata_size", config.max_head_bytes),
             ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
-            ("grpc.max_allowed_incoming_connections", limits.max_connections),
-            ("grpc.server_handshake_timeout_ms", round(limits.handshake_timeout_s * 1000)),
+            ("grpc.max_allowed_incoming_connections", config.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(config.head_timeout_s * 1000)),
             ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),

@@ -34,7 +34,7 @@ from router.gateway.answers.writing import (
     failure_body,
     failure_head,
 )
-from router.gateway.endpoint import check_size
+from router.gateway.endpoint import BODY_TIMEOUT_S, check_size
 from router.gateway.inference import inference_pb2 as pb
 from router.gateway.inference.answers import StreamedInference, WholeInference
 from router.gateway.inference.calls import INPUTS, OUTPUTS, AnswerForm, InferenceCall, read_call
@@ -256,7 +256,7 @@ class InferenceService:
 
     async def _only(self, messages: AsyncIterator[bytes]) -> bytes:
         """The message of a request that has one. Raises ApiError if it does not come in time."""
-        limit_s = self._parts.settings.body_timeout_s
+        limit_s = BODY_TIMEOUT_S
         try:
             async with asyncio.timeout(limit_s):
                 return await anext(messages)
@@ -310,7 +310,7 @@ class InferenceService:
         self, message: bytes, tenant: Tenant, replies: _Replies, *, may_stream: bool
     ) -> InferenceCall:
         """Reads a request, a long one in a thread. Raises ApiError."""
-        check_size(len(message), self._parts.settings)
+        check_size(len(message), self._parts.settings.gateway)
         read = partial(_read, message, replies, may_stream=may_stream)
         if len(message) < LONG_REQUEST_BYTES:
             return read()

@@ -95,7 +95,7 @@ class TokenPages:
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
         try:
-            data = await read_body(request.receive, parts.settings)
+            data = await read_body(request.receive, parts.settings.gateway)
             work = partial(_encoded, read, data, partial(_chosen, parts.versions, request.headers))
             if len(data) < LONG_BODY_BYTES:
                 body = work()

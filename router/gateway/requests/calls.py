@@ -4,20 +4,17 @@ This module does not know how the answer is sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
-from engine.config import DashboardMode
+from engine.config import GatewayConfig, RouterConfig
 from engine.errors import InvalidRequest
 from engine.messages import Limits, RequestId
 from engine.net.trust import Secret
 from router.access.keys import Tenant
-from router.access.limits import UNLIMITED, KeyLimits
-from router.gateway.batches.settings import BatchSettings
 from router.gateway.hints.claims import SessionClaim
 from router.gateway.hints.uses import SessionNotes, notes_of
 from router.gateway.requests.field_table import CHAT
@@ -39,7 +36,6 @@ from router.gateway.requests.parameters import (
     token_grammar,
 )
 from router.gateway.requests.scores import check_answer_scores, check_prompt_scores
-from router.gateway.responses.limits import ResponseLimits
 from router.gateway.versions import AFFINITY_HEADER, VERSION_HEADER, ServedVersion, Versions
 from router.inbox.api_errors import invalid_value
 from router.machine.requests import Request
@@ -51,26 +47,12 @@ MAX_BATCH_TOKENS = 2**20  # of all prompts of a call
 MAX_STEP_TOKENS = 2**19  # that a step of a beam search sends: some milliseconds of encoding
 
 
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
+class GatewaySettings(msgspec.Struct, frozen=True):
     """Settings of a gateway, for all versions of the model."""
 
-    secret: Secret  # of tenants' salts: the deployment's, or one that outlives it
-    max_body_bytes: int = 8 * 2**20
-    body_timeout_s: float = 30.0
-    default_max_tokens: int | None = None  # None: the rest of the context
-    key_limits: KeyLimits = UNLIMITED  # of keys without limits of their own
-    max_choices: int = 16  # of one prompt, including those that `best_of` leaves out
-    max_batch_choices: int = 128  # of all prompts of one request
-    min_priority: int = 0  # the lowest that clients may ask for; lower is served earlier
-    allowed_hosts: tuple[str, ...] = ()  # names of this server for requests without keys
-    cors_origins: tuple[str, ...] = ()  # of pages whose scripts may use the API; "*": all
-    slo_ttft_s: float | None = None  # for the dashboard; None: no bound
-    slo_tpot_s: float | None = None
-    hold_s: float = 0.0  # how long a call waits until a worker of its version is known
-    dashboard: DashboardMode = DashboardMode.ON
-    responses: ResponseLimits = field(default_factory=ResponseLimits)
-    batches: BatchSettings = field(default_factory=BatchSettings)
+    secret: Secret  # for the salts of tenants: the deployment's, or one that outlives it
+    gateway: GatewayConfig = GatewayConfig()
+    router: RouterConfig = RouterConfig()
 
 
 class ApiCall(msgspec.Struct, frozen=True):
@@ -203,12 +185,12 @@ def _checked(
     body.check_model(text)
     structure = checked_structure(fields, text, is_parsed=body.endpoint == CHAT)
     check_in_vocabulary(body.stop_token_ids or (), text.vocab_size, "stop_token_ids")
-    check_num_choices(body, settings.max_choices)
-    check_batch(body, settings.max_batch_choices)
+    check_num_choices(body, settings.gateway.max_choices)
+    check_batch(body, settings.gateway.max_batch_choices)
     check_answer_scores(body)
     _check_beams(body, structure, text)
     body.embedding_form(text)  # which the model may not have
-    prompts = _prompts(body.singles(), served, structure, settings)
+    prompts = _prompts(body.singles(), served, structure)
     check_prompt_scores(body, [len(prompt.token_ids) for prompt in prompts])
     if body.use_beam_search:
         _check_steps(body.num_candidates, prompts)
@@ -228,7 +210,7 @@ def _checked(
         salt=settings.secret.salt(call.tenant.sharing, body.cache_salt or ""),
         client_id=call.client_id or "",
         prompt_logprobs=body.num_scored_prompt,
-        priority=priority_of(body, settings.min_priority),
+        priority=priority_of(body, settings.gateway.min_priority),
         # With a key, its name counts: else each invented `user` would get another turn.
         tenant=call.tenant.name or body.user or "",
         has_key=bool(call.tenant.name),
@@ -291,14 +273,13 @@ def _prompts(
     singles: Sequence[Body],
     served: ServedVersion,
     structure: Structure,
-    settings: GatewaySettings,
 ) -> list[_Prompt]:
     """The prompts of a call. Raises InvalidRequest, which names the prompt of a batch."""
     prompts: list[_Prompt] = []
     num_tokens = 0
     for index, single in enumerate(singles):
         try:
-            prompts.append(_prompt(single, served, structure, settings))
+            prompts.append(_prompt(single, served, structure))
         except InvalidRequest as error:
             if len(singles) > 1 and error.param == single.prompt_field:
                 error.param = f"{single.prompt_field}[{index}]"
@@ -312,16 +293,13 @@ def _prompts(
     return prompts
 
 
-def _prompt(
-    body: Body, served: ServedVersion, structure: Structure, settings: GatewaySettings
-) -> _Prompt:
+def _prompt(body: Body, served: ServedVersion, structure: Structure) -> _Prompt:
     text, max_len = served.text, served.max_len
     token_ids = tuple(body.encode(text, max_len, structure.tools))
     limits = limits_of(
         body,
         prompt_len=len(token_ids),
         context_len=max_len,
-        default_max_tokens=settings.default_max_tokens,
         model_max_tokens=text.defaults.max_new_tokens,
         stop_token_ids=() if body.ignore_eos else text.eos_token_ids,
     )

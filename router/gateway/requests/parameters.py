@@ -156,7 +156,6 @@ def limits_of(
     *,
     prompt_len: int,
     context_len: int,
-    default_max_tokens: int | None,
     model_max_tokens: int | None = None,
     stop_token_ids: Sequence[int],
 ) -> Limits:
@@ -164,7 +163,7 @@ def limits_of(
 
     If the request has no length, the model's default counts, or else the API's default.
     """
-    default = _default_tokens(body, default_max_tokens, model_max_tokens)
+    default = _default_tokens(body, model_max_tokens)
     max_tokens = _max_tokens(body, default, prompt_len, context_len)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -178,11 +177,10 @@ def limits_of(
     )
 
 
-def _default_tokens(body: Body, of_operator: int | None, of_model: int | None) -> int | None:
+def _default_tokens(body: Body, of_model: int | None) -> int | None:
     if of_model is None:
-        return body.default_tokens or of_operator
-    of_search = MAX_BEAM_TOKENS if body.use_beam_search else None
-    return min(most for most in (of_model, of_operator, of_search) if most is not None)
+        return body.default_tokens
+    return min(of_model, MAX_BEAM_TOKENS) if body.use_beam_search else of_model
 
 
 def _max_tokens(body: Body, default: int | None, prompt_len: int, context_len: int) -> int:

@@ -140,7 +140,7 @@ class ResponsePages:
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
         try:
-            data = await read_body(request.receive, parts.settings)
+            data = await read_body(request.receive, parts.settings.gateway)
             num_tokens = await self._service.count(data, tenant, request.headers)
         finally:
             use.end(parts.clock.now_s())
@@ -153,7 +153,7 @@ class ResponsePages:
         order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise invalid_value(f"order is {order[:40]!r}; expected asc or desc", "order")
-        max_bytes = self._parts.settings.max_body_bytes
+        max_bytes = self._parts.settings.gateway.max_body_bytes
         items = await self._store.input_items(_id(scope), owner, max_bytes)
         if order == "desc":
             items.reverse()

@@ -55,7 +55,7 @@ class BackgroundRuns:
         """Checks a call and lets it run. Returns the response. Raises InvalidRequest."""
         if self._is_closing:
             raise ApiError("the server is stopping", code="server_shutdown", status=503)
-        most = self._store.limits.max_background
+        most = self._store.config.max_background_responses
         if len(self._runs) >= most:
             message = f"{most} responses run in the background already: try again"
             raise ApiError(message, code="overloaded", status=503)

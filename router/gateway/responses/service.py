@@ -74,7 +74,7 @@ class ResponseService:
         port_of: Callable[[ServedVersion], RequestPort] = attrgetter("port"),
     ) -> None:
         """`port_of` gives the way to a version's router; by default the router itself."""
-        self.store = ResponseStore(parts.storage, parts.settings.responses)
+        self.store = ResponseStore(parts.storage, parts.settings.gateway)
         self._parts = parts
         self._answers = AnswerService(parts, RESPONSE, ChatBody, port_of)
         self.runs = BackgroundRuns(self._answers, self.store, parts.metrics)
@@ -93,8 +93,9 @@ class ResponseService:
         is_long = len(data) >= LONG_BODY_BYTES
         body, extras = await lanes.run(turn, len(data), decoding) if is_long else decoding()
         named = references_in(body.input or "")
+        max_bytes = self.store.config.max_body_bytes
         context = await self.store.context(
-            body.previous_response_id, named, tenant.owner, self._parts.settings.max_body_bytes
+            body.previous_response_id, named, tenant.owner, max_bytes
         )
         converting = partial(self._prepared, body, extras, context)
         if is_long or context.items:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from engine.clock import unix_time_s
+from engine.config import GatewayConfig
 from router.gateway.responses import table
 from router.gateway.responses.items import Item
-from router.gateway.responses.limits import ResponseLimits
 from router.gateway.responses.table import KeptEvent, KeptResponse, NewResponse
 from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError
@@ -39,10 +39,10 @@ class ResponseStore:
     def __init__(
         self,
         storage: Storage,
-        limits: ResponseLimits,
+        config: GatewayConfig,
         unix_s: Callable[[], float] = unix_time_s,
     ) -> None:
-        self.limits = limits
+        self.config = config
         self.counters: Counter[str] = Counter()
         self._storage = storage
         self._unix_s = unix_s
@@ -50,14 +50,14 @@ class ResponseStore:
     async def add(self, new: NewResponse) -> None:
         """Keeps a response that has ended."""
         now_s = self._unix_s()
-        await self._run(lambda db: table.insert(db, new, self.limits, now_s))
+        await self._run(lambda db: table.insert(db, new, self.config, now_s))
 
     async def begin(self, new: NewResponse, *, has_events: bool) -> None:
         """Keeps a response that begins to run in the background."""
         now_s = self._unix_s()
         await self._run(
             lambda db: table.insert(
-                db, new, self.limits, now_s, lease_end_s=now_s + LEASE_S, has_events=has_events
+                db, new, self.config, now_s, lease_end_s=now_s + LEASE_S, has_events=has_events
             )
         )
 
@@ -72,7 +72,7 @@ class ResponseStore:
         def work(db: sqlite3.Connection) -> set[str]:
             gone = table.renew(db, running, self._unix_s() + LEASE_S)
             for id, batch in events.items():
-                table.add_events(db, id, batch, self.limits)
+                table.add_events(db, id, batch)
             return gone
 
         return await self._run(work)
@@ -85,7 +85,7 @@ class ResponseStore:
         events: Sequence[KeptEvent],
     ) -> bool:
         """Ends a response that ran in the background. False: it was cancelled or deleted."""
-        return await self._run(lambda db: table.finish(db, id, fields, output, events, self.limits))
+        return await self._run(lambda db: table.finish(db, id, fields, output, events, self.config))
 
     async def get(self, id: str, owner: str) -> KeptResponse:
         """The response. Raises ApiError with status 404."""

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
+from engine.config import GatewayConfig
 from router.gateway.responses.items import Item
-from router.gateway.responses.limits import ResponseLimits
 from router.inbox.api_errors import ApiError
 
 MAX_TURNS = 4096  # of a conversation
 LONG_ITEM_BYTES = 65_536
+MAX_EVENTS_BYTES = 8 * 2**20  # of one response
 LOST = "the gateway process that made this response has ended"
 
 TABLES = """
@@ -139,7 +140,7 @@ class KeptEvent(NamedTuple):
 def insert(
     db: sqlite3.Connection,
     new: NewResponse,
-    limits: ResponseLimits,
+    config: GatewayConfig,
     now_s: float,
     *,
     lease_end_s: float | None = None,
@@ -148,7 +149,7 @@ def insert(
     """Keeps a response; old ones give way to it. Raises ApiError if it is too large to keep."""
     fields, items = _encode(new.fields), _encoded(new.input, new.output)
     num_bytes = _size(fields, items)
-    if num_bytes > min(limits.max_kept_bytes, limits.max_kept_bytes_of_key):
+    if num_bytes > min(config.max_responses_bytes, config.max_key_responses_bytes):
         message = f"the response has {num_bytes} bytes, too many to be kept"
         raise ApiError(message, code="overloaded", status=503)
     status = new.fields["status"]
@@ -159,7 +160,7 @@ def insert(
         (*row, lease_end_s, has_events),
     )
     _insert_items(db, cursor.lastrowid or 0, items)
-    make_room(db, new.owner, limits, now_s)
+    make_room(db, new.owner, config, now_s)
 
 
 def finish(
@@ -168,7 +169,7 @@ def finish(
     fields: dict[str, Any],
     output: Sequence[Item],
     events: Sequence[KeptEvent],
-    limits: ResponseLimits,
+    config: GatewayConfig,
 ) -> bool:
     """Ends a response that ran in the background. False: it was cancelled or deleted before."""
     found = db.execute(
@@ -177,7 +178,7 @@ def finish(
     if found is None:
         return False
     number, owner, used_s = found
-    add_events(db, id, events, limits)
+    add_events(db, id, events)
     encoded, items = _encode(fields), _encoded((), output)
     _insert_items(db, number, items)
     db.execute(
@@ -185,7 +186,7 @@ def finish(
         " num_bytes = num_bytes + ? WHERE number = ?",
         (encoded, fields["status"], _size(encoded, items), number),
     )
-    make_room(db, owner, limits, used_s)
+    make_room(db, owner, config, used_s)
     return True
 
 
@@ -294,9 +295,7 @@ def fail_lost(db: sqlite3.Connection, now_s: float) -> None:
     )
 
 
-def add_events(
-    db: sqlite3.Connection, id: str, events: Sequence[KeptEvent], limits: ResponseLimits
-) -> None:
+def add_events(db: sqlite3.Connection, id: str, events: Sequence[KeptEvent]) -> None:
     """Keeps events of a response; its oldest ones give way to them."""
     row = db.execute("SELECT number, events_bytes FROM responses WHERE id = ?", (id,)).fetchone()
     if row is None or not events:
@@ -307,7 +306,7 @@ def add_events(
         [(number, event.number, event.data) for event in events],
     )
     kept = before + sum(len(event.data) for event in events)
-    while kept > limits.max_events_bytes:
+    while kept > MAX_EVENTS_BYTES:
         oldest = db.execute(
             "SELECT number, LENGTH(data) FROM response_events WHERE response = ?"
             " ORDER BY number LIMIT 1",
@@ -341,15 +340,16 @@ def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int)
     return events
 
 
-def make_room(db: sqlite3.Connection, owner: str, limits: ResponseLimits, now_s: float) -> None:
+def make_room(db: sqlite3.Connection, owner: str, config: GatewayConfig, now_s: float) -> None:
     """Deletes what is too old, and what is too much. Running ones stay."""
     fail_lost(db, now_s)
     db.execute(
-        "DELETE FROM responses WHERE used_s < ? AND lease_end_s IS NULL", (now_s - limits.keep_s,)
+        "DELETE FROM responses WHERE used_s < ? AND lease_end_s IS NULL",
+        (now_s - config.response_days * 86_400.0,),
     )
-    while (totals := _totals(db, owner)) and _is_over(totals, limits):
+    while (totals := _totals(db, owner)) and _is_over(totals, config):
         num, num_bytes, *_ = totals
-        by_owner = num > limits.max_kept_of_key or num_bytes > limits.max_kept_bytes_of_key
+        by_owner = num > config.max_key_responses or num_bytes > config.max_key_responses_bytes
         condition, values = ("AND owner = ?", (owner,)) if by_owner else ("", ())
         cursor = db.execute(
             "DELETE FROM responses WHERE number = (SELECT number FROM responses"
@@ -371,12 +371,12 @@ def _totals(db: sqlite3.Connection, owner: str) -> tuple[int, int, int, int]:
     return (*own, *everyone)
 
 
-def _is_over(totals: tuple[int, int, int, int], limits: ResponseLimits) -> bool:
+def _is_over(totals: tuple[int, int, int, int], config: GatewayConfig) -> bool:
     bounds = (
-        limits.max_kept_of_key,
-        limits.max_kept_bytes_of_key,
-        limits.max_kept,
-        limits.max_kept_bytes,
+        config.max_key_responses,
+        config.max_key_responses_bytes,
+        config.max_responses,
+        config.max_responses_bytes,
     )
     return any(total > bound for total, bound in zip(totals, bounds, strict=True))
 

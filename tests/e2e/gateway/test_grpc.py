@@ -15,9 +15,9 @@ from engine.errors import ConfigError
 from engine.net.grpc_library import grpc
 from router.access.fixed import FixedKeys
 from router.access.keys import hash_of
-from router.access.limits import KeyLimits
 from router.edge.tls import TlsFiles
 from router.gateway.inference import inference_pb2 as pb
+from router.gateway.inference import service
 from router.gateway.inference.answers import FINAL, IGNORED
 from router.gateway.inference.service import SERVICE
 from router.machine.requests import Failed, Rejected, Update
@@ -255,8 +255,9 @@ async def test_malformed_messages_are_refused_without_a_traceback(caplog):
 
 
 @in_time
-async def test_a_message_that_does_not_come_is_not_waited_for():
-    async with inference(FakeRouter(), body_timeout_s=0.1) as client:
+async def test_a_message_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(service, "BODY_TIMEOUT_S", 0.1)
+    async with inference(FakeRouter()) as client:
         call = client.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
         assert await call.code() is CODES.DEADLINE_EXCEEDED
 
@@ -368,8 +369,7 @@ async def test_a_client_that_leaves_or_is_late_cancels_on_the_workers(streams, e
 
 @in_time
 async def test_a_key_at_its_limit_gets_a_status_and_a_time():
-    limits = KeyLimits(requests_per_s=0.001)
-    async with inference(FakeRouter(answer("hi")), key_limits=limits) as client:
+    async with inference(FakeRouter(answer("hi")), requests_per_s=0.001) as client:
         assert await client.ModelInfer(request_of())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.ModelInfer(request_of())

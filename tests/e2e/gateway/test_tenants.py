@@ -19,13 +19,12 @@ from engine.messages import Role
 from engine.net.trust import Secret
 from engine.worker.blocks import hash_blocks
 from router.access.file import KeyFile, change_keys
-from router.gateway.app import create_app
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
 from router.service import Router
 from router.text.tokenizer import load_text_model
-from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.router.access import record
+from tests.kits.router.gateway import create_app
 from tests.kits.services.cluster import TOKEN, Workers, router, until, workers
 
 pytestmark = pytest.mark.torch
@@ -98,8 +97,6 @@ async def api(running: Workers, keys: KeyFile) -> AsyncIterator[Api]:
             Versions(ServedVersion("v1", r, text, ("m",), CONTEXT_LEN)),
             settings=GatewaySettings(Secret(TOKEN)),
             clock=MonotonicClock(),
-            rng=random.Random(1),
-            grammars=CheckedAtOnce(),
             keys=keys,
         )
         transport = httpx.ASGITransport(app=app)

@@ -10,10 +10,7 @@ import msgspec
 
 from engine.clock import MonotonicClock
 from engine.messages import FinishReason, RequestId, Role, WorkerId
-from router.gateway.app import create_app
 from router.gateway.background import BackgroundWork
-from router.gateway.batches.settings import BatchSettings
-from router.gateway.requests.calls import GatewaySettings
 from router.gateway.storage import Storage
 from router.machine.requests import Cancelled, Finished, Request, Update
 from router.port import (
@@ -25,8 +22,7 @@ from router.port import (
     take_no_tokens,
     take_nothing,
 )
-from tests.kits.grammar_checks import CheckedAtOnce
-from tests.kits.router.gateway import SECRET, FakeRouter, fetch, versions_of
+from tests.kits.router.gateway import FakeRouter, create_app, fetch, settings_of, versions_of
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 IDLE = WorkerStatus(Role.MIXED, None, 0, 0, max_running=4)
@@ -105,10 +101,8 @@ async def batch_app(
     storage = storage or Storage(None)
     app = create_app(
         versions_of(router),
-        settings=GatewaySettings(SECRET, batches=BatchSettings(**bounds)),
+        settings=settings_of(**bounds),
         clock=MonotonicClock(),
-        rng=random.Random(1),
-        grammars=CheckedAtOnce(),
         keys=keys,
         storage=storage,
         background=background,

@@ -12,10 +12,12 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine.config import GatewayConfig, RouterConfig
 from engine.messages import FinishReason, RequestId, StoreHint, WorkerId
 from engine.net.trust import Secret
 from router.cluster.transfers import MovedKv
-from router.gateway.app import create_app
+from router.gateway.answering import GatewayParts
+from router.gateway.app import app_of, parts_of
 from router.gateway.requests.calls import GatewaySettings
 from router.gateway.versions import ServedVersion, Versions
 from router.machine.requests import Finished, Request, Stay, Timeline, Update
@@ -32,6 +34,7 @@ from router.text.templates import DEFAULT, ChatTemplates
 from router.text.tokenizer import TextModel
 from tests.kits.grammar_checks import CheckedAtOnce
 
+SHOWN = ("keys", "edge", "background", "board", "logs_requests")  # arguments of `app_of`
 V1 = ("version", "v1")  # a label
 CONTEXT_LEN = 64
 EOS = 256
@@ -233,18 +236,29 @@ def make_app(router: FakeRouter, *, template: str | None = TEMPLATE, **settings:
 
 
 def make_app_of(versions: Versions, clock: TickingClock, **settings: Any) -> Any:
-    keys, board = settings.pop("keys", None), settings.pop("board", None)
-    has_native_text = settings.pop("has_native_text", False)
-    return create_app(
-        versions,
-        settings=GatewaySettings(SECRET, **settings),
-        clock=clock,
-        rng=random.Random(1),
-        grammars=CheckedAtOnce(),
-        keys=keys,
-        board=board,
-        has_native_text=has_native_text,
-    )
+    names = (*SHOWN, "has_native_text")
+    own = {name: settings.pop(name) for name in names if name in settings}
+    return create_app(versions, clock=clock, settings=settings_of(**settings), **own)
+
+
+def settings_of(**changes: Any) -> GatewaySettings:
+    """Settings with these changes to `[gateway]` and `[router]`. No call waits for a worker."""
+    router = {"queue_timeout_s": 0.0}
+    for name in RouterConfig.__struct_fields__:
+        if name in changes:
+            router[name] = changes.pop(name)
+    return GatewaySettings(SECRET, GatewayConfig(**changes), RouterConfig(**router))
+
+
+def create_app(versions: Versions, **own: Any) -> Any:
+    shown = {name: own.pop(name) for name in SHOWN if name in own}
+    return app_of(create_parts(versions, **own), **shown)
+
+
+def create_parts(versions: Versions, **own: Any) -> GatewayParts:
+    settings = own.pop("settings", None) or settings_of()
+    own = {"rng": random.Random(1), "grammars": CheckedAtOnce(), **own}
+    return parts_of(versions, settings=settings, **own)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """A gateway's gRPC service in this process, with a scripted router and a client of its protocol."""
 
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,13 +8,10 @@ import msgspec
 
 from engine.net.grpc_library import grpc
 from router.edge.tls import TlsFiles
-from router.gateway.app import parts_of
 from router.gateway.inference import inference_pb2 as pb
-from router.gateway.inference.server import InferenceLimits, InferenceServer
+from router.gateway.inference.server import InferenceServer
 from router.gateway.inference.service import SERVICE, InferenceService
-from router.gateway.requests.calls import GatewaySettings
-from tests.kits.grammar_checks import CheckedAtOnce
-from tests.kits.router.gateway import SECRET, FakeRouter, versions_of
+from tests.kits.router.gateway import FakeRouter, create_parts, settings_of, versions_of
 
 
 class InferenceClient:
@@ -40,20 +36,14 @@ def server_of(
     *,
     keys: Any = None,
     tls: TlsFiles | None = None,
-    max_body_bytes: int = 2**20,
     **settings: Any,
 ) -> InferenceServer:
     """A server that is not open yet."""
     versions = versions_of(router)
-    parts = parts_of(
-        versions,
-        settings=GatewaySettings(SECRET, max_body_bytes=max_body_bytes, **settings),
-        clock=router.clock,
-        rng=random.Random(1),
-        grammars=CheckedAtOnce(),
-    )
-    limits = InferenceLimits(max_body_bytes, 2**14, 64, 5.0)
-    return InferenceServer(InferenceService(parts, keys, "1"), versions, limits, tls)
+    settings = {"max_body_bytes": 2**20, "max_head_bytes": 2**14, **settings}
+    parts = create_parts(versions, clock=router.clock, settings=settings_of(**settings))
+    service = InferenceService(parts, keys, "1")
+    return InferenceServer(service, versions, parts.settings.gateway, tls)
 
 
 @asynccontextmanager

@@ -9,12 +9,9 @@ import httpx
 from openai import AsyncOpenAI
 
 from router.access.file import KeyFile
-from router.gateway.app import create_app
 from router.gateway.background import BackgroundWork
-from router.gateway.requests.calls import GatewaySettings
 from router.gateway.storage import Storage
-from tests.kits.grammar_checks import CheckedAtOnce
-from tests.kits.router.gateway import SECRET, FakeRouter, versions_of
+from tests.kits.router.gateway import FakeRouter, create_app, settings_of, versions_of
 
 T = TypeVar("T")
 CONTEXT_LEN = 4096
@@ -61,10 +58,9 @@ def app_on(
     """An application that keeps responses here, with ids of its own."""
     return create_app(
         versions_of(router, context_len=CONTEXT_LEN),
-        settings=GatewaySettings(SECRET, **settings),
+        settings=settings_of(**settings),
         clock=router.clock,
         rng=random.Random(seed),
-        grammars=CheckedAtOnce(),
         storage=storage,
         background=background,
         keys=keys,

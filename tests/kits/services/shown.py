@@ -4,7 +4,6 @@ The pools are a real machine and a real planner, in a world of fake workers. The
 a worker, a worker has died again and again, and a version takes over. The router is scripted.
 """
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,17 +20,23 @@ from engine.demand import DecodeCost, Observation
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.messages import PROTOCOL_VERSION, LoadReport, Role, Welcome, WorkerId
 from router.cluster.transfers import MovedKv
-from router.gateway.app import app_of, parts_of
+from router.gateway.app import app_of
 from router.gateway.background import BackgroundWork
 from router.gateway.metrics.pools import PoolBoard
-from router.gateway.requests.calls import GatewaySettings
 from router.machine.requests import Forecast, Stay, Timeline, Update
 from router.planning.planner import PlannerRules
 from router.policies.base import Decision, PrefillCandidate
 from router.port import WorkerStatus
-from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.pools import PoolWorld, settled
-from tests.kits.router.gateway import EOS, SECRET, STOP, FakeRouter, Never, versions_of
+from tests.kits.router.gateway import (
+    EOS,
+    STOP,
+    FakeRouter,
+    Never,
+    create_parts,
+    settings_of,
+    versions_of,
+)
 from tests.kits.router.served_app import served
 
 NUM_BLOCKS = 100
@@ -167,13 +172,8 @@ def shown(pools: ShownPools) -> Iterator[str]:
     """Serves a gateway of these pools, with something in every part of the dashboard."""
     router = _router(pools)
     versions = versions_of(router)
-    parts = parts_of(
-        versions,
-        settings=GatewaySettings(SECRET, slo_ttft_s=2.0, slo_tpot_s=0.5),
-        clock=router.clock,
-        rng=random.Random(1),
-        grammars=CheckedAtOnce(),
-    )
+    settings = settings_of(slo_ttft_s=2.0, slo_tpot_s=0.5)
+    parts = create_parts(versions, clock=router.clock, settings=settings)
     board = PoolBoard(versions, router.clock)
     board.cluster, board.members = pools.news(), pools.members()
     for ago in range(60, 0, -1):

@@ -29,7 +29,7 @@ from engine.messages import LoadReport, Role, WorkerId
 from engine.worker.costs import CostErrors
 from router.access.fixed import FixedKeys
 from router.edge.limits import Book, EdgeLimits
-from router.gateway.app import app_of, parts_of
+from router.gateway.app import app_of
 from router.gateway.background import BackgroundWork
 from router.gateway.metrics.families import encode_metrics
 from router.gateway.metrics.pools import PoolBoard
@@ -37,16 +37,14 @@ from router.gateway.metrics.process import ProcessMeter
 from router.gateway.metrics.siblings import Siblings
 from router.gateway.metrics.stores import OF_TIERS, STORE_TEXTS, TIER_TEXTS
 from router.gateway.metrics.workers import COUNTER_TEXTS, GAUGE_TEXTS
-from router.gateway.requests.calls import GatewaySettings
 from router.machine.requests import Forecast
 from router.port import WorkerStatus
-from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.router.gateway import (
-    SECRET,
     STOP,
     TIMELINE,
     FakeRouter,
     TickingClock,
+    create_parts,
     versions_of,
 )
 
@@ -151,14 +149,7 @@ def full_page() -> str:
     router.severed_pairs.append((WorkerId("p0"), WorkerId("d0")))
     router.events["moved", "flip"] = 1
     versions = versions_of(router)
-    parts = parts_of(
-        versions,
-        settings=GatewaySettings(SECRET),
-        clock=clock,
-        rng=None,
-        grammars=CheckedAtOnce(),
-        siblings=Siblings(None, "0"),
-    )
+    parts = create_parts(versions, clock=clock, siblings=Siblings(None, "0"))
     board = PoolBoard(versions, _StillClock())
     board.members = Members(1, (), Intent((Version(),)))
     board.take(PoolNews(encode_metrics(controller_metrics(Config()))))

@@ -49,7 +49,7 @@ def replies_of(
     **headers: str,
 ) -> list[Reply]:
     """Sends calls, does `then` once all are held or answered, and returns the replies."""
-    app = make_app_of(versions, TickingClock(), hold_s=hold_s)
+    app = make_app_of(versions, TickingClock(), queue_timeout_s=hold_s)
 
     async def scene() -> list[Reply]:
         asked = [
@@ -124,7 +124,7 @@ def test_a_call_beyond_the_most_that_are_held_is_refused(monkeypatch):
 
 def test_a_client_that_leaves_is_held_no_longer():
     versions = Versions()
-    app = make_app_of(versions, TickingClock(), hold_s=HOLD_S)
+    app = make_app_of(versions, TickingClock(), queue_timeout_s=HOLD_S)
 
     async def scene() -> None:
         body = msgspec.json.encode(COMPLETION)

@@ -1,21 +1,23 @@
 """A version's answers over HTTP, streamed and whole: what is wrong with them is found."""
 
 import asyncio
-import random
 from typing import Any
 
 import msgspec
 import pytest
 
-from engine.net.trust import Secret
-from router.access.limits import KeyLimits
 from router.gateway import stream_probe
-from router.gateway.app import parts_of
-from router.gateway.requests.calls import GatewaySettings
 from router.gateway.stream_probe import StreamProbe
 from router.machine.requests import Failed
-from tests.kits.grammar_checks import CheckedAtOnce
-from tests.kits.router.gateway import TEMPLATE, FakeRouter, answer, tokens, versions_of
+from tests.kits.router.gateway import (
+    TEMPLATE,
+    FakeRouter,
+    answer,
+    create_parts,
+    settings_of,
+    tokens,
+    versions_of,
+)
 
 
 def probe(
@@ -25,13 +27,9 @@ def probe(
     name: str = "v1",
     context_len: int = 512,
 ) -> str:
-    parts = parts_of(
-        versions_of(router, template=template, context_len=context_len),
-        settings=GatewaySettings(Secret("s"), key_limits=KeyLimits(requests_per_s=1e-3)),
-        clock=router.clock,
-        rng=random.Random(1),
-        grammars=CheckedAtOnce(),
-    )
+    versions = versions_of(router, template=template, context_len=context_len)
+    settings = settings_of(requests_per_s=1e-3)
+    parts = create_parts(versions, clock=router.clock, settings=settings)
     return asyncio.run(StreamProbe(parts).fault_of(name))
 
 

@@ -293,14 +293,6 @@ def test_an_answer_may_fill_the_context_exactly():
     assert asked(complete, {"max_tokens": CONTEXT_LEN - 2}).limits.max_len == CONTEXT_LEN
 
 
-@pytest.mark.parametrize(("default", "max_len"), [(10, 12), (1000, CONTEXT_LEN)])
-def test_a_default_length_is_bounded_by_the_context(default, max_len):
-    router = FakeRouter()
-    body = {"messages": [{"role": "user", "content": ""}]}
-    post(make_app(router, default_max_tokens=default), "/v1/chat/completions", body)
-    assert router.requests[0].limits.max_len == max_len
-
-
 def test_max_completion_tokens_goes_before_its_older_name():
     assert asked(chat, {"max_completion_tokens": 5, "max_tokens": 9}).limits.max_len == 4 + 5
 

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from engine.messages import Logprobs
-from router.access.limits import KeyLimits
 from router.machine.requests import Failed, Update
 from tests.kits.router.gateway import (
     LENGTH,
@@ -150,15 +149,14 @@ def test_an_operator_bounds_the_answers_of_a_batch():
 
 
 def test_all_prompts_count_for_the_limits_of_a_key():
-    limits = KeyLimits(tokens_per_min=20)
-    app = make_app(FakeRouter([tokens("abc", outcome=LENGTH)]), key_limits=limits)
+    app = make_app(FakeRouter([tokens("abc", outcome=LENGTH)]), tokens_per_min=20)
     fields = {"prompt": ["abc", "abcd"], "max_tokens": 3}
     reply = post(app, "/v1/completions", fields)
     assert reply.headers["x-ratelimit-remaining-tokens"] == "7"
 
 
 def test_prompts_of_a_batch_count_as_requests_in_flight():
-    app = make_app(FakeRouter(), key_limits=KeyLimits(max_streams=2))
+    app = make_app(FakeRouter(), max_streams=2)
     assert post(app, "/v1/completions", {"prompt": ["a", "b"]}).status == 200
     reply = post(app, "/v1/completions", {"prompt": ["a", "b", "c"]})
     assert (reply.status, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")

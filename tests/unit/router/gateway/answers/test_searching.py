@@ -9,7 +9,6 @@ import pytest
 
 from engine.messages import Logprobs, Sampling
 from engine.worker.blocks import hash_blocks
-from router.access.limits import KeyLimits
 from router.gateway.answers import searching
 from router.gateway.requests import calls
 from router.gateway.requests.openai_schema import MAX_BEAM_TOKENS
@@ -158,7 +157,7 @@ def test_a_step_asks_for_one_token_after_each_hypothesis():
 def test_what_is_generated_for_dropped_hypotheses_counts_too():
     fake = router()
     fake.clock = StoppedClock()
-    app = make_app(fake, key_limits=KeyLimits(tokens_per_min=1000))
+    app = make_app(fake, tokens_per_min=1000)
     reply = post(app, "/v1/completions", {"prompt": "yo", **BEAMS})
     used = 2 + len(fake.requests)
     assert reply.headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 - 2 * 4)
@@ -256,7 +255,7 @@ def test_a_step_is_bounded_in_its_tokens(monkeypatch):
 def test_without_a_bound_an_answer_is_not_searched_to_the_end_of_the_context():
     fields = {"messages": [{"role": "user", "content": "yo"}]}
     fields |= {"use_beam_search": True, "length_penalty": 0}
-    app = make_app(router(), context_len=2**17, key_limits=KeyLimits(tokens_per_min=5000))
+    app = make_app(router(), context_len=2**17, tokens_per_min=5000)
     reply = post(app, "/v1/chat/completions", fields)
     assert reply.headers["x-ratelimit-remaining-tokens"] == str(5000 - 4 - MAX_BEAM_TOKENS)
 

@@ -118,8 +118,8 @@ async def test_a_file_expires() -> None:
 async def test_files_are_bounded_alone_for_a_tenant_and_in_total() -> None:
     for bound, status in (
         ("max_file_bytes", 413),
-        ("max_tenant_bytes", 400),
-        ("max_total_bytes", 400),
+        ("max_tenant_file_bytes", 400),
+        ("max_store_bytes", 400),
     ):
         async with batch_app(ComputingRouter(), runs=False, **{bound: len(DATA) * 3 // 2}) as app:
             if bound != "max_file_bytes":

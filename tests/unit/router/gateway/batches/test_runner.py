@@ -179,7 +179,7 @@ async def test_too_many_lines_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_client_pauses_a_batch_within_its_call_and_gets_its_answer_first() -> None:
     router = ComputingRouter(is_quick=False)
-    async with batch_app(router, idle_s=0.0) as app:
+    async with batch_app(router, batch_idle_s=0.0) as app:
         made = await create(app, await upload(app, file_of(*LINES)))
         await until(lambda: len(router.running) == 4)
         router.step()
@@ -206,7 +206,7 @@ async def test_a_client_pauses_a_batch_within_its_call_and_gets_its_answer_first
 
 async def test_a_share_goes_on_beside_clients() -> None:
     router = ComputingRouter(is_quick=False)
-    async with batch_app(router, share=0.5, idle_s=0.0) as app:
+    async with batch_app(router, batch_share=0.5, batch_idle_s=0.0) as app:
         await create(app, await upload(app, file_of(*LINES)))
         await until(lambda: len(router.running) == 4)
         body = msgspec.json.encode(line_of("client")["body"])
@@ -222,7 +222,7 @@ async def test_a_share_goes_on_beside_clients() -> None:
 async def test_a_batch_waits_for_workers_and_for_other_gateways() -> None:
     router = ComputingRouter()
     router.statuses = {WorkerId("m0"): replace(IDLE, num_foreign=1)}
-    async with batch_app(router, idle_s=0.0) as app:
+    async with batch_app(router, batch_idle_s=0.0) as app:
         made = await create(app, await upload(app, file_of(*LINES)))
         await asyncio.sleep(0.1)
         assert not router.requests
@@ -239,7 +239,7 @@ async def test_tenants_take_turns(tmp_path: Path) -> None:
     await storage.run(lambda connection: connection.execute(of_bob, (batches[2]["id"],)))
     router = ComputingRouter(is_quick=False)
     router.statuses = {WorkerId("m0"): replace(IDLE, max_running=6)}
-    async with batch_app(router, storage, idle_s=0.0):
+    async with batch_app(router, storage, batch_idle_s=0.0):
         await until(lambda: len(router.requests) == 6)
         tenants = [request.tenant for request in router.requests]
         assert abs(tenants.count("batch bob") - tenants.count("batch ")) <= 2
@@ -355,7 +355,7 @@ async def test_a_version_that_leaves_gives_its_paused_requests_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     router = ComputingRouter(is_quick=False)
-    async with batch_app(router, idle_s=0.0) as app:
+    async with batch_app(router, batch_idle_s=0.0) as app:
         made = await create(app, await upload(app, file_of(*LINES)))
         await until(lambda: len(router.running) == 4)
         router.statuses = {}  # no place is left
@@ -413,7 +413,7 @@ async def _begun(path: Path, router: FakeRouter) -> str:
 
 
 async def _results(path: Path, batch_id: str) -> tuple[list[tuple[str, str]], list[str]]:
-    async with batch_app(ComputingRouter(), Storage(path), idle_s=0.0) as app:
+    async with batch_app(ComputingRouter(), Storage(path), batch_idle_s=0.0) as app:
         batch = await ended(app, batch_id)
         assert batch["request_counts"] == {"total": 5, "completed": 4, "failed": 1}
         errors = await lines_in(app, batch["error_file_id"])
@@ -453,7 +453,7 @@ async def test_a_kill_between_any_two_transactions_loses_and_repeats_nothing(
         path = tmp_path / f"{number + 1}"
         assert await _begun(path, ComputingRouter()) == batch_id
         storage = CrashingStorage(path, number, is_done=is_done)
-        async with batch_app(ComputingRouter(), storage, idle_s=0.0):
+        async with batch_app(ComputingRouter(), storage, batch_idle_s=0.0):
             if not await _crashed_first(path, batch_id, storage):
                 break
             num_crashes += 1

@@ -1,7 +1,6 @@
 """The pages for people, called in the process: files, policy, keys, state and stream."""
 
 import asyncio
-import random
 import re
 
 import msgspec
@@ -11,24 +10,23 @@ from engine.config import DashboardMode
 from engine.control import ClusterNews, StepNews, WorkerNews
 from engine.messages import LoadReport, Role, WorkerId
 from router.cluster.transfers import MovedKv
-from router.gateway.app import app_of, dashboard_of, parts_of
+from router.gateway.app import app_of, dashboard_of
 from router.gateway.background import BackgroundWork
 from router.gateway.dashboard.assets import load_assets
 from router.gateway.dashboard.pages import WebPages
 from router.gateway.dashboard.snapshot import counts_of
-from router.gateway.requests.calls import GatewaySettings
 from router.machine.requests import Update
 from router.port import WorkerStatus
-from tests.kits.grammar_checks import CheckedAtOnce
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import (
-    SECRET,
     Connection,
     FakeRouter,
     Never,
+    create_parts,
     get,
     make_app,
     post,
+    settings_of,
     versions_of,
 )
 from tests.kits.tree.documents import ROOT
@@ -189,13 +187,7 @@ def test_a_running_request_is_told_with_its_stages():
 
 
 def parts(router, **settings):
-    return parts_of(
-        versions_of(router),
-        settings=GatewaySettings(SECRET, **settings),
-        clock=router.clock,
-        rng=random.Random(1),
-        grammars=CheckedAtOnce(),
-    )
+    return create_parts(versions_of(router), clock=router.clock, settings=settings_of(**settings))
 
 
 def test_the_stream_begins_with_all_and_goes_on_with_what_is_new():

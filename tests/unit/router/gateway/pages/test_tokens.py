@@ -144,7 +144,7 @@ def test_pages_of_tokens_count_on_the_limits_of_a_key(tmp_path):
 
 
 def test_a_client_that_leaves_before_its_body_is_complete_costs_nothing():
-    app = make_app(FakeRouter(), key_limits=KeyLimits(max_streams=1))
+    app = make_app(FakeRouter(), max_streams=1)
 
     async def run():
         async def leaves():

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from router.gateway import endpoint
 from router.machine.requests import UNFIT, Cancelled, Failed, Rejected, Update
 from tests.kits.router.access import key_file
 from tests.kits.router.bodies import (
@@ -267,9 +268,11 @@ def test_a_body_over_the_limit_is_413(pieces):
     assert reply.headers["connection"] == "close"
 
 
-def test_a_body_that_does_not_come_is_408():
+def test_a_body_that_does_not_come_is_408(monkeypatch):
+    monkeypatch.setattr(endpoint, "BODY_TIMEOUT_S", 0.005)
+
     async def send_half():
-        app = make_app(FakeRouter(), body_timeout_s=0.005)
+        app = make_app(FakeRouter())
         connection = Connection(app, "POST", COMPLETIONS, {})
         connection.put_body(b'{"prompt"', complete=False)
         return await connection.run()

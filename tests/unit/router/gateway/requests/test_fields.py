@@ -288,28 +288,23 @@ def test_the_log_names_fields_without_effect_once_in_a_while(caplog):
 
 
 @pytest.mark.parametrize(
-    ("body", "of_operator", "of_model", "num_tokens"),
+    ("body", "of_model", "num_tokens"),
     [
-        (CompletionBody(), None, None, 16),
-        (CompletionBody(), None, 20, 20),
-        (CompletionBody(), 10, 20, 10),
-        (CompletionBody(max_tokens=3), None, 20, 3),
-        (CompletionBody(use_beam_search=True), None, 5000, MAX_BEAM_TOKENS),
-        (ChatBody(), None, None, 9000),
-        (ChatBody(), None, 20, 20),
-        (ChatBody(), None, 10_000, 9000),
-        (ChatBody(), 10, 20, 10),
-        (ChatBody(max_completion_tokens=3), None, 20, 3),
+        (CompletionBody(), None, 16),
+        (CompletionBody(), 20, 20),
+        (CompletionBody(max_tokens=3), 20, 3),
+        (CompletionBody(use_beam_search=True), 5000, MAX_BEAM_TOKENS),
+        (ChatBody(), None, 9000),
+        (ChatBody(), 20, 20),
+        (ChatBody(), 10_000, 9000),
+        (ChatBody(max_completion_tokens=3), 20, 3),
     ],
 )
-def test_the_models_own_length_counts_if_the_client_says_none(
-    body, of_operator, of_model, num_tokens
-):
+def test_the_models_own_length_counts_if_the_client_says_none(body, of_model, num_tokens):
     limits = limits_of(
         body,
         prompt_len=1,
         context_len=9001,
-        default_max_tokens=of_operator,
         model_max_tokens=of_model,
         stop_token_ids=(),
     )

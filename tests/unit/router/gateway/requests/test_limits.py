@@ -1,6 +1,5 @@
 """Limits of keys as clients see them."""
 
-from router.access.limits import KeyLimits
 from tests.kits.router.gateway import FakeRouter, answer, make_app, post
 
 BODY = {"prompt": "yo", "max_tokens": 4}
@@ -19,7 +18,7 @@ def headers_of(reply):
 
 
 def test_answers_have_limit_headers_and_the_next_request_gets_429():
-    app = make_app(FakeRouter(), key_limits=KeyLimits(requests_per_s=0.001, tokens_per_min=1000))
+    app = make_app(FakeRouter(), requests_per_s=0.001, tokens_per_min=1000)
     reply = ask(app)
     assert reply.status == 200
     assert headers_of(reply)["x-ratelimit-remaining-requests"] == "0"
@@ -32,7 +31,7 @@ def test_answers_have_limit_headers_and_the_next_request_gets_429():
 
 
 def test_streams_tell_it_too():
-    app = make_app(FakeRouter(), key_limits=KeyLimits(requests_per_s=1.0))
+    app = make_app(FakeRouter(), requests_per_s=1.0)
     assert headers_of(ask(app, stream=True))["x-ratelimit-limit-requests"] == "1"
 
 
@@ -41,20 +40,20 @@ def test_without_limits_no_headers_are_sent():
 
 
 def test_a_request_is_refused_before_its_prompt_is_looked_at():
-    app = make_app(FakeRouter(), key_limits=KeyLimits(requests_per_s=0.001))
+    app = make_app(FakeRouter(), requests_per_s=0.001)
     ask(app)
     assert ask(app, prompt="x" * 1000).status == 429
 
 
 def test_tokens_are_refused_when_the_prompt_is_known():
     router = FakeRouter()
-    app = make_app(router, key_limits=KeyLimits(tokens_per_min=10))
+    app = make_app(router, tokens_per_min=10)
     assert ask(app, max_tokens=50).status == 200  # all there are
     assert ask(app, max_tokens=50).status == 429
     assert len(router.requests) == 1
 
 
 def test_unused_tokens_of_an_answer_are_given_back():
-    app = make_app(FakeRouter(answer("hi")), key_limits=KeyLimits(tokens_per_min=60))
+    app = make_app(FakeRouter(answer("hi")), tokens_per_min=60)
     assert ask(app, max_tokens=60).status == 200  # held all, used five
     assert ask(app, max_tokens=40).status == 200

@@ -6,8 +6,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, NotFoundError
 
 from router.gateway.background import BackgroundWork
-from router.gateway.responses import runs
-from router.gateway.responses.limits import ResponseLimits
+from router.gateway.responses import runs, table
 from router.gateway.storage import Storage
 from router.machine.requests import Failed, Update
 from tests.kits.router.gateway import (
@@ -228,7 +227,7 @@ def test_only_so_many_run_at_once():
         assert (caught.value.status_code, caught.value.code) == (503, "overloaded")
         await client.responses.cancel(made.id)
 
-    with_client(app_of(router, responses=ResponseLimits(max_background=1)), use)
+    with_client(app_of(router, max_background_responses=1), use)
 
 
 def test_a_timeout_ends_it():
@@ -319,9 +318,8 @@ def test_a_response_of_a_dead_process_has_failed(tmp_path, monkeypatch):
     asyncio.run(run())
 
 
-def test_events_that_are_gone_are_not_made_up():
-    limits = ResponseLimits(max_events_bytes=3000)
-
+def test_events_that_are_gone_are_not_made_up(monkeypatch):
+    monkeypatch.setattr(table, "MAX_EVENTS_BYTES", 3000)
     router = FakeRouter(answer("h" * 500))
 
     async def use(client):
@@ -332,7 +330,7 @@ def test_events_that_are_gone_are_not_made_up():
         assert [event.type for event in again] == ["error"]
         assert "are gone" in again[0].message
 
-    with_client(app_of(router, responses=limits), use)
+    with_client(app_of(router), use)
 
 
 def test_unknown_paths_and_methods_stay_unknown():

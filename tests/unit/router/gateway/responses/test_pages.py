@@ -9,7 +9,6 @@ from openai import BadRequestError, NotFoundError, RateLimitError
 from pydantic import BaseModel
 
 from engine.messages import Logprobs
-from router.gateway.responses.limits import ResponseLimits
 from router.machine.requests import Failed, Rejected, Update
 from tests.kits.router.gateway import (
     EOS,
@@ -509,7 +508,7 @@ def test_an_answer_that_cannot_be_kept_is_given_all_the_same():
         last = [event async for event in stream][-1]
         assert (last.type, last.response.store) == ("response.completed", False)
 
-    app = app_of(FakeRouter(), responses=ResponseLimits(max_kept_bytes=10))
+    app = app_of(FakeRouter(), max_responses_bytes=10)
     with_client(app, use)
     assert samples(app)["baton_responses_total"][(("event", "not_kept"),)] == 2
 

@@ -1,16 +1,15 @@
 """Kept responses: chains, owners, bounds, leases and events."""
 
 import sqlite3
-from dataclasses import replace
 
 import pytest
 
+from engine.config import GatewayConfig
 from router.gateway.responses import table
-from router.gateway.responses.limits import ResponseLimits
 from router.gateway.responses.table import KeptEvent, NewResponse
 from router.inbox.api_errors import ApiError
 
-LIMITS = ResponseLimits()
+CONFIG = GatewayConfig()
 DAY_S = 86_400.0
 
 
@@ -47,8 +46,8 @@ def new(id, *, owner="a", previous=None, status="completed", size=1):
     return NewResponse(id, owner, previous, fields, [text(f"in-{id}", size)], output)
 
 
-def put(db, id, *, at=0.0, limits=LIMITS, lease=None, **fields):
-    table.insert(db, new(id, **fields), limits, at, lease_end_s=lease, has_events=True)
+def put(db, id, *, at=0.0, config=CONFIG, lease=None, **fields):
+    table.insert(db, new(id, **fields), config, at, lease_end_s=lease, has_events=True)
 
 
 def ids(db, at=0.0):
@@ -94,46 +93,46 @@ def test_a_conversation_that_is_too_long_is_refused(db):
 
 
 def test_what_was_not_used_for_longest_goes_first(db):
-    limits = replace(LIMITS, max_kept_of_key=3)
+    config = GatewayConfig(max_key_responses=3)
     for at, id in enumerate(("r1", "r2", "r3")):
-        put(db, id, at=at, limits=limits)
+        put(db, id, at=at, config=config)
     table.conversation(db, "r1", "a", 5.0, 10**6)
-    put(db, "r4", at=6.0, limits=limits)
+    put(db, "r4", at=6.0, config=config)
     assert ids(db) == ["r1", "r3", "r4"]
 
 
 def test_a_chain_is_used_as_a_whole(db):
-    limits = replace(LIMITS, max_kept=3, max_kept_of_key=3)
-    put(db, "r1", at=0, limits=limits)
-    put(db, "other", at=1, limits=limits)
-    put(db, "r2", at=2, previous="r1", limits=limits)
+    config = GatewayConfig(max_responses=3, max_key_responses=3)
+    put(db, "r1", at=0, config=config)
+    put(db, "other", at=1, config=config)
+    put(db, "r2", at=2, previous="r1", config=config)
     table.conversation(db, "r2", "a", 3.0, 10**6)
-    put(db, "r3", at=4, previous="r2", limits=limits)
+    put(db, "r3", at=4, previous="r2", config=config)
     assert ids(db) == ["r1", "r2", "r3"]
 
 
 def test_one_owner_does_not_push_out_anothers(db):
-    limits = replace(LIMITS, max_kept_of_key=2)
-    put(db, "b1", owner="b", limits=limits)
+    config = GatewayConfig(max_key_responses=2)
+    put(db, "b1", owner="b", config=config)
     for index in range(5):
-        put(db, f"a{index}", at=index, limits=limits)
+        put(db, f"a{index}", at=index, config=config)
     assert ids(db) == ["b1", "a3", "a4"]
 
 
 def test_all_owners_together_are_bounded(db):
-    limits = replace(LIMITS, max_kept=2)
+    config = GatewayConfig(max_responses=2)
     for index, owner in enumerate("abc"):
-        put(db, owner, owner=owner, at=index, limits=limits)
+        put(db, owner, owner=owner, at=index, config=config)
     assert ids(db) == ["b", "c"]
 
 
 def test_bytes_are_bounded(db):
-    limits = replace(LIMITS, max_kept_bytes_of_key=3000)
+    config = GatewayConfig(max_key_responses_bytes=3000)
     for index in range(4):
-        put(db, f"r{index}", at=index, size=1000, limits=limits)
+        put(db, f"r{index}", at=index, size=1000, config=config)
     assert ids(db) == ["r2", "r3"]
     with pytest.raises(ApiError) as caught:
-        put(db, "large", at=9, size=4000, limits=limits)
+        put(db, "large", at=9, size=4000, config=config)
     assert caught.value.status == 503
 
 
@@ -145,13 +144,13 @@ def test_old_responses_expire(db):
 
 
 def test_what_runs_stays(db):
-    limits = replace(LIMITS, max_kept=1)
-    put(db, "run", status="queued", lease=100.0, limits=limits)
-    put(db, "r1", at=1.0, limits=limits)
-    put(db, "r2", at=40 * DAY_S - 1, limits=limits)
+    config = GatewayConfig(max_responses=1)
+    put(db, "run", status="queued", lease=100.0, config=config)
+    put(db, "r1", at=1.0, config=config)
+    put(db, "r2", at=40 * DAY_S - 1, config=config)
     assert "run" not in ids(db), "its lease has ended long ago"
-    put(db, "run", at=0.0, status="queued", lease=50 * DAY_S, limits=limits)
-    put(db, "r3", at=40 * DAY_S, limits=limits)
+    put(db, "run", at=0.0, status="queued", lease=50 * DAY_S, config=config)
+    put(db, "r3", at=40 * DAY_S, config=config)
     assert ids(db) == ["run"]
 
 
@@ -171,7 +170,7 @@ def test_what_is_cancelled_or_deleted_shall_not_run(db, end):
     end(db, "run", "a")
     assert table.renew(db, {"run": "in_progress"}, 20.0) == {"run"}
     fields = {"status": "completed"}
-    assert not table.finish(db, "run", fields, [text("o")], [], LIMITS)
+    assert not table.finish(db, "run", fields, [text("o")], [], CONFIG)
     found = table.get(db, "run", "a", 0.0)
     assert found is None or found.status == "cancelled"
 
@@ -179,7 +178,7 @@ def test_what_is_cancelled_or_deleted_shall_not_run(db, end):
 def test_a_run_ends_with_its_output(db):
     put(db, "run", status="queued", lease=10.0)
     fields = {"status": "completed", "background": True}
-    assert table.finish(db, "run", fields, [text("o")], [KeptEvent(0, b"e")], LIMITS)
+    assert table.finish(db, "run", fields, [text("o")], [KeptEvent(0, b"e")], CONFIG)
     found = table.get(db, "run", "a", 999.0)
     assert (found.status, found.output) == ("completed", [text("o")])
     table.cancel(db, "run", "a")
@@ -188,22 +187,22 @@ def test_a_run_ends_with_its_output(db):
 
 def test_events_are_read_from_a_number_on(db):
     put(db, "run", status="queued", lease=10.0)
-    table.add_events(db, "run", [KeptEvent(i, b"%d" % i) for i in range(5)], LIMITS)
+    table.add_events(db, "run", [KeptEvent(i, b"%d" % i) for i in range(5)])
     found = table.get(db, "run", "a", 0.0)
     events = table.events_after(db, found.number, 1, 10**6)
     assert [event.number for event in events] == [2, 3, 4]
     assert [e.number for e in table.events_after(db, found.number, -1, 2)] == [0, 1]
 
 
-def test_the_oldest_events_give_way(db):
+def test_the_oldest_events_give_way(db, monkeypatch):
     put(db, "run", status="queued", lease=10.0)
-    limits = replace(LIMITS, max_events_bytes=25)
+    monkeypatch.setattr(table, "MAX_EVENTS_BYTES", 25)
     for i in range(5):
-        table.add_events(db, "run", [KeptEvent(i, b"x" * 10)], limits)
+        table.add_events(db, "run", [KeptEvent(i, b"x" * 10)])
     found = table.get(db, "run", "a", 0.0)
     assert [e.number for e in table.events_after(db, found.number, -1, 10**6)] == [3, 4]
 
 
 def test_events_of_a_deleted_response_are_dropped(db):
-    table.add_events(db, "gone", [KeptEvent(0, b"x")], LIMITS)
+    table.add_events(db, "gone", [KeptEvent(0, b"x")])
     assert db.execute("SELECT COUNT(*) FROM response_events").fetchone() == (0,)

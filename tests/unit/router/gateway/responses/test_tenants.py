@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from openai import BadRequestError, NotFoundError, RateLimitError
 
-from router.access.limits import KeyLimits
 from router.gateway.storage import Storage
 from tests.kits.router.access import key_file
 from tests.kits.router.gateway import FakeRouter, Never, tokens
@@ -43,8 +42,7 @@ def test_limits_of_a_key_hold_in_the_background(keys):
     router = FakeRouter([tokens("a"), Never()])
 
     async def run():
-        limits = KeyLimits(max_streams=1)
-        app = app_on(router, Storage(None), keys=keys, key_limits=limits)
+        app = app_on(router, Storage(None), keys=keys, max_streams=1)
         async with client_of(app, "k1") as one, client_of(app, "k2") as two:
             made = await one.responses.create(input="yo", background=True)
             await router.waiting.wait()

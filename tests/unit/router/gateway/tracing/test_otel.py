@@ -9,15 +9,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from engine.messages import FinishReason
-from router.gateway.app import create_app
-from router.gateway.requests.calls import GatewaySettings
 from router.gateway.tracing.otel import OtelTracing
 from router.machine.requests import Failed, Finished, Timeline, Update
 from tests.kits.router.gateway import (
-    SECRET,
-    CheckedAtOnce,
     FakeRouter,
     answer,
+    create_app,
     make_app,
     post,
     versions_of,
@@ -55,22 +52,13 @@ class Traced:
     """An app whose spans are kept in memory."""
 
     def __init__(self, share=1.0, steps=None):
-        import random
-
         router = FakeRouter(steps or script())
         self.exporter = InMemorySpanExporter()
         processor = SimpleSpanProcessor(self.exporter)
         self.tracing = OtelTracing(
             processor, clock=router.clock, share=share, process="gateway", version="1"
         )
-        self.app = create_app(
-            versions_of(router),
-            settings=GatewaySettings(SECRET),
-            clock=router.clock,
-            rng=random.Random(1),
-            grammars=CheckedAtOnce(),
-            tracing=self.tracing,
-        )
+        self.app = create_app(versions_of(router), clock=router.clock, tracing=self.tracing)
 
     def spans(self):
         return {span.name: span for span in self.exporter.get_finished_spans()}
