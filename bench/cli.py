@@ -37,7 +37,7 @@ from bench.hostile.cli import hostile
 from bench.kv.cli import kv
 from bench.lab.experiment import command_of
 from bench.lab.interference import Interference
-from bench.moves.cli import moves
+from bench.lab.moves import Moves
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
@@ -48,7 +48,7 @@ from bench.speculate.cli import speculate
 from bench.store.cli import store
 from bench.validation.cli import validation
 
-STUDIES = (Interference,)
+STUDIES = (Interference, Moves)
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
@@ -64,7 +64,6 @@ app.command()(elastic)
 app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
-app.command()(moves)
 app.command()(hostile)
 app.command()(batches)
 app.command()(schemas)

@@ -1,15 +1,13 @@
-"""The figures that `bench moves` computes from streams."""
+"""The figures that `bench moves` and `bench moves --join` compute from streams."""
+
+from dataclasses import replace
 
 import pytest
 
 from bench.client.answers import Answer
-from bench.lab.streams import StreamAsk
-from bench.moves.plan import QUICK_REPEATS, MovesPlan, check, config_of, quick
-from bench.moves.results import MovesRun, figures_of, moved_of
-from engine.errors import ConfigError
+from bench.lab.joins import JoinRun, join_figures_of
+from bench.lab.moves import MovesRun, figures_of, moved_of
 from tests.kits.answers import answer_at
-
-PLAN = MovesPlan("tiny", StreamAsk(16, 100, 100))
 
 
 def stream(*, gap_s: float, pull_s: float | None = 0.01) -> Answer:
@@ -65,12 +63,43 @@ def test_streams_that_others_came_to_are_held_against_three_usual_gaps_alone():
     assert figures["beside_of_limit/max"].value == pytest.approx(0.09 / 0.06)
 
 
-def test_a_quick_plan_moves_once_in_each_direction():
-    assert quick(PLAN).num_repeats == QUICK_REPEATS
-    assert config_of(PLAN)["streams"] == 16
+# ---------------------------------------------------------------- joins
 
 
-def test_what_does_not_fit_the_model_is_refused():
-    with pytest.raises(ConfigError, match="room for"):
-        check(MovesPlan("tiny", StreamAsk(1, 5000, 1)))
-    assert check(PLAN) is PLAN
+def joined_stream(*, every_s: float = 0.02, gap_s: float = 0.02, moved: bool = False) -> Answer:
+    times_s = [every_s * i for i in range(50)]
+    times_s += [times_s[-1] + gap_s + every_s / 2 * i for i in range(50)]
+    return answer_at(times_s, timeline_s={"move_pull": 0.01} if moved else {})
+
+
+SAMPLES = ((1.0, (8, 0)), (1.1, (7, 1)), (1.2, (5, 4)), (6.0, (4, 4)))
+
+
+def join_figures(*streams: Answer, samples=SAMPLES) -> dict[str, float]:
+    alone = tuple(joined_stream() for _ in streams)
+    found = join_figures_of(JoinRun(alone, streams, joined_s=1.0, samples=samples))
+    return {name: figure.value for name, figure in found.items()}
+
+
+def test_ratios_are_those_of_the_join_and_five_seconds_later():
+    found = join_figures(joined_stream(moved=True), joined_stream())
+    assert (found["ratio/before"], found["ratio/after"]) == (8, 1)
+    assert found["balance"] == pytest.approx(0.2)
+    assert found["moved"] == 1
+
+
+def test_the_longest_gap_counts_from_the_join_on():
+    found = join_figures(joined_stream(gap_s=0.5), joined_stream())
+    assert found["stall"] == pytest.approx(500)
+    assert found["calm_stall"] == pytest.approx(20)
+    assert found["itl/before"] == pytest.approx(20)
+    assert found["itl/after"] == pytest.approx(10)
+
+
+def test_a_text_that_differs_is_counted():
+    assert join_figures(joined_stream())["changed"] == 0
+    assert join_figures(replace(joined_stream(), said="other"))["changed"] == 1
+
+
+def test_pools_that_were_never_even_have_no_time_of_it():
+    assert "balance" not in join_figures(joined_stream(), samples=((1.0, (8, 0)),))

@@ -16,16 +16,15 @@ worker.
 """
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from bench.client.answers import Answer
-from bench.common.report import Figure, Result, results_of
-from bench.moves.results import PULL
+from bench.common.report import Figure
 from bench.simulator.joining import EVEN, ratio
 
 AFTER_S = 5.0
+PULL = "move_pull"  # in a timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,3 @@ def join_figures_of(run: JoinRun) -> dict[str, Figure]:
         if some:
             figures[f"itl/{name}"] = Figure(1e3 * statistics.median(some), "ms")
     return figures
-
-
-def join_results(runs: Sequence[JoinRun]) -> tuple[Result, ...]:
-    """Returns the rows of the table above."""
-    return results_of([join_figures_of(run) for run in runs])
