@@ -28,16 +28,16 @@ import typer
 from bench.batches.cli import batches
 from bench.chaos.cli import chaos
 from bench.compare.cli import compare
-from bench.elastic.cli import elastic
-from bench.elastic_live.cli import elastic_live
 from bench.engine.cli import engine
-from bench.fluid.cli import fluid
 from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
 from bench.kv.cli import kv
+from bench.lab.elastic import ElasticStudy
+from bench.lab.elastic_live import ElasticLiveStudy
 from bench.lab.experiment import command_of
-from bench.lab.interference import Interference
-from bench.lab.moves import Moves
+from bench.lab.fluid.study import FluidStudy
+from bench.lab.interference import InterferenceStudy
+from bench.lab.moves import MovesStudy
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
@@ -48,7 +48,7 @@ from bench.speculate.cli import speculate
 from bench.store.cli import store
 from bench.validation.cli import validation
 
-STUDIES = (Interference, Moves)
+STUDIES = (InterferenceStudy, FluidStudy, ElasticStudy, ElasticLiveStudy, MovesStudy)
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
@@ -57,11 +57,8 @@ app.command()(quality)
 app.command()(kv)
 app.command()(store)
 app.command()(gateway)
-app.command()(fluid)
 app.command()(speculate)
 app.command()(router)
-app.command()(elastic)
-app.command("elastic-live")(elastic_live)
 app.command()(validation)
 app.command()(chaos)
 app.command()(hostile)

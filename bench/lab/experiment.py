@@ -5,7 +5,7 @@ report and the plan of its run. `__post_init__` raises ConfigError for options t
 The form adds `--seed`, `--quick`, `--json` and, for a study with a plot, `--plot`.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Interference(Experiment):
+    class InterferenceStudy(Experiment):
         "Measure how much long prompts hold up running streams."
         streams: Annotated[int, typer.Option(min=1, help="Streams that run at once.")] = 4
 
@@ -66,6 +66,7 @@ class Experiment(ABC):
     GOALS: ClassVar[Goals] = NO_GOALS
 
     seed: SeedOption = 0
+    is_quick: bool = False  # no option: `quick` may set it
 
     @property
     def report_name(self) -> str:
@@ -119,7 +120,8 @@ def command_of(kind: type[Experiment]) -> Callable[..., None]:
             _run(study.quick() if quick else study, json, plot)
 
     hints = get_type_hints(kind, include_extras=True)
-    parameters = {one.name: (hints[one.name], one.default) for one in fields(kind)}
+    options = [one for one in fields(kind) if one.name != "is_quick"]
+    parameters = {one.name: (hints[one.name], one.default) for one in options}
     parameters["quick"] = (Annotated[bool, quick_option(kind.QUICK)], False)
     parameters["json"] = (JsonOption, None)
     if kind.plot is not Experiment.plot:

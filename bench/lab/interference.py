@@ -84,7 +84,7 @@ PROMISES = {APART: "at most 1.3", TOGETHER: "at least 2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interference(Experiment):
+class InterferenceStudy(Experiment):
     """Measure how much long prompts hold up running streams, prefill apart from decode or not."""
 
     NAME: ClassVar = "interference"
@@ -145,7 +145,10 @@ class Interference(Experiment):
                 brief = replace(self, stream_output=WARM_UP_TOKENS)
                 await brief._run(name, servers, vocab, name="warm-up")
             return [
-                replace(await self._run(arm, servers, vocab, name=str(repeat)), repeat=repeat)
+                replace(
+                    (await self._run(arm, servers, vocab, name=str(repeat))).together(),
+                    repeat=repeat,
+                )
                 for repeat, arm in rounds(ARMS, self.repeat, self.seed, say)
             ]
 
@@ -167,7 +170,7 @@ class Interference(Experiment):
         if load.at_once and not run.prompts:
             failures = [one for one in run.others if isinstance(one, Failure)]
             raise RequestsFailed("all prompts", failures)
-        return run.together()
+        return run
 
 
 def results(runs: Sequence[BesideRun]) -> tuple[Result, ...]:

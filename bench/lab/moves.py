@@ -71,7 +71,7 @@ class NotFlipped(BatonError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moves(Experiment):
+class MovesStudy(Experiment):
     """Flip a worker whose streams run, and measure the gap that their clients see."""
 
     NAME: ClassVar = "moves"
@@ -139,7 +139,11 @@ class _Bench:
     """Starts streams, gives orders, and waits until they are carried out."""
 
     def __init__(
-        self, study: Moves, deployment: OperatedDeployment, send: Send, prompts: Iterator[bytes]
+        self,
+        study: MovesStudy,
+        deployment: OperatedDeployment,
+        send: Send,
+        prompts: Iterator[bytes],
     ) -> None:
         self._study = study
         self._deployment = deployment

@@ -7,7 +7,7 @@ reported. No two prompts begin alike, so no prefix cache helps.
 import asyncio
 import os
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -66,7 +66,8 @@ class BesideRun:
     @property
     def window_s(self) -> tuple[float, float]:
         """From the second chunk of the last stream to begin until the first stream's end."""
-        return window_of(self.streams)
+        begin_s = max(stream.chunk_times_s[1] for stream in self.streams)
+        return begin_s, min(stream.chunk_times_s[-1] for stream in self.streams)
 
     @property
     def gaps_s(self) -> list[float]:
@@ -92,12 +93,6 @@ class BesideRun:
         return self
 
 
-def window_of(streams: Sequence[Answer]) -> tuple[float, float]:
-    """From the second chunk of the last stream to begin until the first stream's end."""
-    begin_s = max(stream.chunk_times_s[1] for stream in streams)
-    return begin_s, min(stream.chunk_times_s[-1] for stream in streams)
-
-
 def gaps_within(streams: Sequence[Answer], window_s: tuple[float, float]) -> list[float]:
     """Gaps between the chunks of these answers that lie in the window."""
     begin_s, end_s = window_s
@@ -107,6 +102,15 @@ def gaps_within(streams: Sequence[Answer], window_s: tuple[float, float]) -> lis
         for earlier, later in pairwise(stream.chunk_times_s)
         if begin_s <= earlier and later <= end_s
     ]
+
+
+def answered_per_s(answers: Iterable[Sequence[float]], begin_s: float, end_s: float) -> float:
+    """Returns requests/s in a window; each answer counts by the share of its chunks in it.
+
+    `answers` are the times of their chunks.
+    """
+    num = sum(sum(begin_s <= at_s < end_s for at_s in times) / len(times) for times in answers)
+    return num / (end_s - begin_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +238,38 @@ async def run_beside(
         results = await asyncio.gather(*running)
         ended.set()
     return whole(results), others
+
+
+async def run_beside_arrivals(
+    send: Send,
+    streams: Sequence[bytes],
+    prompts: Iterator[bytes],
+    arrivals: Iterator[float],
+    *,
+    now_s: Callable[[], float],
+) -> tuple[tuple[Answer, ...], list[Answer | Failure]]:
+    """Runs all streams, and sends prompts at their times, counted from now, until all streams end.
+
+    Waits for the prompts that were sent. Raises RequestsFailed if a stream fails.
+    """
+    start_s = now_s()
+    ended = asyncio.Event()
+    sent: list[asyncio.Task[Answer | Failure]] = []
+
+    async def arrive(group: asyncio.TaskGroup) -> None:
+        for due_s in arrivals:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), max(0.0, start_s + due_s - now_s()))
+            if ended.is_set():
+                return
+            sent.append(group.create_task(send(next(prompts))))
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(send(body)) for body in streams]
+        group.create_task(arrive(group))
+        results = await asyncio.gather(*running)
+        ended.set()
+    return whole(results), [task.result() for task in sent]
 
 
 def answer_warnings(

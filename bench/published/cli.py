@@ -7,8 +7,8 @@ import typer
 
 from bench.common.command import printed_errors
 from bench.common.goals import Goals
-from bench.fluid import results as fluid
-from bench.fluid import simulated as fluid_simulated
+from bench.lab.fluid import figures as fluid
+from bench.lab.fluid import simulated as fluid_simulated
 from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports

@@ -26,11 +26,11 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
-from bench.elastic.planned import EVERY_S, SimulatedDecision, SimulatedPlanner
 from bench.simulator.clock import Future, Rank
 from bench.simulator.hardware import HardwareProfile
 from bench.simulator.joining import AFTER_S, Evenness
 from bench.simulator.joining import EVERY_S as SAMPLED_EVERY_S
+from bench.simulator.planned import EVERY_S, SimulatedDecision, SimulatedPlanner
 from bench.simulator.prompts import SimulatedPrompts
 from bench.simulator.stores import SimStore, StoreRecord, store_of
 from bench.simulator.tiers import SimulatedStores

@@ -2,36 +2,33 @@
 
 import pytest
 
-from bench.fluid.plan import COMPARED, BoundSetting, FluidPlan, mixes_of
-from bench.fluid.results import MixRun, StreamsRun, results, warnings
-from bench.fluid.run import measure
-from bench.lab.streams import StreamAsk
+from bench.common.progress import say_nothing
+from bench.lab.fluid.figures import COMPARED, STREAM_ARMS, results, warnings
+from bench.lab.fluid.study import FluidStudy
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
-PLAN = FluidPlan(
-    "tiny",
-    mixes_of("256/8"),
-    streams=StreamAsk(2, 8, 512),
-    prompts=StreamAsk(1, 256, 1),
-    num_clients=2,
-    ramp_s=0.2,
+STUDY = FluidStudy(
+    shape="tiny",
+    mixes="256/8",
+    streams=2,
+    stream_output=512,
+    prompt_input=256,
+    clients=2,
     window_s=1.0,
-    num_repeats=1,
+    repeat=1,
 )
 
 
 def test_both_parts_are_measured_on_real_deployments():
-    measured = measure(PLAN)
-    mixes = [run for run in measured.runs if isinstance(run, MixRun)]
-    streams = [run for run in measured.runs if isinstance(run, StreamsRun)]
-    assert {run.deployment for run in mixes} == set(COMPARED)
-    assert {run.setting for run in streams} == set(BoundSetting)
-    assert all(run.requests_per_s > 0 and len(run.busy) == 2 for run in mixes)
-    for run in streams:
+    measured = STUDY.run(say_nothing)
+    assert {run.deployment for run in measured.mixes} == set(COMPARED)
+    assert {run.arm for run in measured.streams} == set(STREAM_ARMS)
+    assert all(run.requests_per_s > 0 and len(run.busy) == 2 for run in measured.mixes)
+    for run in measured.streams:
         assert [stream.num_output_tokens for stream in run.streams] == [512, 512]
     assert measured.pace["tpot_bound_s"] == pytest.approx(1.25 * measured.pace["pace_tpot_s"])
-    found = {result.name: result.value for result in results(measured.runs)}
+    found = {result.name: result.value for result in results(measured)}
     assert found["fluid/256+8"] > 0
     assert "itl_ratio/bound" in found
-    assert not [line for line in warnings(measured.runs) if "cached" in line]
+    assert not [line for line in warnings(measured) if "cached" in line]

@@ -4,11 +4,11 @@ import pytest
 
 from bench.client.answers import Failure
 from bench.common.progress import say_nothing
-from bench.lab.interference import ARMS, IDLE, Interference, promises, results, warnings
+from bench.lab.interference import ARMS, IDLE, InterferenceStudy, promises, results, warnings
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
-STUDY = Interference(
+STUDY = InterferenceStudy(
     shape="tiny", streams=2, stream_input=8, stream_output=512, load_input=256, repeat=1
 )
 

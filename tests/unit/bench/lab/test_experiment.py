@@ -69,7 +69,7 @@ def test_options_are_the_fields_of_the_study_and_go_into_its_report(tmp_path):
     assert done.exit_code == 0
     report = from_json(path.read_bytes())
     assert (report.bench, report.seed) == ("listening", 7)
-    assert report.config == {"volume": 20, "repeat": 3, "measured": 1.5}
+    assert report.config == {"is_quick": False, "volume": 20, "repeat": 3, "measured": 1.5}
     assert json.loads(path.read_text())["results"][1]["peers"]["quiet"]["ratio"] == 10.5
     for printed in ("level/loud", "note: a warning", "a line", "goal", "× quiet"):
         assert printed in done.output

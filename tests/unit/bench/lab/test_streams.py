@@ -14,10 +14,13 @@ from bench.lab.streams import (
     StreamAsk,
     StreamsApart,
     answer_warnings,
+    answered_per_s,
     ascii_tokenizer,
     bodies,
     run_beside,
+    run_beside_arrivals,
 )
+from engine.clock import MonotonicClock
 from tests.kits.answers import answer_at
 
 
@@ -132,3 +135,55 @@ def test_run_with_a_failed_stream_has_no_figures():
     server = FakeServer(num_prompts=3, fails=(b"stream 2",))
     with pytest.raises(RequestsFailed, match="1 of 2 streams failed: 1 http_500"):
         beside(server, num_loaders=1)
+
+
+def test_answers_count_by_their_share_in_the_window():
+    inside, across, outside = (
+        answer_at(times_s).chunk_times_s
+        for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
+    )
+    assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)
+
+
+# ---------------------------------------------------------------- prompts that arrive
+
+
+def arriving(send, arrivals, streams=(b"stream",)):
+    prompts = (b"prompt %d" % i for i in count())
+    clock = MonotonicClock()
+    return asyncio.run(
+        run_beside_arrivals(send, streams, prompts, iter(arrivals), now_s=clock.now_s)
+    )
+
+
+def test_prompts_arrive_without_waiting_for_each_other_until_streams_end():
+    """The streams end when three prompts are open, none of which is answered before."""
+    open_prompts, enough = [], asyncio.Event()
+
+    async def send(body):
+        if body == b"stream":
+            await enough.wait()
+            return answer_at([1, 2, 3])
+        open_prompts.append(body)
+        if len(open_prompts) == 3:
+            enough.set()
+        await enough.wait()
+        return answer_at([1])
+
+    answers, others = arriving(send, [0.0, 0.0, 0.0, 3600.0])
+    assert (len(answers), len(others)) == (1, 3)
+    assert open_prompts == [b"prompt 0", b"prompt 1", b"prompt 2"]
+
+
+def test_failed_stream_leaves_no_figures_and_failed_prompt_is_kept():
+    async def fails(body):
+        return Failure("http_500", body.decode())
+
+    with pytest.raises(RequestsFailed, match="1 of 1 streams failed"):
+        arriving(fails, [])
+
+    async def send(body):
+        return answer_at([1, 2, 3]) if body == b"stream" else Failure("http_429", "later")
+
+    _, others = arriving(send, [0.0])
+    assert others in ([], [Failure("http_429", "later")])  # the stream may have ended first

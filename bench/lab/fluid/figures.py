@@ -21,20 +21,21 @@ repetition.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from bench.client.answers import Answer, Failure
-from bench.client.load import kinds_of
-from bench.common.background import busy_results, busy_warning
+from bench.common.background import busy_results
 from bench.common.goals import Goals
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
-from bench.elastic_live.plan import answered_per_s
-from bench.fluid.plan import COMPARED, BoundSetting, FluidDeployment
-from bench.lab.streams import TOKENS_PER_CHUNK, gaps_within, window_of
+from bench.lab.experiment import results_by_arm
+from bench.lab.streams import BesideRun, answer_warnings, answered_per_s, gaps_within
 
 GOALS = Goals({"fluid/*": 0.95, "itl_ratio/bound": 1.3}, at_most=("itl_ratio/*",))
+FLUID, WALLED, MIXED = COMPARED = ("fluid", "walled", "mixed")
+BOUND = "bound"
+STREAM_ARMS = ("bound_idle", "bound", "walled_idle", "walled")  # a deployment; idle: no prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class MixRun:
     """One mix on one deployment. All times in seconds, of one clock."""
 
     mix: str
-    deployment: FluidDeployment
+    deployment: str
     repeat: int
     begin_s: float
     end_s: float
@@ -63,77 +64,66 @@ class MixRun:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsRun:
-    """Streams on one deployment, with prompts or without."""
+class FluidMeasured:
+    """All runs, and the figures on which the second part rests."""
 
-    setting: BoundSetting
-    repeat: int
-    streams: tuple[Answer, ...]  # of at least three chunks
-    prompts: tuple[Answer | Failure, ...] = ()
-    others_share: float | None = None
+    mixes: list[MixRun] = field(default_factory=list)
+    streams: list[BesideRun] = field(default_factory=list)
+    pace: dict[str, float] = field(default_factory=dict)
 
     @property
-    def gaps_s(self) -> list[float]:
-        """Between the chunks of all streams, while all decode."""
-        return gaps_within(self.streams, window_of(self.streams))
+    def others_shares(self) -> list[float | None]:
+        """Returns the share of the CPU that other programs used in each run."""
+        shares = [run.others_share for run in self.mixes]
+        return shares + [run.others_share for run in self.streams]
 
 
-FluidRun = MixRun | StreamsRun
-
-
-def results(runs: Sequence[FluidRun]) -> tuple[Result, ...]:
+def results(measured: FluidMeasured) -> tuple[Result, ...]:
     """Every result; the ratios first."""
-    mixes = [run for run in runs if isinstance(run, MixRun)]
-    streams = [run for run in runs if isinstance(run, StreamsRun)]
-    num_failed = sum(isinstance(result, Failure) for result in _all_of(runs))
+    mixes, streams = measured.mixes, measured.streams
+    mix_names = dict.fromkeys(run.mix for run in mixes)
+    mix_arms = [f"{mix}/{deployment}" for mix in mix_names for deployment in COMPARED]
+    num_failed = sum(isinstance(result, Failure) for result in _all_of(measured))
+    shares = [share for share in measured.others_shares if share is not None]
     return (
         *results_of([_ratios(mixes, repeat) for repeat in _repeats(mixes)]),
         *results_of([_stream_ratios(streams, repeat) for repeat in _repeats(streams)]),
-        *results_of([_mix_figures(mixes, repeat) for repeat in _repeats(mixes)]),
-        *results_of([_stream_figures(streams, repeat) for repeat in _repeats(streams)]),
+        *results_by_arm(
+            ((run.repeat, f"{run.mix}/{run.deployment}", figures_of(run)) for run in mixes),
+            mix_arms,
+        ),
+        *results_by_arm(((run.repeat, run.arm, _of_streams(run)) for run in streams), STREAM_ARMS),
         *results_of([{"failed": Figure(num_failed, "")}]),
-        *busy_results([run.others_share for run in runs if run.others_share is not None]),
+        *busy_results(shares),
     )
 
 
-def warnings(runs: Sequence[FluidRun]) -> list[str]:
+def warnings(measured: FluidMeasured) -> list[str]:
     """Facts that a reader should know before trusting the results."""
-    found = list(_all_of(runs))
-    lines = [f"failed: {kind}" for kind in kinds_of([f for f in found if isinstance(f, Failure)])]
-    lines += busy_warning(run.others_share or 0.0 for run in runs)
+    found = _all_of(measured)
     answers = [answer for answer in found if isinstance(answer, Answer)]
-    num_tokens = sum(answer.num_output_tokens for answer in answers)
-    num_chunks = sum(len(answer.chunk_times_s) for answer in answers)
-    if num_tokens > TOKENS_PER_CHUNK * num_chunks:
-        lines.append(f"{num_tokens / num_chunks:.2f} tokens came in a chunk: gaps are of chunks")
-    num_cached = sum(answer.num_cached_tokens or 0 for answer in answers)
-    if num_cached:
-        lines.append(f"{num_cached} tokens of prompts were cached: another --seed asks anew")
-    return lines
+    return answer_warnings(answers, found, measured.others_shares)
 
 
-def rivals_of(runs: Sequence[MixRun]) -> dict[str, FluidDeployment]:
+def rivals_of(runs: Sequence[MixRun]) -> dict[str, str]:
     """Returns the better of the other deployments for each mix, by its median."""
-    medians: dict[tuple[str, FluidDeployment], float] = {}
+    medians: dict[tuple[str, str], float] = {}
     for mix in dict.fromkeys(run.mix for run in runs):
         for deployment in COMPARED:
             found = [r.requests_per_s for r in runs if (r.mix, r.deployment) == (mix, deployment)]
             if found:
                 medians[mix, deployment] = statistics.median(found)
-    others = [each for each in COMPARED if each is not FluidDeployment.FLUID]
+    others = [each for each in COMPARED if each != FLUID]
     return {
         mix: max(others, key=lambda each: medians.get((mix, each), 0.0))
         for mix in dict.fromkeys(mix for mix, _ in medians)
     }
 
 
-# ---------------------------------------------------------------- one repetition
-
-
 def _ratios(runs: Sequence[MixRun], repeat: int) -> dict[str, Figure]:
     rates = {(run.mix, run.deployment): run.requests_per_s for run in runs if run.repeat == repeat}
     pairs = {
-        mix: (rates.get((mix, FluidDeployment.FLUID)), rates.get((mix, rival)))
+        mix: (rates.get((mix, FLUID)), rates.get((mix, rival)))
         for mix, rival in rivals_of(runs).items()
     }
     return {
@@ -143,34 +133,12 @@ def _ratios(runs: Sequence[MixRun], repeat: int) -> dict[str, Figure]:
     }
 
 
-def _stream_ratios(runs: Sequence[StreamsRun], repeat: int) -> dict[str, Figure]:
-    p99_s = {run.setting: percentile(run.gaps_s, 99) for run in runs if run.repeat == repeat}
-    pairs = {
-        BoundSetting.BOUND: BoundSetting.BOUND_IDLE,
-        BoundSetting.WALLED: BoundSetting.WALLED_IDLE,
-    }
+def _stream_ratios(runs: Sequence[BesideRun], repeat: int) -> dict[str, Figure]:
+    p99_s = {run.arm: percentile(run.gaps_s, 99) for run in runs if run.repeat == repeat}
     return {
-        f"itl_ratio/{loaded}": Figure(p99_s[loaded] / p99_s[idle], "")
-        for loaded, idle in pairs.items()
-        if loaded in p99_s and p99_s.get(idle)
-    }
-
-
-def _mix_figures(runs: Sequence[MixRun], repeat: int) -> dict[str, Figure]:
-    """The figures of a repetition, by what they tell; mixes and deployments in a fixed order."""
-    by_run = {
-        (run.mix, run.deployment): figures_of(run)
-        for mix in dict.fromkeys(run.mix for run in runs)
-        for deployment in COMPARED
-        for run in runs
-        if (run.repeat, run.mix, run.deployment) == (repeat, mix, deployment)
-    }
-    things = dict.fromkeys(thing for figures in by_run.values() for thing in figures)
-    return {
-        f"{thing}/{mix}/{deployment}": figures[thing]
-        for thing in things
-        for (mix, deployment), figures in by_run.items()
-        if thing in figures
+        f"itl_ratio/{arm}": Figure(p99_s[arm] / p99_s[f"{arm}_idle"], "")
+        for arm in (BOUND, WALLED)
+        if arm in p99_s and p99_s.get(f"{arm}_idle")
     }
 
 
@@ -193,35 +161,21 @@ def figures_of(run: MixRun) -> dict[str, Figure]:
     return figures
 
 
-def _stream_figures(runs: Sequence[StreamsRun], repeat: int) -> dict[str, Figure]:
-    figures: dict[str, Figure] = {}
-    for setting in BoundSetting:
-        for run in runs:
-            if (run.repeat, run.setting) == (repeat, setting):
-                figures |= {f"{name}/{setting}": one for name, one in _of_streams(run).items()}
-    return figures
-
-
-def _of_streams(run: StreamsRun) -> dict[str, Figure]:
-    begin_s, end_s = window_of(run.streams)
+def _of_streams(run: BesideRun) -> dict[str, Figure]:
+    begin_s, end_s = run.window_s
     figures = {f"itl_p{q}": Figure(1e3 * percentile(run.gaps_s, q), "ms") for q in (50, 99)}
-    answered = [
-        one
-        for one in run.prompts
-        if isinstance(one, Answer) and begin_s <= one.chunk_times_s[0] <= end_s
-    ]
-    if run.setting.has_prompts:
-        figures["prompts"] = Figure(len(answered) / (end_s - begin_s), "1/s")
-    if answered:
-        ttft_s = statistics.median(one.ttft_s for one in answered)
+    if not run.arm.endswith("_idle"):
+        figures["prompts"] = Figure(len(run.answered) / (end_s - begin_s), "1/s")
+    if run.answered:
+        ttft_s = statistics.median(one.ttft_s for one in run.answered)
         figures["prompt_ttft_p50"] = Figure(1e3 * ttft_s, "ms")
     return figures
 
 
-def _repeats(runs: Sequence[FluidRun]) -> list[int]:
+def _repeats(runs: Sequence[MixRun | BesideRun]) -> list[int]:
     return sorted({run.repeat for run in runs})
 
 
-def _all_of(runs: Sequence[FluidRun]) -> Iterator[Answer | Failure]:
-    for run in runs:
-        yield from run.results if isinstance(run, MixRun) else (*run.streams, *run.prompts)
+def _all_of(measured: FluidMeasured) -> list[Answer | Failure]:
+    found = [one for run in measured.mixes for one in run.results]
+    return found + [one for run in measured.streams for one in (*run.streams, *run.others)]

@@ -6,19 +6,22 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.client.load import SloBounds
 from bench.common.report import from_json
-from bench.elastic.plan import ElasticPlan, RequestMix, TurningLoad
-from bench.elastic.planned import SimulatedDecision
-from bench.elastic.results import ElasticRun, figures_of, reactions
-from bench.elastic.run import play
-from bench.simulator.hardware import hardware_named
+from bench.lab.elastic import ElasticRun, ElasticStudy, figures_of, reactions
+from bench.lab.turning import RequestMix, TurningLoad
+from bench.simulator.planned import SimulatedDecision
 from router.planning.planner import PoolPlan, PoolSizes
 
-HARDWARE = hardware_named("h200-qwen3-32b-tp2")
-# Few requests, that are long enough to keep four workers busy.
-TURNS = TurningLoad(2, 40.0, (RequestMix(0.5, 0, 20000, 30), RequestMix(0.5, 16384, 512, 600)))
-PLAN = ElasticPlan(HARDWARE, TURNS, 4, splits=(1, 2, 3), seeds=(0,), slo=SloBounds(5.0, 0.025))
+
+class FewRequests(ElasticStudy):
+    """Few requests, that are long enough to keep four workers busy."""
+
+    __slots__ = ()
+    MIXES = (RequestMix(0.5, 0, 20000, 30), RequestMix(0.5, 16384, 512, 600))
+
+
+STUDY = FewRequests(workers=4, phases=2, phase_s=40.0, step=1)
+TURNS = STUDY.turns
 
 
 def decision(at_s, prefill, wanted):
@@ -29,9 +32,9 @@ def decision(at_s, prefill, wanted):
 
 def test_planned_pools_beat_every_fixed_split_without_losses():
     trace = TURNS.trace(4, 0)
-    fixed = {f"fixed_{number}": play(PLAN, trace, number, None) for number in PLAN.splits}
-    planned = play(PLAN, trace, 2, PLAN.rules)
-    found = figures_of(PLAN, fixed, planned)
+    fixed = {f"fixed_{number}": STUDY.play(trace, number, None) for number in STUDY.splits}
+    planned = STUDY.play(trace, 2, STUDY.rules)
+    found = figures_of(STUDY, fixed, planned)
     assert found["ratio"].value > 1.0
     assert found["lost"].value == 0
     assert found["flips"].value > 0
@@ -39,8 +42,8 @@ def test_planned_pools_beat_every_fixed_split_without_losses():
 
 
 def test_planned_run_depends_only_on_its_load():
-    trace = TurningLoad(2, 10.0, TURNS.mixes).trace(4, 1)
-    first, second = (play(PLAN, trace, 2, PLAN.rules) for _ in range(2))
+    trace = TurningLoad(2, 10.0, STUDY.MIXES).trace(4, 1)
+    first, second = (STUDY.play(trace, 2, STUDY.rules) for _ in range(2))
     assert first == second
     assert all(decision.plan.reasons for decision in first.decisions)
 
@@ -71,7 +74,7 @@ def test_reactions_are_those_of_the_slowest_change():
 
 def test_best_split_has_most_good_requests_and_all_losses_count():
     fixed = {"fixed_1+3": ElasticRun(10, 20, 0), "fixed_2+2": ElasticRun(12, 20, 1)}
-    found = figures_of(PLAN, fixed, ElasticRun(18, 20, 0))
+    found = figures_of(STUDY, fixed, ElasticRun(18, 20, 0))
     assert found["ratio"].value == pytest.approx(1.5)
     assert found["goodput/best_fixed"].value == pytest.approx(12 / 80)
     assert found["lost"].value == 1

@@ -8,20 +8,22 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.client.load import SloBounds
 from bench.common.report import from_json
-from bench.fluid.cli import loads_of
-from bench.fluid.loops import Loops, requests_per_s
-from bench.fluid.plan import mixes_of
-from bench.fluid.simulated import (
+from bench.lab.fluid.mixes import mixes_of
+from bench.lab.fluid.simulated import (
     GOALS,
+    Loops,
     PoolsUse,
     SimulatedFluidPlan,
     best_of,
+    loads_of,
     play,
     ratios,
+    requests_per_s,
     setup_of,
     splits_near,
     splits_of_all,
 )
+from bench.lab.turning import TurningLoad
 from bench.simulator.cluster import SimulatedPools
 from bench.simulator.hardware import hardware_named
 from bench.simulator.traces import Trace, TraceRequest
@@ -31,7 +33,7 @@ PLAN = SimulatedFluidPlan(
     hardware_named("h200-qwen3-8b"),
     {"t": TRACE},
     SimulatedPools(2, 1),
-    splits=splits_of_all(3),
+    splits=splits_of_all(SimulatedPools(2, 1)),
     chunks=(256, 2048),
     slo=SloBounds(1.0, 0.025),
 )
@@ -88,7 +90,7 @@ def test_chunks_of_mixed_workers_are_no_longer_than_asked():
 
 
 def test_loads_have_names_and_sizes():
-    loads = loads_of(("synthetic", "turning"), 30, 4, seed=1, is_quick=True)
+    loads = loads_of(("synthetic", "turning"), 30, TurningLoad(2, 10.0), 4, seed=1)
     assert list(loads) == ["synthetic", "turning"]
     assert len(loads["synthetic"].requests) == 30
     assert loads["turning"].duration_s == pytest.approx(20.0, abs=2.0)
@@ -113,7 +115,7 @@ LOOPS = replace(
     PLAN,
     hardware=hardware_named("thread-88m-int8"),
     fluid=SimulatedPools(1, 1),
-    splits=splits_of_all(2),
+    splits=splits_of_all(SimulatedPools(1, 1)),
     chunks=(256,),
     loops=Loops(mixes_of("1024/16,256/64,64/256,turning"), 8, window_s=20.0),
     loads={},

@@ -1,27 +1,23 @@
-"""`bench elastic-live`: its load, the order of its settings, and its figures."""
+"""`bench elastic-live`: its load, its arms, and its figures."""
 
 import pytest
 
 from bench.client.answers import Failure
 from bench.client.load import LoadRun, RequestOutcome
-from bench.elastic_live.plan import (
+from bench.lab.elastic_live import (
     LOAD,
     MAX_RUNNING,
     READING,
     SLACK,
     WRITING,
-    LivePlan,
+    ElasticLiveStudy,
+    LiveRun,
     MeasuredPace,
-    answered_per_s,
-    load_of,
-    name_of,
-    order_of,
-    quick,
+    results,
 )
-from bench.elastic_live.results import LiveRun, results
 from tests.kits.answers import answer_at
 
-PLAN = LivePlan("88m", 3, (1, 2), num_phases=4, phase_s=10.0, num_repeats=2)
+STUDY = ElasticLiveStudy(workers=3, phases=4, phase_s=10.0, repeat=2)
 PACE = MeasuredPace(2, one={READING: 2.0, WRITING: 4.0}, most={READING: 8.0, WRITING: 8.0})
 REFUSED = Failure("http_429", "later")
 
@@ -30,13 +26,13 @@ def answer(ttft_s):
     return answer_at((ttft_s, ttft_s + 0.01))
 
 
-def run(setting, repeat, *found, num_flips=0):
+def run(arm, repeat, *found, num_flips=0):
     outcomes = tuple(RequestOutcome(0.0, None, result) for result in found)
-    return LiveRun(setting, repeat, LoadRun(1.0, outcomes), num_flips)
+    return LiveRun(arm, repeat, LoadRun(1.0, outcomes), num_flips)
 
 
 def test_load_alternates_below_the_measured_rate():
-    load = list(load_of(PLAN, PACE, 0))
+    load = list(STUDY.load_of(PACE, 0))
     for phase, mix in enumerate((READING, WRITING, READING, WRITING)):
         due = [(s, one) for s, one in load if phase * 10.0 <= s < (phase + 1) * 10.0]
         assert {one for _, one in due} == {mix}
@@ -50,33 +46,23 @@ def test_bounds_are_a_multiple_of_the_closed_loop_times():
     assert PACE.slo.tpot_s == pytest.approx(SLACK * 2 * MAX_RUNNING / (8.0 * WRITING.output_len))
 
 
-def test_answers_count_by_their_share_in_the_window():
-    inside, across, outside = (
-        answer_at(times_s).chunk_times_s
-        for times_s in ((1.0, 1.5, 2.0, 2.9), (2.0, 2.5, 3.0, 3.5), (3.0, 3.1, 3.2, 3.3))
-    )
-    assert answered_per_s([inside, across, outside], 1.0, 3.0) == pytest.approx(1.5 / 2)
-
-
 def test_load_is_equal_within_a_repetition_and_differs_between_them():
-    assert list(load_of(PLAN, PACE, 0)) == list(load_of(PLAN, PACE, 0))
-    assert list(load_of(PLAN, PACE, 0)) != list(load_of(PLAN, PACE, 1))
-    for repeat in range(3):
-        assert sorted(order_of(PLAN, repeat), key=str) == [1, 2, None]
-    assert [name_of(PLAN, s) for s in PLAN.settings] == ["fixed_1+2", "fixed_2+1", "planner"]
+    assert list(STUDY.load_of(PACE, 0)) == list(STUDY.load_of(PACE, 0))
+    assert list(STUDY.load_of(PACE, 0)) != list(STUDY.load_of(PACE, 1))
+    assert STUDY.arms == {"fixed_1+2": 1, "fixed_2+1": 2, "planner": 1}
 
 
 def test_ratio_is_to_the_best_split_of_its_repetition():
     good, late = answer(0.5), answer(1.5)
     runs = [
-        run(1, 0, good, late, REFUSED, good),
-        run(2, 0, good, late, late, late),
-        run(None, 0, good, good, good, late, num_flips=3),
-        run(1, 1, good, late),
-        run(2, 1, good, good),
-        run(None, 1, good, Failure("truncated", ""), num_flips=1),
+        run("fixed_1+2", 0, good, late, REFUSED, good),
+        run("fixed_2+1", 0, good, late, late, late),
+        run("planner", 0, good, good, good, late, num_flips=3),
+        run("fixed_1+2", 1, good, late),
+        run("fixed_2+1", 1, good, good),
+        run("planner", 1, good, Failure("truncated", ""), num_flips=1),
     ]
-    found = {result.name: result for result in results(PLAN, PACE, runs)}
+    found = {result.name: result for result in results(STUDY, PACE, runs)}
     assert found["ratio"].runs == (1.5, 0.5)
     assert found["goodput/best_fixed"].runs == (2 / 40, 2 / 40)
     assert found["attainment/planner"].runs == (0.75, 0.5)
@@ -86,5 +72,5 @@ def test_ratio_is_to_the_best_split_of_its_repetition():
 
 
 def test_quick_is_one_turn_against_one_split():
-    brief = quick(PLAN)
-    assert (brief.num_phases, list(brief.settings), brief.num_repeats) == (2, [1, None], 1)
+    brief = STUDY.quick()
+    assert (brief.phases, [*brief.arms], brief.repeat) == (2, ["fixed_1+2", "planner"], 1)

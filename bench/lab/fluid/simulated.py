@@ -11,14 +11,15 @@ TTFT and TPOT inside their bounds. The router knows the bound on TPOT, which it 
 fills workers. It has no bound on TTFT, so it refuses no prompt that is late. The chunk of mixed
 workers trades TTFT for TPOT. They are tried with several, and the best counts.
 
-**Mixes** are played by closed loops, as on this machine (`bench.fluid.loops`): by fluid pools, the
-same pools with walls, and mixed workers.
+**Mixes** are played by closed loops, as on this machine, without the noise of a machine: by fluid
+pools, the same pools with walls, and mixed workers. No two prompts begin alike, and nothing is
+bounded. A rate is that of the window, in which a request counts by the share of its tokens there.
 
 A load should last many times longer than the bound on TTFT at the rates that are found. A shorter
 one is a burst: its requests may all wait, and keep the bound.
 
 **Loads.** `synthetic` are conversations whose lengths are drawn (`bench.simulator.traces`).
-`turning` alternates between long prompts and long answers (`bench.elastic.plan`). The other loads
+`turning` alternates between long prompts and long answers (`bench.lab.turning`). The other loads
 are traces.
 
 | result                        | unit  |                                                        |
@@ -35,6 +36,9 @@ are traces.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from random import Random
 
 import msgspec
 
@@ -43,20 +47,28 @@ from bench.common.goals import Goals
 from bench.common.progress import Say
 from bench.common.report import Figure, Result, results_of
 from bench.common.stats import percentile
-from bench.elastic.plan import TurningLoad
-from bench.fluid.loops import Loops, requests_per_s
-from bench.fluid.plan import TokenMix
+from bench.lab.fluid.mixes import RAMP_S, WINDOW_S, TokenMix, starts_s
+from bench.lab.streams import answered_per_s
+from bench.lab.turning import TurningLoad
 from bench.simulator.cluster import (
     MAX_ANSWER_TOKENS,
     SimulatedPools,
     SimulatedRun,
     SimulationSetup,
     simulate,
+    simulate_clients,
 )
 from bench.simulator.figures.latencies import latencies_of
 from bench.simulator.goodput import attained_per_s, attainment
 from bench.simulator.hardware import HardwareProfile
-from bench.simulator.traces import Trace
+from bench.simulator.traces import (
+    MOONCAKE_BLOCK_TOKENS,
+    Chat,
+    Trace,
+    TraceRequest,
+    read_trace,
+    synthetic,
+)
 from engine.config import PoolsConfig, RouterConfig
 from router.native.machine import native_machine
 
@@ -69,10 +81,17 @@ GOALS = Goals(
 )
 NUM_HALVINGS = 5  # goodput is exact to 2 %
 PATIENCE_S = 3600.0  # every request is answered, if late
-CHUNKS = (128, 256, 512)
-TURNS = TurningLoad(4, 30.0)
-QUICK_CHUNKS = (256,)
-QUICK_TURNS = TurningLoad(2, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Closed loops of some clients, one for each mix."""
+
+    mixes: Sequence[TokenMix] = ()
+    num_clients: int = 8
+    ramp_s: float = RAMP_S
+    window_s: float = WINDOW_S
+    phase_s: float = 2.5  # of a mix that turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +130,25 @@ class SimulatedFluidPlan:
             yield PoolsUse(f"mixed_{total}_chunk_{chunk}", pools, chunk_tokens=chunk)
 
 
-def splits_of_all(num_workers: int) -> list[SimulatedPools]:
+def loads_of(
+    names: Sequence[str], num_requests: int, turns: TurningLoad, num_workers: int, seed: int
+) -> Mapping[str, Trace]:
+    """Returns the loads by their names in results. Raises TraceError."""
+    loads: dict[str, Trace] = {}
+    for name in names:
+        if name == "synthetic":
+            loads[name] = synthetic(Chat(), num_requests, Random(seed))
+        elif name == "turning":
+            loads[name] = turns.trace(num_workers, seed)
+        else:
+            path = Path(name)
+            loads[path.stem] = read_trace(path).first(num_requests)
+    return loads
+
+
+def splits_of_all(pools: SimulatedPools) -> list[SimulatedPools]:
     """Returns every split of the workers into two pools."""
-    return [SimulatedPools(prefill, num_workers - prefill) for prefill in range(1, num_workers)]
+    return [SimulatedPools(prefill, pools.total - prefill) for prefill in range(1, pools.total)]
 
 
 def splits_near(pools: SimulatedPools) -> list[SimulatedPools]:
@@ -159,6 +194,25 @@ def play(plan: SimulatedFluidPlan, use: PoolsUse, trace: Trace) -> SimulatedRun:
         slo_tpot_s=plan.slo.tpot_s,
     )
     return simulate(trace, setup, native_machine(router))
+
+
+def requests_per_s(loops: Loops, mix: TokenMix, setup: SimulationSetup, *, seed: int) -> float:
+    """Returns the requests/s of a mix in a closed loop on an idle cluster."""
+    begin_s, fresh = loops.ramp_s, count(1)
+    end_s = begin_s + mix.window_s(loops.window_s)
+    later_s = iter(starts_s(loops.num_clients, loops.ramp_s))
+
+    def ask(now_s: float) -> TraceRequest | None:
+        if now_s >= end_s:
+            return None
+        at_s = next(later_s, now_s)
+        input_len, output_len = mix.lengths_at(at_s - begin_s, loops.phase_s)
+        num_blocks = -(-input_len // MOONCAKE_BLOCK_TOKENS)
+        return TraceRequest(at_s, input_len, output_len, tuple(islice(fresh, num_blocks)))
+
+    machine = native_machine(RouterConfig(seed=seed, max_queue=loops.num_clients))
+    run = simulate_clients(loops.num_clients, ask, MOONCAKE_BLOCK_TOKENS, setup, machine)
+    return answered_per_s((record.times_s for record in run.records), begin_s, end_s)
 
 
 def ratios(goodput_per_s: Mapping[str, float]) -> dict[str, Figure]:

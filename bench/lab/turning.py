@@ -1,4 +1,4 @@
-"""What `bench elastic` simulates: a load that alternates between two mixes of requests. Pure.
+"""A simulated load that alternates between two mixes of requests. Pure.
 
     reading   long prompts without common prefixes, short answers: nearly all work is prefill
     writing   a long shared prefix, which is soon cached, a short own part and long answers: nearly
@@ -14,10 +14,7 @@ from itertools import count, cycle, islice
 from math import exp
 from random import Random
 
-from bench.client.load import SloBounds
-from bench.simulator.hardware import HardwareProfile
 from bench.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceRequest
-from router.planning.planner import PlannerRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +83,3 @@ def _num_blocks(num_tokens: int) -> int:
 
 def _length(median: int, spread: float, rng: Random) -> int:
     return min(max(round(median * exp(rng.gauss(0.0, spread))), 2), 2 * median)
-
-
-@dataclass(frozen=True, slots=True)
-class ElasticPlan:
-    """One comparison; `splits` are numbers of prefill workers."""
-
-    hardware: HardwareProfile
-    turns: TurningLoad
-    num_workers: int
-    splits: Sequence[int]
-    seeds: Sequence[int]
-    slo: SloBounds
-
-    @property
-    def rules(self) -> PlannerRules:
-        """The planner's rules."""
-        return PlannerRules(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)

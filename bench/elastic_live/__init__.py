@@ -1,1 +1,0 @@
-"""`baton bench elastic-live`: a changing load on a real deployment with and without planner."""

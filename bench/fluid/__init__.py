@@ -1,1 +1,0 @@
-"""`baton bench fluid`: pools that lend each other idle workers, beside walled and mixed ones."""

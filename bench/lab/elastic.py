@@ -1,0 +1,216 @@
+"""A load that alternates between two mixes, on simulated pools with and without the planner.
+
+Each fixed split of the workers plays the load (`bench.lab.turning`), and pools that the planner
+sets, from even ones on.
+
+| result               |       |                                                              |
+|----------------------|-------|--------------------------------------------------------------|
+| goodput/best_fixed   | 1/s   | requests that met both bounds, with the best fixed split     |
+| goodput/planner      | 1/s   | the same with pools that the planner sets, from even ones on |
+| goodput/fixed_P+D    | 1/s   | the same for each fixed split                                |
+| ratio                |       | planner over best fixed split                                |
+| attainment/…         | share | good requests, of all requests                               |
+| react/first_flip     | s     | from a change of the mix to the first flip; the longest      |
+| react/settled        | s     | from a change until the pools keep their sizes, within a     |
+|                      |       | tenth of all workers, to the end of the phase; the longest   |
+| flips, moved, lost   |       | changed roles; moved sequences; requests that failed         |
+
+Each run has its own seed. The best fixed split is that of each seed, so it is known only after the
+run. With fixed and with planned pools, the router knows the bounds and refuses requests that would
+miss them. A refused request counts as a miss, not as lost.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Annotated, ClassVar, Self
+
+import typer
+
+from bench.client.load import SloBounds
+from bench.common.goals import Goals
+from bench.common.progress import Say
+from bench.common.report import Figure, results_of
+from bench.lab.experiment import Experiment, Findings
+from bench.lab.turning import READING, WRITING, RequestMix, TurningLoad
+from bench.simulator.cluster import (
+    MAX_ANSWER_TOKENS,
+    SimulatedPools,
+    SimulationSetup,
+    simulate,
+)
+from bench.simulator.figures.latencies import latencies_of, meets
+from bench.simulator.hardware import hardware_named
+from bench.simulator.planned import SimulatedDecision
+from bench.simulator.traces import Trace
+from engine.config import RouterConfig
+from engine.errors import ConfigError
+from router.machine.requests import Failed
+from router.native.machine import native_machine
+from router.planning.planner import PlannerRules
+
+STEADY = 0.1  # of all workers: pools that differ by less are the same
+PATIENCE_S = 120.0  # a request that waits longer has missed its bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticStudy(Experiment):
+    """Simulate an alternating load on fixed splits of the workers and on planned pools."""
+
+    NAME: ClassVar = "elastic"
+    QUICK: ClassVar = "Once, 6 workers, short phases: under 50 s."
+    GOALS: ClassVar = Goals({"ratio": 1.3, "lost": 0.0}, at_most=("lost",))
+    MIXES: ClassVar[tuple[RequestMix, ...]] = (READING, WRITING)
+
+    hardware: Annotated[str, typer.Option(help="A profile.")] = "h200-qwen3-32b-tp2"
+    workers: Annotated[int, typer.Option(min=2, help="Simulated workers.")] = 32
+    phases: Annotated[
+        int, typer.Option(min=1, help="Phases, which alternate between reading and writing.")
+    ] = 4
+    phase_s: Annotated[float, typer.Option(min=1.0, help="Length of a phase in seconds.")] = 120.0
+    step: Annotated[int, typer.Option(min=1, help="Fixed splits tried: 2, 2 + step, …")] = 2
+    slo_ttft_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TTFT.")] = 5000.0
+    slo_tpot_ms: Annotated[float, typer.Option(min=1.0, help="Bound on TPOT.")] = 25.0
+    repeat: Annotated[int, typer.Option(min=1, help="Loads, each with its own seed.")] = 3
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError if there are too few workers."""
+        if not self.splits:
+            raise ConfigError(f"--workers {self.workers}: too few to be split")
+
+    @property
+    def splits(self) -> Sequence[int]:
+        """Returns numbers of prefill workers, leaving two of each role (one in small clusters)."""
+        least = 2 if self.workers > 8 else 1
+        return range(least, self.workers - least + 1, self.step)
+
+    @property
+    def turns(self) -> TurningLoad:
+        """Returns the load."""
+        return TurningLoad(self.phases, self.phase_s, self.MIXES)
+
+    @property
+    def slo(self) -> SloBounds:
+        """Returns the bounds that requests should meet."""
+        return SloBounds.from_ms(self.slo_ttft_ms, self.slo_tpot_ms)
+
+    @property
+    def rules(self) -> PlannerRules:
+        """Returns the planner's rules."""
+        return PlannerRules(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+
+    @property
+    def title(self) -> str:
+        """Returns the line above the table."""
+        load = f"a load that changes every {self.phase_s:g} s"
+        return f"simulated: {load}, {self.workers} × {self.hardware}"
+
+    def quick(self) -> Self:
+        """Returns one load of two short phases."""
+        phase_s, workers = min(self.phase_s, 45.0), min(self.workers, 6)
+        return replace(self, workers=workers, phases=2, phase_s=phase_s, step=1, repeat=1)
+
+    def measure(self, say: Say) -> Findings:
+        """Simulates one load for each seed."""
+        seeds = range(self.seed, self.seed + self.repeat)
+        splits = ",".join(map(str, self.splits))
+        return Findings(
+            results_of([self._figures(seed, say) for seed in seeds]), config={"splits": splits}
+        )
+
+    def _figures(self, seed: int, say: Say) -> dict[str, Figure]:
+        trace = self.turns.trace(self.workers, seed)
+        fixed: dict[str, ElasticRun] = {}
+        for prefill in self.splits:
+            name = f"fixed_{prefill}+{self.workers - prefill}"
+            fixed[name] = self.play(trace, prefill, None)
+            say(f"seed {seed}, {name}: {fixed[name].num_good} of {fixed[name].num_requests}")
+        planned = self.play(trace, self.workers // 2, self.rules)
+        say(f"seed {seed}, planner: {planned.num_good} of {planned.num_requests}")
+        return figures_of(self, fixed, planned)
+
+    def play(self, trace: Trace, num_prefill: int, rules: PlannerRules | None) -> "ElasticRun":
+        """Plays the load with fixed pools; with `rules`, the planner changes them."""
+        config = RouterConfig(
+            seed=0,
+            max_queue=len(trace.requests),
+            queue_timeout_s=PATIENCE_S,
+            slo_ttft_s=self.slo.ttft_s,
+            slo_tpot_s=self.slo.tpot_s,
+        )
+        pools = SimulatedPools(num_prefill, self.workers - num_prefill)
+        hardware = hardware_named(self.hardware)
+        setup = SimulationSetup(hardware, pools, max_answer_tokens=MAX_ANSWER_TOKENS, rules=rules)
+        machine = native_machine(config)
+        run = simulate(trace, setup, machine)
+        return ElasticRun(
+            num_good=sum(meets(latencies_of(record), self.slo) for record in run.records),
+            num_requests=len(run.records),
+            num_lost=sum(isinstance(record.outcome, Failed) for record in run.records),
+            num_moved=sum(n for (name, _), n in machine.counters.items() if name == "moved"),
+            decisions=run.decisions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticRun:
+    """The counts of one load on one cluster."""
+
+    num_good: int
+    num_requests: int
+    num_lost: int
+    num_moved: int = 0
+    decisions: Sequence[SimulatedDecision] = field(default=())
+
+    @property
+    def num_flips(self) -> int:
+        """Workers that were told to change their role."""
+        return sum(decision.num_flips for decision in self.decisions)
+
+
+def figures_of(
+    study: ElasticStudy, fixed: dict[str, ElasticRun], planned: ElasticRun
+) -> dict[str, Figure]:
+    """Returns the figures of one seed."""
+    best = max(fixed.values(), key=lambda played: played.num_good)
+    named = {"best_fixed": best, "planner": planned, **fixed}
+    first_flip_s, settled_s = reactions(planned.decisions, study.turns, study.workers)
+    return {
+        "ratio": Figure(planned.num_good / best.num_good, ""),
+        **{
+            f"goodput/{name}": Figure(played.num_good / study.turns.duration_s, "1/s")
+            for name, played in named.items()
+        },
+        **{
+            f"attainment/{name}": Figure(played.num_good / played.num_requests, "share")
+            for name, played in islice(named.items(), 2)
+        },
+        "react/first_flip": Figure(first_flip_s, "s"),
+        "react/settled": Figure(settled_s, "s"),
+        "flips": Figure(planned.num_flips, ""),
+        "moved": Figure(planned.num_moved, ""),
+        "lost": Figure(sum(p.num_lost for p in chain([planned], fixed.values())), ""),
+    }
+
+
+def reactions(
+    decisions: Sequence[SimulatedDecision], turns: TurningLoad, num_workers: int
+) -> tuple[float, float]:
+    """Returns the longest times from a change of mix to the first flip, and to steady pools."""
+    first, settled = [0.0], [0.0]
+    for phase in range(1, turns.num_phases):
+        begin_s, end_s = phase * turns.phase_s, (phase + 1) * turns.phase_s
+        during = [one for one in decisions if begin_s <= one.at_s < end_s]
+        flips_s = [one.at_s - begin_s for one in during if one.num_flips]
+        if not flips_s:
+            continue
+        last = during[-1].plan.prefill
+        off = [abs(one.plan.prefill - last) > STEADY * num_workers for one in during]
+        first.append(flips_s[0])
+        settled.append(
+            max(
+                (o.at_s - begin_s for o, is_off in zip(during, off, strict=True) if is_off),
+                default=0.0,
+            )
+        )
+    return max(first), max(settled)

@@ -1,0 +1,1 @@
+"""`baton bench fluid`: fluid pools beside walled pools and mixed workers, live and simulated."""
