@@ -2,7 +2,7 @@
 
 They cover what must survive a fault: greedy and sampled answers, several choices, penalties and
 biases, grammars, log-probabilities, stop strings, both endpoints. Each request has a seed, so that
-its answer is fixed. Prompts share prefixes, as those of an application do, so caches are used.
+its answer is fixed. Prompts share prefixes, as an application's prompts do, so caches are used.
 """
 
 from collections.abc import Callable, Mapping, Sequence

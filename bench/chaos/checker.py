@@ -23,7 +23,7 @@ from engine.messages import Role
 NOTICED_S = 0.5  # a fault may have caused a gap that begins this long before its report
 SILENCE_S = 0.5  # a fault affects a stream that is silent for this long across it
 BREAKS_WITHIN_S = 1.0  # after a gateway's end: its clients are on the same machine
-# Of silence of a gateway: after 5 it is missed, after 5 more ended if it is the only one just then.
+# A silent gateway is missed after 5 s, and ended after 5 s more if it is the only one then.
 REPLACED_AFTER_S = 10.0
 QUIET_BEFORE_S = (
     1.0  # a longer silence means that it stood still: it sends something twice a second
@@ -122,7 +122,7 @@ def judge(
 ) -> RequestVerdict:
     """Judges a request by all its streams: one for each time that it was sent.
 
-    `deaths` are faults of gateway processes, also those that broke nothing.
+    `deaths` are faults of gateway processes, also faults that broke nothing.
     """
     num_choices = len(expected.choices)
     for stream in streams[:-1]:

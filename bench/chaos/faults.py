@@ -23,7 +23,7 @@ from engine.clock import Clock
 from engine.errors import BatonError
 from engine.messages import Role
 
-RUNS_S, STANDS_S = 0.02, 0.08  # of a slow worker
+RUNS_S, STANDS_S = 0.02, 0.08  # how long a slow worker runs and stands, in turns
 ORDER_WITHIN_S = 20.0
 GONE_WITHIN_S = 10.0
 REPLACED_WITHIN_S = 90.0

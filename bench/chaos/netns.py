@@ -30,7 +30,7 @@ from engine.errors import BatonError
 HUB = IPv4Address("198.18.0.1")
 MAX_PLACES = 253
 GATE = "gate"  # every place's end of its pair
-HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # of every pair, for the other end to name it
+HUB_END, PLACE_END = "169.254.0.1", "169.254.0.2"  # addresses of every pair's two ends
 HUB_MAC, PLACE_MAC, UNUSED_MAC = (f"02:00:00:00:00:0{i}" for i in (1, 2, 3))
 CLONE_NEWNET = 0x40000000
 COMMAND_TIMEOUT_S = 20.0

@@ -37,10 +37,10 @@ from engine.config import Transport
 from engine.errors import ConfigError
 
 QUICK_REQUESTS = 60
-LASTS_S = (1.5, 4.0)  # of a fault that ends by itself
+LASTS_S = (1.5, 4.0)  # how long a fault lasts that ends by itself
 LONG_SILENCE_S = 14.0  # longer than a silent peer counts as alive
 LONG_SILENCES = 0.25  # share of all stops and partitions
-FIRST_AT = 0.5  # of `every_s`: after the first requests have begun
+FIRST_AT = 0.5  # times `every_s`: after the first requests have begun
 MARGIN = (0.3, 0.7)  # where between two kills another fault comes
 
 T = TypeVar("T")
@@ -108,8 +108,8 @@ class ChaosPlan:
     spares: int = 0  # workers that take the place of a dead one
     kinds: tuple[FaultKind, ...] = (FaultKind.KILL,)
     seed: int = 0
-    kv_mib: int = 24  # of each worker: not all prompts stay cached from run to run
-    store_mib: int = 0  # of the store's memory; 0: there is none. It has a disk too
+    kv_mib: int = 24  # for each worker: not all prompts stay cached from run to run
+    store_mib: int = 0  # the store's memory; 0: there is no store. It has a disk too
 
     @property
     def duration_s(self) -> float:
@@ -210,7 +210,7 @@ def kinds_in_turn(
 ) -> list[FaultKind]:
     """Returns the kinds that may come in place of a fault, the rarest so far first.
 
-    Nothing else replaces a kill. Another kind is replaced by those of the plan that are no kills.
+    Nothing else replaces a kill. Other kinds are replaced by the plan's kinds that are no kills.
     """
     if fault.kind is FaultKind.KILL:
         return [fault.kind]

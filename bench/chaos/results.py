@@ -42,8 +42,8 @@ MUST_BE_ZERO = (
     "unfinished",
     "missing",
 )
-STALL_GOAL_S = 10.0  # of longest_stall_s; missing it fails nothing
-NUM_TOLD = 5  # of each kind of what went wrong
+STALL_GOAL_S = 10.0  # for longest_stall_s; missing it fails nothing
+NUM_TOLD = 5  # examples of each kind of failure
 NEAR_S = 20.0  # faults this close to a request are reported with it
 
 

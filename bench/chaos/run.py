@@ -50,7 +50,7 @@ PLACES = "bench.chaos.placed:own_places"  # puts each worker into a network plac
 REQUEST_TIMEOUT_S = 120.0
 REPLACES_ALL = frozenset({FaultKind.RAYLET, FaultKind.EVERYTHING})
 REFUSED_FOR_S = 60.0  # by no gateway at all, while all are replaced
-STEADY_AFTER_S = 5.0  # of work; a service killed later does not count as one that cannot start
+STEADY_AFTER_S = 5.0  # a service killed after this much work does not count as unable to start
 GONE_WITHIN_S = 60.0
 GONE_AFTER_S = 5.0  # for processes that the command does not wait for
 WATCH_EVERY_S = 0.5
@@ -83,7 +83,7 @@ class ChaosRun:
     plan: ChaosPlan
     asked: tuple[ChaosRequest, ...]
     expected: tuple[Reply, ...]
-    streams: tuple[tuple[ReceivedStream, ...], ...]  # of each request
+    streams: tuple[tuple[ReceivedStream, ...], ...]  # for each request
     verdicts: tuple[RequestVerdict, ...]
     injected: tuple[Injected, ...]
     skipped: tuple[Fault, ...]

@@ -70,7 +70,7 @@ class StoreLeft:
 
 
 def left_of(samples: Mapping[str, float], slots: float) -> StoreLeft:
-    """Returns what the samples of an idle store of so many slots say. Pure."""
+    """Returns what the samples of an idle store with `slots` slots say. Pure."""
     resting = samples.get("slots:free", 0.0) + samples.get("slots:cached", 0.0)
     return StoreLeft(
         num_blocks=int(samples.get("slots:cached", 0.0)),

@@ -194,7 +194,7 @@ class AnswerReader:
 
 
 def _stages(timeline: Mapping[str, object]) -> dict[str, float]:
-    """The durations of stages and of the KV transfer, in seconds, without those that are null."""
+    """The durations of stages and of the KV transfer, in seconds, without nulls."""
     return {
         name.removesuffix("_s"): value
         for name, value in timeline.items()

@@ -24,7 +24,7 @@ def arrival_times_s(
     """Due time of each request in seconds from the start, in order; the first is 0.
 
     With an infinite rate all requests are due at once. A ramp reaches its last rate with the last
-    request, on average, and keeps it for those that come later. Raises ValueError if a rate or the
+    request, on average, and keeps it for later requests. Raises ValueError if a rate or the
     burstiness is not above 0.
     """
     if not rate_per_s > 0 or not burstiness > 0 or not math.isfinite(burstiness):

@@ -1,6 +1,6 @@
 """Figures, goodput and warnings of one run of load against a server. Pure.
 
-Figures are in milliseconds, as in reports. Latencies are those of complete answers only. Failures
+Figures are in milliseconds, as in reports. Latencies are of complete answers only. Failures
 are counted by kind, and a failed request meets no SLO. Throughput is the tokens of complete answers
 over the time from the first request's due time to the end of the last request.
 
@@ -37,7 +37,7 @@ TBT_SHARE = 0.1
 LATE_MS = 10.0  # if the client's p99 lag is larger, the load differed from the plan
 LENGTH_TOLERANCE = 0.1
 CACHED_SHARE = 0.1
-MOST_CLIENT_SHARE = 0.05  # of the machine's processor time
+MOST_CLIENT_SHARE = 0.05  # share of the machine's processor time
 MEASURES = {  # in the timeline, but not stages: they overlap with stages
     "kv_transfer": "kv/transfer",
     "kv_exposed": "kv/exposed",
@@ -67,7 +67,7 @@ class ClientCost:
     """Processor time of all client processes during one run."""
 
     cpu_s: float
-    num_cores: int  # of the client's machine
+    num_cores: int  # on the client's machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ TOO_BUSY = 0.05  # a report warns if other programs use a larger share of the CP
 class Reading:
     """Clock ticks since the machine booted."""
 
-    total: int  # of all cores
+    total: int  # all cores
     busy: int
     own: int
 
@@ -127,7 +127,7 @@ def _processes(proc: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _readable(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """The files with their texts, without those of processes and threads that have ended."""
+    """The files with their texts, without files of ended processes and threads."""
     for path in paths:
         try:
             yield path, path.read_text()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PANELS_IN_A_ROW = 3
 PANEL_INCHES = 2.2  # height of a panel over time
-MOST_POINTS = 2000  # of one panel that are drawn one by one
+MOST_POINTS = 2000  # in one panel that are drawn one by one
 NARROW, WIDE = 0.8, 2.5  # decades of a log axis
 INK = "#010203"  # stands for the colour of the text around an SVG
 GREY = "#888888"  # shows on a light page and on a dark one

@@ -15,7 +15,7 @@ from typing import TypeVar
 from engine.errors import ConfigError
 
 Prompt = str | list[int]
-Messages = list[dict[str, str]]  # of the chat endpoint: role and content
+Messages = list[dict[str, str]]  # the chat endpoint's: role and content
 T = TypeVar("T")
 
 _WORD_TEXT = """

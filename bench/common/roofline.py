@@ -8,10 +8,10 @@ b sequences and KV of kv bytes a token:
     bytes of a step        (bytes of the matrices as held) + kv·(sum of the contexts)
 
 The least time is the greater of flops over peak and bytes over read bandwidth. If weights are int8,
-matrices run at the peak of int8. Else they run at the peak of fp32, or a third of that of bf16 if
+matrices run at the peak of int8. Else they run at fp32's peak, or a third of bf16's peak if
 this is more: weights are bf16 in the checkpoint, and activations are sums of three such numbers.
 If KV is int8, attention runs at half of the peak of int8, because queries have 16 bits; else at
-that of fp32. Norms, activations, the embedding and writes are left out, so an engine can approach
+fp32's peak. Norms, activations, the embedding and writes are left out, so an engine can approach
 the limit but not reach it.
 
 Source: the roofline, Williams, Waterman & Patterson, CACM 52(4), 2009.

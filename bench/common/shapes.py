@@ -19,7 +19,7 @@ a plain checkpoint in three scales:
     late MLPs       scaled down until the draft chooses the same token about four times in five
     attention       scaled down in all layers, so that the next token depends mostly on the last
                     one: a repeated question gets a repeated answer
-    output matrix   scaled up, so that probabilities are as uneven as those of trained models, and
+    output matrix   scaled up, so that probabilities are as uneven as in trained models, and
                     noise of temperature 0.7 does not hide the draft's errors
 
 The draft costs as much as any draft of its size, and the target as much as any model of its shape.
@@ -110,8 +110,8 @@ SHAPES = {
 class Gains:
     """Factors by which a pair's target differs from a plain checkpoint."""
 
-    attention: float = 0.02  # of attention's output, in every layer
-    late_mlps: float = 0.2  # of what the MLPs behind the draft's layers add together
+    attention: float = 0.02  # scale of attention's output, in every layer
+    late_mlps: float = 0.2  # scale of the sum that the MLPs behind the draft's layers add
     logits: float = 4.0
 
     def of(self, name: str, num_layers: int) -> float:
@@ -127,7 +127,7 @@ class Gains:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The weights of a checkpoint: all those of `shape`, or its first layers."""
+    """The weights of a checkpoint: all layers of `shape`, or the first ones."""
 
     shape: Shape
     seed: int

@@ -1,4 +1,4 @@
-"""Waits for a time, such as that of a fault or of the next poll."""
+"""Waits for a time, such as the time of a fault or of the next poll."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -4,10 +4,10 @@ Lengths are log-normal around their means. `spread` is the deviation of their lo
 E[n²] = n²·e^σ² and the 90th percentile is n·e^(1.28σ - σ²/2). A share h of each prompt is cached.
 
     prefill   S = A·chunks + B·(1 - h)·n + C·(1 - h²)·E[n²]; k workers are busy for λ·S / k of the
-              time; the wait is that of an M/G/k queue after Sakasegawa and Allen-Cunneen, with its
+              time; the wait is an M/G/k queue's after Sakasegawa and Allen-Cunneen, with its
               90th percentile from an exponential tail
     decode    a step takes D + b·(E + F·ctx), and b = λ·(o - 1)·TPOT by Little's law. So TPOT =
-              D / (1 - λ·(o - 1)·(E + F·ctx)), but never below that of one sequence. ctx is the mean
+              D / (1 - λ·(o - 1)·(E + F·ctx)), but never below one sequence's TPOT. ctx is the mean
               context of a sequence, the prompt and half of the answer, weighted by its duration
     both      prompts take time from decoding: TPOT = D / (1 - λ·S' - λ·(o - 1)·(E + F·ctx)), where
               S' leaves out the fixed cost of a step
@@ -28,7 +28,7 @@ from bench.planner.pricing import PlannedWorker
 from bench.simulator.cluster import SimulatedPools
 from engine.errors import ConfigError
 
-Z90 = 1.2816  # of the normal distribution
+Z90 = 1.2816  # quantile of the normal distribution
 LONGEST = 4  # greatest length, as a multiple of the mean
 TPOT_HEADROOM = 0.9
 
@@ -91,7 +91,7 @@ class ExpectedLoad:
 class LatencyFloor:
     """Latencies of one request alone, which more workers do not improve."""
 
-    ttft_s: float  # of the prompt that one in ten exceeds
+    ttft_s: float  # one prompt in ten exceeds it
     tpot_s: float
 
     def meets(self, slo: SloBounds) -> bool:
@@ -101,7 +101,7 @@ class LatencyFloor:
 
 @dataclass(frozen=True, slots=True)
 class PoolEstimate:
-    """Pools sized by formula. Shares of time and memory are those of one worker."""
+    """Pools sized by formula. Shares of time and memory are per worker."""
 
     pools: SimulatedPools
     prefill_busy: float
@@ -208,7 +208,7 @@ def _fits(found: PoolEstimate, worker: PlannedWorker, slo: SloBounds) -> bool:
 
 
 def _ttft_p90_s(load: ExpectedLoad, worker: PlannedWorker, num_workers: int) -> float:
-    """Returns the p90 of wait plus prompt time, at least that of one request alone."""
+    """Returns the p90 of wait plus prompt time, at least one lone request's."""
     service_s = prefill_mean_s(load, worker)
     busy = load.rate_per_s * service_s / num_workers
     if busy >= 1:
@@ -222,5 +222,5 @@ def wait_p90_s(service_s: float, busy: float, num_workers: int, variance: float)
     waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # share of those who wait at all
     if waits <= 0.1:
         return 0.0
-    mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # of those
+    mean_s = service_s * (1 + variance) / (2 * num_workers * (1 - busy))  # of requests that wait
     return mean_s * math.log(waits / 0.1)

@@ -27,7 +27,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 
 BF16_BYTES = 2
-LAYER_BYTES = {  # of one weight
+LAYER_BYTES = {  # bytes for one weight
     WeightFormat.BF16: BF16_BYTES,
     WeightFormat.FP8: 1,
     WeightFormat.INT8: 1,
@@ -121,7 +121,7 @@ def read_model(directory: Path) -> DenseModel:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    text = config.get("text_config")  # of a model that also sees
+    text = config.get("text_config")  # a model that also sees has one
     return _model_of(path, text if isinstance(text, dict) else config)
 
 

@@ -18,7 +18,7 @@ single gaps between tokens are not. Measured gains are often smaller. For fp8 KV
 
 Sources: data sheets of NVIDIA (dense peaks, without sparsity). Rents are the middles of what
 specialised providers asked on demand in May 2026, as mercatus-ai.com, "cloud GPU pricing", compares
-them: H100 2.5-3.5 USD an hour, H200 3.5-4.5, A100 of 80 GB 1.1-1.5. Those of B200 and L40S are
+them: H100 2.5-3.5 USD an hour, H200 3.5-4.5, A100 of 80 GB 1.1-1.5. Prices of B200 and L40S are
 round figures without a source. All are to be replaced by one's own.
 """
 
@@ -34,10 +34,10 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout
 from engine.worker.costs import PrefillCost, PullCost
 
-REACHED = 0.7  # of the peaks
+REACHED = 0.7  # share of the peaks
 MAX_RANKS = 8  # GPUs of one worker, as linked in one machine
 ALL_REDUCE_S = 1e-5
-_ALL_REDUCES = 2  # of a layer
+_ALL_REDUCES = 2  # in a layer
 _MIN_BLOCK, _MAX_BLOCK = 16, 512
 
 
@@ -79,7 +79,7 @@ class Speculation:
 
     accepted: float
     drafted: int
-    draft_cost: float = 0.0  # of one drafted token, as a share of a decode step
+    draft_cost: float = 0.0  # for one drafted token, as a share of a decode step
 
     def __post_init__(self) -> None:
         if not 0 < self.accepted <= self.drafted:
@@ -205,7 +205,7 @@ def _by_roofline(model: DenseModel, platform: Platform, ranks: int) -> HardwareP
     bytes_per_s = gpu.read_bytes_per_s * ranks * REACHED
     reduces = _ALL_REDUCES * model.layers if ranks > 1 else 0
     sent_bytes = reduces * 2 * (ranks - 1) / ranks * model.hidden * BF16_BYTES
-    sent_s = sent_bytes / gpu.link_bytes_per_s  # of a token
+    sent_s = sent_bytes / gpu.link_bytes_per_s  # for a token
     fixed_s = model.read_bytes(WeightFormat.BF16) / bytes_per_s + reduces * ALL_REDUCE_S
     weights = model.layer_weights + model.head_weights
     attention = 2 * model.layers * model.heads * model.head_dim  # flops per squared token

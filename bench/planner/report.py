@@ -268,7 +268,7 @@ def _steps_table(plan: CapacityPlan) -> Table:
 
 
 def _stores_table(plan: CapacityPlan) -> Table:
-    """Costs without stores and with those of each size; a size that misses the bounds says so."""
+    """Costs without stores, and with stores of each size; a size that misses the bounds says so."""
     best = plan.best
     assert best.simulated is not None
     table = Table("a store on each node, simulated", box=box.SIMPLE_HEAD, padding=(0, 1))
@@ -339,7 +339,7 @@ def _store_notes(plan: CapacityPlan) -> Iterator[str]:
     assert prices is not None
     yield (
         f"stores: {prices.memory_gib_hour_usd:g} USD a GiB of memory and hour, "
-        f"{prices.disk_gib_hour_usd:g} USD a GiB of disk and hour; sizes are those of one store"
+        f"{prices.disk_gib_hour_usd:g} USD a GiB of disk and hour; sizes are per store"
     )
     cells = simulated.cells
     rate_per_s = ask.load.rate_per_s / cells.number

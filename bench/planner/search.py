@@ -40,7 +40,7 @@ from bench.simulator.traces import Trace
 from engine.config import RouterConfig, RouterPolicy
 from router.native.machine import native_machine
 
-NEEDED = 0.9  # of requests
+NEEDED = 0.9  # share of requests
 SPANS = 4  # simulated time, as a multiple of the longest answer
 _STRAY = 4  # greatest size, as a multiple of the formula's
 _GROWTH = 8  # a pool grows by an eighth
@@ -62,7 +62,7 @@ class Simulated:
     """The result of one cell. Latencies are None without any answer."""
 
     cells: Cells
-    pools: SimulatedPools  # of one cell
+    pools: SimulatedPools  # in one cell
     attainment: float  # share of requests that met both
     ttft_attainment: float
     tpot_attainment: float

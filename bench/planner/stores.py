@@ -59,7 +59,7 @@ class StorePrices:
 class StoreOffer:
     """The plan with stores of one size; `simulated` is None if the size misses the bounds."""
 
-    sizes: StoreSizes  # of one store
+    sizes: StoreSizes  # per store
     num_stores: int
     gpus: int
     simulated: Simulated | None
@@ -82,7 +82,7 @@ def offers(
     usd: float,
     tried: Sequence[StoreSizes] = TRIED,
 ) -> tuple[StoreOffer, ...]:
-    """Returns the plan with stores of each size that holds a block. `usd` is that of a GPU's hour.
+    """Returns the plan with stores of each size that holds a block. `usd` buys a GPU hour.
 
     `start` has the pools of one cell that meet the bounds without stores.
     """
@@ -138,7 +138,7 @@ def take_bytes_per_s(load: ExpectedLoad, worker: PlannedWorker, num_stores: int)
 
 
 def at_cell(whole: PoolEstimate, simulated: Simulated) -> PoolEstimate:
-    """Returns an estimate whose pools are those that one simulated cell needs."""
+    """Returns an estimate with the pools that one simulated cell needs."""
     return replace(whole, pools=simulated.pools)
 
 

@@ -14,7 +14,7 @@ from random import Random
 from bench.planner.load import LONGEST, ExpectedLoad
 from bench.simulator.traces import Trace, TraceRequest
 
-COLD_SHARE = 8  # one request in so many is the first of its conversation
+COLD_SHARE = 8  # one request in COLD_SHARE is the first of its conversation
 
 
 def workload(load: ExpectedLoad, *, num_requests: int, block_tokens: int, rng: Random) -> Trace:

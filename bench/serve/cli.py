@@ -64,7 +64,7 @@ def serve(  # noqa: PLR0913 (one parameter for each option is how typer declares
         float | None, typer.Option(help="Move the rate from --rate to this one.")
     ] = None,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: so many clients, no rate.")
+        int | None, typer.Option(min=1, help="Closed loop: number of clients, no rate.")
     ] = None,
     trace: Annotated[
         Path | None,

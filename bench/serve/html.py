@@ -63,7 +63,7 @@ def page_of(
     title: str,
     warnings: Sequence[str],
 ) -> str:
-    """The page. Plots and timelines are those of the last run."""
+    """The page. Plots and timelines show the last run."""
     slo = slo or SloBounds()
     run = runs[-1]
     which = f" of the last of {len(runs)} runs" if len(runs) > 1 else ""

@@ -178,7 +178,7 @@ def _at_most(lengths: LengthSpread, most: int) -> LengthSpread:
 def sessions(
     plan: ServePlan, vocab: Sequence[int] | None
 ) -> tuple[list[Session], list[list[Session]]]:
-    """The sessions of the warm-up, and those of each repetition. Prompts of all differ."""
+    """The sessions of the warm-up, and the sessions of each repetition. All prompts differ."""
     return warmup_sessions(plan, vocab), [
         repetition(plan, vocab, number) for number in range(plan.load.num_repeats)
     ]

@@ -40,7 +40,7 @@ LEAD_S = 0.1  # from the moment when all are ready to the load's time 0
 REFRESH_PER_S = 4
 BAR_WIDTH = 16  # columns of the terminal
 
-_shared: "_Shared"  # of one client process, set as it starts
+_shared: "_Shared"  # one client process's, set as it starts
 
 
 class _Shared:

@@ -24,7 +24,7 @@ from bench.common.prompts import WORDS, Messages, Prompt
 from bench.serve.lengths import LengthSpread, fixed
 from bench.simulator.traces import Trace, TraceRequest
 
-Symbol = int | str  # of a prompt: token ids or words, never both
+Symbol = int | str  # in a prompt: token ids or words, never both
 Symbols = Sequence[Symbol]
 
 
@@ -82,7 +82,7 @@ class PromptLengths:
 class ArrivalShape:
     """Due times of sessions. With `clients` it is a closed loop, and no time is fixed."""
 
-    rate_per_s: float  # of requests
+    rate_per_s: float  # requests
     burstiness: float = 1.0
     ramp_to_per_s: float | None = None
     clients: int | None = None

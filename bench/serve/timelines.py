@@ -8,7 +8,7 @@ from bench.client.load import MEASURES, LoadRun, RequestOutcome
 
 NUM_SLOWEST = 20
 BAR_WIDTH = 1040
-MOST_TICKS = 400  # of chunks in one bar
+MOST_TICKS = 400  # ticks of chunks in one bar
 WAIT, FIRST, REST = (f'class="{name}" height="16"' for name in ("wait", "first", "rest"))
 STAGE_COLOURS = ("#0072b2", "#cc79a7", "#f0e442", "#009e73", "#d55e00", "#8c6bb1", "#7fbf3f")
 

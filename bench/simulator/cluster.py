@@ -80,7 +80,7 @@ _BEGINS = (Prefill, Generate, Decode)
 _MAKES_ROOM = (GivenBack, RoleChanged)
 _MAY_QUEUE = (Arrived, Tick)
 _Begins = Prefill | Generate | Decode
-MAX_ANSWER_TOKENS = 2048  # of a client that does not know how long its answer will be
+MAX_ANSWER_TOKENS = 2048  # for a client that does not know how long its answer will be
 MAX_SETTLED_WORKERS = 16  # by default: more are not asked before each placement
 
 
@@ -104,13 +104,13 @@ class SimulationSetup:
 
     hardware: HardwareProfile
     pools: SimulatedPools
-    latency_s: float = 2e-4  # of a message between gateway and worker
+    latency_s: float = 2e-4  # for a message between gateway and worker
     max_answer_tokens: int | None = None  # the clients' limit; None: the length of the answer
     chances: Chances = NO_CHANCES  # random parts beside prices and latency
-    stretch: float | None = None  # of fluid pools, as in `engine.messages.Welcome`
+    stretch: float | None = None  # for fluid pools, as in `engine.messages.Welcome`
     leaps: bool = True  # as in `SimWorker`
     settles: bool | None = None  # None: if there are few workers
-    rules: PlannerRules | None = None  # of the planner of pools; None: fixed pools
+    rules: PlannerRules | None = None  # the planner's; None: fixed pools
     joins_s: float | None = None  # the last decode worker joins then; None: from the start
     stores: SimulatedStores | None = None  # one on each node
 
@@ -150,7 +150,7 @@ class SimulatedRun:
     workers: Sequence[WorkerRecord]
     duration_s: float
     num_events: int
-    decisions: Sequence[SimulatedDecision] = ()  # of the planner of pools
+    decisions: Sequence[SimulatedDecision] = ()  # the planner's
     evenness: Evenness | None = None  # after the join of a late worker
     num_moved: int = 0  # sequences that left a full worker for a faster one
     stores: Sequence[StoreRecord] = ()  # when the last request ended
@@ -190,8 +190,8 @@ def simulate_clients(
 ) -> SimulatedRun:
     """Plays a closed loop: each client asks again as soon as it has its whole answer.
 
-    `ask` returns the request of a client that is free now, with block ids of so many tokens. Once
-    it has returned None, it must do so for all.
+    `ask` returns the request of a client that is free now, with ids of blocks of `block_tokens`.
+    Once it has returned None, it must do so for all.
     """
     records: list[SimulatedRequest] = []
     trace = Trace("clients", block_tokens, ())
@@ -233,7 +233,7 @@ class _Cluster:
     ) -> None:
         self._trace = trace
         self._ask = ask
-        self._num_clients = num_clients  # of a closed loop; None: requests have their times
+        self._num_clients = num_clients  # in a closed loop; None: requests have their times
         self._on_ended = ended
         self._setup = setup
         self._machine = machine
@@ -242,7 +242,7 @@ class _Cluster:
             self._future, setup.hardware.pull, setup.hardware.layout, latency_s=setup.latency_s
         )
         self._prompts = SimulatedPrompts(trace, setup.hardware.layout.block_size)
-        self._records: dict[RequestId, SimulatedRequest] = {}  # of requests that have not ended
+        self._records: dict[RequestId, SimulatedRequest] = {}  # for requests that have not ended
         self._num_asked = 0
         self._all_came = False
         self._num_waiting = 0  # in the machine, for a worker or for a move

@@ -19,7 +19,7 @@ from bench.simulator.traces import Trace
 
 ATTAINMENT = 0.9
 LEAST, MOST = 1 / 16, 16.0
-NUM_HALVINGS = 4  # of the last factor of two
+NUM_HALVINGS = 4  # halvings of the last factor of two
 
 Simulate = Callable[[Trace], SimulatedRun]
 

@@ -1,7 +1,7 @@
 """Profiles of simulated workers: prices of steps and pulls, and memory for KV.
 
 A profile has a name here, or is a JSON file as `baton simulate --write-hardware` writes it. A file
-may come from a fit of measured steps. All figures are those of one worker, with all its GPUs.
+may come from a fit of measured steps. All figures are for one worker, with all its GPUs.
 
 The price of a step, with n - p new tokens of each prompt's chunk behind p cached or computed ones:
 
@@ -33,8 +33,8 @@ from engine.errors import ConfigError
 from engine.layout import KVFormat, KVLayout, KVSection
 from engine.worker.costs import PrefillCost, PullCost
 
-GPU_BYTES = 141e9  # of an H200
-KV_SHARE = 0.9  # of what the weights leave
+GPU_BYTES = 141e9  # an H200's
+KV_SHARE = 0.9  # share of the memory that the weights leave
 
 
 class HardwareProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

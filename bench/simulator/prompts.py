@@ -103,7 +103,7 @@ class SimulatedPrompts:
             return tuple(prompt_tokens(asked, self._block_tokens)), None
         hashes = _hashes(asked.block_ids[: asked.input_len // self._block_size])
         self._hashes[request_id] = hashes
-        last_id = asked.block_ids[-1]  # of the block that may not be full
+        last_id = asked.block_ids[-1]  # the last block may not be full
         tokens = Unwritten(last_id, asked.input_len, base_of(sampling))
         return tokens, PrefixHashes({self._block_size: hashes})
 

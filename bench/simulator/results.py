@@ -1,6 +1,6 @@
 """The figures of a simulation. Pure.
 
-Latencies are those of finished answers, seen at the gateway, in milliseconds. A refused or failed
+Latencies are of finished answers, seen at the gateway, in milliseconds. A refused or failed
 request meets no SLO. ITL percentiles cover all gaps of all answers. Goodput follows the three usual
 definitions of `bench.client.load`, also per GPU. Mooncake's effective capacity is given at the
 bounds of its paper too: TTFT 30 s, and TBT 100, 200 and 300 ms. DistServe's goodput takes several
@@ -11,7 +11,7 @@ Prefix hits are prompt tokens that were found cached or pulled, of all prompt to
 
 Stores are reported by medium. A hit of a store is a prompt token that it leased to a worker, as a
 share of all prompt tokens, and counts where the block was when it was asked for. Reads, evictions
-and dropped blocks are those of all stores together; writes that were dropped never reached a lower
+and dropped blocks are summed over all stores; writes that were dropped never reached a lower
 tier. Blocks were dropped if the store wanted them from a worker and did not get them.
 
 A pool's utilisation is the share of the time that its workers spent in steps. Costs are those of
@@ -48,7 +48,7 @@ from router.machine.machine import RouterMachine
 
 MOONCAKE_TTFT_S = 30.0
 MOONCAKE_TBT_S = (0.1, 0.2, 0.3)
-NUM_BINS = 2**16  # of a histogram of gaps
+NUM_BINS = 2**16  # in a histogram of gaps
 NUM_TOGETHER = 4096
 
 
@@ -78,7 +78,7 @@ def streamed_figures(
 ) -> dict[str, Figure]:
     """Simulates requests without keeping any, and returns the figures: see `simulate_stream`.
 
-    Percentiles of gaps are those of a sketch.
+    Percentiles of gaps come from a sketch.
     """
     tally, gaps, cache = RequestTally(), GapSketch(), InfiniteCache(trace.block_tokens)
 

@@ -33,7 +33,7 @@ class TierPrice:
 
     read_bytes_per_s: float
     write_bytes_per_s: float
-    fixed_s: float  # of each request
+    fixed_s: float  # for each request
     max_requests: int  # reads and writes at once
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ FAR_OBJECTS = TierPrice(1 * GIB, 1 * GIB, 0.05, OBJECT_REQUESTS)  # a round figu
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStores:
-    """The stores of a cluster: one for each node, all alike. Sizes are those of one store."""
+    """The stores of a cluster: one for each node, all alike. Sizes are per store."""
 
     memory_blocks: int
     disk_blocks: int = 0

@@ -43,7 +43,7 @@ MOONCAKE_BLOCK_TOKENS = 512
 FORMAT = "baton-trace"
 T = TypeVar("T")
 VERSION = 1
-MAX_ID = 2**31 - 1  # of a token, and so of a block
+MAX_ID = 2**31 - 1  # largest id of a token, and so of a block
 
 
 class TraceError(ConfigError):

@@ -35,7 +35,7 @@ from engine.worker.events import (
 )
 
 TRANSPORT = "simulated"
-ROUNDING = 1e-6  # of a block
+ROUNDING = 1e-6  # share of a block
 
 
 class TransferSide(Protocol):
@@ -55,7 +55,7 @@ class _Pull:
     seq_id: SeqId
     # rising indices in the lease; None: the lease is only held
     wanted: tuple[int, ...] | None = None
-    num_asked: int = 0  # of `wanted`: on their way or arrived
+    num_asked: int = 0  # how many of `wanted` are on their way or arrived
     left_s: float = 0.0  # until these are here, at full speed
     share: float = 0.0  # the part of the links that it has; 0: nothing is on its way
     since_s: float = 0.0  # when `left_s` was true

@@ -13,7 +13,7 @@ class InfiniteCache:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._pages: dict[int, bytearray] = {}
-        self._num_hit = self._num_tokens = 0  # of prompts
+        self._num_hit = self._num_tokens = 0  # prompt tokens
 
     @property
     def hits(self) -> float:

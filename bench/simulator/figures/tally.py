@@ -19,11 +19,11 @@ class RequestTally:
         self.e2e_s = array("d")
         self._tpot_s = array("d")  # not a number for one token
         self._tbt_s = array("d")  # the same
-        self.kinds: Counter[str] = Counter()  # of outcomes
+        self.kinds: Counter[str] = Counter()  # outcomes by kind
         self.num_retried = 0
-        self.num_input_tokens = 0  # of all prompts
-        self.num_prefilled_tokens = 0  # of prompts with a first token, cached ones included
-        self.num_cached_tokens = 0  # of these
+        self.num_input_tokens = 0  # in all prompts
+        self.num_prefilled_tokens = 0  # in prompts with a first token, cached tokens included
+        self.num_cached_tokens = 0  # among the prefilled tokens
         self.num_output_tokens = 0
 
     @classmethod

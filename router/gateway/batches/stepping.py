@@ -176,7 +176,7 @@ class SteppingPort:
         """Starts a request, and pauses it as often as the gate says. Raises VersionLeaves."""
         journal = Journal(_in_background(request))
         ticket = self._gate.ticket(self._port, self._stays)
-        has_token = False  # of the present part
+        has_token = False  # the present part has a token
 
         def note(token_ids: Sequence[int]) -> None:
             nonlocal has_token
@@ -236,7 +236,7 @@ class Journal:
         self._tokens += token_ids
 
     def shown(self, update: Update) -> Update:
-        """The update with the cached tokens of the client's prompt, not those of a later part."""
+        """The update with the cached tokens of the client's prompt, not of a later part."""
         timeline = update.timeline
         if timeline is None:
             return update

@@ -108,9 +108,9 @@ CREATE TABLE IF NOT EXISTS batch_runner (
 LEASE_S = 6
 MAX_LINES = 50_000
 MAX_FAULTS = 100
-MAX_FILES = 10_000  # of one tenant
-MAX_ACTIVE_BATCHES = 64  # of one tenant
-MAX_KEPT_BATCHES = 10_000  # of one tenant; the oldest that are over are forgotten
+MAX_FILES = 10_000  # per tenant
+MAX_ACTIVE_BATCHES = 64  # per tenant
+MAX_KEPT_BATCHES = 10_000  # per tenant; the oldest ended batches are removed
 SLICE_LINES = 200  # in one transaction
 SLICE_BYTES = 2**18
 UPLOAD_SILENCE_S = 600  # an upload without a new piece for this long is given up

@@ -33,7 +33,7 @@ class UploadForm:
         self._header_name = b""
         self._header_value = b""
         self._headers: dict[bytes, bytes] = {}
-        self._name = ""  # of the part that is being read
+        self._name = ""  # name of the part that is being read
         self._is_file = False
         self._value = bytearray()
         self._num_parts = 0
@@ -51,7 +51,7 @@ class UploadForm:
                     "on_end": self._end,
                 },
             )
-        except FormParserError as error:  # of the boundary
+        except FormParserError as error:  # the boundary is malformed
             raise _malformed(str(error)) from error
 
     def feed(self, data: bytes) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 from router.inbox.api_errors import ApiError
 
-MAX_SUBSCRIBERS = 32  # of one process
+MAX_SUBSCRIBERS = 32  # per process
 MAX_UNREAD = 8  # frames
 
 

@@ -55,7 +55,7 @@ class Paces:
 
     def __init__(self) -> None:
         self._progress: dict[RequestId, _Progress] = {}
-        self._ttfts_s: list[float] = []  # of answers that began and ended since the last look
+        self._ttfts_s: list[float] = []  # answers that began and ended since the last look
 
     def look(self, running: Mapping[RequestId, RunningChoice], now_s: float) -> PaceSeen:
         """Looks at all answers that run. Batches do not count."""

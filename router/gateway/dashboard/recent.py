@@ -29,10 +29,10 @@ from router.machine.requests import Failed, Finished, Outcome, Rejected, Request
 
 MAX_REQUESTS = 256  # kept with their timelines
 MAX_SAMPLES = 600  # kept, one a second
-MAX_RUNNING = 128  # shown at once, those that came first
-UNIT_TOKENS = 64  # of the estimate of an unbounded cache
+MAX_RUNNING = 128  # shown at once, oldest first
+UNIT_TOKENS = 64  # unit in which an unbounded cache is estimated
 MAX_UNITS = 65_536  # that it remembers: 4 million tokens
-MAX_PROMPT_TOKENS = 8192  # of one prompt that it looks at: some 0.1 ms
+MAX_PROMPT_TOKENS = 8192  # examined in one prompt: some 0.1 ms
 
 _TTFT_STAGES = ("route_s", "queue_s", "prefill_queue_s", "prefill_compute_s")
 _HAND_OVER_STAGES = ("kv_wait_s", "decode_queue_s")
@@ -211,7 +211,7 @@ class RecentRequests:
 
 
 def bounds_of(request: Request, default: Bounds) -> Bounds:
-    """The bounds of one request: its own, else those of the deployment."""
+    """The bounds of one request: its own, else the deployment's."""
     own = request.deadline_s
     if own is None and request.tpot_bound_s is None:
         return default

@@ -135,7 +135,7 @@ class Sample(msgspec.Struct, frozen=True):
     ended: int
     good: int
     unbounded: int
-    prompt_tokens: int  # of requests that ended
+    prompt_tokens: int  # in requests that ended
     answer_tokens: int  # sent, of all requests
     missed: dict[str, int]
     ttft: TimeSpread | None = None

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 1.0
 
-QUESTION = "dashboard"  # of other processes
+QUESTION = "dashboard"  # asked of other processes
 
 _encode = msgspec.json.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode

@@ -107,8 +107,8 @@ class ServedCard(msgspec.Struct, frozen=True):
     fingerprint: str
     missing: str | None
     ended: int = 0  # requests, since the start of the process
-    failed: int = 0  # of these
-    late: int = 0  # of these, beyond the bounds
+    failed: int = 0  # among the ended
+    late: int = 0  # among the ended, beyond the bounds
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class DashboardState(msgspec.Struct, frozen=True):
     epoch_s: float
     now_s: float
     baton: str
-    process: str | None  # among those that share a port
+    process: str | None  # its name among processes that share a port
     started_s: float  # Unix time: nothing before it is known
     health: PoolHealth
     pools: list[PoolCount] | None  # None: no controller has told what is wanted
@@ -210,7 +210,7 @@ def served_of(versions: Versions) -> list[ServedCard]:
 
 
 def running_of(recent: RecentRequests, versions: Versions, now_s: float) -> list[RunningRequest]:
-    """The requests that run, with their stages up to now; those that came first."""
+    """The oldest requests that run, with their stages up to now."""
     choices = dict(islice(recent.running.items(), MAX_RUNNING))
     timelines = versions.timelines(choices)
     return [

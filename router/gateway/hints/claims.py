@@ -24,7 +24,7 @@ KEEP_HEADER = "x-baton-keep-s"
 MAX_SESSION_LEN = 128  # characters
 MIN_KEEP_S = 0.001
 SESSION_PATTERN = f"^[!-~]{{1,{MAX_SESSION_LEN}}}$"  # visible ASCII
-ID_BYTES = 16  # of the digest; ids are its hexadecimal digits
+ID_BYTES = 16  # the digest's; ids are its hexadecimal digits
 
 _SESSION = re.compile(SESSION_PATTERN.removesuffix("$") + r"\Z")
 

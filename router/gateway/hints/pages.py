@@ -1,7 +1,7 @@
 """The endpoints that end sessions and pin prompts in the stores of KV blocks.
 
 A pin has the body of a chat completion or of a completion. It is checked and tokenised by the code
-that does this for requests, so its blocks are those that such a request would look for. The gateway
+that does this for requests, so a request like it would look up the same blocks. The gateway
 keeps nothing: stores bound what each key may pin, and the same body unpins.
 """
 
@@ -113,7 +113,7 @@ class HintPages:
 
         Reads a long body in a thread. Counts as a request of its key.
         """
-        check_content(request.scope)  # of any method
+        check_content(request.scope)  # for any method
         parts, tenant = self._parts, tenant_of(request.scope)
         use = parts.accounts.begin(tenant.name, tenant.limits, parts.clock.now_s())
         try:

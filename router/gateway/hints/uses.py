@@ -1,7 +1,7 @@
 """Which blocks a call of a session used: hashes of its prompts and answers. Pure.
 
 The hashes of prompts are computed where the prompts are checked, which is in a thread if they are
-long. Those of the answer follow at its end. Nothing is computed without a session or a store.
+long. Hashes of the answer follow at its end. Nothing is computed without a session or a store.
 """
 
 from collections.abc import Sequence
@@ -55,5 +55,5 @@ def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
 
 
 def _bounded(num_tokens: int, block_size: int) -> int:
-    """So many tokens, but no more than one message has hashes for."""
+    """`num_tokens`, but no more than one message has hashes for."""
     return min(num_tokens, MAX_HASHES * block_size)

@@ -21,7 +21,7 @@ class UsageOfKey:
     def __init__(self) -> None:
         self.num_requests = 0  # that were valid
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0  # of prompts
+        self.num_cached_tokens = 0  # in prompts
         self.num_generation_tokens = 0
 
 
@@ -33,7 +33,7 @@ class KeyUsage:
         self._by_key: dict[str, UsageOfKey] = {}
 
     def of(self, key: str) -> UsageOfKey:
-        """The counts of a key, or those of all further keys."""
+        """The counts of a key, or the sums of all further keys."""
         use = self._by_key.get(key)
         if use is None:
             if len(self._by_key) >= self._max_shown:

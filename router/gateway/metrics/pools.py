@@ -89,7 +89,7 @@ class PoolBoard:
         if is_fresh and self._news is not None:
             try:
                 yield from decode_metrics(self._news.metrics)
-            except msgspec.DecodeError as error:  # of a controller of another version of Baton
+            except msgspec.DecodeError as error:  # the controller is of another version of Baton
                 log.warning("the controller's metrics cannot be read: %s", error)
 
     def _pools(self) -> Iterator[Metric]:

@@ -34,7 +34,7 @@ class Siblings:
     async def open(self) -> None:
         """Starts to answer the other processes."""
         path = self._directory / self.process
-        path.unlink(missing_ok=True)  # of a process that died
+        path.unlink(missing_ok=True)  # a dead process left it
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:

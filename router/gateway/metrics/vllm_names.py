@@ -1,7 +1,7 @@
 """Series that mean what a vLLM series means, under vLLM's name, so that its dashboards work.
 
 vLLM's `engine` is a worker here. A name that vLLM has given up but older dashboards use is exported
-too. The names are those of `vllm/v1/metrics/loggers.py` and `perf.py`, vLLM 0.9 to 0.12.
+too. The names come from `vllm/v1/metrics/loggers.py` and `perf.py`, vLLM 0.9 to 0.12.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

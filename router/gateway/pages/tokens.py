@@ -32,11 +32,11 @@ from router.inbox.api_errors import invalid_value
 from router.inbox.json_parts import json_parts
 from router.inbox.json_values import not_json
 
-MAX_TOKENS = 2**20  # of a text or a list; their objects and JSON take some 0.1 s
+MAX_TOKENS = 2**20  # in a text or a list; their objects and JSON take some 0.1 s
 
 
 class TokenizeOptions(msgspec.Struct):
-    """The fields of POST /tokenize beside those of a request."""
+    """The fields of POST /tokenize beside a request's."""
 
     return_token_strs: bool | None = None
 

@@ -2,7 +2,7 @@
 
 Pure: bytes in, a `ResponseBody` or an ApiError out. What cannot be honoured is refused by name.
 Fields that are not of this API go to the chat body with vLLM's names (`top_k`, `seed`, `stop`, …),
-which checks them like those of a chat completion.
+which checks them like a chat completion's.
 
 Source: OpenAI API reference, responses.
 """
@@ -113,7 +113,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     include: list[Include] | None = None
     max_output_tokens: Count | None = None
-    max_tool_calls: Count | None = None  # of tools that the server runs: there are none
+    max_tool_calls: Count | None = None  # for tools that the server runs: there are none
     metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)] | None = (
         None
     )

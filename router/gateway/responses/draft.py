@@ -16,7 +16,7 @@ from router.inbox.json_parts import json_parts
 from router.machine.requests import Cancelled, Finished, Outcome, Rejected
 from router.text.logprobs import ChatLogprobs, Entry
 
-_END = b"\n\n"  # of a server-sent event
+_END = b"\n\n"  # ends a server-sent event
 
 _encode = msgspec.json.Encoder().encode
 

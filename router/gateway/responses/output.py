@@ -45,7 +45,7 @@ class OutputItems:
         self._origins = origins or {}
         self._custom: CustomInput | None = None  # input of the open item
         self._is_open = False  # the last item
-        self._texts: list[str] = []  # of the open item
+        self._texts: list[str] = []  # texts of the open item
         self._logprobs: list[object] = []  # log-probabilities of the open item
 
     def take(self, piece: AnswerPiece) -> list[Event]:

@@ -77,7 +77,7 @@ class ResponsePages:
         self._service.runs.hurry()
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for responses in the background, and ends those that are left as failed."""
+        """Waits for responses in the background, and ends the rest as failed."""
         await self._service.runs.close(timeout_s)
 
     async def _create(self, body: bytes, scope: Scope, meter: RequestMeter, send: Send) -> None:

@@ -106,7 +106,7 @@ class BackgroundRuns:
         self._hurried.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Waits for the runs, and ends those that are left as failed."""
+        """Waits for the runs, and ends the rest as failed."""
         self._is_closing = True
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if tasks:

@@ -21,7 +21,7 @@ from router.inbox.api_errors import ApiError
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0  # without a sign for this long, the process that makes a response is gone
-MAX_READ_BYTES = 2**20  # of events, in one transaction
+MAX_READ_BYTES = 2**20  # bytes of events in one transaction
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class ResponseStore:
     ) -> set[str]:
         """Keeps new events, and renews the lease of what runs; `running` has each one's status.
 
-        Returns the ids of those that shall no longer run.
+        Returns the ids of the runs to stop.
         """
 
         def work(db: sqlite3.Connection) -> set[str]:

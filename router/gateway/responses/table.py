@@ -22,7 +22,7 @@ from engine.config import GatewayConfig
 from router.gateway.responses.items import Item
 from router.inbox.api_errors import ApiError
 
-MAX_TURNS = 4096  # of a conversation
+MAX_TURNS = 4096  # in a conversation
 LONG_ITEM_BYTES = 65_536
 MAX_EVENTS_BYTES = 8 * 2**20  # of one response
 LOST = "the gateway process that made this response has ended"
@@ -247,7 +247,7 @@ def conversation(
 
 
 def input_items(db: sqlite3.Connection, id: str, owner: str, max_bytes: int) -> list[Item] | None:
-    """The items that a response answers, with those of the conversation before it."""
+    """The items that a response answers, with the items of the conversation before it."""
     row = db.execute(
         "SELECT number, previous, used_s FROM responses WHERE id = ? AND owner = ?", (id, owner)
     ).fetchone()
@@ -275,7 +275,7 @@ def kept_items(db: sqlite3.Connection, ids: Iterable[str], owner: str) -> dict[s
 def renew(db: sqlite3.Connection, running: dict[str, str], lease_end_s: float) -> set[str]:
     """Renews the lease of what runs in this process, and notes the status of each.
 
-    Returns the ids of those that shall no longer run.
+    Returns the ids of the runs to stop.
     """
     gone: set[str] = set()
     for id, status in running.items():
@@ -323,7 +323,7 @@ def add_events(db: sqlite3.Connection, id: str, events: Sequence[KeptEvent]) -> 
 
 
 def events_after(db: sqlite3.Connection, number: int, last: int, max_bytes: int) -> list[KeptEvent]:
-    """The events behind number `last`, at most so many bytes of them but one at least."""
+    """The events behind number `last`: at most `max_bytes`, but at least one event."""
     events: list[KeptEvent] = []
     num_bytes = 0
     cursor = db.execute(

@@ -42,7 +42,7 @@ class OtelTracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("baton", version)
         self._clock = clock
-        # The spans' times are wall-clock time, but their lengths are those of the gateway's clock.
+        # Spans have wall-clock times, but their lengths come from the gateway's clock.
         self._origin_ns = unix_time_ns() - int(clock.now_s() * 1e9)
 
     def begin(

@@ -13,7 +13,7 @@ Attributes = dict[str, str | int | float]
 
 
 class StageSpan(NamedTuple):
-    """One span below that of its request; seconds on the gateway's clock."""
+    """One span below its request's span; seconds on the gateway's clock."""
 
     name: str
     begin_s: float
