@@ -29,26 +29,34 @@ from bench.batches.cli import batches
 from bench.chaos.cli import chaos
 from bench.compare.cli import compare
 from bench.engine.cli import engine
-from bench.gateway.cli import gateway
 from bench.hostile.cli import hostile
 from bench.kv.cli import kv
 from bench.lab.elastic import ElasticStudy
 from bench.lab.elastic_live import ElasticLiveStudy
 from bench.lab.experiment import command_of
 from bench.lab.fluid.study import FluidStudy
+from bench.lab.gateway.study import GatewayStudy
 from bench.lab.interference import InterferenceStudy
 from bench.lab.moves import MovesStudy
+from bench.lab.router.study import RouterStudy
 from bench.processes.signals import END_SIGNALS
 from bench.published.cli import report
 from bench.quality.cli import quality
-from bench.router.cli import router
 from bench.schemas.cli import schemas
 from bench.serve.cli import serve
 from bench.speculate.cli import speculate
 from bench.store.cli import store
 from bench.validation.cli import validation
 
-STUDIES = (InterferenceStudy, FluidStudy, ElasticStudy, ElasticLiveStudy, MovesStudy)
+STUDIES = (
+    GatewayStudy,
+    RouterStudy,
+    InterferenceStudy,
+    FluidStudy,
+    ElasticStudy,
+    ElasticLiveStudy,
+    MovesStudy,
+)
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.command()(serve)
 app.command()(compare)
@@ -56,9 +64,7 @@ app.command()(engine)
 app.command()(quality)
 app.command()(kv)
 app.command()(store)
-app.command()(gateway)
 app.command()(speculate)
-app.command()(router)
 app.command()(validation)
 app.command()(chaos)
 app.command()(hostile)

@@ -154,11 +154,14 @@ def _run(study: Experiment, json: Path | None, plot: Path | None) -> None:
 def rounds(arms: Sequence[Arm], repeat: int, seed: int, say: Say) -> Iterator[tuple[int, Arm]]:
     """Yields all arms in each repetition, in the repetition's own order."""
     for number in range(repeat):
-        order = [*arms]
-        Random(f"{seed}/order/{number}").shuffle(order)
-        for arm in order:
+        for arm in order_of(arms, seed, number):
             say(f"repetition {number + 1} of {repeat}: {arm}")
             yield number, arm
+
+
+def order_of(arms: Sequence[Arm], seed: int, repeat: int) -> list[Arm]:
+    """Returns the arms in the order of one repetition."""
+    return Random(f"{seed}/order/{repeat}").sample(arms, k=len(arms))
 
 
 def by_thing(figures: Mapping[str, Mapping[str, Figure]]) -> dict[str, Figure]:

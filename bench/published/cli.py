@@ -9,10 +9,10 @@ from bench.common.command import printed_errors
 from bench.common.goals import Goals
 from bench.lab.fluid import figures as fluid
 from bench.lab.fluid import simulated as fluid_simulated
+from bench.lab.router.study import RouterStudy
 from bench.published.document import fill_in, names_in
 from bench.published.headline import HEADLINES
 from bench.published.reports import RESULTS, ROOT, read_reports
-from bench.router import plan as router
 from bench.validation import results as validation
 from engine.errors import ConfigError
 
@@ -25,7 +25,7 @@ SIMULATOR_GOALS = Goals(
 GOALS = {
     "fluid": fluid.GOALS,
     "fluid_simulated": fluid_simulated.GOALS,
-    "router": router.GOALS,
+    "router": RouterStudy.GOALS,
     "simulator": SIMULATOR_GOALS,
     "validation": validation.GOALS,
 }

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from bench.gateway.worker import NUM_BLOCKS, NullWorkerOptions
+from bench.lab.gateway.worker import NUM_BLOCKS, NullWorkerOptions
 from bench.processes.driven import Driven
 from deploy.base.spec import WorkerReady, WorkerSpec
 from deploy.local.launcher import ProcessLauncher
@@ -36,7 +36,7 @@ class NullWorkers(ProcessLauncher):
             kernels=self._kernels.get(spec.worker_id, ""),
         )
         argument = msgspec.json.encode(options).decode()
-        worker = Driven("worker", [sys.executable, "-m", "bench.gateway.worker", argument])
+        worker = Driven("worker", [sys.executable, "-m", "bench.lab.gateway.worker", argument])
         self._workers.append(worker)
         worker.start()
         facts = worker.ready(30)

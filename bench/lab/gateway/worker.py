@@ -1,4 +1,4 @@
-"""A worker that computes nothing: `python -m bench.gateway.worker`, for `bench gateway`.
+"""A worker that computes nothing: `python -m bench.lab.gateway.worker`, for `bench gateway`.
 
 It speaks a worker's protocol over a worker's socket, so the gateway in front of it is the real one.
 All that a client waits for beside the pace is the gateway's own time. The worker answers:

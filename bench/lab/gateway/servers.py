@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 
 from bench.common import background
-from bench.common.options import environment_of_peers
-from bench.gateway.plan import BARE, MODEL, OURS, STEP_S, WRITES, GatewayPlan
-from bench.gateway.worker import BLOCK_SIZE, NullWorkerOptions
+from bench.common.options import PeerProgram, environment_of_peers
+from bench.lab.gateway.worker import BLOCK_SIZE, NullWorkerOptions
 from bench.processes.driven import Driven, begun
 from bench.processes.services import launched, listening
 from deploy.base.defaults import BUNDLED_MODEL
@@ -20,12 +19,15 @@ from engine.control import Intent, Member, Members, Version
 from engine.messages import WorkerId
 from router.text.tokenizer import load_text_model
 
+OURS, BARE, WRITES = "baton", "uvloop", "writes"
+MODEL = "null"
+STEP_S = 0.01  # of the worker
 START_TIMEOUT_S = 60.0
 MANY = 2**30
 TOKEN = "null"
 CONTEXT_LEN = 4096
 TEXT = "def add(a, b):\n    return the sum of a and b, and of all others that are given\n"
-PEERS = Path(__file__).parents[1] / "peers"
+PEERS = Path(__file__).parents[2] / "peers"
 BARE_SERVER = (sys.executable, str(PEERS / "uvloop_server.py"))
 
 
@@ -49,7 +51,7 @@ class Server:
         return background.session_seconds(self.session)
 
 
-def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
+def open_all(peers: Sequence[PeerProgram], stack: ExitStack) -> dict[str, Server]:
     """Starts all servers, which end with the stack. Raises DrivenFailed."""
     servers = {
         OURS: _open_ours(stack),
@@ -57,7 +59,7 @@ def open_all(plan: GatewayPlan, stack: ExitStack) -> dict[str, Server]:
         WRITES: _open(WRITES, [*BARE_SERVER, "ticks"], stack),
     }
     behind: tuple[int, ...]
-    for peer in plan.peers:
+    for peer in peers:
         if peer.name == "fastapi":
             arguments, behind = [str(PEERS / "fastapi_server.py")], ()
         else:
@@ -88,7 +90,7 @@ def _open(
 def _open_ours(stack: ExitStack) -> Server:
     token_ids = tuple(load_text_model(BUNDLED_MODEL).encode_text(TEXT, CONTEXT_LEN))
     options = msgspec.json.encode(NullWorkerOptions(TOKEN, STEP_S, token_ids)).decode()
-    command = [sys.executable, "-m", "bench.gateway.worker", options]
+    command = [sys.executable, "-m", "bench.lab.gateway.worker", options]
     worker = begun(Driven("worker", command), stack)
     address = worker.ready(START_TIMEOUT_S)["address"]
     member = Member(WorkerId("null"), address, context_len=CONTEXT_LEN)

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from bench.router.peer import BitmaskRouter
-from bench.router.plan import BLOCK_SIZE, COSTS, GOALS, PROMPT_BLOCKS, RouterCase, RouterPlan, check
-from bench.router.results import PEER, results, warnings
-from bench.router.run import RouterMeasured, World, measure, measure_ingest
+from bench.common.progress import say_nothing
+from bench.lab.router.peer import BLOCK_SIZE, COSTS, BitmaskRouter
+from bench.lab.router.routers import PROMPT_BLOCKS, RouterCase, World
+from bench.lab.router.study import PEER, RouterMeasured, RouterStudy, results, warnings
 from engine.errors import ConfigError
 
 MAIN = RouterMeasured(
@@ -21,6 +21,7 @@ MAIN = RouterMeasured(
 OTHER = RouterMeasured(
     RouterCase(10_000, 10**7), ours=[(8e-6,) * 10], requests=[(9e-6,) * 10], bytes_per_block=40.0
 )
+GOALS = RouterStudy.GOALS
 INGEST = ((4e6, 6e6, 5e6), (1e6,))
 
 
@@ -63,10 +64,10 @@ def test_busy_machine_gives_a_warning():
 
 
 def test_invalid_case_is_refused_by_option():
-    with pytest.raises(ConfigError, match="--workers"):
-        check(RouterPlan((RouterCase(5, 1000),), 1))
-    with pytest.raises(ConfigError, match="--blocks"):
-        check(RouterPlan((RouterCase(10, 5),), 1))
+    with pytest.raises(ConfigError, match="6 workers at least"):
+        RouterStudy(cases="5:1000")
+    with pytest.raises(ConfigError, match="24 blocks at least"):
+        RouterStudy(cases="10:5")
 
 
 def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():
@@ -80,13 +81,12 @@ def test_prompts_are_as_long_as_planned_and_begin_with_a_chain():
         assert cached == sorted(cached, reverse=True)
 
 
-def test_small_run_measures_the_fleet_and_its_peer(monkeypatch):
-    plan = RouterPlan((RouterCase(16, 480),), num_repeats=2, num_decisions=20)
-    [measured] = measure(plan)
+def test_small_run_measures_the_fleet_and_its_peer():
+    study, case = RouterStudy(decisions=20, repeat=2), RouterCase(16, 480)
+    measured = study.measure_case(case, say_nothing)
     assert [len(run) for run in (*measured.ours, *measured.peer)] == [20] * 4
     assert measured.bytes_per_block > 16
-    monkeypatch.setattr("bench.router.run.INGEST_BLOCKS", 480)
-    ours, theirs = measure_ingest(plan)
+    ours, theirs = study.measure_ingest(case)
     assert len(ours) == len(theirs) == 2
     assert min(*ours, *theirs) > 0
 

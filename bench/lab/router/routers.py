@@ -1,44 +1,26 @@
-"""Measures `bench router`: decisions of a `Fleet` and of its peer, in turns.
+"""The cluster of `bench router`, and a `Fleet` and its peer that place prompts in it.
+
+A case is a number of workers and of different blocks. Three in four workers prefill. Blocks are in
+chains of 24, each at three workers. Prompts have 12 blocks, of which the first 0 to 12 are those of
+a chain. Workers cost as much as Qwen3-32B on two H200s (fitted to AIConfigurator's tables), with
+blocks of 512 tokens.
 
 A decision is timed as a whole: match, costs of all workers, choice, reservation, and the call from
 Python. Hashes are made right before it, as after hashing a prompt. For the same request the router
 also claims the decision in its view, gives it back at the end of prompt and answer, and tells the
-fleet of each: `requests` includes all of that. Python's garbage collector stays on, but ignores the
-objects of the set-up.
+fleet of each: `requests` includes all of that.
 """
 
-import gc
 import heapq
 import math
-import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
-from bench.common.background import BusyWatch
-from bench.common.progress import Say, say_nothing
-from bench.router.peer import BitmaskRouter
-from bench.router.plan import (
-    ANSWER_TOKENS,
-    BLOCK_SIZE,
-    BUSY,
-    CHAIN_BLOCKS,
-    COSTS,
-    IN_FLIGHT_PER_WORKER,
-    INGEST_BLOCKS,
-    INGEST_WORKERS,
-    LAYOUT,
-    MAX_PEER_BLOCKS,
-    MAX_RUNNING,
-    NUM_REPLICAS,
-    POOL_BLOCKS,
-    PROMPT_BLOCKS,
-    RouterCase,
-    RouterPlan,
-)
+from bench.lab.router.peer import BLOCK_SIZE, COSTS, LAYOUT, BitmaskRouter
 from engine.config import PoolsConfig
 from engine.messages import (
     HASH_BYTES,
@@ -59,18 +41,30 @@ from router.policies.base import Decision, Need
 T = TypeVar("T")
 Run = tuple[float, ...]  # seconds of each decision
 
+CHAIN_BLOCKS = 24
+PROMPT_BLOCKS = 12
+NUM_REPLICAS = 3
+POOL_BLOCKS = 100_000  # of a worker: enough that no request is refused
+MAX_RUNNING = 100_000
+ANSWER_TOKENS = 343  # the mean of Mooncake's conversations
+BUSY = 0.7  # share of time during which a prefill worker computes
+IN_FLIGHT_PER_WORKER = 4  # requests not yet released
+MAIN_BLOCKS = 1_000_000
 
-@dataclass(slots=True)
-class RouterMeasured:
-    """The measurements of one case."""
 
-    case: RouterCase
-    ours: list[Run] = field(default_factory=list)
-    requests: list[Run] = field(default_factory=list)
-    peer: list[Run] = field(default_factory=list)
-    ingest: float = 0.0  # block events/s
-    bytes_per_block: float = 0.0
-    background: list[float] = field(default_factory=list)  # share of the CPU that others used
+@dataclass(frozen=True, slots=True)
+class RouterCase:
+    """A number of workers that hold a number of different blocks."""
+
+    num_workers: int
+    num_blocks: int
+
+    @property
+    def name(self) -> str:
+        """Its name in results: only the number of workers if the blocks are those of the goals."""
+        if self.num_blocks == MAIN_BLOCKS:
+            return str(self.num_workers)
+        return f"{self.num_workers}/{self.num_blocks:.0e}".replace("e+0", "e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +138,7 @@ class OurRouter:
 
     def ingest(self) -> float:
         """Stores all chains; returns block events/s."""
-        return _ingested_per_s(self._world, self._world.names, self.index.stored)
+        return ingested_per_s(self._world, self._world.names, self.index.stored)
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Run, Run]:
         """Seconds of each decision, and of each whole request as `requests` counts it."""
@@ -238,49 +232,7 @@ class PeerRouter:
         return tuple(seconds)
 
 
-def measure(plan: RouterPlan, say: Say = say_nothing) -> list[RouterMeasured]:
-    """Measures every case. Raises BuildError if the C++ cannot be built."""
-    return [_measure(plan, case, say) for case in plan.cases]
-
-
-def _measure(plan: RouterPlan, case: RouterCase, say: Say) -> RouterMeasured:
-    say(f"{case.num_workers} workers, {case.num_blocks:,} blocks")
-    world = World(case, random.Random(plan.seed))
-    ours = OurRouter(world, plan.seed)
-    measured = RouterMeasured(case, ingest=ours.ingest())
-    measured.bytes_per_block = ours.index.num_bytes / ours.index.num_blocks
-    theirs = PeerRouter(world) if case.num_blocks <= MAX_PEER_BLOCKS else None
-    busy = BusyWatch(lambda: [os.getsid(0)])
-    gc.collect()
-    gc.freeze()
-    try:
-        for _ in range(plan.num_repeats):
-            with busy.repetition():
-                decisions, requests = ours.run(world.prompts(plan.num_decisions))
-                measured.ours.append(decisions)
-                measured.requests.append(requests)
-                if theirs is not None:
-                    measured.peer.append(theirs.run(world.prompts(plan.num_decisions)))
-    finally:
-        gc.unfreeze()
-    measured.background = busy.shares
-    ours.fleet.validate()
-    return measured
-
-
-def measure_ingest(plan: RouterPlan) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Block events/s that the index and the peer take in, each from empty, in turns."""
-    case = RouterCase(INGEST_WORKERS, INGEST_BLOCKS)
-    world = World(case, random.Random(plan.seed))
-    ours, theirs = [], []
-    for _ in range(plan.num_repeats):
-        ours.append(OurRouter(world, plan.seed).ingest())
-        peer = BitmaskRouter(world.prefills, POOL_BLOCKS, COSTS)
-        theirs.append(_ingested_per_s(world, range(len(world.names)), peer.stored))
-    return tuple(ours), tuple(theirs)
-
-
-def _ingested_per_s(
+def ingested_per_s(
     world: World, names: Sequence[T], stored: Callable[[T, list[BlockHash]], object]
 ) -> float:
     """Has `stored` take in all chains, each from all its holders; returns block events/s."""

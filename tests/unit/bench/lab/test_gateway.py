@@ -1,17 +1,16 @@
 """The results and warnings that `bench gateway` computes from measured streams."""
 
 import sys
-from dataclasses import replace
 
 import pytest
 
-from bench.gateway.plan import BARE, OURS, WRITES, body_of, order_of, plan_of, quick
-from bench.gateway.results import GatewayMeasured, GatewayRun, results, warnings
+from bench.lab.gateway.servers import BARE, OURS, WRITES
+from bench.lab.gateway.study import GatewayMeasured, GatewayRun, GatewayStudy, results, warnings
 
-PLAN = plan_of(
-    prompt_words=3, num_tokens=100, num_repeats=2, peers=[f"fastapi={sys.executable}"], seed=1
+STUDY = GatewayStudy(
+    prompt_words=3, tokens=100, repeat=2, peer=[f"fastapi={sys.executable}"], seed=1
 )
-LOADS = (PLAN.serial, *PLAN.loads)
+LOADS = (STUDY.serial, *STUDY.loads)
 CPU_S = {OURS: 2.0, BARE: 1.0, WRITES: 0.5, "fastapi": 4.0}
 TTFT_S = {OURS: 0.0005, BARE: 0.0001, WRITES: 0.0001, "fastapi": 0.0009}
 
@@ -30,12 +29,12 @@ def run(server, load, repeat=0, **rest):
 
 
 def measured(**rest):
-    runs = [run(s, load, i) for s in PLAN.servers for load in LOADS for i in range(2)]
+    runs = [run(s, load, i) for s in STUDY.servers for load in LOADS for i in range(2)]
     return GatewayMeasured(tuple(runs), **rest)
 
 
 def by_name(of):
-    return {result.name: result for result in results(PLAN, of)}
+    return {result.name: result for result in results(STUDY, of)}
 
 
 def test_tokens_per_cpu_second_have_writes_as_limit_and_peers():
@@ -61,7 +60,7 @@ def test_every_load_has_its_percentiles():
 
 
 def test_clean_measurement_has_no_warning():
-    assert warnings(PLAN, measured()) == []
+    assert warnings(STUDY, measured()) == []
 
 
 @pytest.mark.parametrize(
@@ -73,31 +72,24 @@ def test_clean_measurement_has_no_warning():
     ],
 )
 def test_saturation_and_a_busy_client_give_warnings(rest, told):
-    spoilt = [run(OURS, PLAN.loads[0], **rest)]
-    [line] = warnings(PLAN, GatewayMeasured(tuple(spoilt)))
+    spoilt = [run(OURS, STUDY.loads[0], **rest)]
+    [line] = warnings(STUDY, GatewayMeasured(tuple(spoilt)))
     assert line.startswith(told)
 
 
 def test_busy_machine_gives_a_warning():
-    [line] = warnings(PLAN, measured(background=(0.2,)))
+    [line] = warnings(STUDY, measured(background=(0.2,)))
     assert line == "other processes used up to 20% of the CPU: figures are too low"
 
 
-def test_order_of_servers_changes_by_repetition_and_follows_the_seed():
-    orders = [order_of(PLAN, repeat) for repeat in range(10)]
-    assert all(sorted(order) == sorted(PLAN.servers) for order in orders)
-    assert len({tuple(order) for order in orders}) > 1
-    assert orders == [order_of(replace(PLAN), repeat) for repeat in range(10)]
-
-
 def test_request_holds_the_pace_for_workers_and_peers():
-    body = body_of(PLAN, PLAN.loads[1])
+    body = STUDY.body_of(STUDY.loads[1])
     assert (body["user"], body["top_k"], body["max_tokens"]) == ("0.05", 5, 25)
     assert body["messages"][0]["content"].split() == ["word"] * 3
 
 
-def test_quick_plan_runs_every_load_once():
-    plan = quick(PLAN)
-    assert plan.num_repeats == 1
-    assert [load.num_streams for load in plan.loads] == [64, 512]
-    assert sum(load.total_tokens for load in plan.loads) < 10_000
+def test_quick_study_runs_every_load_once():
+    brief = STUDY.quick()
+    assert brief.repeat == 1
+    assert [load.num_streams for load in brief.loads] == [64, 512]
+    assert sum(load.total_tokens for load in brief.loads) < 10_000

@@ -1,4 +1,4 @@
-"""Sends requests to a server and times their streams: `python -m bench.gateway.client`.
+"""Sends requests to a server and times their streams: `python -m bench.lab.gateway.client`.
 
 Runs in a process of its own, and parses as little of an answer as possible: a client that parsed
 everything would be the bottleneck. An answer is HTTP/1.1 in chunks; all its events except `[DONE]`
@@ -86,7 +86,7 @@ class _Connection(asyncio.Protocol):
 
 
 class StreamClient:
-    """The process, driven by `bench.gateway.run`."""
+    """The process, driven by `bench.lab.gateway.study`."""
 
     def __init__(self) -> None:
         self.facts: dict[str, object] = {}

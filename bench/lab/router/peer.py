@@ -10,12 +10,21 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.router.plan import BLOCK_SIZE, LAYOUT
+from engine.demand import DecodeCost
+from engine.layout import KVFormat, KVLayout, KVSection
 from engine.worker.blocks import BlockHash
-from engine.worker.costs import WorkerCosts
+from engine.worker.costs import PrefillCost, PullCost, WorkerCosts
 from router.cluster.estimates import PULL_OVERHEAD_S
 
 Entry = tuple[float, int]
+
+BLOCK_SIZE = 512
+LAYOUT = KVLayout(BLOCK_SIZE, KVFormat.BF16, (KVSection(64, 8, 128),))
+COSTS = WorkerCosts(
+    prefill=PrefillCost(fixed_s=3.405e-3, token_s=4.921e-5, square_s=8.41e-10),
+    decode=DecodeCost(fixed_s=10.71e-3, row_s=2.053e-5, context_s=3.006e-8),
+    pull=PullCost(fixed_s=2e-3, block_s=0.0, bytes_per_s=25e9),
+)
 
 
 @dataclass(slots=True)

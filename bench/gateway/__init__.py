@@ -1,1 +1,0 @@
-"""`baton bench gateway`: what a gateway adds to each request and token."""

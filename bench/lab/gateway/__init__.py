@@ -1,0 +1,1 @@
+"""`baton bench gateway`: what the gateway costs, in front of a worker that computes nothing."""

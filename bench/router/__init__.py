@@ -1,1 +1,0 @@
-"""`baton bench router`: how long a placement takes among thousands of workers."""
