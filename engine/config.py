@@ -210,7 +210,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculate: Speculate = Speculate.OFF  # the source of tokens that the model verifies
     draft_model: str | None = None  # directory of the model that `speculate` uses
     max_draft_tokens: Count = 8  # guessed tokens of one sequence in one step
-    publish_token_ids: bool = False  # in block events, which every subscriber can read
+    publish_token_ids: bool = False  # block events, which every subscriber reads, hold tokens
     # A worker whose step takes longer ends, so that another one starts. None: no limit.
     step_timeout_s: Positive | None = 60.0
     # Peak of the hardware of one worker, for /metrics: 10¹² flops a second, in the format that it
@@ -249,17 +249,17 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of admission and placement of requests."""
 
     policy: RouterPolicy = RouterPolicy.SLO  # the choice of workers for a request
-    seed: int | None = None  # of the generator that breaks ties; None: each gateway its own
+    seed: int | None = None  # for the choice between equal workers; None: random
     max_queue: Count = 1024  # requests waiting for a worker
     queue_timeout_s: Positive = 60.0  # a request that waits longer is refused
-    # Of one key and priority, a short prompt passes a longer one that came up to so many seconds
-    # earlier for each second of work by which they differ. 0: the order of arrival.
+    # A short prompt passes a longer one of the same key and priority that came this many seconds
+    # earlier, for each second of work by which they differ. 0: the order of arrival.
     queue_patience: NotNegative = 4.0
     # A key that holds less than another key waits this long for room. Then the youngest sequences
     # of the other are put back. None: it waits until they end.
     turn_after_s: Positive | None = 1.0
     silence_s: Positive = 3.0  # a worker that sends nothing for this long counts as lost
-    stuck_step_s: Positive = 5.0  # so counts a step that is longer, and far above its prediction
+    stuck_step_s: Positive = 5.0  # a longer step, far above its prediction, counts as lost too
     # A prompt that takes this many times its predicted time is computed on a second worker as well;
     # the first one to finish goes on. None: no second worker.
     hedge_after: Positive | None = 3.0
@@ -286,12 +286,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP side."""
 
     host: str = "127.0.0.1"  # the address to listen on
-    port: Port = 8000  # of HTTP; 0: the system chooses
+    port: Port = 8000  # port of HTTP; 0: the system chooses
     # The Open Inference Protocol over gRPC, on this port of the same host. None: not served.
     grpc_port: Port | None = None
     # Gateway processes, which share the ports. None: 2 in `baton serve` on 4 or more cores, else 1.
     processes: Count | None = None
-    model_name: str | None = None  # in the API; None: the name of the model's directory
+    model_name: str | None = None  # name in the API; None: the model's directory
     chat_template: str | None = None  # a file, or the template itself; None: the model's own
     # How the model writes tool calls, by vLLM's names of parsers. auto: as its chat template shows.
     # none: calls in Hermes' form; reasoning stays in the text.
@@ -310,31 +310,31 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_streams: Count | None = None  # the same, of requests in flight
     # Lower numbers are served earlier; clients may ask for none below this
     min_priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    max_body_bytes: Count = 8 * 2**20  # of a request, files aside
+    max_body_bytes: Count = 8 * 2**20  # most bytes of a request, files aside
     max_choices: Count = 16  # answers to one prompt: `n`, `best_of`
     max_batch_choices: Count = 128  # answers to all prompts of one request
     # File (SQLite) of kept responses, files and batches, which all processes of a machine share.
     # None: in the memory of each process, so that they end with it.
     store: str | None = None
-    max_file_bytes: Count = 200 * 2**20  # of one uploaded file
-    max_tenant_file_bytes: Count = 2 * 2**30  # of all files of one key, results of batches too
-    max_store_bytes: Count = 16 * 2**30  # of all files; the store in memory has no other bound
+    max_file_bytes: Count = 200 * 2**20  # most bytes of one uploaded file
+    max_tenant_file_bytes: Count = 2 * 2**30  # bytes of all files and results of one key
+    max_store_bytes: Count = 16 * 2**30  # bytes of all files; the only bound in memory
     # Batches run while no other request does. Beside others they get this share of the places in
     # decode workers. After others they wait for `batch_idle_s` before they take all places.
     batch_share: Share = 0.0
     batch_idle_s: NotNegative = 0.5  # without other requests, before batches take all places
     # Kept responses, of all keys. What was not used for longest goes first.
     max_responses: Count = 20_000
-    max_responses_bytes: Count = 256 * 2**20  # of kept responses, of all keys
+    max_responses_bytes: Count = 256 * 2**20  # bytes of kept responses, of all keys
     max_key_responses: Count = 5_000  # kept responses of one key
-    max_key_responses_bytes: Count = 64 * 2**20  # of kept responses of one key
+    max_key_responses_bytes: Count = 64 * 2**20  # bytes of kept responses of one key
     response_days: Positive = 30.0  # a kept response goes this long after its last use
-    max_background_responses: Count = 256  # that run at once, in each process
+    max_background_responses: Count = 256  # running at once, in each process
     record_dir: str | None = None  # each process writes its router's events and effects there
-    max_connections: Count = 8192  # of each process
+    max_connections: Count = 8192  # connections of each process
     max_connections_per_address: Count = 2048  # the same; a proxy counts as one address
-    max_head_bytes: Count = 32 * 2**10  # of a request: its line and header fields
-    head_timeout_s: Positive = 10.0  # of a head, from its first byte or the connection's start
+    max_head_bytes: Count = 32 * 2**10  # most bytes of a request's line and header fields
+    head_timeout_s: Positive = 10.0  # from the first byte or the start to the end of a head
     dashboard: DashboardMode = DashboardMode.ON  # landing page, dashboard, playground
     open_to_all: bool = False  # needed to listen beyond this machine without keys
     # Origins, as https://chat.example.com, of pages whose scripts may use the API. "*": all.
@@ -347,7 +347,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_client_ca: str | None = None  # PEM; clients need a certificate that one of these signed
     # OpenTelemetry: the URL of a collector, as http://127.0.0.1:4318/v1/traces. None: no traces.
     trace_endpoint: str | None = None
-    trace_share: Share = 1.0  # of requests that come without a trace, for which spans are made
+    trace_share: Share = 1.0  # part of the requests without a trace that get one
     # When the gateway stops, running answers may take this long
     drain_timeout_s: NotNegative = 30.0
 
@@ -423,7 +423,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # Workers at the start; None: 1, or 0 if there are mixed ones
     prefill: CountOrZero | None = None
-    decode: CountOrZero | None = None  # as `prefill`
+    decode: CountOrZero | None = None  # like `prefill`
     mixed: CountOrZero = 0  # workers that do both
     # Workers of one pool take work of the other one that would wait there: decode workers compute
     # prompts, idle prefill workers decode. Never if the pools store KV in different formats, send
@@ -432,7 +432,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # How many times as long prompts may make a step of sequences without a bound on TPOT, in a
     # fluid pool.
     stretch: Annotated[float, Meta(gt=1)] = 6.0
-    max_workers: Count | None = None  # of all pools; None: as GPUs allow, or cores, and at least 4
+    max_workers: Count | None = None  # None: as GPUs or cores allow, and at least 4
     # Workers with the model loaded that wait to take the place of a dead one
     spares: CountOrZero = 0
     drain_timeout_s: Positive = 60.0  # a drained worker that still holds sequences then stops
@@ -446,7 +446,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_resource: str | None = None  # a custom resource of nodes where prefill workers start
     decode_resource: str | None = None  # where decode and mixed workers start
     placement: Spread = Spread.PACK  # over the nodes of a cluster
-    price_per_hour: NotNegative | None = None  # of one worker, in any currency; for /metrics
+    price_per_hour: NotNegative | None = None  # price of one worker, in any currency; for /metrics
 
     def __post_init__(self) -> None:
         _require(
@@ -460,9 +460,10 @@ class UpdateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     canary: tuple[int, ...] = ()  # shares of new requests that come first, one by one, per cent
     hold_s: NotNegative = 60.0  # each of these shares lasts at least this long
-    min_requests: Count = 20  # that the new version must have ended before it is judged
+    min_requests: Count = 20  # ended requests before the new version is judged
     max_failed: NotNegative = 0.02  # share of its requests; it is given up if more fail
-    # Of its answers that are beyond `router.slo_*`, refused or hang, above the share of the others.
+    # Share of its answers that miss `router.slo_*`, are refused or hang, above the
+    # share of other versions.
     max_late: NotNegative = 0.1
 
     def __post_init__(self) -> None:
@@ -489,7 +490,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_prefill: int | None = None  # workers; None: no bound
     min_decode: Count = 1  # workers
     max_decode: int | None = None  # workers; None: no bound
-    min_workers: Count = 2  # of both pools
+    min_workers: Count = 2  # workers of both pools
     max_workers: int | None = None  # None: the number of workers stays as ordered
     cool_down_s: NotNegative = 15.0  # a pool that grew gives no worker back for this long
     # Both pools must lack workers for this long before more are ordered
@@ -515,7 +516,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: str  # directory, GGUF file, hf://org/name@revision, pypi:name==version, s3://…, gs://…
     prefill: CountOrZero | None = None  # workers of its own; None: 1, or 0 if there are mixed ones
-    decode: CountOrZero | None = None  # as `prefill`
+    decode: CountOrZero | None = None  # like `prefill`
     mixed: CountOrZero = 0  # workers that do both
     # After this long without a request its workers end, and the next request starts them again.
     # It gives way sooner if another model needs the room. None: it keeps its workers.
@@ -527,11 +528,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The store of KV, which keeps prefixes beyond their workers: one for each node and version."""
 
-    memory_mib: CountOrZero = 0  # KV blocks in memory; 0: there is no store
+    memory_mib: CountOrZero = 0  # memory of the store's KV; 0: there is no store
     disk: str | None = None  # a directory on a local disk; None: no blocks on disk
-    disk_gib: Positive = 64.0  # of blocks on disk
+    disk_gib: Positive = 64.0  # most KV on disk
     objects: str | None = None  # a URL as fsspec takes it: s3://bucket/folder; None: no objects
-    objects_gib: Positive = 1024.0  # of objects
+    objects_gib: Positive = 1024.0  # most KV in objects
     # A file with the secret that keys hashes of blocks, made if missing. Later deployments find
     # blocks with it alone. None: `salts` in `disk`, or else a new secret at each start.
     salts: str | None = None
@@ -540,7 +541,7 @@ class StoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies: CountOrZero = 2  # stores that may hold a block; the others do not take it
     # New blocks are taken from workers no faster. None: in a quarter of the time, at any speed.
     take_mib_per_s: Positive | None = None
-    pinned_share: Share = 0.1  # of each tier, that one API key may pin
+    pinned_share: Share = 0.1  # part of each tier that one API key may pin
 
     def __post_init__(self) -> None:
         has_lower = self.disk is not None or self.objects is not None
@@ -559,17 +560,17 @@ class AdminConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The operator's API, by default on loopback."""
 
     host: str = "127.0.0.1"  # the address to listen on
-    port: Port = 0  # 0: the system chooses; `baton pools` finds it on the same machine
-    name: str | None = None  # of the deployment, for `--deployment`; None: its ports name it
-    # Of orders; None: a new one at every start, readable by this user alone
+    port: Port = 0  # port of the operator's API; 0: the system chooses
+    name: str | None = None  # name for `--deployment`; None: its ports name it
+    # Key for orders; None: a new one at every start, readable by this user alone
     key: Text | None = None
 
 
 class LogsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The logs of all processes."""
 
-    level: LogLevel = LogLevel.WARNING  # the least that is logged
-    format: LogFormat = LogFormat.TEXT  # of each line
+    level: LogLevel = LogLevel.WARNING  # the least level that is logged
+    format: LogFormat = LogFormat.TEXT  # format of each line
     # One line for each request to a gateway. "-": with the other log lines. None: not written.
     access: Text | None = None
     audit: Text | None = None  # a file to append operators' orders to, beside the log

@@ -6,6 +6,7 @@ The meaning of a key is the comment on the lines above it, then the one at the e
 
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from enum import Enum
 from functools import cache
@@ -180,7 +181,7 @@ def _meanings(kind: type, line_form: re.Pattern[str]) -> dict[str, str]:
     """Returns what the comments of a class say of each field or value, as sentences."""
     found: dict[str, str] = {}
     above: list[str] = []
-    for line in inspect.getsource(kind).splitlines():
+    for line in _sources(kind.__module__)[kind.__name__].splitlines():
         if line.startswith(_COMMENT):
             above.append(line.removeprefix(_COMMENT))
         elif match := line_form.fullmatch(line):
@@ -190,6 +191,15 @@ def _meanings(kind: type, line_form: re.Pattern[str]) -> dict[str, str]:
         else:
             above = []
     return found
+
+
+@cache
+def _sources(module: str) -> dict[str, str]:
+    """Returns the source of each class of a module, up to the next class."""
+    _, *parts = re.split(
+        r"^class (\w+)", inspect.getsource(sys.modules[module]), flags=re.MULTILINE
+    )
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _sentences(parts: list[str], line_form: re.Pattern[str]) -> str:

