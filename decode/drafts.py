@@ -26,7 +26,7 @@ from engine.messages import SeqId
 from engine.worker.batch import Row, RowResult
 from engine.worker.sequence import Sequence
 
-CATCH_UP_TOKENS = 512  # of left-out sequences, that the draft model computes in one step
+CATCH_UP_TOKENS = 512  # that the draft model catches up with in one step
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Draft:
 
     seq: Sequence
     ngrams: Any  # its tokens, opened by `Ngrams`; or None
-    match: Match | None = None  # of the latest look
+    match: Match | None = None  # found by the latest lookup
     proposal: Proposal | None = None
     is_seen: bool = False  # by the draft model
 

@@ -43,7 +43,7 @@ class StepHold:
     def holds(self, now_s: float, arriving: Set[SeqId], *, is_any_running: bool) -> bool:
         """True if no step may begin now: blocks of moved sequences are still on their way."""
         if not self.is_open:
-            return False  # of most steps
+            return False  # true for most steps
         self._awaited &= arriving
         if self._awaited and now_s >= self._rests_until_s:
             if self._until_s is None:

@@ -15,7 +15,7 @@ class DecodeMemory:
         self.growth_tokens = growth_tokens
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Returns how many blocks so many tokens need."""
+        """Returns how many blocks `num_tokens` need."""
         return -(-num_tokens // self.block_size)
 
     def soon_blocks(self, seq: Sequence) -> int:

@@ -25,7 +25,7 @@ class RunningBatch:
         self._drafts = drafts
         self._counters = counters
         self._members: dict[SeqId, Sequence] = {}
-        self._joined: set[SeqId] = set()  # those that have not run
+        self._joined: set[SeqId] = set()  # sequences that have not run
 
     def __len__(self) -> int:
         return len(self._members)
@@ -61,7 +61,7 @@ class RunningBatch:
         return seq
 
     def start(self, seqs: Iterable[Sequence]) -> list[Effect]:
-        """Marks sequences as run; announces those that run for the first time."""
+        """Marks sequences as run; announces each one that runs for the first time."""
         joined = self._joined
         if not joined:
             return []

@@ -137,8 +137,8 @@ class DecodeScheduler:
         pending_rows           rows planned before their token was known
         void_rows              rows of sequences that ended before their step did
         spec_steps             of those steps, the ones in which anything was drafted
-        drafted:<proposer>     tokens verified; accepted:<proposer>: of these, the ones kept
-        accepted_len:<tokens>  drafts of which so many tokens were kept
+        drafted:<proposer>     tokens verified; accepted:<proposer>: drafted tokens that were kept
+        accepted_len:<tokens>  drafts of which <tokens> tokens were kept
         """
         return self._counters
 
@@ -267,7 +267,7 @@ class DecodeScheduler:
             admitted += self.arrivals.give_back_stuck(now_s, is_any_running=is_any_running)
         if self._is_held(now_s):
             return Scheduled(effects=effects + admitted, held_until_s=self.held_until_s)
-        # Of what plain rows leave, half is for drafts: prompts must make progress beside them.
+        # Half of what plain rows leave is for drafts: prompts must make progress beside them.
         has_drafts = self.drafts.plan(chosen, (budget_tokens - len(chosen)) // 2, self._growing)
         started = self.running.start(chosen)
         rows = [self.running.row(seq) for seq in chosen]

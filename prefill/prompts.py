@@ -42,8 +42,8 @@ class PendingPrompt:
     pull_s: float = 0.0  # that it took
     lease_id: LeaseId | None = None  # open from the first chunk until the lease ends
     num_leased_ready: int = 0  # blocks by which the lease has grown
-    num_top: int | None = None  # log-probabilities of the prompt are wanted, with so many others
-    scored: list[Logprobs] = field(default_factory=list)  # those of the chunks computed so far
+    num_top: int | None = None  # log-probabilities of the prompt are wanted, with `num_top` others
+    scored: list[Logprobs] = field(default_factory=list)  # for the chunks computed so far
 
     @property
     def kind(self) -> type:

@@ -63,7 +63,7 @@ from engine.worker.leases import LeaseTable
 from engine.worker.pace import StepPace
 from prefill.prompts import PendingPrompt, WaitingPrompts
 
-# With so many tokens a step keeps a GPU busy: more tokens take as much more time.
+# A step with this many tokens keeps a GPU busy: more tokens take proportionally more time.
 FULL_STEP_TOKENS = 512
 
 

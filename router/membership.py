@@ -59,11 +59,11 @@ class ControlServer:
         board: PoolBoard | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        """`members` are those that the gateway was started with. `board` gets all later ones."""
+        """`members` are the gateway's first members. `board` gets all later ones."""
         self._routers = routers
         self.gateway_id = GatewayId(f"gateway-{secrets.token_hex(6)}")
         self._clock = clock
-        self._observers: dict[str, tuple[Router, Observer]] = {}  # of what is asked, by line
+        self._observers: dict[str, tuple[Router, Observer]] = {}  # who observes each line
         self._server = SessionServer(self._session, secret, host, on_refused=self._count_refused)
         self._board = board or PoolBoard(routers.versions, clock)
         self.members = self._board.members = members

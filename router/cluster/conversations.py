@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from engine.worker.blocks import BlockHash
 
 MEMORY = 65_536  # prompts that are remembered; after as many, old counts weigh half
-MOST = 0.7  # of a prompt
+MOST = 0.7  # share of a prompt
 ENOUGH = 64  # prompts that went on; with fewer, nothing is said of them
 FOLLOWED_MORE = 1.3  # times as often as others
 
@@ -26,8 +26,8 @@ class Conversations:
     def __init__(self) -> None:
         # Ends of prompts, the oldest first: if they went on, or None once they were followed.
         self._ends: OrderedDict[BlockHash, bool | None] = OrderedDict()
-        self._num = [0.0, 0.0]  # prompts: others, and those that went on
-        self._num_followed = [0.0, 0.0]  # of these
+        self._num = [0.0, 0.0]  # prompts: others, and continued ones
+        self._num_followed = [0.0, 0.0]  # how many of these were continued
 
     def note(self, hashes: Sequence[BlockHash]) -> bool:
         """Remembers a prompt by the hashes of its full blocks. Returns True if it recurs."""

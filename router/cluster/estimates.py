@@ -39,7 +39,7 @@ FIRST_OFFER_S = 0.1  # a guess: until a worker in the middle of a step answers
 RATE_MEMORY = 0.9  # weight of all earlier observations against the latest
 ENOUGH = 12  # observations before formulas are used
 SPREAD = 3.0  # the least ratio of the largest size to the smallest
-EVERY = 8  # of a well-known class, one in EVERY observations is used
+EVERY = 8  # in a well-known class, one in EVERY observations is used
 WELL_KNOWN = 64
 
 WorkerClass = tuple[Role, int, int]

@@ -12,10 +12,10 @@ class PromptLoad:
     def __init__(self) -> None:
         self._seconds = 0.0
         self._noted_s = 0.0
-        self._compute_s = self._num_computed = self._num_cached = 0.0  # of the latest prompts
+        self._compute_s = self._num_computed = self._num_cached = 0.0  # recent sums
 
     def note(self, seconds: float, now_s: float, *, num_computed: int, num_cached: int) -> None:
-        """Adds a prompt of which so many tokens take so long to compute, and others are cached."""
+        """Adds a prompt: `num_computed` tokens took `seconds`, `num_cached` were cached."""
         self._seconds = self._left(now_s) + seconds
         self._noted_s = now_s
         self._compute_s = KEPT * self._compute_s + seconds

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.messages import WorkerId
 
-MAX_PAIRS = 1024  # of workers; the pair that was used longest ago is forgotten
+MAX_PAIRS = 1024  # of workers; the least recently used pair is dropped
 
 
 class MovedKv(msgspec.Struct):
@@ -20,9 +20,9 @@ class MovedKv(msgspec.Struct):
     sink: WorkerId
     num_transfers: int = 0
     num_bytes: int = 0
-    timed_bytes: int = 0  # of those, without prefixes, whose time is not known
+    timed_bytes: int = 0  # bytes of the transfers whose time is known
     seconds: float = 0.0  # that these were on the way
-    exposed_s: float = 0.0  # of these, seconds that prefill did not hide
+    exposed_s: float = 0.0  # seconds of transfers that prefill did not hide
     last_s: float = 0.0  # when the latest one ended
 
 

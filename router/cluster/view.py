@@ -25,7 +25,7 @@ class PrefillClaim(msgspec.Struct, frozen=True):
     """The debit of a prompt that is to be computed."""
 
     tokens: int  # to compute
-    prompt_tokens: int  # with those that are cached or pulled
+    prompt_tokens: int  # cached and pulled tokens included
     seconds: float  # predicted; 0 where nothing is known yet
 
 
@@ -35,8 +35,8 @@ class DecodeClaim(msgspec.Struct):
     blocks: int  # at the length that is predicted for it
     context_tokens: int  # now
     begins_s: float  # when its first token was predicted to come
-    prompt_tokens: int  # of the context, before the answer
-    max_tokens: int  # of the answer
+    prompt_tokens: int  # in the context, before the answer
+    max_tokens: int  # in the answer
     is_there: bool = False  # the worker knows of it and counts it
     has_begun: bool = False  # its first token is there
 
@@ -49,10 +49,10 @@ class DecodeClaim(msgspec.Struct):
 class Foreign(msgspec.Struct, frozen=True):
     """Other gateways' share of a worker at its last report."""
 
-    prompt_tokens: int = 0  # of prompts that wait or are being computed
+    prompt_tokens: int = 0  # in prompts that wait or are being computed
     seqs: int = 0  # that decode, or will
-    blocks: int = 0  # of these, at their present lengths
-    context_tokens: int = 0  # of these
+    blocks: int = 0  # that the decodes fill at their present lengths
+    context_tokens: int = 0  # in the decodes
 
 
 NOTHING = Foreign()
@@ -81,9 +81,9 @@ class WorkerView:
     reserved_s: float = 0.0
     reserved_blocks: int = 0
     context_tokens: int = 0
-    num_begun: int = 0  # of `decodes`
+    num_begun: int = 0  # how many of `decodes` have begun
     computing_since_s: float = 0.0  # when it began the oldest prompt here
-    turnover: float = 0.0  # of its cache: what it was given to keep, as a share of its room
+    turnover: float = 0.0  # cached tokens that it was given, as a share of its cache
     touched: set[WorkerId] = field(
         default_factory=set, repr=False
     )  # the view's set of changed workers
@@ -175,7 +175,7 @@ class WorkerView:
         self.grow_decodes(num_tokens)
 
     def grow_decodes(self, num_tokens: int) -> None:
-        """Adds tokens to the sums, of sequences whose claims have grown by so many."""
+        """Adds `num_tokens` to the context totals after claims have grown."""
         self.context_tokens += num_tokens
         self.totals.context_tokens += num_tokens
 
@@ -253,7 +253,7 @@ class WorkerView:
 
     @property
     def num_decoding(self) -> int:
-        """Those of `num_decodes` that decode already; all of other gateways'."""
+        """How many of `num_decodes` decode already; other gateways' all count."""
         return self.num_begun + self.foreign.seqs
 
     @property

@@ -66,8 +66,8 @@ class _Head(msgspec.Struct, frozen=True):
     is_native: bool = False  # the router's C++ was there
 
 
-_HEAD_FIELDS = {"version", "config"}  # of any version
-MAX_RECORD_BYTES = 256 * 2**20  # of one event with its effects
+_HEAD_FIELDS = {"version", "config"}  # in any version
+MAX_RECORD_BYTES = 256 * 2**20  # for one event with its effects
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class Recorded:
 class Mismatch:
     """An event with other effects than recorded, and both lists of effects as JSON."""
 
-    number: int  # of the record, from 1
+    number: int  # the record's, from 1
     kind: str
     recorded: bytes
     replayed: bytes

@@ -18,7 +18,7 @@ from math import floor, inf
 from router.port import WorkerStatus
 
 STRETCH = 1.25
-LEAST_STEP_S = 0.002  # of prompts that a worker may have at once; it always may have one
+LEAST_STEP_S = 0.002  # of prompts that a worker may have at once; one is always allowed
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _line(
 
 
 def retry_after_s(tries: int, asked: str | None) -> float:
-    """Seconds until a refused request is tried again, after so many tries.
+    """Seconds until a refused request is tried again, after `tries` tries.
 
     `asked` is the answer's `retry-after`.
     """

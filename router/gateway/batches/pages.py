@@ -31,7 +31,7 @@ from router.gateway.storage import Storage
 from router.inbox.api_errors import ApiError, invalid_value
 
 PIECE_BYTES = 256 * 2**10
-FORM_BYTES = 64 * 2**10  # of an upload beside its file
+FORM_BYTES = 64 * 2**10  # an upload's, beside its file
 UPLOAD_TIMEOUT_S = 3600.0
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}

@@ -113,7 +113,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     num_lines: int
     num_completed: int
     num_failed: int
-    num_read_bytes: int  # of the input file, validated
+    num_read_bytes: int  # validated in the input file
     num_read_lines: int  # the same in lines, blank ones too
     num_written_lines: int  # the number of the last line in the output files
     output_file_id: str | None

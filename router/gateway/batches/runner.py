@@ -105,7 +105,7 @@ class BatchRunner:
         """
         self._storage = parts.storage
         self._versions = parts.versions
-        self._metrics = parts.metrics  # of requests that are no batch's
+        self._metrics = parts.metrics  # for requests outside batches
         self._clock = parts.clock
         self._max_line_bytes = parts.settings.gateway.max_body_bytes
         self._endpoints = endpoints
@@ -465,7 +465,7 @@ def _seed(batch_id: str, number: int) -> int:
 
 
 def _with_tenant_last(jobs: dict[str, _Job], tenant: str) -> dict[str, _Job]:
-    """The jobs, with those of one tenant behind the others."""
+    """The jobs, with one tenant's jobs behind the others."""
     others = {name: job for name, job in jobs.items() if job.batch.tenant != tenant}
     return {**others, **{name: job for name, job in jobs.items() if name not in others}}
 

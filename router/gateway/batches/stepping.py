@@ -3,7 +3,7 @@
 A gate lets a number of them run. If fewer may run, it withdraws the youngest from their router
 within the same call. Later they go on as a request whose prompt is the prompt and all tokens so
 far. Lengths in `Limits` are absolute and the noise of sampling is keyed by position, so the tokens
-are those of an undisturbed answer: the router continues a lost request in the same way. Workers
+equal an undisturbed answer's: the router continues a lost request in the same way. Workers
 keep the blocks in their caches, so little is computed twice.
 """
 

@@ -94,7 +94,7 @@ class GatewayMetrics:
     """The histograms and counters of one gateway process."""
 
     def __init__(self, versions: Versions, *, version: str, process: str | None = None) -> None:
-        """`process` is the label of this process among those that share a port."""
+        """`process` is the label of this process among processes that share a port."""
         self._versions = versions
         self._version = version
         self._process = process
@@ -119,7 +119,7 @@ class GatewayMetrics:
         self.stages = self._histogram(
             "stage", "Where the time of a request went", STAGE_BUCKETS_S, labels=("stage",)
         )
-        # Of requests, not of stages: names that other servers have too.
+        # Times of whole requests: names that other servers have too.
         self.queue_time = self._histogram(
             "request_queue", "Waits of a sequence in the router and in its worker", E2E_BUCKETS_S
         )
@@ -149,14 +149,14 @@ class GatewayMetrics:
         self._own.append(self.prediction_ratio.collect)
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
-        self.num_batched_tokens = 0  # of these
+        self.num_batched_tokens = 0  # how many became text in C++
         self.num_in_flight = 0
         self.on_arrival: Callable[[], None] = _do_nothing  # called for each request that begins
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self.num_by_finish = {reason.value: 0 for reason in FinishReason}
         self._answers: Counter[tuple[str, str, str]] = Counter()  # by method, path, status
-        self.num_looked_up_tokens = 0  # of the prompts of sequences that began
-        self.num_cached_tokens = 0  # of these, found in caches
+        self.num_looked_up_tokens = 0  # in prompts of sequences that began
+        self.num_cached_tokens = 0  # the looked-up tokens found in caches
         self.key_usage = KeyUsage()
         self._shared: list[Callable[[], Iterable[Metric]]] = []
         self._own += [
@@ -209,7 +209,7 @@ class GatewayMetrics:
         return [labelled(metric, {"process": self._process}) for metric in metrics]
 
     def exposition(self, others: Sequence[Sequence[Metric]] = ()) -> bytes:
-        """All metrics in Prometheus' text format 0.0.4, including those of other processes."""
+        """All metrics in Prometheus' text format 0.0.4, including `others` of other processes."""
         return generate_latest(CompleteFamilies([*self._families(others)]))
 
     def count(self, meter: "RequestMeter") -> None:
@@ -254,7 +254,7 @@ class GatewayMetrics:
             "baton_prompt_tokens", "Tokens of prompts that got an answer", prompt
         )
         yield CounterMetricFamily("baton_generation_tokens", "Tokens sent out", generated)
-        text = "Of these, tokens that became text in C++, those of many streams at once"
+        text = "Generated tokens that became text in C++, for many streams at once"
         yield CounterMetricFamily("baton_batched_tokens", text, self.num_batched_tokens)
         in_flight = self.num_in_flight
         yield GaugeMetricFamily("baton_requests_in_flight", "Requests not ended yet", in_flight)
@@ -263,7 +263,7 @@ class GatewayMetrics:
         yield counter_of("baton_finished_choices", text, "reason", self.num_by_finish)
         answers = CounterMetricFamily(
             "http_requests",
-            "HTTP answers; not those that a listener or a missing key refused",
+            "HTTP answers; not counting refusals by a listener or for a missing key",
             labels=["method", "handler", "status"],
         )
         for labels, count in list(self._answers.items()):
@@ -277,7 +277,7 @@ class GatewayMetrics:
         )
 
 
-UNKNOWN_KEY = UsageOfKey()  # of requests that were not accepted; never exported
+UNKNOWN_KEY = UsageOfKey()  # for requests that were not accepted; never exported
 
 
 def _do_nothing() -> None:
@@ -300,12 +300,12 @@ class RequestMeter:
         self.prompt_tokens = 0
         self._is_answered = False
         self._usage = UNKNOWN_KEY
-        self.num_tokens = self._longest = 0  # of its answers
+        self.num_tokens = self._longest = 0  # in its answers
         self.request_id = ""  # known once its call is read
         self.shown_id = ""  # the id in the head of its response
         self.key = ""  # the name of its API key
         self.trace: RequestTrace | None = None
-        self.num_sent_tokens = 0  # of all its choices, known when it ends
+        self.num_sent_tokens = 0  # in all its choices, known when it ends
 
     def __enter__(self) -> Self:
         self._metrics.num_in_flight += 1
@@ -389,8 +389,8 @@ class ChoiceMeter:
         self._prompt_len = prompt_len
         self.gaps = metrics.itl.series(request.labels)
         self._first_s: float | None = None
-        self._num_tokens = 0  # without those that are taken in batches
-        self.state: TextState = PlainTextState()  # of the choice's text
+        self._num_tokens = 0  # without tokens that are taken in batches
+        self.state: TextState = PlainTextState()  # the choice's text
 
     def tokens(self, num_tokens: int, now_s: float) -> None:
         """Notes more tokens of the choice."""
